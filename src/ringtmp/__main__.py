@@ -1,0 +1,5 @@
+"""python -m ringtmp"""
+
+from ringtmp.cli import main
+
+main()

@@ -1,0 +1,326 @@
+"""The Python interface: `Ring(...).fit(...)`, `evaluate`, `predict`, and the result of a run."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, merge_for_resume, resolve
+from ringtmp.data import named
+from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.sources import Source, from_python, leaves
+from ringtmp.errors import UsageError
+from ringtmp.factory import is_factory, load_factory
+from ringtmp.launch.local import LocalCrew
+from ringtmp.launch.memory import MemoryCrew
+from ringtmp.metrics import events
+from ringtmp.metrics.summary import Summary, summarise
+from ringtmp.model import zoo
+from ringtmp.model.layers import Model
+from ringtmp.model.revive import revive
+from ringtmp.resources import require_supported_platform
+from ringtmp.ring.checkpoint import latest, named_weights
+from ringtmp.ring.losses import LossFunction, loss_named
+from ringtmp.ring.rundir import RunDirectory, default_run_dir
+from ringtmp.session import Crew, Inference, Job, Session, Watcher
+
+Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
+
+
+class Silent:
+    """Looks on and says nothing."""
+
+    def phase(self, text: str) -> None: ...
+    def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
+    def evaluated(self, event: events.Evaluated) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
+class Result:
+    """What a run gave: `summary` (as `--json` prints it), `run_dir`, and the trained `model`, loaded when asked for."""
+
+    def __init__(self, run_dir: Path, source: Model | None = None) -> None:
+        self.run_dir = run_dir
+        self._source = source
+
+    @cached_property
+    def summary(self) -> Summary:
+        made = summarise(events.read(self.run_dir / "events.jsonl"), str(self.run_dir))
+        assert made is not None, "a finished run has a first event"
+        return made
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """An ordinary module with the trained weights: of the user's own classes where they are at hand."""
+        index, layers = RunDirectory(self.run_dir).read_layers()
+        checkpoint, _ = latest(self.run_dir / "checkpoints")
+        if self._source is None:
+            return revive([(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)])
+        model = _as_module(self._source)
+        model.load_state_dict(dict(named_weights(checkpoint, layers)))
+        return model
+
+
+class Ring:
+    """A ring of `nodes` on this machine: this process is the master, the others are started and stopped with a run."""
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        *,
+        cuts: str | None = None,
+        window: int | None = None,
+        schedule: str = "1f1b",
+        threads: int = 1,
+    ) -> None:
+        require_supported_platform()
+        self._part = RingPart(nodes=nodes, cuts=cuts, window=window, schedule=schedule)  # type: ignore[arg-type]
+        self._threads = threads
+
+    def fit(
+        self,
+        model: Model | str,
+        train_data: Data,
+        *,
+        test_data: Data = None,
+        loss: str | LossFunction | None = None,
+        optimizer: str | tuple[str, Mapping[str, Any]] = "adam",
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch_size: int = 32,
+        microbatches: int | None = None,
+        lr_schedule: Mapping[str, Any] | None = None,
+        clip_norm: float | None = None,
+        seed: int = 0,
+        early_stop: int | None = None,
+        checkpoint_every: int | None = None,
+        run_dir: str | Path | None = None,
+        watcher: Watcher | None = None,
+    ) -> Result:
+        """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window and schedule."""
+        name, settings = (optimizer, {}) if isinstance(optimizer, str) else (optimizer[0], dict(optimizer[1]))
+        config = RunConfig(
+            ModelPart(model if isinstance(model, str) else type(model).__name__),
+            TrainingPart(
+                data=train_data if isinstance(train_data, str) else "given", epochs=epochs, steps=steps,
+                batch_size=batch_size, microbatches=microbatches, optimizer=name, optimizer_settings=settings,
+                lr_schedule=dict(lr_schedule or {}), clip_norm=clip_norm, seed=seed,
+                threads=self._threads, early_stop=early_stop,
+            ),
+            self._part,
+            KeepPart(checkpoint_every=checkpoint_every),
+        )  # fmt: skip
+        given = None if isinstance(train_data, str) else (from_python(train_data), _optional(test_data))
+        return start(config, None if isinstance(model, str) else model, given, loss, run_dir, watcher or Silent())
+
+    def resume(
+        self,
+        run_dir: str | Path,
+        train_data: Data = None,
+        *,
+        test_data: Data = None,
+        loss: LossFunction | None = None,
+        watcher: Watcher | None = None,
+        **changes: Any,
+    ) -> Result:
+        """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself."""
+        given = None if train_data is None else (from_python(train_data), _optional(test_data))
+        ring = {"nodes": self._part.nodes, "cuts": self._part.cuts, "window": self._part.window}
+        return resume(run_dir, {**ring, "schedule": self._part.schedule, **changes}, given, loss, watcher or Silent())
+
+    def evaluate(self, run_dir: str | Path, data: Data = None) -> dict[str, Any]:
+        """Loss and scores of a run's newest checkpoint; on its own test part unless data is given."""
+        return evaluate(run_dir, data, self._part.nodes)
+
+    def predict(self, run_dir: str | Path, inputs: Any) -> Any:
+        """The outputs of a run's newest checkpoint for a batch of inputs."""
+        return predict(run_dir, inputs, self._part.nodes)
+
+
+def start(
+    config: RunConfig,
+    model: Model | None,
+    data: tuple[Source, Source | None] | None,
+    loss: str | LossFunction | None,
+    run_dir: str | Path | None,
+    watcher: Watcher,
+    crew: Crew | None = None,
+) -> Result:
+    """A new run. Without `model` and `data` they come from their names in the settings."""
+    config = resolve(config)
+    train, test = data or named.load(config.training.data, config.training.seed, config.model.settings)
+    source = model if model is not None else named_model(config.model, train)
+    function, name = _loss(loss or config.training.loss or None, train)
+    run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
+    run.create()
+    _train(Job(config, source, train, test, function, name, run), watcher, crew)
+    return Result(run.path, None if isinstance(source, Iterator) else source)
+
+
+def resume(
+    run_dir: str | Path,
+    changes: dict[str, Any],
+    data: tuple[Source, Source | None] | None,
+    loss: LossFunction | None,
+    watcher: Watcher,
+    crew: Crew | None = None,
+) -> Result:
+    """Go on with the run in `run_dir` from its newest whole checkpoint."""
+    run = RunDirectory(Path(run_dir))
+    saved = run.read_config()
+    config = resolve(merge_for_resume(saved.config, changes))
+    train, test = data or _named_again(config)
+    if loss is None and saved.loss == "callable":
+        raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
+    function = loss or loss_named(saved.loss)
+    _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
+    return Result(run.path)
+
+
+def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | None = None) -> dict[str, Any]:
+    run = RunDirectory(Path(run_dir))
+    saved = run.read_config()
+    if data is None or isinstance(data, str):
+        part = msgspec.structs.replace(saved.config.training, data=data or saved.config.training.data)
+        train, test = _named_again(msgspec.structs.replace(saved.config, training=part))
+        source = test or train
+    else:
+        source = from_python(data)
+    if loss is None and saved.loss == "callable":
+        raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
+    training = saved.config.training
+    assert training.microbatches is not None
+    with _inference(run, saved.config, nodes, loss or loss_named(saved.loss)) as ring:
+        batches = evaluation_batches(source, training.batch_size * 4, training.microbatches * 4)
+        score = ring.master.evaluate(batches, ring.step, saved.loss == "next_byte")
+    return {
+        "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
+        "accuracy": score.accuracy, "bits_per_byte": score.bits_per_byte,
+    }  # fmt: skip
+
+
+def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
+    run = RunDirectory(Path(run_dir))
+    saved = run.read_config()
+    training = saved.config.training
+    assert training.microbatches is not None
+    count = len(leaves(inputs)[0])
+    if not count:
+        raise UsageError("there are no inputs to predict from")
+    per_pass = training.batch_size * 4
+    batches = []
+    for first in range(0, count, per_pass):
+        part = torch.arange(first, min(first + per_pass, count))
+        pieces, nobody = split_batch(_select(inputs, part), torch.zeros(len(part)), training.microbatches * 4)
+        batches.append(Batch(0, pieces, nobody, len(part)))
+    with _inference(run, saved.config, nodes, loss_named("mse")) as ring:
+        outputs = ring.master.predict(batches, ring.step)
+    return _concatenate(outputs)
+
+
+def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
+    if is_factory(part.name):
+        factory = load_factory("model", part.name)
+        return lambda: factory(**part.settings)
+    zoo.build(part.name, train.shape, part.settings)  # refuse a wrong name or setting before anything starts
+    return lambda: zoo.build(part.name, train.shape, part.settings)
+
+
+def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
+    if config.training.data == "given":
+        raise UsageError("this run was trained on data given from Python: pass the data again")
+    return named.load(config.training.data, config.training.seed, config.model.settings)
+
+
+def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
+    nodes, threads = job.config.ring.nodes, job.config.training.threads
+    if crew is None:
+        crew = MemoryCrew(1) if nodes == 1 else LocalCrew(nodes, threads, job.run.logs)
+    with interruptible() as interruption:
+        Session(job, crew, watcher, interruption).train()
+
+
+@contextmanager
+def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
+    crew: Crew = MemoryCrew(1) if nodes == 1 else LocalCrew(nodes, config.training.threads, run.logs)
+    with Inference(run, config, nodes, loss, crew) as ring:
+        yield ring
+
+
+class Interruption:
+    """Whether the user wants to stop. Once armed, the first signal asks and the second insists."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.armed or self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Ctrl-C and SIGTERM become a question while the ring trains. Only the main thread may ask for signals."""
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    before = {number: signal.signal(number, interruption.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _optional(data: Data) -> Source | None:
+    return None if data is None else from_python(data)
+
+
+def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction, str]:
+    if callable(loss):
+        return loss, "callable"
+    name = loss or train.loss
+    return loss_named(name), name
+
+
+def _as_module(source: Any) -> nn.Module:
+    if isinstance(source, nn.Module):
+        # A single module that is one layer has its names under "0."; so has its place in a Sequential.
+        return copy.deepcopy(source) if isinstance(source, nn.Sequential) else nn.Sequential(copy.deepcopy(source))
+    if callable(source):
+        made = source()
+        if isinstance(made, nn.Module):
+            return made if isinstance(made, nn.Sequential) else nn.Sequential(made)
+        return _as_module(list(made))
+    named_layers = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(source)]
+    return nn.Sequential(OrderedDict((name, copy.deepcopy(module)) for name, module in named_layers))
+
+
+def _select(inputs: Any, index: torch.Tensor) -> Any:
+    if isinstance(inputs, torch.Tensor):
+        return inputs[index]
+    return tuple(_select(each, index) for each in inputs)
+
+
+def _concatenate(outputs: list[Any]) -> Any:
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(outputs)
+    return tuple(_concatenate([each[i] for each in outputs]) for i in range(len(outputs[0])))

@@ -1,0 +1,70 @@
+"""The command line: one small file per verb. Nothing here imports torch before a verb runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from ringtmp import __version__
+from ringtmp.errors import RingError, UsageError
+
+_VERBS = {
+    "train": "Train a model on a ring.",
+    "evaluate": "Loss and accuracy of a run's newest checkpoint.",
+    "predict": "A run's outputs for inputs from a file.",
+    "trace": "Write a run's timeline for Perfetto or Chrome.",
+}
+
+
+class _Verbs(click.Group):
+    """Loads a verb's file only when it is used, so that --help answers at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"ringtmp.cli.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(_VERBS.items()))
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        from ringtmp.errors import unknown
+
+        if args and not args[0].startswith("-") and args[0] not in _VERBS:
+            raise unknown("verb", args[0], _VERBS)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "RINGTMP"})
+@click.version_option(__version__, prog_name="ringtmp")
+def ringtmp() -> None:
+    """Train one neural network on a ring of small computers, with the bits of a single process."""
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit, 4 lost a node, 130 interrupted."""
+    try:
+        ringtmp.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        _end("interrupted", 130)
+    except click.ClickException as error:
+        _end(error.format_message(), UsageError.exit_code)
+    except RingError as error:
+        _end(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _end(text: str, code: int) -> None:
+    print(f"ringtmp: {text}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,29 @@
+"""ringtmp evaluate"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("evaluate", short_help="Loss and accuracy of a run's newest checkpoint.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--data", help="Other data than the run's own test part.")
+@click.option("--nodes", type=int, default=1, show_default=True, help="Members of the ring that evaluates.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
+    """Evaluate the newest checkpoint of RUN on its test part, in a pipelined forward pass."""
+    from ringtmp import api
+    from ringtmp.cli import show
+
+    score = api.evaluate(run, data, nodes)
+    if as_json:
+        show.print_json(score)
+        return
+    rest = "".join(
+        f"  {label} {score[key]:{form}}"
+        for key, label, form in (("accuracy", "accuracy", ".1%"), ("bits_per_byte", "bits per byte", ".3f"))
+        if score[key] is not None
+    )
+    print(f"step {score['step']}  {score['samples']} samples of {score['data']}  loss {score['loss']:.4f}{rest}")

@@ -1,0 +1,56 @@
+"""ringtmp predict"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ringtmp.errors import UsageError
+
+
+@click.command("predict", short_help="A run's outputs for inputs from a file.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("inputs", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Write the outputs here (.npy).  [print the classes]")
+@click.option("--nodes", type=int, default=1, show_default=True, help="Members of the ring that predicts.")
+def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
+    """Predict from the newest checkpoint of RUN.
+
+    INPUTS is a .npy file, or a .npz file with an array called inputs; its first dimension counts samples. Prints the
+    number of the largest output of every sample, one per line, or writes all outputs to --out.
+    """
+    import numpy as np
+    import torch
+
+    from ringtmp import api
+
+    array = _read(inputs)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+    outputs = api.predict(run, tensor, nodes)
+    if not isinstance(outputs, torch.Tensor):
+        raise UsageError("this model returns several tensors: use predict from Python")
+    if out is not None:
+        np.save(out, outputs.numpy())
+    else:
+        np.savetxt(sys.stdout, outputs.argmax(-1).reshape(len(outputs), -1).numpy(), fmt="%d")
+
+
+def _read(path: Path):  # type: ignore[no-untyped-def]
+    import zipfile
+
+    import numpy as np
+
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            if "inputs" not in loaded.files:
+                raise UsageError(f"{path} has no array called inputs; it has {', '.join(loaded.files) or 'none'}")
+            return loaded["inputs"]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UsageError(f"the inputs {path} cannot be read: {error}") from error

@@ -1,0 +1,99 @@
+"""Settings from a file, the environment and flags become a RunConfig; the later wins."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ringtmp.config import RunConfig
+from ringtmp.errors import UsageError, unknown
+
+#: flag -> (part, field); flags not listed here are handled by their verb.
+FIELDS = {
+    "model": ("model", "name"),
+    "set": ("model", "settings"),
+    "data": ("training", "data"),
+    "loss": ("training", "loss"),
+    "epochs": ("training", "epochs"),
+    "steps": ("training", "steps"),
+    "batch_size": ("training", "batch_size"),
+    "microbatches": ("training", "microbatches"),
+    "optimizer": ("training", "optimizer"),
+    "opt": ("training", "optimizer_settings"),
+    "lr_schedule": ("training", "lr_schedule"),
+    "clip_norm": ("training", "clip_norm"),
+    "seed": ("training", "seed"),
+    "threads": ("training", "threads"),
+    "wire": ("training", "wire"),
+    "staleness": ("training", "staleness"),
+    "early_stop": ("training", "early_stop"),
+    "strategy": ("ring", "strategy"),
+    "nodes": ("ring", "nodes"),
+    "cuts": ("ring", "cuts"),
+    "window": ("ring", "window"),
+    "schedule": ("ring", "schedule"),
+    "checkpoint_every": ("keep", "checkpoint_every"),
+}
+
+
+def parse_pairs(flag: str, items: Iterable[str]) -> dict[str, Any]:
+    """('width=256', 'dropout=0.1') -> {'width': 256, 'dropout': 0.1}"""
+    pairs: dict[str, Any] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{flag} {item!r}: write it as key=value")
+        pairs[key.strip()] = _number(value.strip())
+    return pairs
+
+
+def parse_schedule(text: str) -> dict[str, Any]:
+    """'cosine:warmup=10,floor=0.1' -> {'kind': 'cosine', 'warmup': 10, 'floor': 0.1}"""
+    kind, _, rest = text.partition(":")
+    return {"kind": kind, **parse_pairs("--lr-schedule", rest.split(",") if rest else ())}
+
+
+def _number(text: str) -> Any:
+    if text.lower() in ("true", "yes"):
+        return True
+    if text.lower() in ("false", "no"):
+        return False
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def build(file: Path | None, flags: dict[str, Any]) -> RunConfig:
+    """Defaults < file < environment and flags (click has merged the last two already)."""
+    tree: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "ring": {}, "keep": {}}
+    if file is not None:
+        for part, values in _read(file).items():
+            if part not in tree or not isinstance(values, dict):
+                raise unknown(f"section in {file}", part, tree)
+            tree[part].update(values)
+    for flag, value in flags.items():
+        part, field = FIELDS[flag]
+        if isinstance(value, dict):
+            value = {**tree[part].get(field, {}), **value}
+        tree[part][field] = value
+    try:
+        return msgspec.convert(tree, RunConfig, strict=True)
+    except msgspec.ValidationError as error:
+        where = f"{file}: " if file is not None else ""
+        raise UsageError(f"{where}{error}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(f"the settings file {file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the settings file {file} is not TOML: {error}") from error

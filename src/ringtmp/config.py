@@ -1,0 +1,138 @@
+"""A run's settings as frozen parts, checked in one place before anything starts.
+
+`resolve` fills every default, so that the run directory holds what was really used. A setting that could change the
+bits is never a function of the number of nodes, of a device or of timing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from ringtmp.errors import UsageError, unknown
+from ringtmp.plan.rule import SCHEDULES
+
+DEFAULT_MICROBATCHES = 8
+DEFAULT_EPOCHS = 10
+WIRES = ("float32",)
+STRATEGIES = ("ring",)
+
+
+class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str = "mlp"
+    settings: dict[str, int | float] = {}
+
+
+class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything here decides the bits."""
+
+    data: str = "digits"
+    loss: str = ""  # empty: what fits the data
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int = 32
+    microbatches: int | None = None
+    optimizer: str = "adam"
+    optimizer_settings: dict[str, Any] = {}
+    lr_schedule: dict[str, Any] = {}  # empty: constant
+    clip_norm: float | None = None
+    seed: int = 0
+    threads: int = 1
+    wire: str = "float32"
+    staleness: int = 0
+    early_stop: int | None = None  # epochs without a better test loss
+
+
+class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing here changes the bits."""
+
+    strategy: str = "ring"
+    nodes: int = 3
+    cuts: str | None = None
+    window: int | None = None
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+
+class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    checkpoint_every: int | None = None  # steps; None: at the end of epochs, at most every 30 s
+    detailed_steps: int = 32  # steps whose every span is recorded
+
+
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelPart = ModelPart()
+    training: TrainingPart = TrainingPart()
+    ring: RingPart = RingPart()
+    keep: KeepPart = KeepPart()
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The same settings with defaults filled in. Refuses what cannot be."""
+    from ringtmp.ring.recipe import checked_optimizer
+
+    training, ring = config.training, config.ring
+    if ring.strategy not in STRATEGIES:
+        raise unknown("strategy", ring.strategy, STRATEGIES)
+    if ring.schedule not in SCHEDULES:
+        raise unknown("schedule", ring.schedule, SCHEDULES)
+    if training.wire not in WIRES:
+        raise unknown("wire format", training.wire, WIRES)
+    for name, value, least in (
+        ("--nodes", ring.nodes, 1),
+        ("--batch-size", training.batch_size, 1),
+        ("--microbatches", training.microbatches, 1),
+        ("--window", ring.window, 1),
+        ("--threads", training.threads, 1),
+        ("--epochs", training.epochs, 1),
+        ("--steps", training.steps, 1),
+        ("--checkpoint-every", config.keep.checkpoint_every, 1),
+        ("--early-stop", training.early_stop, 1),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{name} {value} must be at least {least}")
+    if training.staleness != 0:
+        raise UsageError(f"--staleness {training.staleness} is not supported: use 0")
+    if not -(2**62) < training.seed < 2**62:
+        raise UsageError(f"--seed {training.seed} is too large")
+    if training.clip_norm is not None and not (training.clip_norm > 0 and math.isfinite(training.clip_norm)):
+        raise UsageError(f"--clip-norm {training.clip_norm} must be a positive number")
+    if training.epochs is not None and training.steps is not None:
+        raise UsageError("give --epochs or --steps, not both")
+    microbatches = training.microbatches or DEFAULT_MICROBATCHES
+    training = msgspec.structs.replace(
+        training,
+        epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
+        microbatches=min(microbatches, training.batch_size),
+        optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
+    )
+    return msgspec.structs.replace(config, training=training)
+
+
+#: What `--resume` may change: none of it changes the bits of the steps to come.
+RESUMABLE = ("epochs", "steps", "nodes", "cuts", "window", "schedule", "checkpoint_every", "detailed_steps")
+
+
+def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
+    """The saved settings with what the user gave anew; refuses what would change the bits."""
+    changed: dict[str, dict[str, Any]] = {part: {} for part in ("model", "training", "ring", "keep")}
+    for key, value in given.items():
+        part = next(
+            name for name in changed if key in {field.name for field in msgspec.structs.fields(getattr(saved, name))}
+        )
+        if key not in RESUMABLE and getattr(getattr(saved, part), key) != value:
+            raise UsageError(
+                f"--resume cannot change {key.replace('_', '-')} (it is {getattr(getattr(saved, part), key)!r} in that "
+                f"run): it may change {', '.join(each.replace('_', '-') for each in RESUMABLE)}"
+            )
+        changed[part][key] = value
+    if "epochs" in changed["training"]:
+        changed["training"].setdefault("steps", None)
+    if "steps" in changed["training"] and changed["training"]["steps"]:
+        changed["training"]["epochs"] = None
+    if "nodes" in changed["ring"]:
+        changed["ring"].setdefault("cuts", None)
+        changed["ring"].setdefault("window", None)
+    return msgspec.structs.replace(
+        saved, **{part: msgspec.structs.replace(getattr(saved, part), **values) for part, values in changed.items()}
+    )

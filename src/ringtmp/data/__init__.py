@@ -1,0 +1,1 @@
+"""Data lives on the master alone: sources give samples, batches gives the batch of a step."""

@@ -1,0 +1,192 @@
+"""Where samples come from.
+
+A `Table` holds samples one can index: every batch is a pure function of seed and step. A `Stream` is anything that
+yields ready batches in order of arrival: a DataLoader, a generator, a sensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringtmp.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model must know of its data: one sample's shape, and how many classes (0: not classes)."""
+
+    inputs: tuple[int, ...]
+    floating: bool
+    outputs: int
+
+    @property
+    def values(self) -> int:
+        total = 1
+        for size in self.inputs:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Table:
+    """Samples by number. `take` gives the inputs and targets of the given numbers, freshly allocated."""
+
+    name: str
+    size: int
+    shape: Shape
+    take: Callable[[torch.Tensor], tuple[Any, torch.Tensor]]
+    #: The loss that fits the targets, unless the user names one.
+    loss: str = "cross_entropy"
+
+    def example(self, count: int) -> tuple[Any, torch.Tensor]:
+        return self.take(torch.arange(count) % self.size)
+
+
+class Stream:
+    """Batches in order of arrival. Re-iterable sources give one epoch per pass; others end when they end."""
+
+    def __init__(self, name: str, batches: Iterable[Any], loss: str | None = None) -> None:
+        self.name = name
+        self._batches = batches
+        self._iterator: Iterator[Any] | None = None
+        self._first: tuple[Any, torch.Tensor] | None = None
+        first = self._pull()
+        if first is None:
+            raise UsageError(f"data {name} is empty")
+        self._first = first
+        inputs, targets = first
+        self.batch_size = leaves(inputs)[0].shape[0]
+        self.loss = loss or ("cross_entropy" if not targets.is_floating_point() else "mse")
+        sample = leaves(inputs)[0]
+        self.shape = Shape(tuple(sample.shape[1:]), sample.is_floating_point(), 0)
+
+    def next(self) -> tuple[Any, torch.Tensor] | None:
+        """The next batch; None at the end of a pass."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        return self._pull()
+
+    def example(self, count: int) -> tuple[Any, torch.Tensor]:
+        """`count` samples of the first batch, repeated as needed; the batch itself is not used up."""
+        assert self._first is not None, "examples are taken before training starts"
+        inputs, targets = self._first
+        index = torch.arange(count) % self.batch_size
+        return map_tensors(lambda each: each[index], inputs), targets[index]
+
+    def _pull(self) -> tuple[Any, torch.Tensor] | None:
+        if self._iterator is None:
+            self._iterator = iter(self._batches)
+        item = next(self._iterator, None)
+        if item is None:
+            self._iterator = None
+            return None
+        return checked_pair(self.name, item)
+
+
+Source = Table | Stream
+
+
+def leaves(inputs: Any) -> list[torch.Tensor]:
+    """The tensors in an input that may be a tensor or a tuple of inputs."""
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
+    if isinstance(inputs, tuple | list) and inputs:
+        return [leaf for item in inputs for leaf in leaves(item)]
+    raise UsageError(f"inputs must be tensors or tuples of tensors, not {type(inputs).__name__}")
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], inputs: Any) -> Any:
+    if isinstance(inputs, torch.Tensor):
+        return function(inputs)
+    return tuple(map_tensors(function, item) for item in inputs)
+
+
+def checked_pair(name: str, item: Any) -> tuple[Any, torch.Tensor]:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise UsageError(f"data {name} must give (inputs, targets) pairs, not {type(item).__name__}")
+    inputs, targets = item
+    if not isinstance(targets, torch.Tensor):
+        raise UsageError(f"data {name}: targets must be a tensor, not {type(targets).__name__}")
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in (*leaves(inputs), targets)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise UsageError(f"data {name}: inputs and targets of one batch have different lengths: {sorted(sizes)}")
+    return inputs, targets
+
+
+def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int | None = None) -> Table:
+    """A table over two tensors of equal length. Integer targets are classes."""
+    if len(inputs) != len(targets) or not len(inputs):
+        raise UsageError(f"data {name}: {len(inputs)} inputs and {len(targets)} targets; both must be equal, above 0")
+    classes = not targets.is_floating_point()
+    if classes:
+        targets = targets.long()
+        low = int(targets.min())
+        if low < 0:
+            raise UsageError(f"data {name}: label {low} is out of range: labels start at 0")
+    width = outputs or (int(targets.max()) + 1 if classes else (targets.shape[1] if targets.dim() > 1 else 1))
+    if classes and int(targets.max()) >= width:
+        raise UsageError(f"data {name}: label {int(targets.max())} is out of range 0..{width - 1}")
+    shape = Shape(tuple(inputs.shape[1:]), inputs.is_floating_point(), width)
+
+    def take(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs[index], targets[index]
+
+    return Table(name, len(inputs), shape, take, "cross_entropy" if classes else "mse")
+
+
+def from_python(data: Any, name: str = "given") -> Source:
+    """What a user passes to `fit`: a pair of tensors, a map-style Dataset, a DataLoader, any iterable of batches."""
+    if isinstance(data, Table | Stream):
+        return data
+    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(each, torch.Tensor) for each in data):
+        return tensors(name, data[0], data[1])
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple | list):
+        return _dataset(name, data)
+    if isinstance(data, Iterable):
+        return Stream(name, data)
+    raise UsageError(
+        f"a {type(data).__name__} is not data: give (inputs, targets) tensors, a Dataset, a DataLoader or an "
+        "iterable of (inputs, targets) batches"
+    )
+
+
+def _dataset(name: str, data: Any) -> Table:
+    from torch.utils.data import default_collate
+
+    if not len(data):
+        raise UsageError(f"data {name} is empty")
+
+    def take(index: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        inputs, targets = checked_pair(name, default_collate([data[i] for i in index.tolist()]))
+        return inputs, targets
+
+    inputs, targets = take(torch.zeros(1, dtype=torch.long))
+    sample = leaves(inputs)[0]
+    shape = Shape(tuple(sample.shape[1:]), sample.is_floating_point(), 0)
+    return Table(name, len(data), shape, take, "cross_entropy" if not targets.is_floating_point() else "mse")
+
+
+def split(table: Table, test_share: float, seed: int) -> tuple[Table, Table]:
+    """Train and test parts of one table, by a permutation that depends on nothing but the seed and the size."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(table.size, generator=generator)
+    cut = table.size - max(1, round(table.size * test_share))
+    if cut < 1:
+        raise UsageError(f"data {table.name} has {table.size} samples: too few for a train and a test part")
+    return subset(table, order[:cut]), subset(table, order[cut:])
+
+
+def subset(table: Table, index: torch.Tensor) -> Table:
+    return Table(table.name, len(index), table.shape, lambda numbers: table.take(index[numbers]), table.loss)
+
+
+def check_labels(source: Source, targets: Sequence[torch.Tensor], outputs: int) -> None:
+    for target in targets:
+        if not target.is_floating_point() and (int(target.max()) >= outputs or int(target.min()) < 0):
+            wrong = int(target.max()) if int(target.max()) >= outputs else int(target.min())
+            raise UsageError(f"data {source.name}: label {wrong} is out of range 0..{outputs - 1} of the model's outputs")

@@ -1,0 +1,67 @@
+"""Every error RingTMP raises on purpose, with the exit code the command line gives it.
+
+    RingError                     1
+      UsageError                  2   wrong input; nothing was started
+      DoesNotFit                  3   the model does not fit the devices
+      NodeLost                    4   a node is gone for good
+      NodeFailed                  1   a node raised; its traceback is part of the message
+      LossNotFinite               1
+      ProtocolError               1   received bytes that no honest peer of this version sends
+      CheckpointError             1   no readable checkpoint
+      WaitTimeout                 1   a wait came to its limit; says for whom and in which step
+      Interrupted               130   stopped by the user, checkpoint saved
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class RingError(Exception):
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(RingError):
+    exit_code = 2
+
+
+class DoesNotFit(RingError):  # noqa: N818
+    exit_code = 3
+
+
+class NodeLost(RingError):  # noqa: N818
+    exit_code = 4
+
+
+class NodeFailed(RingError):  # noqa: N818
+    pass
+
+
+class LossNotFinite(RingError):  # noqa: N818
+    pass
+
+
+class ProtocolError(RingError):
+    pass
+
+
+class CheckpointError(RingError):
+    pass
+
+
+class WaitTimeout(RingError):  # noqa: N818
+    pass
+
+
+class Interrupted(RingError):  # noqa: N818
+    exit_code = 130
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
+    """The error for a name that is not in a list, with the nearest one that is."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UsageError(f"unknown {kind} {name!r}: {hint}known are {', '.join(choices)}")

@@ -1,0 +1,53 @@
+"""A whole ring in this process, on the in-memory transport: the same nodes, driven in turn by a seed.
+
+Used by `--nodes 1`, where there is nobody to talk to, and by everything that wants many rings quickly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.worker import Worker
+from ringtmp.transport.base import Transport
+from ringtmp.transport.memory import Hub
+
+Wrapper = Callable[[Transport], Transport]
+
+
+class MemoryCrew:
+    def __init__(self, nodes: int, seed: int = 0, wrap: Wrapper = lambda transport: transport) -> None:
+        self._hub = Hub()
+        self._random = random.Random(seed)
+        self._wrap = wrap
+        self._nodes = nodes
+        self._workers: list[Worker] = []
+
+    def start(self, ring: str, generation: int) -> Endpoint:
+        """The master's endpoint; the workers are made."""
+        endpoint = Endpoint(self._wrap(self._hub.transport(0)), ring, generation)
+        for node in range(1, self._nodes):
+            worker_endpoint = Endpoint(self._wrap(self._hub.transport(node)), ring, generation)
+            self._workers.append(Worker(worker_endpoint, "memory"))
+        return endpoint
+
+    def addresses(self) -> dict[int, str]:
+        return {node: "memory" for node in range(self._nodes)}
+
+    def pids(self) -> dict[int, int]:
+        return {}
+
+    def advance(self) -> bool:
+        order = list(self._workers)
+        self._random.shuffle(order)
+        # Each works a random number of turns, so that seeds give different interleavings.
+        return any([worker.turn() for worker in order for _ in range(self._random.randint(1, 3))])
+
+    def check(self, step: int) -> None:
+        """Nodes in this process cannot die alone."""
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.endpoint.close()
+        self._workers.clear()

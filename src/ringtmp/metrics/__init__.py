@@ -1,0 +1,1 @@
+"""Everything that happens becomes an event; events become a summary, a trace, a report."""

@@ -1,0 +1,172 @@
+"""The events of a run, one JSON object per line in `<run>/events.jsonl`. Times are seconds of the master's clock.
+
+A new field is optional; a changed meaning is a new SCHEMA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something a node did: forward, backward, update, norms (compute), send, receive."""
+
+    kind: str
+    visit: int
+    microbatch: int
+    start: float
+    end: float
+    bytes: int = 0
+
+
+class RunStarted(msgspec.Struct, frozen=True, tag="run"):
+    at: float
+    wall_clock: str
+    schema: int
+    run: str
+    version: str
+    config: dict[str, Any]
+    facts: dict[str, Any]
+    generation: int
+    first_step: int
+
+
+class NodeStarted(msgspec.Struct, frozen=True, tag="node"):
+    at: float
+    node: int
+    role: str
+    pid: int
+    generation: int
+    segments: tuple[str, ...]
+    parameters: int
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step"):
+    at: float
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    samples: int
+    wall_s: float
+
+
+class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
+    """One node's share of one step. busy_s + idle_s is the whole of end - start."""
+
+    node: int
+    step: int
+    start: float
+    end: float
+    busy_s: float
+    idle_s: float
+    idle: dict[str, float]
+    sent_bytes: int
+    received_bytes: int
+    spans: tuple[Span, ...] = ()
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag="evaluation"):
+    at: float
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    accuracy: float | None
+    bits_per_byte: float | None
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint"):
+    at: float
+    step: int
+    seconds: float
+    bytes: int
+
+
+class Warned(msgspec.Struct, frozen=True, tag="warning"):
+    at: float
+    text: str
+
+
+class NodeEnded(msgspec.Struct, frozen=True, tag="node_end"):
+    node: int
+    peak_rss_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    placement_bytes: int
+    overhead_sent_bytes: int
+    resent_packets: int
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag="end"):
+    at: float
+    step: int
+    outcome: str  # done, stopped early, interrupted, failed
+    weights_sha256: str | None
+    error: str | None = None
+
+
+Event = RunStarted | NodeStarted | StepDone | NodeStep | Evaluated | CheckpointSaved | Warned | NodeEnded | RunEnded
+
+
+
+class _Times(msgspec.Struct, frozen=True):
+    busy_s: float
+    idle_s: float
+
+
+_NODE_STEP = b'{"type":"node_step"'
+_times = msgspec.json.Decoder(_Times)
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+def encode(event: Event) -> bytes:
+    return _encoder.encode(event)
+
+
+class EventLog:
+    """Appends events to a file, a line each, flushed at every step so that a reader can follow."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+        self._busy_s = 0.0
+        self._idle_s = 0.0
+
+    def write(self, event: Event) -> None:
+        self.write_encoded(encode(event))
+
+    def write_encoded(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        if line.startswith(_NODE_STEP):
+            times = _times.decode(line)
+            self._busy_s += times.busy_s
+            self._idle_s += times.idle_s
+
+    @property
+    def idle_share(self) -> float:
+        """Of all nodes' time in training steps so far."""
+        return self._idle_s / max(1e-9, self._busy_s + self._idle_s)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Event]:
+    """All whole lines. A last line cut short by a crash is passed over, as is a kind from a later version."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                event: Event = _decoder.decode(line)
+            except (msgspec.DecodeError, msgspec.ValidationError):
+                continue
+            yield event

@@ -1,0 +1,173 @@
+"""Events become a summary: what `--json` prints and the table shows. Reads events and nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from ringtmp.metrics.events import (
+    CheckpointSaved, Evaluated, Event, NodeEnded, NodeStarted, NodeStep, RunEnded, RunStarted, StepDone, Warned,
+)  # fmt: skip
+
+
+class Spread(msgspec.Struct, frozen=True):
+    median: float
+    p90: float
+
+
+class FirstLast(msgspec.Struct, frozen=True):
+    first: float | None
+    last: float | None
+
+
+class NodeSummary(msgspec.Struct, frozen=True):
+    node: int
+    role: str
+    segments: tuple[str, ...]
+    params: int
+    busy_s: float
+    idle_s: float
+    idle_fraction: float
+    idle_causes: dict[str, float]
+    bytes_sent: int
+    bytes_received: int
+    peak_rss_bytes: int | None
+    energy_j: float | None = None
+    energy_source: str | None = None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    strategy: str
+    model: str
+    data: str
+    seed: int
+    nodes: int
+    steps: int
+    batch_size: int
+    microbatches: int
+    window: int
+    schedule: str
+    staleness: int
+    wire: str
+    threads: int
+    exactness: str
+    emulated: bool
+    outcome: str
+    wall_s: float
+    step_s: Spread | None
+    samples_per_s: float | None
+    loss: FirstLast
+    test_loss: float | None
+    accuracy: float | None
+    bits_per_byte: float | None
+    weights_sha256: str | None
+    bytes_total: int
+    placement_bytes: int
+    recoveries: tuple[Any, ...]
+    warnings: tuple[str, ...]
+    error: str | None
+    run_dir: str
+    per_node: tuple[NodeSummary, ...]
+
+
+def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
+    """Of the last start in the log; None when nothing was started."""
+    started: RunStarted | None = None
+    nodes: dict[int, NodeStarted] = {}
+    ends: dict[int, NodeEnded] = {}
+    node_steps: dict[int, list[NodeStep]] = {}
+    steps: list[StepDone] = []
+    evaluation: Evaluated | None = None
+    ended: RunEnded | None = None
+    warnings: list[str] = []
+    for event in stream:
+        if isinstance(event, RunStarted):
+            started, ended, evaluation = event, None, None
+            nodes, ends, node_steps, steps = {}, {}, {}, []
+        elif isinstance(event, NodeStarted):
+            nodes[event.node] = event
+        elif isinstance(event, NodeEnded):
+            ends[event.node] = event
+        elif isinstance(event, NodeStep):
+            node_steps.setdefault(event.node, []).append(event)
+        elif isinstance(event, StepDone):
+            steps.append(event)
+        elif isinstance(event, Evaluated):
+            evaluation = event
+        elif isinstance(event, RunEnded):
+            ended = event
+        elif isinstance(event, Warned):
+            warnings.append(event.text)
+        else:
+            assert isinstance(event, CheckpointSaved)
+    if started is None:
+        return None
+    per_node = tuple(_node(nodes[node], node_steps.get(node, []), ends.get(node)) for node in sorted(nodes))
+    config, facts = started.config, started.facts
+    walls = [each.wall_s for each in steps]
+    last_at = ended.at if ended else steps[-1].at if steps else started.at
+    return Summary(
+        strategy=config["ring"]["strategy"],
+        model=config["model"]["name"],
+        data=facts["data"],
+        seed=config["training"]["seed"],
+        nodes=config["ring"]["nodes"],
+        steps=steps[-1].step + 1 if steps else started.first_step,
+        batch_size=facts["batch_size"],
+        microbatches=facts["microbatches"],
+        window=facts["window"],
+        schedule=config["ring"]["schedule"],
+        staleness=config["training"]["staleness"],
+        wire=config["training"]["wire"],
+        threads=facts["threads"],
+        exactness="bits",
+        emulated=False,
+        outcome=ended.outcome if ended else "running",
+        wall_s=last_at - started.at,
+        step_s=_spread(walls),
+        samples_per_s=sum(each.samples for each in steps) / sum(walls) if walls else None,
+        loss=FirstLast(steps[0].loss if steps else None, steps[-1].loss if steps else None),
+        test_loss=evaluation.loss if evaluation else None,
+        accuracy=evaluation.accuracy if evaluation else None,
+        bits_per_byte=evaluation.bits_per_byte if evaluation else None,
+        weights_sha256=ended.weights_sha256 if ended else None,
+        bytes_total=sum(each.bytes_sent for each in per_node),
+        placement_bytes=sum(end.placement_bytes for node, end in ends.items() if node != 0),
+        recoveries=(),
+        warnings=tuple(warnings),
+        error=ended.error if ended else None,
+        run_dir=run_dir,
+        per_node=per_node,
+    )
+
+
+def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> NodeSummary:
+    busy = sum(each.busy_s for each in steps)
+    idle = sum(each.idle_s for each in steps)
+    causes: dict[str, float] = {}
+    for each in steps:
+        for cause, seconds in each.idle.items():
+            causes[cause] = causes.get(cause, 0.0) + seconds
+    return NodeSummary(
+        start.node,
+        start.role,
+        start.segments,
+        start.parameters,
+        busy,
+        idle,
+        idle / (busy + idle) if busy + idle else 0.0,
+        causes,
+        sum(each.sent_bytes for each in steps),
+        sum(each.received_bytes for each in steps),
+        end.peak_rss_bytes if end else None,
+    )
+
+
+def _spread(values: list[float]) -> Spread | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    return Spread(statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))])

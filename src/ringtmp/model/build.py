@@ -1,0 +1,104 @@
+"""From live layers to portable ones: check, export, measure; one layer at a time, nothing kept.
+
+The sample that enters the first layer is carried through the model, so every layer sees real shapes. What eager mode
+would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) is refused here, before a node starts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from ringtmp.errors import UsageError
+from ringtmp.model.execute import Program
+from ringtmp.model.export import EXAMPLE_BATCH, Exporter
+from ringtmp.model.layers import Model, layers_of
+from ringtmp.model.portable import Graph, Layer
+
+
+@dataclass(frozen=True)
+class BuiltLayer:
+    layer: Layer
+    tensors: dict[str, torch.Tensor]
+    cost_s: float
+    output_bytes: int
+    sample_outputs: Any  # of the largest microbatch, in evaluation mode
+
+
+def build_layers(
+    model: Model, seed: int, sample: Callable[[int], Any], microbatch_sizes: Sequence[int]
+) -> Iterator[BuiltLayer]:
+    """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next."""
+    exporter = Exporter()
+    smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
+    example, small, large = sample(EXAMPLE_BATCH), sample(smallest), sample(largest)
+    costs: dict[int, tuple[Graph, float]] = {}  # the graph is kept so that its id stays its own
+    for name, module in layers_of(model, seed):
+        _refuse_what_cannot_travel(name, module)
+        _try_eager(name, module, small)
+        layer, tensors = exporter.export(name, module, example)
+        # Alike layers share their graphs, and so their cost.
+        key = id(layer.train)
+        if key not in costs:
+            costs[key] = (layer.train, _measure(layer, tensors, large))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            module.eval()
+            example, small, large = module(example), module(small), module(large)
+            module.train()
+        output_bytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(large))
+        yield BuiltLayer(layer, tensors, costs[key][1], output_bytes, large)
+
+
+def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
+    for local, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise UsageError(f"{name}.{local} lies on {tensor.device}: move the model to the CPU first")
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
+
+
+def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
+    """Run the layer as eager mode would, on the smallest microbatch, without leaving a trace in its buffers."""
+    buffers = {key: value.clone() for key, value in module.named_buffers()}
+    module.train()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copied = pytree.tree_map(torch.clone, sample)  # an in-place layer must not change the sample
+            functional_call(module, buffers, (copied,))
+    except Exception as error:  # the layer is the user's: whatever it raises is the answer
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(sample))
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. "
+            "Check the shape of the data; if it is the number of samples, use fewer --microbatches or another --batch-size"
+        ) from error
+
+
+def _measure(layer: Layer, tensors: dict[str, torch.Tensor], sample: Any) -> float:
+    """Seconds for one forward and backward of the largest microbatch: the best of two runs after a first."""
+    program = Program(layer.train)
+    owned = {each.name: tensors[each.name].clone() for each in layer.tensors}
+    for each in layer.tensors:
+        owned[each.name].requires_grad_(each.trainable)
+    best = float("inf")
+    for attempt in range(3):
+        leaves = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(sample)]
+        start = time.perf_counter()
+        with torch.random.fork_rng(devices=[]):
+            outputs = program.run([leaf.clone() for leaf in leaves] if program.changes_inputs else leaves, owned)
+        wanted = [each for each in outputs if each.requires_grad]
+        if wanted:
+            torch.autograd.backward(wanted, [torch.ones_like(each) for each in wanted])
+        took = time.perf_counter() - start
+        if attempt:
+            best = min(best, took)
+        elif took > 1:
+            return took
+    return best

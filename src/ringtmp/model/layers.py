@@ -1,0 +1,94 @@
+"""Any model becomes a sequence of named layers, taken one at a time.
+
+Accepted: `nn.Sequential` (nested ones are flattened), any other `nn.Module` (one layer), a list or generator of
+modules or of (name, module) pairs, and a function that returns one of these. A layer's name is the prefix of its
+tensors in the model's own `state_dict`. A generator is asked for its next layer only when the one before has been
+taken care of, and finds the random generator as it left it, so building lazily gives the weights of building at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringtmp.errors import UsageError
+
+Model = nn.Module | Iterable[Any] | Callable[[], Any]
+
+
+def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    """The model's layers in order. Random initial weights come from `seed`."""
+    taken: list[str] = []
+    owners = _TiedWeights()
+    iterator: Iterator[tuple[str, nn.Module]] | None = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            if iterator is None:
+                iterator = _named(model() if callable(model) and not isinstance(model, nn.Module) else model)
+            item = next(iterator, None)
+            state = torch.get_rng_state()
+        if item is None:
+            break
+        name, module = item
+        if name in taken:
+            raise UsageError(f"two layers are called {name!r}: give each its own name")
+        taken.append(name)
+        owners.check(name, module)
+        yield name, module
+    if not taken:
+        raise UsageError("the model has no layers")
+
+
+def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Sequential):
+        yield from _flattened("", model)
+    elif isinstance(model, nn.Module):
+        yield "0", model
+    elif isinstance(model, Iterable):
+        for index, item in enumerate(model):
+            name, module = item if isinstance(item, tuple) else (str(index), item)
+            if not isinstance(module, nn.Module) or not isinstance(name, str):
+                raise UsageError(
+                    f"item {index} of the model is a {type(module).__name__}: a model is a sequence of nn.Module, "
+                    "or of (name, nn.Module)"
+                )
+            yield name, module
+    else:
+        raise UsageError(
+            f"a {type(model).__name__} is not a model: give an nn.Sequential, a list or generator of layers, "
+            "or a function that returns one"
+        )
+
+
+def _flattened(prefix: str, model: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_children():
+        # A subclass may have its own forward, and hooks belong to the whole: only plain containers are opened.
+        if type(module) is nn.Sequential and not module._forward_hooks and not module._forward_pre_hooks:
+            yield from _flattened(f"{prefix}{name}.", module)
+        else:
+            yield prefix + name, module
+
+
+class _TiedWeights:
+    """Refuses a parameter that has two names. Holds no layer alive."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+    def check(self, layer: str, module: nn.Module) -> None:
+        for local, parameter in module.named_parameters(remove_duplicate=False):
+            name = f"{layer}.{local}"
+            known = self._names.get(id(parameter))
+            if known is not None and known[0]() is parameter:
+                raise UsageError(
+                    f"{known[1]} and {name} are one tensor: tied weights are not supported yet; give each layer its own"
+                )
+            self._names[id(parameter)] = (weakref.ref(parameter), name)

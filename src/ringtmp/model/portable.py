@@ -1,0 +1,118 @@
+"""A layer as data: two graphs of ATen operators and named tensors. No code, no pickle.
+
+    Layer   name, training graph, evaluation graph, tensor descriptions
+    Graph   inputs (which tensors enter), operations in order, outputs
+    Op      an operator from the list in operators.py; arguments are plain values or references
+
+Values are numbered slots: the graph's inputs come first, every operation adds one. A reference to slot 7 is
+written Ref(7). Encoded as MessagePack, which keeps every double and infinity exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ringtmp.errors import ProtocolError
+
+FORMAT = 1
+#: A graph larger than this is refused before it is decoded.
+MAX_ENCODED_BYTES = 16 * 1024 * 1024
+
+
+class Ref(msgspec.Struct, frozen=True, tag="r", array_like=True):
+    slot: int
+
+
+class Items(msgspec.Struct, frozen=True, tag="l", array_like=True):
+    values: tuple[Value, ...]
+
+
+class Named(msgspec.Struct, frozen=True, tag="n", array_like=True):
+    """A torch constant: dtype, layout or memory format. Devices are not data: a node computes on its own."""
+
+    kind: Literal["dtype", "layout", "memory_format", "device"]
+    name: str
+
+
+Value = None | bool | int | float | str | Ref | Items | Named
+
+
+class Op(msgspec.Struct, frozen=True, array_like=True):
+    target: str
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
+
+
+class Input(msgspec.Struct, frozen=True, array_like=True):
+    """What fills one input slot: the n-th tensor that enters the layer, or a tensor the layer owns."""
+
+    kind: Literal["input", "parameter", "buffer", "constant"]
+    name: str
+
+
+class Graph(msgspec.Struct, frozen=True):
+    inputs: tuple[Input, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Value, ...]
+    #: An operation writes into what enters the layer, which autograd forbids on a received leaf: copy it first.
+    changes_inputs: bool
+
+
+class OwnedTensor(msgspec.Struct, frozen=True):
+    """A tensor that belongs to a layer. Only `saved` ones are part of the model's state_dict."""
+
+    name: str
+    kind: Literal["parameter", "buffer", "constant"]
+    dtype: str
+    shape: tuple[int, ...]
+    trainable: bool
+    saved: bool
+
+
+class OutputTree(msgspec.Struct, frozen=True):
+    """How a layer's flat outputs are nested for the next layer, the loss and the user: '*' is one tensor."""
+
+    kind: Literal["*", "tuple", "list"]
+    children: tuple[OutputTree, ...] = ()
+
+
+class Layer(msgspec.Struct, frozen=True):
+    name: str
+    train: Graph
+    evaluate: Graph
+    tensors: tuple[OwnedTensor, ...]
+    output: OutputTree
+    format: int = FORMAT
+
+    @property
+    def parameters(self) -> int:
+        return sum(count(tensor.shape) for tensor in self.tensors if tensor.kind == "parameter")
+
+
+def count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Layer)
+
+
+def encode(layer: Layer) -> bytes:
+    return _encoder.encode(layer)
+
+
+def decode(data: bytes | memoryview) -> Layer:
+    if len(data) > MAX_ENCODED_BYTES:
+        raise ProtocolError(f"a layer's graph of {len(data)} bytes is over the limit of {MAX_ENCODED_BYTES}")
+    try:
+        layer = _decoder.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"not a layer: {error}") from None
+    if layer.format != FORMAT:
+        raise ProtocolError(f"layer format {layer.format}, this version reads {FORMAT}: use one version everywhere")
+    return layer

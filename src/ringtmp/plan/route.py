@@ -1,0 +1,94 @@
+"""The route: which node holds which run of layers, in the order activations visit them.
+
+    plain ring of 3 over 7 layers      visit  node    layers
+                                         0    master  0-1     front: inputs
+                                         1    1       2-3
+                                         2    2       4-5
+                                         3    master  6       tail: labels and loss
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from ringtmp.errors import UsageError
+
+MASTER = 0
+
+
+class Visit(msgspec.Struct, frozen=True, array_like=True):
+    """One stop of the activations: layers first..stop-1 on a node. first == stop is a loss-only tail."""
+
+    index: int
+    node: int
+    first: int
+    stop: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.stop)
+
+
+class Route(msgspec.Struct, frozen=True):
+    visits: tuple[Visit, ...]
+
+    @property
+    def last(self) -> int:
+        return len(self.visits) - 1
+
+    def node(self, visit: int) -> int:
+        return self.visits[visit].node
+
+    def on(self, node: int) -> tuple[Visit, ...]:
+        return tuple(visit for visit in self.visits if visit.node == node)
+
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(sorted({visit.node for visit in self.visits}))
+
+    def neighbours(self, node: int) -> tuple[int, ...]:
+        """Everyone this node exchanges activations or gradients with."""
+        found = set()
+        for here, there in zip(self.visits, self.visits[1:], strict=False):
+            if node in (here.node, there.node):
+                found |= {here.node, there.node}
+        return tuple(sorted(found - {node}))
+
+    def holder(self, layer: int) -> Visit:
+        return next(visit for visit in self.visits if visit.first <= layer < visit.stop)
+
+
+def plain_ring(nodes: int, bounds: list[tuple[int, int]]) -> Route:
+    """Master, 1, 2, ..., master. With one node the master holds everything in one visit."""
+    holders = [MASTER] if nodes == 1 else [*range(nodes), MASTER]
+    assert len(holders) == len(bounds)
+    return Route(tuple(Visit(i, node, *bound) for i, (node, bound) in enumerate(zip(holders, bounds, strict=True))))
+
+
+def parse_cuts(text: str, layers: int, nodes: int) -> list[tuple[int, int]]:
+    """'0-2,3-5,6' -> [(0, 3), (3, 6), (6, 7)]: one range per visit, every layer once; '-' for an empty tail."""
+    visits = 1 if nodes == 1 else nodes + 1
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != visits:
+        raise UsageError(
+            f"--cuts {text!r} has {len(parts)} ranges; a ring of {nodes} needs {visits}"
+            + ("" if nodes == 1 else ": the master's front, one per worker, the master's tail ('-' for loss only)")
+        )
+    bounds: list[tuple[int, int]] = []
+    expected = 0
+    for position, part in enumerate(parts):
+        if part == "-" and position == visits - 1 and position:
+            bounds.append((expected, expected))
+            continue
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
+            raise UsageError(f"--cuts {text!r}: {part!r} is not a range like 3-5 or a layer like 6")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first != expected or last < first:
+            raise UsageError(f"--cuts {text!r}: {part!r} must start at layer {expected}; every layer is held exactly once")
+        bounds.append((first, last + 1))
+        expected = last + 1
+    if expected != layers:
+        raise UsageError(f"--cuts {text!r} ends at layer {expected - 1}; the model has layers 0-{layers - 1}")
+    return bounds

@@ -1,0 +1,63 @@
+"""The local rule: what a node does next, decided from what it has. Pure; live nodes and simulations call it alike.
+
+    1f1b, 4 microbatches, window 3            gpipe
+    visit 0  F0 F1 F2 .  .  B0 F3 B1 B2 B3    F0 F1 F2 F3 .  .  B0 B1 B2 B3
+    visit 1     F0 F1 F2 B0 B1 B2 F3 B3          F0 F1 F2 F3 B0 B1 B2 B3
+
+Why it cannot deadlock: a microbatch is admitted only at the front, at most `window` are in flight, and after admission
+nobody refuses or blocks. Every forward gets exactly one backward answer, so the oldest microbatch in flight can always
+move somewhere, and its end frees a place at the front.
+
+Among ready work: backward first (it frees stored activations and feeds the neighbour that waits longest), then
+updates (the next pass waits for them), then forward; among equals the deepest visit, then the oldest microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["1f1b", "gpipe"]
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What one visit has in hand during the pass it is in."""
+
+    visit: int
+    front: bool
+    forward: int | None  # oldest microbatch whose activations are here
+    backward: int | None  # oldest microbatch whose gradient is here
+    forwarded: int
+    in_flight: int  # admitted and not yet answered; counted at the front only
+    microbatches: int  # in this pass
+    update: bool  # every gradient is in, and the clipping coefficient if there is one
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    kind: Literal["forward", "backward", "update"]
+    visit: int
+    microbatch: int = -1
+
+
+def next_action(visits: Sequence[Ready], window: int, schedule: Schedule) -> Action | None:
+    """The node's next piece of work; None when it must wait for a neighbour."""
+    deepest_first = sorted(visits, key=lambda each: -each.visit)
+    for each in deepest_first:
+        if each.backward is not None and (schedule == "1f1b" or each.forwarded == each.microbatches):
+            return Action("backward", each.visit, each.backward)
+    for each in deepest_first:
+        if each.update:
+            return Action("update", each.visit)
+    for each in deepest_first:
+        if each.forward is not None and (not each.front or each.in_flight < window):
+            return Action("forward", each.visit, each.forward)
+    return None
+
+
+def default_window(visits: int, microbatches: int) -> int:
+    """Enough microbatches in flight to cover every visit and the transfer between each two."""
+    return max(1, min(microbatches, 2 * visits - 1))

@@ -1,0 +1,41 @@
+"""What the process and the machine have: peak memory, the torch build, threads."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from typing import Any
+
+from ringtmp.errors import UsageError
+
+
+def peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+
+
+def require_supported_platform() -> None:
+    if sys.platform not in ("linux", "darwin"):
+        raise UsageError(f"RingTMP runs on Linux and macOS; this is {platform.system()}: on Windows, use WSL 2")
+
+
+def set_threads(threads: int) -> None:
+    """One number for the whole ring: two threads change the bits of convolution and LayerNorm gradients."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+
+
+def fingerprint(threads: int) -> dict[str, Any]:
+    """What the bits depend on besides the recipe."""
+    import torch
+
+    return {
+        "torch": str(torch.__version__),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }

@@ -1,0 +1,216 @@
+"""Checkpoints: one safetensors file per layer for weights and one for optimizer state, keyed by the model's own names.
+
+    checkpoints/step-00000120/manifest.json            step, progress, SHA-256 of every file
+                              weights-0003.safetensors  parameters and persistent buffers: plain PyTorch loads these
+                              state-0003.safetensors    optimizer state, other buffers, constants
+
+Written layer by layer into a hidden folder, synced, renamed: a checkpoint is there whole or not at all. Two are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ringtmp.errors import CheckpointError
+from ringtmp.model.portable import Layer
+
+KEPT = 2
+FORMAT = 1
+StateName = tuple[str, str]
+LayerTensors = tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a run must remember besides tensors."""
+
+    step: int
+    best_loss: float | None = None
+    epochs_without_gain: int = 0
+    epochs_done: int = 0
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    format: int
+    run: str
+    progress: Progress
+    files: dict[str, str]  # name -> SHA-256
+
+
+class CheckpointWriter:
+    """One checkpoint being written. `add` every layer, then `commit`."""
+
+    def __init__(self, folder: Path, run: str, progress: Progress) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._parent = folder
+        self._final = folder / f"step-{progress.step:08d}"
+        self._hidden = folder / f".step-{progress.step:08d}.{os.getpid()}"
+        shutil.rmtree(self._hidden, ignore_errors=True)
+        self._hidden.mkdir()
+        self._run = run
+        self._progress = progress
+        self._files: dict[str, str] = {}
+        self.bytes = 0
+
+    def add(self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]) -> None:
+        weights: dict[str, torch.Tensor] = {}
+        rest: dict[str, torch.Tensor] = {}
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if each.saved:
+                weights[f"{layer.name}.{each.name}"] = tensor
+            else:
+                rest[f"{each.kind}/{layer.name}.{each.name}"] = tensor
+        for (parameter, key), tensor in state.items():
+            rest[f"optimizer/{layer.name}.{parameter}/{key}"] = tensor
+        self._write(f"weights-{index:04d}.safetensors", weights)
+        if rest:
+            self._write(f"state-{index:04d}.safetensors", rest)
+
+    def commit(self) -> Path:
+        manifest = Manifest(FORMAT, self._run, self._progress, self._files)
+        path = self._hidden / "manifest.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        _sync(path)
+        _sync(self._hidden)
+        if self._final.exists():
+            shutil.rmtree(self._final)
+        self._hidden.rename(self._final)
+        _sync(self._parent)
+        for old in sorted(self._parent.glob("step-*"))[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return self._final
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._hidden, ignore_errors=True)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        path = self._hidden / name
+        strides = {key: list(tensor.stride()) for key, tensor in tensors.items() if not tensor.is_contiguous()}
+        save_file(
+            {key: tensor.detach().contiguous() for key, tensor in tensors.items()},
+            str(path),
+            metadata={"strides": json.dumps(strides)} if strides else None,
+        )
+        _sync(path)
+        self._files[name] = _digest(path)
+        self.bytes += path.stat().st_size
+
+
+class Checkpoint:
+    """A checkpoint on disk whose digests were right when it was opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
+        except OSError as error:
+            raise CheckpointError(f"{folder.name}: the manifest cannot be read: {error.strerror}") from error
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise CheckpointError(f"{folder.name}: the manifest is damaged: {error}") from error
+        if self.manifest.format != FORMAT:
+            raise CheckpointError(f"{folder.name}: format {self.manifest.format}, this version reads {FORMAT}")
+        for name, digest in self.manifest.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{folder.name}: {name} is missing")
+            if _digest(path) != digest:
+                raise CheckpointError(f"{folder.name}: {name} is damaged (its SHA-256 does not match)")
+
+    @property
+    def progress(self) -> Progress:
+        return self.manifest.progress
+
+    def layer(self, index: int, layer: Layer) -> LayerTensors:
+        """The layer's tensors in its own order, and its optimizer state; freshly allocated, hence aligned."""
+        weights = self._read(f"weights-{index:04d}.safetensors")
+        rest = self._read(f"state-{index:04d}.safetensors")
+        prefix = f"{layer.name}."
+        tensors: list[torch.Tensor] = []
+        for each in layer.tensors:
+            source = weights if each.saved else rest
+            key = prefix + each.name if each.saved else f"{each.kind}/{prefix}{each.name}"
+            if key not in source or tuple(source[key].shape) != each.shape:
+                raise CheckpointError(f"{self.folder.name}: {prefix}{each.name} is missing or has another shape")
+            tensors.append(source[key])
+        state: dict[StateName, torch.Tensor] = {}
+        for key, tensor in rest.items():
+            if key.startswith("optimizer/" + prefix):
+                parameter, _, what = key.removeprefix("optimizer/" + prefix).rpartition("/")
+                state[parameter, what] = tensor
+        return tensors, state
+
+    def _read(self, name: str) -> dict[str, torch.Tensor]:
+        if name not in self.manifest.files:
+            return {}
+        try:
+            with safe_open(str(self.folder / name), framework="pt") as file:
+                strides: dict[str, list[int]] = json.loads((file.metadata() or {}).get("strides", "{}"))
+                return {key: _laid_out(file.get_tensor(key), strides.get(key)) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder.name}: {name} cannot be read: {error}") from error
+
+
+def _laid_out(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+    if strides is None:
+        return tensor.clone()
+    fresh = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
+    return fresh.copy_(tensor)
+
+
+def latest(folder: Path) -> tuple[Checkpoint, list[str]]:
+    """The newest checkpoint that is whole, and a word on each newer one that is not."""
+    warnings: list[str] = []
+    for candidate in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            return Checkpoint(candidate), warnings
+        except CheckpointError as error:
+            warnings.append(str(error))
+    detail = "; ".join(warnings) or "there is none"
+    raise CheckpointError(f"no usable checkpoint in {folder}: {detail}")
+
+
+def weights_sha256(checkpoint: Checkpoint, layers: Sequence[Layer]) -> str:
+    """SHA-256 over every parameter and persistent buffer in `state_dict` order: name, dtype, shape, bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in named_weights(checkpoint, layers):
+        update_digest(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def named_weights(checkpoint: Checkpoint, layers: Sequence[Layer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's `state_dict`, one layer in memory at a time."""
+    for index, layer in enumerate(layers):
+        tensors, _ = checkpoint.layer(index, layer)
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if each.saved:
+                yield f"{layer.name}.{each.name}", tensor
+
+
+def update_digest(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = ",".join(map(str, tensor.shape))
+    digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
+    digest.update(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,116 @@
+"""A node's mailbox: typed messages to and from peers, over links over a transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ringtmp.transport.base import Channel, Transport
+from ringtmp.wire.link import Counters, Link
+from ringtmp.wire.message import (
+    Activations, Bye, Failed, Fetch, Gradients, Hello, Inspect, Inspected, LayerState, Message, Norms, Place, Placed,
+    Report, Scale, Setup, Stop,
+)  # fmt: skip
+
+_CHANNELS: dict[type, Channel] = {
+    Activations: Channel.TENSOR, Gradients: Channel.TENSOR, Norms: Channel.TENSOR, Scale: Channel.TENSOR,
+    Place: Channel.BULK, Placed: Channel.BULK, Fetch: Channel.BULK, LayerState: Channel.BULK,
+    Hello: Channel.CONTROL, Setup: Channel.CONTROL, Report: Channel.CONTROL, Inspect: Channel.CONTROL,
+    Inspected: Channel.CONTROL, Failed: Channel.CONTROL, Stop: Channel.CONTROL, Bye: Channel.CONTROL,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mail:
+    sender: int
+    message: Message
+    tensors: list[torch.Tensor | None]
+    payload_bytes: int
+    first_at: float
+    arrived_at: float
+
+
+class Endpoint:
+    def __init__(
+        self, transport: Transport, ring: str, generation: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.node = transport.node
+        self.clock = clock
+        self._transport = transport
+        self._ring = ring
+        self._generation = generation
+        self._links: dict[tuple[int, Channel], Link] = {}
+        self._local: list[Mail] = []
+        #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
+        self.sent: list[tuple[int, float, float, int]] = []
+
+    def connect(self, peer: int, address: str) -> None:
+        self._transport.connect(peer, address)
+
+    def post(self, peer: int, message: Message, tensors: Sequence[torch.Tensor | None] = ()) -> None:
+        """Send. Never blocks; the tensors must not change until they have arrived."""
+        now = self.clock()
+        if peer == self.node:
+            self._local.append(Mail(peer, message, list(tensors), 0, now, now))
+            return
+        channel = _CHANNELS[type(message)]
+        link = self._link(peer, channel)
+        link.send(message, tensors, now)
+        self._flush(peer, channel, link)
+
+    def collect(self) -> list[Mail]:
+        """Everything that has arrived, in order per sender and channel."""
+        mail, self._local = self._local, []
+        for arrival in self._transport.receive():
+            link = self._link(arrival.peer, arrival.channel)
+            now = self.clock()
+            delivery = link.receive(arrival.frames, now)
+            if delivery is not None:
+                mail.append(
+                    Mail(
+                        arrival.peer, delivery.message, delivery.tensors, delivery.payload_bytes, delivery.first_at, now
+                    )
+                )
+        now = self.clock()
+        for (peer, channel), link in self._links.items():
+            link.tick(now)
+            self._flush(peer, channel, link)
+            if link.delivered:
+                self.sent += [(peer, *each) for each in link.delivered if each[2]]
+                link.delivered.clear()
+        return mail
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something arrives, at most this long."""
+        if not self._local:
+            self._transport.wait(timeout_s)
+
+    def flushed(self) -> bool:
+        """Everything posted has arrived."""
+        return all(link.idle for link in self._links.values())
+
+    def counters(self, *channels: Channel) -> Counters:
+        """Sums over all links of these channels (all channels if none is named)."""
+        total = Counters()
+        for (_, channel), link in self._links.items():
+            if channels and channel not in channels:
+                continue
+            for name in vars(total):
+                setattr(total, name, getattr(total, name) + getattr(link.counters, name))
+        return total
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _link(self, peer: int, channel: Channel) -> Link:
+        key = (peer, channel)
+        if key not in self._links:
+            self._links[key] = Link(self._ring, self._generation)
+        return self._links[key]
+
+    def _flush(self, peer: int, channel: Channel, link: Link) -> None:
+        while link.outbox:
+            self._transport.send(peer, channel, link.outbox.popleft())

@@ -1,0 +1,317 @@
+"""The node loop: take what neighbours sent, ask the local rule what to do, do it, send the result on.
+
+A node acts on its neighbours' messages alone. Every visit of the route that lies here works through passes (training
+steps and evaluations) strictly in order; within a pass microbatches come and go in order, because links keep it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+
+from ringtmp.errors import ProtocolError
+from ringtmp.metrics import events
+from ringtmp.metrics.recorder import Recorder
+from ringtmp.model import portable
+from ringtmp.plan.route import MASTER, Visit
+from ringtmp.plan.rule import Action, Ready, Schedule, next_action
+from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.stage import Stage
+from ringtmp.wire.message import (
+    Activations, Fetch, Gradients, Inspect, Inspected, LayerState, Norms, Place, Placed, Report, Scale, Setup,
+)  # fmt: skip
+
+
+@dataclass
+class Pass:
+    """The training step or evaluation a visit is in."""
+
+    turn: int
+    step: int
+    training: bool
+    microbatches: int
+    forwarded: int = 0
+    backwarded: int = 0
+    deeper_norms: torch.Tensor | None = None
+    norms_sent: bool = False
+    total_norm: torch.Tensor | None = None
+
+
+@dataclass
+class VisitState:
+    visit: Visit
+    stage: Stage
+    activations: deque[Mail] = field(default_factory=deque)
+    gradients: deque[Mail] = field(default_factory=deque)
+    current: Pass | None = None
+    done_turn: int = 0
+
+
+class LossOwner(Protocol):
+    """What only the master does: the loss at the tail."""
+
+    def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None: ...
+
+
+class Node:
+    """One member of a ring. `turn` does one piece of work and never blocks."""
+
+    def __init__(self, endpoint: Endpoint, setup: Setup, owner: LossOwner | None = None) -> None:
+        self.endpoint = endpoint
+        self.me = endpoint.node
+        self.setup = setup
+        self.route = setup.route
+        self.step = setup.step  # steps done by every visit here
+        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
+        self.visits = {
+            visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)
+        }
+        self._owner = owner
+        self._first_step = setup.step
+        self._last_visit = setup.route.last
+        #: Called with every event this node produces. A worker sends it to the master.
+        self.emit: Callable[[events.Event], None] = self._report
+        for peer in self.route.neighbours(self.me):
+            if peer != MASTER:
+                endpoint.connect(peer, setup.addresses[peer])
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Take mail and do at most one piece of work. False: nothing to do until something arrives."""
+        mail = self.endpoint.collect()
+        for each in mail:
+            self.handle(each)
+        return self.act() or bool(mail)
+
+    def act(self) -> bool:
+        """Do the next piece of work, if the local rule has one."""
+        action = next_action(self._ready(), self.setup.window, cast(Schedule, self.setup.rule))
+        if action is not None:
+            self._perform(action)
+            return True
+        self.recorder.waiting_for(self._cause())
+        return False
+
+    def handle(self, mail: Mail) -> None:
+        message = mail.message
+        if isinstance(message, Activations):
+            self._expect(message.visit, mail).activations.append(mail)
+            if mail.payload_bytes:
+                self.recorder.received(message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes)
+        elif isinstance(message, Gradients):
+            self._expect(message.visit, mail).gradients.append(mail)
+            if mail.payload_bytes:
+                self.recorder.received(message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes)
+        elif isinstance(message, Norms):
+            state = self._expect(message.visit, mail)
+            assert state.current is not None, "a deeper visit finished a pass this one has not begun"
+            state.current.deeper_norms = mail.tensors[0]
+            self._pass_norms_on(state)
+        elif isinstance(message, Scale):
+            self._scale(self._expect(message.visit, mail), mail.tensors[0])
+        elif isinstance(message, Place):
+            self._place(message, mail.tensors)
+        elif isinstance(message, Fetch):
+            self._send_layer(message.layer)
+        elif isinstance(message, Inspect):
+            bad = tuple(index for index, state in self.visits.items() if not state.stage.finite(message.microbatch))
+            self.endpoint.post(mail.sender, Inspected(bad))
+        else:
+            raise ProtocolError(f"node {self.me} does not expect {type(message).__name__} from node {mail.sender}")
+
+    def _ready(self) -> list[Ready]:
+        clip = self.setup.recipe.clip_norm is not None
+        ready: list[Ready] = []
+        for state in self.visits.values():
+            current = state.current
+            head = cast(Activations, state.activations[0].message) if state.activations else None
+            forward = None
+            if head is not None and (current is None or head.turn == current.turn):
+                forward = head.microbatch
+            gradient = cast(Gradients, state.gradients[0].message).microbatch if state.gradients else None
+            complete = current is not None and current.training and current.backwarded == current.microbatches
+            update = complete and current is not None and (not clip or current.total_norm is not None)
+            ready.append(
+                Ready(
+                    state.visit.index,
+                    state.visit.index == 0,
+                    forward,
+                    gradient,
+                    current.forwarded if current else 0,
+                    self._in_flight(state),
+                    current.microbatches if current else 0,
+                    update,
+                )
+            )
+        return ready
+
+    def _in_flight(self, state: VisitState) -> int:
+        """Admitted at the front and not yet at its end: answered in training, arrived at the tail in evaluation."""
+        current = state.current
+        if current is None or state.visit.index != 0:
+            return 0
+        if current.training:
+            return current.forwarded - current.backwarded
+        tail = self.visits[self._last_visit]
+        if tail.done_turn >= current.turn or tail is state:
+            return 0
+        arrived = tail.current.forwarded if tail.current is not None and tail.current.turn == current.turn else 0
+        return current.forwarded - arrived
+
+    def _cause(self) -> str:
+        """Why nothing is runnable."""
+        deepest = max(self.visits.values(), key=lambda state: state.visit.index)
+        for state in (deepest, *self.visits.values()):
+            current = state.current
+            if current is not None and current.training:
+                if current.backwarded == current.microbatches:
+                    return "clipping"
+                if state.visit.index == 0 and state.activations:
+                    return "window"
+                if current.forwarded == current.microbatches:
+                    return "gradients"
+        return "activations"
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: Action) -> None:
+        state = self.visits[action.visit]
+        if action.kind == "forward":
+            head = cast(Activations, state.activations[0].message)
+            if not head.training:  # idle and busy are shares of training steps alone
+                self._forward(state)
+                return
+            if head.fresh and self._all_idle():
+                self.recorder.fresh()
+        started = self.recorder.begin()
+        {"forward": self._forward, "backward": self._backward, "update": self._update}[action.kind](state)
+        self.recorder.end(started, action.kind, action.visit, action.microbatch)
+        if action.kind == "update" and self._all_idle():
+            self._close_step()
+
+    def _all_idle(self) -> bool:
+        return all(state.current is None for state in self.visits.values())
+
+    def _forward(self, state: VisitState) -> None:
+        mail = state.activations.popleft()
+        message = cast(Activations, mail.message)
+        if state.current is None:
+            if message.turn != state.done_turn + 1:
+                raise ProtocolError(f"pass {message.turn} reached visit {state.visit.index} after pass {state.done_turn}")
+            state.current = Pass(message.turn, message.step, message.training, message.microbatches)
+        current = state.current
+        inputs = [each for each in mail.tensors if each is not None]
+        outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
+        current.forwarded += 1
+        assert state.stage.held <= self.setup.window, "more microbatches stored than the window admits"
+        if state.visit.index == self._last_visit:
+            self._finish(state, message, outputs)
+        else:
+            self._send_on(state, message, outputs)
+        if not current.training and current.forwarded == current.microbatches:
+            state.done_turn, state.current = current.turn, None
+
+    def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
+        """At the tail: the loss, and with it the gradient that starts the way back."""
+        assert self._owner is not None, "the tail lies on the master"
+        loss = self._owner.tail(message.step, message.microbatch, message.training, outputs)
+        if message.training:
+            assert loss is not None
+            state.stage.replace_outputs(message.microbatch, [loss])
+            self.endpoint.post(self.me, Gradients(message.turn, message.step, state.visit.index, message.microbatch))
+
+    def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
+        onward = Activations(
+            message.turn, message.step, state.visit.index + 1, message.microbatch, message.microbatches,
+            message.training, message.fresh, tuple(each.requires_grad for each in outputs),
+        )  # fmt: skip
+        self._post(state.visit.index + 1, onward, [each.detach() for each in outputs])
+
+    def _backward(self, state: VisitState) -> None:
+        mail = state.gradients.popleft()
+        message = cast(Gradients, mail.message)
+        current = state.current
+        if current is None or message.turn != current.turn or message.microbatch != current.backwarded:
+            raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
+        at_tail = state.visit.index == self._last_visit
+        entering = state.stage.backward(message.microbatch, None if at_tail else mail.tensors)
+        current.backwarded += 1
+        if state.visit.index > 0:
+            back = Gradients(message.turn, message.step, state.visit.index - 1, message.microbatch)
+            self._post(state.visit.index - 1, back, entering)
+        if current.backwarded == current.microbatches and self.setup.recipe.clip_norm is not None:
+            self._pass_norms_on(state)
+
+    def _pass_norms_on(self, state: VisitState) -> None:
+        """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""
+        current = state.current
+        assert current is not None
+        at_tail = state.visit.index == self._last_visit
+        if current.norms_sent or current.backwarded < current.microbatches:
+            return
+        if current.deeper_norms is None and not at_tail:
+            return
+        own = state.stage.gradient_norms()
+        norms = own if current.deeper_norms is None else torch.cat([own, current.deeper_norms])
+        current.norms_sent = True
+        if state.visit.index > 0:
+            self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), [norms])
+        else:
+            self._scale(state, torch.linalg.vector_norm(norms))
+
+    def _scale(self, state: VisitState, total: torch.Tensor | None) -> None:
+        assert state.current is not None
+        assert total is not None
+        state.current.total_norm = total
+        if state.visit.index < self._last_visit:
+            self._post(state.visit.index + 1, Scale(state.current.turn, state.visit.index + 1), [total])
+
+    def _update(self, state: VisitState) -> None:
+        current = state.current
+        assert current is not None
+        state.stage.step(current.step, current.total_norm)
+        state.done_turn, state.current = current.turn, None
+
+    def _close_step(self) -> None:
+        for _, posted, acknowledged, size in self.endpoint.sent:
+            self.recorder.sent(posted, acknowledged, size)
+        self.endpoint.sent.clear()
+        self.emit(self.recorder.close_step(self.step, self._first_step))
+        self.step += 1
+
+    # -- layers come and go -------------------------------------------------------------------------------------------
+
+    def _place(self, message: Place, tensors: Sequence[torch.Tensor | None]) -> None:
+        state = self.visits[self.route.holder(message.layer).index]
+        layer = portable.decode(message.graph)
+        given = [each for each in tensors if each is not None]
+        own = len(layer.tensors)
+        if len(given) != own + len(message.state):
+            raise ProtocolError(f"layer {layer.name} came with {len(given)} tensors instead of {own + len(message.state)}")
+        state.stage.place(message.layer, layer, given[:own], dict(zip(message.state, given[own:], strict=True)))
+        self.endpoint.post(MASTER, Placed(message.layer))
+
+    def _send_layer(self, index: int) -> None:
+        tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
+        self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        peer = self.route.node(visit)
+        if peer != self.me:
+            self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
+        self.endpoint.post(peer, message, tensors)
+
+    def _expect(self, visit: int, mail: Mail) -> VisitState:
+        if visit not in self.visits:
+            raise ProtocolError(f"node {mail.sender} sent node {self.me} something for visit {visit}, which is elsewhere")
+        return self.visits[visit]
+
+    def _report(self, event: events.Event) -> None:
+        self.endpoint.post(MASTER, Report((events.encode(event),)))

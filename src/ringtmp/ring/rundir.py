@@ -1,0 +1,121 @@
+"""A run directory: everything a run leaves behind, and all that is needed to go on with it.
+
+    config.json          the resolved settings         events.jsonl   everything that happened
+    layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
+    layers/index.json    measured costs                 logs/          one log per node
+    result.json          the summary of the last run    lock           held while a process works here
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from ringtmp.config import RunConfig
+from ringtmp.errors import CheckpointError, ProtocolError, UsageError
+from ringtmp.model import portable
+from ringtmp.model.portable import Layer
+
+
+class LayerIndex(msgspec.Struct, frozen=True):
+    run: str  # a name of its own, so that a checkpoint of another run is not taken for this one's
+    names: tuple[str, ...]
+    cost_s: tuple[float, ...]
+    output_bytes: tuple[int, ...]
+
+
+class SavedConfig(msgspec.Struct, frozen=True):
+    version: str
+    config: RunConfig
+    loss: str
+
+
+def default_run_dir() -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{stamp}-{secrets.token_hex(2)}"
+
+
+class RunDirectory:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.layers = path / "layers"
+        self._lock: IO[str] | None = None
+
+    def create(self) -> None:
+        """Make the folder. A folder that already holds a run is refused: nothing is overwritten."""
+        if (self.path / "config.json").exists():
+            raise UsageError(f"{self.path} already holds a run: choose another --run-dir, or go on with --resume {self.path}")
+        try:
+            for folder in (self.path, self.checkpoints, self.logs, self.layers):
+                folder.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".write-test"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UsageError(f"the run directory {self.path} cannot be written: {error.strerror}") from error
+
+    def open(self) -> None:
+        if not (self.path / "config.json").is_file():
+            raise UsageError(f"{self.path} is not a run directory: it has no config.json")
+
+    def lock(self) -> None:
+        """Held until `unlock` or the end of the process, however it ends."""
+        file = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise UsageError(f"the run {self.path} is in use by process {holder}: wait for it or stop it first") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._lock = file
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_config(self, saved: SavedConfig) -> None:
+        write_atomic(self.path / "config.json", msgspec.json.format(msgspec.json.encode(saved)))
+
+    def read_config(self) -> SavedConfig:
+        self.open()
+        try:
+            return msgspec.json.decode((self.path / "config.json").read_bytes(), type=SavedConfig)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise UsageError(f"{self.path}/config.json is damaged or from another version: {error}") from error
+
+    def write_layer(self, index: int, layer: Layer) -> None:
+        (self.layers / f"{index:04d}.layer").write_bytes(portable.encode(layer))
+
+    def write_index(self, index: LayerIndex) -> None:
+        write_atomic(self.layers / "index.json", msgspec.json.encode(index))
+
+    def read_layers(self) -> tuple[LayerIndex, list[Layer]]:
+        try:
+            index = msgspec.json.decode((self.layers / "index.json").read_bytes(), type=LayerIndex)
+            layers = [portable.decode((self.layers / f"{i:04d}.layer").read_bytes()) for i in range(len(index.names))]
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError, ProtocolError) as error:
+            raise CheckpointError(f"the layers of {self.path} cannot be read: {error}") from error
+        return index, layers
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

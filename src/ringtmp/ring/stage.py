@@ -1,0 +1,172 @@
+"""A segment living on a node: it goes forward, backward and steps. Knows nothing of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.utils import clip_grads_with_norm_
+
+from ringtmp.model.execute import Program, dtype_of
+from ringtmp.model.portable import Graph, Layer
+from ringtmp.plan.route import Visit
+from ringtmp.ring.recipe import learning_rate, make_optimizer, random_key
+from ringtmp.wire.message import Recipe
+
+StateName = tuple[str, str]
+
+
+class StagedLayer:
+    """A layer with its tensors, ready to run."""
+
+    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor], train: Program, evaluate: Program) -> None:
+        self.layer = layer
+        self.train = train
+        self.evaluate = evaluate
+        self.owned: dict[str, torch.Tensor] = {}
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if tuple(tensor.shape) != each.shape or tensor.dtype != dtype_of(each.dtype):
+                raise ValueError(f"tensor {each.name} of layer {layer.name} is not as its layer describes it")
+            self.owned[each.name] = tensor.requires_grad_(each.trainable)
+        self.trainable = [(each.name, self.owned[each.name]) for each in layer.tensors if each.trainable]
+
+
+class Stage:
+    def __init__(self, visit: Visit, recipe: Recipe) -> None:
+        self.visit = visit
+        self._recipe = recipe
+        self._layers: dict[int, StagedLayer] = {}
+        self._programs: dict[bytes, Program] = {}
+        self._states: dict[int, dict[StateName, torch.Tensor]] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameters: list[torch.Tensor] = []
+        self._copy_inputs = {True: False, False: False}
+        # microbatch -> what entered (leaves that collect gradients) and what left
+        self._stored: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def place(
+        self,
+        index: int,
+        layer: Layer,
+        tensors: Sequence[torch.Tensor],
+        state: dict[StateName, torch.Tensor],
+    ) -> None:
+        """A layer moves in, with its optimizer state if it has one."""
+        staged = StagedLayer(layer, tensors, self._program(layer.train), self._program(layer.evaluate))
+        self._layers[index] = staged
+        if state:
+            self._states[index] = state
+        if set(self._layers) == set(self.visit.layers):
+            self._complete()
+
+    def _complete(self) -> None:
+        """Every layer is here: make the optimizer."""
+        self._copy_inputs = {
+            True: any(each.train.changes_inputs for each in self._layers.values()),
+            False: any(each.evaluate.changes_inputs for each in self._layers.values()),
+        }
+        self._parameters = [tensor for index in self.visit.layers for _, tensor in self._layers[index].trainable]
+        if not self._parameters:
+            return
+        self._optimizer = make_optimizer(self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters)
+        for index, state in self._states.items():
+            owned = self._layers[index].owned
+            for (parameter, key), value in state.items():
+                self._optimizer.state[owned[parameter]][key] = value
+        self._states.clear()
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(layer.layer.parameters for layer in self._layers.values())
+
+    @property
+    def held(self) -> int:
+        """Microbatches whose activations are stored."""
+        return len(self._stored)
+
+    def forward(
+        self, microbatch: int, step: int, inputs: Sequence[torch.Tensor], wants: Sequence[bool], training: bool
+    ) -> list[torch.Tensor]:
+        """What leaves the segment. In training the graph is kept until `backward` asks for it."""
+        generator = torch.default_generator
+        with torch.set_grad_enabled(training):
+            leaves = [tensor.requires_grad_(wanted) if training else tensor for tensor, wanted in zip(inputs, wants, strict=True)]
+            values = [leaf.clone() for leaf in leaves] if self._copy_inputs[training] else list(leaves)
+            for index in self.visit.layers:
+                layer = self._layers[index]
+                generator.manual_seed(random_key(self._recipe.seed, step, microbatch, index))
+                values = (layer.train if training else layer.evaluate).run(values, layer.owned)
+        if training:
+            self._stored[microbatch] = (leaves, values)
+        return values
+
+    def replace_outputs(self, microbatch: int, outputs: list[torch.Tensor]) -> None:
+        """The tail goes backward from its loss instead of from what left the last layer."""
+        self._stored[microbatch] = (self._stored[microbatch][0], outputs)
+
+    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
+        """Gradients of what entered, None where nobody needs one. `gradients` None: the output is the loss itself."""
+        leaves, outputs = self._stored.pop(microbatch)
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = (
+            [(output, None) for output in outputs]
+            if gradients is None
+            else list(zip(outputs, gradients, strict=True))
+        )
+        wanted = [
+            (output, gradient)
+            for output, gradient in pairs
+            if output.requires_grad and (gradient is not None or gradients is None)
+        ]
+        if wanted:
+            torch.autograd.backward([output for output, _ in wanted], [gradient for _, gradient in wanted])  # type: ignore[arg-type]
+        return [leaf.grad if leaf.requires_grad else None for leaf in leaves]
+
+    def gradient_norms(self) -> torch.Tensor:
+        """One norm per parameter that has a gradient, in parameter order: what torch's own clipping begins with."""
+        norms = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
+        return torch.stack(norms) if norms else torch.empty(0)
+
+    def step(self, step: int, total_norm: torch.Tensor | None) -> None:
+        """The update that ends training step `step`."""
+        if self._optimizer is None:
+            return
+        if total_norm is not None and self._recipe.clip_norm is not None:
+            clip_grads_with_norm_(self._parameters, self._recipe.clip_norm, total_norm)
+        rate = learning_rate(self._recipe.schedule, self._recipe.optimizer_settings["lr"], step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def layer_state(self, index: int) -> tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]:
+        """The layer's tensors in its own order, and its optimizer state."""
+        layer = self._layers[index]
+        state: dict[StateName, torch.Tensor] = {}
+        if self._optimizer is not None:
+            for name, parameter in layer.trainable:
+                entries: dict[str, Any] = self._optimizer.state.get(parameter, {})
+                for key, value in sorted(entries.items()):
+                    if isinstance(value, torch.Tensor):
+                        state[name, key] = value
+        return [layer.owned[each.name].detach() for each in layer.layer.tensors], state
+
+    def finite(self, microbatch: int) -> bool:
+        """Whether what left the segment in this microbatch is a number everywhere."""
+        held = self._stored.get(microbatch)
+        return held is None or all(
+            bool(torch.isfinite(each).all()) for each in held[1] if each.is_floating_point()
+        )
+
+    def forget(self) -> None:
+        """Drop a pass that will not be finished."""
+        self._stored.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _program(self, graph: Graph) -> Program:
+        key = msgspec.msgpack.encode(graph)
+        if key not in self._programs:
+            self._programs[key] = Program(graph)
+        return self._programs[key]

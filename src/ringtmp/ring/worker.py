@@ -1,0 +1,59 @@
+"""A worker's life: say hello, be set up, get layers, work until told to stop."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ringtmp.metrics import events
+from ringtmp.metrics.events import NodeEnded
+from ringtmp.plan.route import MASTER
+from ringtmp.resources import peak_rss_bytes
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.node import Node
+from ringtmp.transport.base import Channel
+from ringtmp.wire.message import Bye, Hello, Setup, Stop
+
+
+class Worker:
+    def __init__(self, endpoint: Endpoint, master_address: str) -> None:
+        self.endpoint = endpoint
+        self.node: Node | None = None
+        self.stopped: str | None = None  # the reason, once told to stop
+        endpoint.connect(MASTER, master_address)
+        endpoint.post(MASTER, Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability()))
+
+    def turn(self) -> bool:
+        """One piece of work; False when there is none."""
+        mail = self.endpoint.collect()
+        for each in mail:
+            if isinstance(each.message, Setup):
+                self.node = Node(self.endpoint, each.message)
+            elif isinstance(each.message, Stop):
+                self.stopped = each.message.reason
+                self.endpoint.post(MASTER, Bye(events.encode(farewell(self.endpoint))))
+                return True
+            elif self.node is not None:
+                self.node.handle(each)
+        worked = self.node.act() if self.node is not None else False
+        return worked or bool(mail)
+
+    @property
+    def step(self) -> int:
+        return self.node.step if self.node is not None else 0
+
+
+def farewell(endpoint: Endpoint) -> NodeEnded:
+    """What a node has to say at its end."""
+    tensor = endpoint.counters(Channel.TENSOR)
+    everything = endpoint.counters()
+    return NodeEnded(
+        endpoint.node,
+        peak_rss_bytes(),
+        tensor.payload_sent,
+        tensor.payload_received,
+        endpoint.counters(Channel.BULK).payload_received,
+        everything.overhead_sent,
+        everything.resent,
+    )

@@ -1,0 +1,441 @@
+"""One training run, from settings to result: build or resume, plan, lay out, train, keep.
+
+Everything that can be refused is refused before a node starts; everything that was started is stopped on every way out.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from ringtmp import __version__
+from ringtmp.config import RunConfig
+from ringtmp.data.batches import TrainingBatches, evaluation_batches
+from ringtmp.data.sources import Source, Stream
+from ringtmp.errors import CheckpointError, Interrupted, RingError, UsageError
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.model.build import build_layers
+from ringtmp.model.layers import Model
+from ringtmp.model.portable import Layer
+from ringtmp.plan.partition import equal_cost
+from ringtmp.plan.route import MASTER, Route, parse_cuts, plain_ring
+from ringtmp.plan.rule import default_window
+from ringtmp.resources import fingerprint, set_threads
+from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.losses import LossFunction, check_loss
+from ringtmp.ring.master import Master
+from ringtmp.ring.recipe import checked_schedule, learning_rate
+from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
+from ringtmp.ring.worker import farewell
+from ringtmp.wire.message import Recipe, Setup
+
+#: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
+CHECKPOINT_PAUSE_S = 30.0
+#: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
+EVALUATION_FACTOR = 4
+
+
+class Crew(Protocol):
+    """The other nodes, and how to start and end them."""
+
+    def start(self, ring: str, generation: int) -> Endpoint: ...
+    def addresses(self) -> dict[int, str]: ...
+    def pids(self) -> dict[int, int]: ...
+    def advance(self) -> bool: ...
+    def check(self, step: int) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Interruption(Protocol):
+    """Whether the user wants to stop. Armed while there is something to save."""
+
+    armed: bool
+
+    def __call__(self) -> bool: ...
+
+
+class Watcher(Protocol):
+    """Someone who looks on: a progress bar, or nobody."""
+
+    def phase(self, text: str) -> None: ...
+    def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
+    def evaluated(self, event: events.Evaluated) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, besides the settings."""
+
+    config: RunConfig
+    model: Model | None  # None: the layers are in the run directory already
+    train: Source
+    test: Source | None
+    loss: LossFunction
+    loss_name: str
+    run: RunDirectory
+
+
+class Session:
+    def __init__(self, job: Job, crew: Crew, watcher: Watcher, interrupted: Interruption) -> None:
+        self._job = job
+        self._crew = crew
+        self._watcher = watcher
+        self._interrupted = interrupted
+        training = job.config.training
+        assert training.microbatches is not None, "the settings are not resolved"
+        self._microbatches = training.microbatches
+        size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
+        self._batch_size = size
+        self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
+        self._saved_step = -1
+        self._saved_at = time.monotonic()
+        self._log: EventLog | None = None
+        self._master: Master | None = None
+        self._progress = Progress(0)
+
+    # -- the whole run ------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run to the end. Raises; whatever it raises, the checkpoints and events so far are kept."""
+        run, resuming = self._job.run, self._job.model is None
+        run.lock()
+        outcome, error, digest = "failed", None, None
+        try:
+            self._log = EventLog(run.events)
+            endpoint = self._crew.start(secrets.token_hex(8), 1)
+            set_threads(self._job.config.training.threads)
+            if not resuming:
+                self._build()
+            index, layers, checkpoint = self._open()
+            master = self._lay_out(endpoint, index, layers, checkpoint)
+            self._interrupted.armed = True
+            outcome = self._steps(master, layers)
+            self._watcher.phase("saving")
+            self._save(master, layers, needed=True)
+            checkpoint, _ = latest(run.checkpoints)
+            digest = weights_sha256(checkpoint, layers)
+        except Interrupted as interruption:
+            outcome, error = "interrupted", str(interruption)
+            raise
+        except RingError as problem:
+            error = str(problem)
+            raise
+        except BaseException as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            raise
+        finally:
+            self._close(outcome, error, digest)
+
+    def _close(self, outcome: str, error: str | None, digest: str | None) -> None:
+        log = self._log
+        try:
+            if self._master is not None and log is not None:
+                self._master.stop(outcome)
+                log.write(farewell(self._master.endpoint))
+        finally:
+            self._crew.stop()
+            if log is not None:
+                log.write(events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error))
+                log.close()
+            self._job.run.unlock()
+
+    # -- before the first step ----------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Layers become data; their first weights become the checkpoint of step 0. One layer at a time."""
+        job, run = self._job, self._job.run
+        assert job.model is not None
+        self._watcher.phase("reading the model")
+        sizes = sorted(
+            {-(-size // min(self._microbatches, size)) for size in self._batches.sizes()}
+            | {size // min(self._microbatches, size) for size in self._batches.sizes()}
+        )
+        name = secrets.token_hex(8)
+        writer = CheckpointWriter(run.checkpoints, name, Progress(0))
+        names: list[str] = []
+        costs: list[float] = []
+        outputs: list[int] = []
+        try:
+            sample = job.train.example
+            last = None
+            for index, built in enumerate(
+                build_layers(job.model, job.config.training.seed, lambda count: sample(count)[0], sizes)
+            ):
+                run.write_layer(index, built.layer)
+                writer.add(index, built.layer, list(built.tensors.values()), {})
+                names.append(built.layer.name)
+                costs.append(built.cost_s)
+                outputs.append(built.output_bytes)
+                last = built
+                self._watcher.phase(f"reading the model: layer {index + 1}, {built.layer.name}")
+            assert last is not None
+            check_loss(job.loss, job.loss_name, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
+            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs)))
+            writer.commit()
+        except BaseException:
+            writer.abandon()
+            raise
+
+    def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
+        index, layers = self._job.run.read_layers()
+        checkpoint, problems = latest(self._job.run.checkpoints)
+        for problem in problems:
+            self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
+        if checkpoint.manifest.run != index.run:
+            raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
+        self._progress = checkpoint.progress
+        self._saved_step = checkpoint.progress.step
+        return index, layers, checkpoint
+
+    def _lay_out(self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint) -> Master:
+        job, config = self._job, self._job.config
+        assert self._log is not None
+        route = self._plan(index, layers)
+        steps = self._total_steps()
+        training = config.training
+        schedule = checked_schedule(training.lr_schedule, steps)
+        recipe = Recipe(
+            training.seed, training.threads, training.optimizer, training.optimizer_settings, schedule, training.clip_norm
+        )
+        window = config.ring.window or default_window(len(route.visits), self._microbatches)
+        setup = Setup(
+            route, recipe, window, config.ring.schedule, self._progress.step, self._crew.addresses(),
+            config.keep.detailed_steps,
+        )  # fmt: skip
+        job.run.write_config(
+            SavedConfig(
+                __version__,
+                msgspec.structs.replace(config, training=msgspec.structs.replace(training, lr_schedule=schedule)),
+                job.loss_name,
+            )
+        )
+        self._log.write(
+            events.RunStarted(
+                time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
+                msgspec.to_builtins(config),
+                {**fingerprint(training.threads), "window": window, "microbatches": self._microbatches,
+                 "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name},
+                1, self._progress.step,
+            )
+        )  # fmt: skip
+        self._watcher.phase("waiting for the nodes")
+        self._master = master = Master(endpoint, self._crew, layers, job.loss, self._log)
+        others = [node for node in route.nodes() if node != MASTER]
+        master.gather(others)
+        self._watcher.phase("placing the layers")
+        master.lay_out(setup, checkpoint)
+        for node in route.nodes():
+            segments = tuple(_segment_text(layers, visit.first, visit.stop) for visit in route.on(node))
+            parameters = sum(layers[i].parameters for visit in route.on(node) for i in visit.layers)
+            self._log.write(
+                events.NodeStarted(
+                    time.monotonic(), node, "master" if node == MASTER else "worker",
+                    self._crew.pids().get(node, 0), 1, segments, parameters,
+                )
+            )  # fmt: skip
+        self._log.flush()
+        return master
+
+    def _plan(self, index: LayerIndex, layers: list[Layer]) -> Route:
+        nodes, cuts = self._job.config.ring.nodes, self._job.config.ring.cuts
+        has_parameters = [layer.parameters > 0 for layer in layers]
+        bounds = equal_cost(index.cost_s, has_parameters, nodes) if cuts is None else parse_cuts(cuts, len(layers), nodes)
+        if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
+            self._warn("the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master")
+        if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
+            self._warn("the front has no layer with parameters: the raw inputs leave the master")
+        return plain_ring(nodes, bounds)
+
+    def _total_steps(self) -> int | None:
+        training = self._job.config.training
+        if training.steps is not None:
+            return training.steps
+        per_epoch = self._batches.steps_per_epoch
+        return per_epoch * training.epochs if per_epoch is not None and training.epochs is not None else None
+
+    # -- step after step ----------------------------------------------------------------------------------------------
+
+    def _steps(self, master: Master, layers: list[Layer]) -> str:
+        job, training = self._job, self._job.config.training
+        total = self._total_steps()
+        fresh = True
+        epoch = self._progress.epochs_done
+        step = self._progress.step
+        while total is None or step < total:
+            batch = self._batches.batch(step)
+            if batch is None or batch.epoch != epoch:
+                if self._end_epoch(master, layers, epoch):
+                    return "stopped early"
+                fresh = True
+                epoch += 1
+            if batch is None or (total is None and training.epochs is not None and epoch >= training.epochs):
+                return "done"
+            started = time.monotonic()
+            loss = master.train_step(step, batch, fresh)
+            fresh = False
+            now = time.monotonic()
+            schedule = master.node.setup.recipe.schedule
+            done = events.StepDone(
+                now, step, batch.epoch, loss, learning_rate(schedule, training.optimizer_settings["lr"], step),
+                batch.samples, now - started,
+            )  # fmt: skip
+            assert self._log is not None
+            self._log.write(done)
+            step += 1
+            self._progress = msgspec.structs.replace(self._progress, step=step)
+            self._watcher.step(step, total, done, self._log.idle_share)
+            every = job.config.keep.checkpoint_every
+            if every is not None and step % every == 0:
+                self._save(master, layers)
+                fresh = True
+            if self._interrupted():
+                self._watcher.phase("interrupted: saving")
+                self._save(master, layers, needed=True)
+                raise Interrupted(
+                    f"interrupted after step {step}; the checkpoint is saved: go on with ringtmp train --resume {job.run.path}"
+                )
+        per_epoch = self._batches.steps_per_epoch
+        if per_epoch is not None and step % per_epoch == 0 and epoch < step // per_epoch:
+            self._end_epoch(master, layers, epoch)
+        else:
+            self._evaluate(master, epoch)
+        return "done"
+
+    def _evaluate(self, master: Master, epoch: int) -> float | None:
+        """The test loss, if there is a test part."""
+        job = self._job
+        assert self._log is not None
+        if job.test is None:
+            return None
+        batches = evaluation_batches(
+            job.test, self._batch_size * EVALUATION_FACTOR, self._microbatches * EVALUATION_FACTOR
+        )
+        score = master.evaluate(batches, self._progress.step, job.loss_name == "next_byte")
+        event = events.Evaluated(
+            time.monotonic(), self._progress.step, epoch, score.samples, score.loss, score.accuracy, score.bits_per_byte
+        )
+        self._log.write(event)
+        self._log.flush()
+        self._watcher.evaluated(event)
+        return score.loss
+
+    def _end_epoch(self, master: Master, layers: list[Layer], epoch: int) -> bool:
+        """Evaluate, perhaps save. True: the test loss has not improved for long enough to stop."""
+        loss = self._evaluate(master, epoch)
+        progress, patience = self._progress, self._job.config.training.early_stop
+        if loss is not None:
+            gained = progress.best_loss is None or loss < progress.best_loss
+            progress = msgspec.structs.replace(
+                progress,
+                best_loss=loss if gained else progress.best_loss,
+                epochs_without_gain=0 if gained else progress.epochs_without_gain + 1,
+            )
+        self._progress = msgspec.structs.replace(progress, epochs_done=epoch + 1)
+        if self._job.config.keep.checkpoint_every is None and time.monotonic() - self._saved_at > CHECKPOINT_PAUSE_S:
+            self._save(master, layers)
+        return patience is not None and self._progress.epochs_without_gain >= patience
+
+    def _save(self, master: Master, layers: list[Layer], needed: bool = False) -> None:
+        if self._saved_step == self._progress.step:
+            return
+        assert self._log is not None
+        started = time.monotonic()
+        index, _ = self._job.run.read_layers()
+        writer = CheckpointWriter(self._job.run.checkpoints, index.run, self._progress)
+        try:
+            master.save(writer)
+            writer.commit()
+        except OSError as error:
+            writer.abandon()
+            if needed:
+                raise CheckpointError(
+                    f"the checkpoint of step {self._progress.step} cannot be written: {error.strerror}; the last one kept is "
+                    f"of step {self._saved_step}"
+                ) from error
+            self._warn(f"no checkpoint of step {self._progress.step}: {error.strerror}; the one before is kept")
+            return
+        except BaseException:
+            writer.abandon()
+            raise
+        self._saved_step, self._saved_at = self._progress.step, time.monotonic()
+        self._log.write(
+            events.CheckpointSaved(time.monotonic(), self._progress.step, time.monotonic() - started, writer.bytes)
+        )
+
+    def _warn(self, text: str) -> None:
+        self._watcher.warn(text)
+        if self._log is not None:
+            self._log.write(events.Warned(time.monotonic(), text))
+
+
+def _segment_text(layers: list[Layer], first: int, stop: int) -> str:
+    if first == stop:
+        return "loss only"
+    if stop - first == 1:
+        return f"{first} ({layers[first].name})"
+    return f"{first}-{stop - 1} ({layers[first].name} to {layers[stop - 1].name})"
+
+
+def len_of(outputs: Any) -> int:
+    """Samples in a (nested) output."""
+    while isinstance(outputs, tuple | list):
+        outputs = outputs[0]
+    return len(outputs)
+
+
+class Inference:
+    """A ring laid out from a run's newest checkpoint, to evaluate or predict with. A context manager."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, crew: Crew) -> None:
+        self._index, self._layers = run.read_layers()
+        self._checkpoint, self.warnings = latest(run.checkpoints)
+        self.step = self._checkpoint.progress.step
+        bounds = equal_cost(self._index.cost_s, [layer.parameters > 0 for layer in self._layers], nodes)
+        self._route = plain_ring(nodes, bounds)
+        self._config = config
+        self._loss = loss
+        self._crew = crew
+        self._log = EventLog(Path(os.devnull))
+        self._made: Master | None = None
+
+    @property
+    def master(self) -> Master:
+        assert self._made is not None, "use it in a with statement"
+        return self._made
+
+    def __enter__(self) -> Inference:
+        training = self._config.training
+        try:
+            endpoint = self._crew.start(secrets.token_hex(8), 1)
+            set_threads(training.threads)
+            self._made = master = Master(endpoint, self._crew, self._layers, self._loss, self._log)
+            master.gather([node for node in self._route.nodes() if node != MASTER])
+            recipe = Recipe(
+                training.seed, training.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
+            )
+            assert training.microbatches is not None
+            window = default_window(len(self._route.visits), training.microbatches)
+            setup = Setup(self._route, recipe, window, "1f1b", self.step, self._crew.addresses(), 0)
+            master.lay_out(setup, self._checkpoint)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if self._made is not None:
+                self._made.stop("done")
+        finally:
+            self._crew.stop()
+            self._log.close()

@@ -1,0 +1,1 @@
+"""Moving packets between nodes. One small interface, several implementations, faults as wrappers."""

@@ -1,0 +1,43 @@
+"""What a transport does: hand packets to a peer, never block, never promise delivery (links do that)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+Frame = bytes | memoryview
+
+
+class Channel(IntEnum):
+    """Three classes of traffic on separate connections, so that none waits behind another."""
+
+    CONTROL = 0
+    TENSOR = 1
+    BULK = 2
+
+
+class Arrival(NamedTuple):
+    peer: int
+    channel: Channel
+    frames: Sequence[Frame]
+
+
+class Transport(Protocol):
+    """A node's end of all its connections.
+
+    `send` queues and returns; packets to an unreachable peer may be lost. `receive` returns what is there, in order per
+    (peer, channel), without waiting. `wait` returns as soon as something is there or the time is over.
+    """
+
+    node: int
+
+    def connect(self, peer: int, address: str) -> None: ...
+
+    def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None: ...
+
+    def receive(self) -> list[Arrival]: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,32 @@
+"""Numbers as people write them."""
+
+from __future__ import annotations
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def seconds_text(seconds: float) -> str:
+    """0.0123 -> '12.3 ms'; 90 -> '1 min 30 s'."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def count_text(count: float) -> str:
+    """1234567 -> '1.23M'."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= limit:
+            return f"{count / limit:.2f}{unit}"
+    return f"{count:.0f}"

@@ -1,0 +1,142 @@
+"""Every message nodes exchange. Adding a field or a kind means a new PROTOCOL number.
+
+Between neighbours, during a pass (a training step or an evaluation):
+    Activations  clockwise        Gradients  anticlockwise, exactly one per training Activations
+    Norms        anticlockwise    Scale      clockwise; only when gradients are clipped
+Between the master and a node, outside passes:
+    Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ringtmp.plan.route import Route
+from ringtmp.wire.tensors import TensorSpec
+
+PROTOCOL = 1
+Specs = tuple[TensorSpec | None, ...]
+
+
+class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations"):
+    turn: int  # number of the pass; passes follow one another strictly
+    step: int
+    visit: int  # where they arrive
+    microbatch: int
+    microbatches: int
+    training: bool
+    fresh: bool  # no training step came directly before: waiting for this one is not idleness
+    wants: tuple[bool, ...]  # which tensors need a gradient in return
+    tensors: Specs = ()
+
+
+class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
+    turn: int
+    step: int
+    visit: int
+    microbatch: int
+    tensors: Specs = ()
+
+
+class Norms(msgspec.Struct, frozen=True, array_like=True, tag="norms"):
+    """Gradient norms of all parameters from the sender's visit to the tail, one tensor, in parameter order."""
+
+    turn: int
+    visit: int
+    tensors: Specs = ()
+
+
+class Scale(msgspec.Struct, frozen=True, array_like=True, tag="scale"):
+    turn: int
+    visit: int
+    tensors: Specs = ()
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    pid: int
+    torch: str
+    capability: str
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """How every node trains: the same for all, whatever the number of nodes."""
+
+    seed: int
+    threads: int
+    optimizer: str
+    optimizer_settings: dict[str, Any]
+    schedule: dict[str, Any]  # learning rate over steps
+    clip_norm: float | None = None
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+    route: Route
+    recipe: Recipe
+    window: int
+    rule: str
+    step: int  # steps already done
+    addresses: dict[int, str]
+    detailed_steps: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
+    """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key)."""
+
+    layer: int
+    graph: bytes
+    state: tuple[tuple[str, str], ...]
+    tensors: Specs = ()
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    layer: int
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    layer: int
+
+
+class LayerState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    layer: int
+    state: tuple[tuple[str, str], ...]
+    tensors: Specs = ()
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """Events of the sender, encoded as in events.jsonl."""
+
+    events: tuple[bytes, ...]
+
+
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
+    """Which visits hold values that are not finite?"""
+
+    microbatch: int
+
+
+class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
+    bad: tuple[int, ...]
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    step: int
+    error: str
+    traceback: str
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """The answer to Stop: the sender's last event."""
+
+    event: bytes
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    reason: str
+
+
+Message = (
+    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
+    | Inspect | Inspected | Failed | Stop | Bye
+)  # fmt: skip

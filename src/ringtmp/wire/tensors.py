@@ -1,0 +1,134 @@
+"""A tensor as a description and raw bytes, and back again with the same memory layout.
+
+Layout matters for bits: matrix kernels choose their path by strides and by alignment. So strides travel, and the
+distance from a 64-byte boundary too; a received tensor lies in memory as it lay at the sender.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from ringtmp.errors import ProtocolError
+
+ALIGNMENT = 64
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+    "complex64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+MAX_DIMENSIONS = 16
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0  # elements past a 64-byte boundary
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload on the wire."""
+        return self.count * _DTYPES[self.dtype].itemsize
+
+    @property
+    def extent(self) -> int:
+        """Elements between the first and the last, both included: what must be allocated."""
+        if self.count == 0:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+def describe(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview]:
+    """The description and the tensor's values as bytes. No copy unless the tensor has holes or overlaps."""
+    tensor = tensor.detach()
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")
+    offset = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
+    spec = TensorSpec(name, tuple(tensor.shape), tuple(tensor.stride()), offset)
+    flat = _in_memory_order(tensor) if spec.extent == spec.count else tensor.contiguous()
+    if not flat.is_contiguous():  # overlapping strides whose extent happens to fit
+        flat = tensor.contiguous()
+    return spec, memoryview(flat.reshape(-1).view(torch.uint8).numpy())
+
+
+def check(spec: TensorSpec, limit_bytes: int) -> None:
+    """Refuse a description no honest peer sends, before memory is taken."""
+    if spec.dtype not in _DTYPES:
+        raise ProtocolError(f"unknown dtype {spec.dtype!r}")
+    itemsize = _DTYPES[spec.dtype].itemsize
+    if len(spec.shape) != len(spec.strides) or len(spec.shape) > MAX_DIMENSIONS:
+        raise ProtocolError(f"shape {spec.shape} and strides {spec.strides} do not fit together")
+    if any(size < 0 or stride < 0 for size, stride in zip(spec.shape, spec.strides, strict=True)):
+        raise ProtocolError(f"negative size or stride in {spec.shape}, {spec.strides}")
+    if not 0 <= spec.offset * itemsize < ALIGNMENT:
+        raise ProtocolError(f"offset {spec.offset} is not within {ALIGNMENT} bytes")
+    if max(spec.extent, spec.count) * itemsize > limit_bytes:
+        raise ProtocolError(f"a tensor of {max(spec.extent, spec.count) * itemsize} bytes is over the limit of {limit_bytes}")
+
+
+class Landing:
+    """Memory for one arriving tensor: fill `place` piece by piece, then `finish`."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        dtype = _DTYPES[spec.dtype]
+        self._dense: torch.Tensor | None = None
+        if spec.offset == 0 and spec.extent == spec.count:
+            self._tensor = torch.empty_strided(spec.shape, spec.strides, dtype=dtype)
+        else:
+            storage = torch.empty(spec.offset + spec.extent, dtype=dtype)
+            self._tensor = storage.as_strided(spec.shape, spec.strides, spec.offset)
+        flat = _in_memory_order(self._tensor)
+        if not flat.is_contiguous() or spec.extent != spec.count:
+            flat = self._dense = torch.empty(spec.shape, dtype=dtype)
+        self._bytes = flat.reshape(-1).view(torch.uint8).numpy()
+        self.size = spec.nbytes
+
+    def place(self, start: int, piece: memoryview | bytes) -> None:
+        self._bytes[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+
+    def finish(self) -> torch.Tensor:
+        if self._dense is not None:
+            if 0 in self._tensor.stride():  # an expanded tensor: write each element once
+                one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._tensor.stride())
+                self._tensor[one].copy_(self._dense[one])
+            else:
+                self._tensor.copy_(self._dense)
+        return self._tensor
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
+    return tensor.permute(order)
+
+
+def payload(tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[TensorSpec | None, ...], list[memoryview]]:
+    """Descriptions (None for a hole, such as a gradient nobody needs) and the bytes of those that are there."""
+    specs: list[TensorSpec | None] = []
+    views: list[memoryview] = []
+    for tensor in tensors:
+        if tensor is None:
+            specs.append(None)
+        else:
+            spec, view = describe(tensor)
+            specs.append(spec)
+            views.append(view)
+    return tuple(specs), views
