@@ -99,11 +99,16 @@ def resolve(config: RunConfig) -> RunConfig:
         raise UsageError(f"--clip-norm {training.clip_norm} must be a positive number")
     if training.epochs is not None and training.steps is not None:
         raise UsageError("give --epochs or --steps, not both")
-    microbatches = training.microbatches or DEFAULT_MICROBATCHES
+    microbatches = min(training.microbatches or DEFAULT_MICROBATCHES, training.batch_size)
+    if ring.schedule == "gpipe" and ring.window is not None and ring.window < microbatches:
+        raise UsageError(
+            f"--window {ring.window} is too small for gpipe, which keeps all {microbatches} microbatches in flight: leave "
+            "it out, or use --schedule 1f1b"
+        )
     training = msgspec.structs.replace(
         training,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
-        microbatches=min(microbatches, training.batch_size),
+        microbatches=microbatches,
         optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
     )
     return msgspec.structs.replace(config, training=training)

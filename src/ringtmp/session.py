@@ -207,7 +207,7 @@ class Session:
         recipe = Recipe(
             training.seed, training.threads, training.optimizer, training.optimizer_settings, schedule, training.clip_norm
         )
-        window = config.ring.window or default_window(len(route.visits), self._microbatches)
+        window = config.ring.window or default_window(len(route.visits), self._microbatches, config.ring.schedule)
         setup = Setup(
             route, recipe, window, config.ring.schedule, self._progress.step, self._crew.addresses(),
             config.keep.detailed_steps,

@@ -35,7 +35,7 @@ class LocalCrew:
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
-        self._folder = tempfile.mkdtemp(prefix="ringtmp-")  # 0700
+        self._folder = tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")  # 0700
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0])
         for node in range(1, self._nodes):

@@ -44,14 +44,14 @@ def build_layers(
         _refuse_what_cannot_travel(name, module)
         _try_eager(name, module, small)
         layer, tensors = exporter.export(name, module, example)
+        if layer.train.changes_inputs or layer.evaluate.changes_inputs:
+            _refuse_shared_inputs(name, module, example)
         # Alike layers share their graphs, and so their cost.
         key = id(layer.train)
         if key not in costs:
             costs[key] = (layer.train, _measure(layer, tensors, large))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            module.eval()
-            example, small, large = module(example), module(small), module(large)
-            module.train()
+        example, small, large = (_run(module.eval(), each) for each in (example, small, large))
+        module.train()
         output_bytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(large))
         yield BuiltLayer(layer, tensors, costs[key][1], output_bytes, large)
 
@@ -64,14 +64,28 @@ def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
             raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
 
 
-def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
-    """Run the layer as eager mode would, on the smallest microbatch, without leaving a trace in its buffers."""
+def _refuse_shared_inputs(name: str, module: nn.Module, example: Any) -> None:
+    """In one process a change in place would show in both tensors; after a cut they are two. Refuse rather than differ."""
+    starts = [leaf.data_ptr() for leaf in pytree.tree_leaves(example)]
+    if len(set(starts)) < len(starts):
+        raise UsageError(
+            f"layer {name!r} ({type(module).__name__}) changes its input in place while another tensor shares its "
+            "memory, so a cut would change the result: use inplace=False there"
+        )
+
+
+def _run(module: nn.Module, sample: Any) -> Any:
+    """The layer's output, as eager mode gives it, without leaving a trace in its buffers or in the sample."""
     buffers = {key: value.clone() for key, value in module.named_buffers()}
-    module.train()
+    copies: dict[int, torch.Tensor] = {}  # two leaves that are one tensor stay one
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        copied = pytree.tree_map(lambda leaf: copies.setdefault(leaf.data_ptr(), leaf.clone()), sample)
+        return functional_call(module, buffers, (copied,))
+
+
+def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            copied = pytree.tree_map(torch.clone, sample)  # an in-place layer must not change the sample
-            functional_call(module, buffers, (copied,))
+        _run(module.train(), sample)
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(sample))
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

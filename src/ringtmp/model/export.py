@@ -34,6 +34,7 @@ class Exporter:
 
     def export(self, name: str, module: nn.Module, example: Any) -> tuple[Layer, dict[str, torch.Tensor]]:
         """The layer as data, and its tensors by local name (shared with `module`, not copied)."""
+        example = pytree.tree_map(_distinct, example)
         key = _signature(module, example)
         found = self._seen.get(key) if key is not None else None
         if found is None:
@@ -48,6 +49,15 @@ class Exporter:
         train, evaluate, tree, constants = found
         described, tensors = _owned(module, constants)
         return Layer(name, train, evaluate, tuple(described), tree), tensors
+
+
+def _distinct(leaf: torch.Tensor) -> torch.Tensor:
+    """A copy laid out alike. Export takes two inputs that are one tensor for one input, which is true of this example
+    alone (a skip connection's two ends) and not of the next batch."""
+    if 0 in leaf.stride():
+        return leaf.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return torch.empty(extent, dtype=leaf.dtype).as_strided(leaf.shape, leaf.stride()).copy_(leaf)
 
 
 def _export_graph(

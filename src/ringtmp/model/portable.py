@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
 
 FORMAT = 1
@@ -107,12 +108,7 @@ def encode(layer: Layer) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Layer:
-    if len(data) > MAX_ENCODED_BYTES:
-        raise ProtocolError(f"a layer's graph of {len(data)} bytes is over the limit of {MAX_ENCODED_BYTES}")
-    try:
-        layer = _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"not a layer: {error}") from None
+    layer = untrusted.decode(_decoder, data, "a layer", MAX_ENCODED_BYTES)
     if layer.format != FORMAT:
         raise ProtocolError(f"layer format {layer.format}, this version reads {FORMAT}: use one version everywhere")
     return layer

@@ -23,14 +23,16 @@ Layers = Iterator[tuple[str, nn.Module]]
 
 
 class Dense(nn.Module):
-    """Flatten, linear, ReLU."""
+    """Flatten, linear, ReLU, Dropout."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.linear(x.flatten(1)))
+        dropped: torch.Tensor = self.dropout(F.relu(self.linear(x.flatten(1))))
+        return dropped
 
 
 class Head(nn.Module):
@@ -45,10 +47,10 @@ class Head(nn.Module):
         return logits
 
 
-def mlp(shape: Shape, depth: int = 5, width: int = 64) -> Layers:
+def mlp(shape: Shape, depth: int = 5, width: int = 64, dropout: float = 0.0) -> Layers:
     inputs = shape.values
     for index in range(depth):
-        yield f"dense{index}", Dense(inputs, width)
+        yield f"dense{index}", Dense(inputs, width, dropout)
         inputs = width
     yield "head", Head(inputs, shape.outputs)
 
@@ -95,17 +97,18 @@ def convnet(shape: Shape, depth: int = 5, width: int = 16, dropout: float = 0.1)
 
 
 class Residual(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, dropout: float) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
+        self.dropout = nn.Dropout(dropout)
         same = inputs == outputs and stride == 1
         self.skip = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        y = self.norm2(self.conv2(self.dropout(F.relu(self.norm1(self.conv1(x))))))
         return F.relu(y + self.skip(x))
 
 
@@ -119,14 +122,14 @@ class Stem(nn.Module):
         return F.relu(self.norm(self.conv(x)))
 
 
-def resnet(shape: Shape, depth: int = 4, width: int = 16) -> Layers:
+def resnet(shape: Shape, depth: int = 4, width: int = 16, dropout: float = 0.0) -> Layers:
     channels, height, side = _picture("resnet", shape)
     yield "stem", Stem(channels, width)
     channels = width
     for index in range(depth):
         stride = 2 if index and index % 2 == 0 and min(height, side) >= 4 else 1
         outputs = channels * stride
-        yield f"block{index}", Residual(channels, outputs, stride)
+        yield f"block{index}", Residual(channels, outputs, stride, dropout)
         channels, height, side = outputs, height // stride, side // stride
     yield "head", PooledHead(channels, shape.outputs)
 

@@ -1,8 +1,8 @@
 """The local rule: what a node does next, decided from what it has. Pure; live nodes and simulations call it alike.
 
-    1f1b, 4 microbatches, window 3            gpipe
-    visit 0  F0 F1 F2 .  .  B0 F3 B1 B2 B3    F0 F1 F2 F3 .  .  B0 B1 B2 B3
-    visit 1     F0 F1 F2 B0 B1 B2 F3 B3          F0 F1 F2 F3 B0 B1 B2 B3
+    1f1b, 4 microbatches, window 3               gpipe
+    visit 0  F0 F1 F2 B0 F3 B1 .  B2 .  B3 U     F0 F1 F2 F3 .  .  B0 B1 B2 B3 U
+    visit 1  .  F0 B0 F1 B1 F2 B2 F3 B3 U  .     .  F0 F1 F2 F3 B0 B1 B2 B3 U  .
 
 Why it cannot deadlock: a microbatch is admitted only at the front, at most `window` are in flight, and after admission
 nobody refuses or blocks. Every forward gets exactly one backward answer, so the oldest microbatch in flight can always
@@ -58,6 +58,7 @@ def next_action(visits: Sequence[Ready], window: int, schedule: Schedule) -> Act
     return None
 
 
-def default_window(visits: int, microbatches: int) -> int:
-    """Enough microbatches in flight to cover every visit and the transfer between each two."""
-    return max(1, min(microbatches, 2 * visits - 1))
+def default_window(visits: int, microbatches: int, schedule: str = "1f1b") -> int:
+    """Enough microbatches in flight to cover every visit and the transfer between each two; gpipe needs them all,
+    because no gradient comes back before the last microbatch has gone in."""
+    return microbatches if schedule == "gpipe" else max(1, min(microbatches, 2 * visits - 1))

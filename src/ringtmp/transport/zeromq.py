@@ -74,12 +74,11 @@ class ZeroMQTransport:
 
     def receive(self) -> list[Arrival]:
         arrivals: list[Arrival] = []
-        for socket, (peer, channel) in self._sources.items():
-            while True:
-                try:
-                    parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
+        # One poll over all sockets: asking each in turn costs an exception for every empty one.
+        for socket, _ in self._poller.poll(0):
+            peer, channel = self._sources[socket]
+            while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 frames: list[Frame] = [part.buffer for part in parts]
                 if peer is None:
                     name = bytes(frames[0])
@@ -92,10 +91,6 @@ class ZeroMQTransport:
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
-
-    def watch_descriptor(self, descriptor: int) -> None:
-        """End a wait also when this file descriptor becomes readable."""
-        self._poller.register(descriptor, zmq.POLLIN)
 
     def close(self) -> None:
         for socket in self._sources:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
 from ringtmp.wire.message import PROTOCOL, Message
 
@@ -37,7 +38,7 @@ DATA, MORE, ACK, NACK, PROBE, ANSWER = KINDS = ("d", "m", "a", "n", "p", "w")
 
 _encoder = msgspec.msgpack.Encoder()
 _packets = msgspec.msgpack.Decoder(Packet)
-_messages = msgspec.msgpack.Decoder(Message)
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode_packet(packet: Packet) -> bytes:
@@ -45,12 +46,7 @@ def encode_packet(packet: Packet) -> bytes:
 
 
 def decode_packet(frame: Frame) -> Packet:
-    if len(frame) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"a header of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}")
-    try:
-        packet = _packets.decode(frame)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"not a packet: {error}") from None
+    packet = untrusted.decode(_packets, frame, "a packet", MAX_HEADER_BYTES)
     if packet.protocol != PROTOCOL:
         raise ProtocolError(f"protocol {packet.protocol}, this node speaks {PROTOCOL}: use one version everywhere")
     if packet.kind not in KINDS or packet.seq < 0:
@@ -63,11 +59,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    try:
-        message: Message = _messages.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"not a message: {error}") from None
-    return message
+    return untrusted.decode(_messages, data, "a message", MAX_HEADER_BYTES)
 
 
 def pieces(views: Sequence[memoryview]) -> list[list[memoryview]]:

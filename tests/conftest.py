@@ -1,0 +1,95 @@
+"""One thread, deterministic kernels, and nothing left behind by any test."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import settings
+
+from ringtmp.resources import set_threads
+
+# The same examples every time: a failure in a clean run is a change of ours, not of the dice.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    set_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """No child process, no socket folder of ours survives a test."""
+    before = _socket_folders()
+    yield
+    children = [child for child in psutil.Process().children(recursive=True) if "ringtmp" in " ".join(_command(child))]
+    gone, alive = psutil.wait_procs(children, timeout=3)
+    assert not alive, f"orphan processes: {[_command(each) for each in alive]}"
+    assert not _socket_folders() - before, "socket folders left behind"
+
+
+def _socket_folders() -> set[str]:
+    """Folders whose owner is gone, or is this very process."""
+    found = set()
+    for name in os.listdir(tempfile.gettempdir()):
+        parts = name.split("-")
+        if len(parts) == 3 and parts[0] == "ringtmp" and parts[1].isdigit():
+            owner = int(parts[1])
+            if owner == os.getpid() or not psutil.pid_exists(owner):
+                found.add(name)
+    return found
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture
+def factory_file(tmp_path: Path) -> Path:
+    """A user's own file with a model and data no worker can import."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        """
+import os
+import torch
+from torch import nn
+
+# Importing this file leaves a mark, so that a test can see who did.
+with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "importers"), "a") as marks:
+    marks.write(f"{os.getpid()}\\n")
+
+
+class Odd(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) * 0.2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return torch.tanh(x @ self.weight) + x
+
+
+def model(width=16, depth=4):
+    yield nn.Linear(8, width)
+    for _ in range(depth):
+        yield Odd(width)
+    yield nn.Linear(width, 3)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(96, 8, generator=generator)
+    return inputs, inputs[:, :3].argmax(1)
+"""
+    )
+    return path

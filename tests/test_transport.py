@@ -1,0 +1,208 @@
+"""One contract for every transport."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringtmp.errors import UsageError
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.transport.base import Arrival, Channel, Transport
+from ringtmp.transport.memory import Hub
+from ringtmp.transport.shaped import Faults, Shaped
+from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
+from ringtmp.wire.message import Gradients
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="rt") as path:
+        yield path
+
+
+@pytest.fixture(params=["memory", "zeromq", "shaped"])
+def pair(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[Transport, Transport]]:
+    """Nodes 1 and 2; the higher number connects."""
+    if request.param == "zeromq":
+        one: Transport = ZeroMQTransport(1, ipc_address(folder, 1))
+        two: Transport = ZeroMQTransport(2, ipc_address(folder, 2))
+        one.connect(2, ipc_address(folder, 2))
+        two.connect(1, ipc_address(folder, 1))
+    else:
+        hub = Hub()
+        one, two = hub.transport(1), hub.transport(2)
+        if request.param == "shaped":
+            one, two = Shaped(one, Faults(), 0), Shaped(two, Faults(), 0)
+    yield one, two
+    one.close()
+    two.close()
+
+
+def arrivals(transport: Transport, count: int) -> list[Arrival]:
+    got: list[Arrival] = []
+    limit = time.monotonic() + 10
+    while len(got) < count:
+        assert time.monotonic() < limit, f"{len(got)} of {count} packets came"
+        transport.wait(0.05)
+        got += transport.receive()
+    return got
+
+
+def meet(one: Transport, two: Transport) -> None:
+    """The connecting side speaks first; until then the listening side does not know it."""
+    for channel in Channel:
+        two.send(1, channel, [b"hello"])
+    arrivals(one, len(Channel))
+
+
+def test_packets_arrive_in_order_with_sender_channel_and_frames(pair: tuple[Transport, Transport]) -> None:
+    one, two = pair
+    meet(one, two)
+    for number in range(50):
+        two.send(1, Channel.TENSOR, [b"%d" % number, b"", b"x" * number])
+    got = arrivals(one, 50)
+    assert [(each.peer, each.channel) for each in got] == [(2, Channel.TENSOR)] * 50
+    assert [[bytes(frame) for frame in each.frames] for each in got] == [[b"%d" % n, b"", b"x" * n] for n in range(50)]
+
+
+def test_both_directions_and_all_channels_work(pair: tuple[Transport, Transport]) -> None:
+    one, two = pair
+    meet(one, two)
+    for channel in Channel:
+        one.send(2, channel, [bytes([channel])])
+    assert sorted((each.peer, each.channel, bytes(each.frames[0])) for each in arrivals(two, 3)) == [
+        (1, channel, bytes([channel])) for channel in Channel
+    ]
+
+
+def test_a_large_frame_is_whole_and_may_be_a_view(pair: tuple[Transport, Transport]) -> None:
+    one, two = pair
+    meet(one, two)
+    big = os.urandom(1 << 20)
+    two.send(1, Channel.BULK, [memoryview(big)])
+    assert bytes(arrivals(one, 1)[0].frames[0]) == big
+
+
+def test_sending_to_nobody_does_not_block_or_raise(pair: tuple[Transport, Transport]) -> None:
+    one, _ = pair
+    for _ in range(100):
+        one.send(7, Channel.CONTROL, [b"anyone?"])
+    assert one.receive() == []
+
+
+def test_waiting_ends_without_mail_after_its_time(pair: tuple[Transport, Transport]) -> None:
+    one, _ = pair
+    started = time.monotonic()
+    assert not one.wait(0.05)
+    assert time.monotonic() - started < 2
+
+
+def test_a_socket_path_too_long_for_the_system_is_refused() -> None:
+    with pytest.raises(UsageError, match="set TMPDIR to a shorter folder"):
+        ipc_address("/tmp/" + "x" * 120, 1)
+
+
+class Cable:
+    """A Unix-socket line between two nodes that a test can pull out and plug in again."""
+
+    def __init__(self, listen: Path, target: Path) -> None:
+        self._target = str(target)
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(listen))
+        self._server.listen(16)
+        self._lock = threading.Lock()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.made = 0
+        self._closing = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far = socket.socket(socket.AF_UNIX)
+            try:
+                far.connect(self._target)
+            except OSError:
+                near.close()
+                continue
+            with self._lock:
+                self._pairs.append((near, far))
+                self.made += 1
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _carry(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            for each in (source, sink):
+                each.close()
+
+    def pull(self) -> None:
+        """Break every connection; what was under way is lost."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for each in pair:
+                try:
+                    each.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+
+    def close(self) -> None:
+        self._server.close()
+        self.pull()
+
+
+def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
+    """Node 2 reaches node 1 through a cable that is pulled in the middle of large messages."""
+    base = Path(folder)
+    one = Endpoint(ZeroMQTransport(1, ipc_address(folder, 1)), "ring", 1)
+    two = Endpoint(ZeroMQTransport(2, ipc_address(folder, 2)), "ring", 1)
+    cables = [Cable(base / f"9{end}", base / f"1{end}") for end in ("-c", "-t", "-b")]
+    two.connect(1, ipc_address(folder, 9))
+    sent, got, back = 0, [], []
+    limit = time.monotonic() + 60
+    pulls = 0
+    try:
+        while len(got) < 120 or len(back) < 120:
+            assert time.monotonic() < limit, f"{len(got)} and {len(back)} of 120 messages came"
+            if sent < 120:
+                two.post(1, Gradients(1, 0, 0, sent), [torch.full((200_000,), float(sent))])
+                if got:
+                    one.post(2, Gradients(1, 0, 0, len(got)), [torch.zeros(3)])
+                sent += 1
+            if sent % 17 == 0 and pulls < 8:
+                pulls += 1
+                for cable in cables:
+                    cable.pull()
+            got += one.collect()
+            back += two.collect()
+            if sent == 120 and len(back) < 120 and one.flushed():
+                one.post(2, Gradients(1, 0, 0, 0), [torch.zeros(3)])
+            one.wait(0.005)
+    finally:
+        one.close()
+        two.close()
+        for cable in cables:
+            cable.close()
+    assert [mail.message.microbatch for mail in got] == list(range(120))  # type: ignore[union-attr]
+    assert all(mail.tensors[0].eq(float(number)).all() for number, mail in enumerate(got))  # type: ignore[union-attr]
+    assert pulls >= 5
+    assert max(cable.made for cable in cables) > 1
+    assert two.counters().resent > 0, "nothing was under way when the cable was pulled: the test proves nothing"
