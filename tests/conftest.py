@@ -29,7 +29,7 @@ def _nothing_left_behind() -> Iterator[None]:
     before = _socket_folders()
     yield
     children = [child for child in psutil.Process().children(recursive=True) if "ringtmp" in " ".join(_command(child))]
-    gone, alive = psutil.wait_procs(children, timeout=3)
+    _gone, alive = psutil.wait_procs(children, timeout=3)
     assert not alive, f"orphan processes: {[_command(each) for each in alive]}"
     assert not _socket_folders() - before, "socket folders left behind"
 

@@ -28,7 +28,9 @@ CONSTANT = {"kind": "constant", "warmup": 0}
 class Built:
     """A model as layers and a checkpoint of its first weights."""
 
-    def __init__(self, folder: Path, model: Model, sample: Callable[[int], Any], sizes: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, model: Model, sample: Callable[[int], Any], sizes: Sequence[int], seed: int = 0
+    ) -> None:
         writer = CheckpointWriter(folder / "checkpoints", "test", Progress(0))
         self.layers: list[Layer] = []
         for index, built in enumerate(build_layers(model, seed, sample, sizes)):

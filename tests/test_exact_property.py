@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def rings(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "stack": stack,
         "nodes": nodes,
-        "bounds": list(zip(edges, edges[1:], strict=False)),
+        "bounds": list(itertools.pairwise(edges)),
         "batch": batch,
         "microbatches": draw(st.integers(1, 10)),
         "window": draw(st.integers(1, 12)),
@@ -158,7 +159,9 @@ def test_random_stacks_cuts_and_windows_give_the_bits_of_a_plain_loop(case: dict
     window = microbatches if case["rule"] == "gpipe" else case["window"]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            built = Built(Path(folder), build, lambda count: torch.zeros(count, WIDTH), [case["batch"] // microbatches], seed)
+            built = Built(
+                Path(folder), build, lambda count: torch.zeros(count, WIDTH), [case["batch"] // microbatches], seed
+            )
         except UsageError as error:  # refused by name; see test_a_change_in_place_of_shared_memory_is_refused
             assume("changes its input in place while another" not in str(error))
             raise

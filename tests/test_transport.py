@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -159,10 +160,8 @@ class Cable:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for each in pair:
-                try:
+                with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
 
     def close(self) -> None:
         self._server.close()

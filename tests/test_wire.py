@@ -48,7 +48,11 @@ def test_a_tensor_arrives_with_its_bits_strides_and_alignment(tensor: torch.Tens
     got = round_trip(tensor)
     assert got.dtype == tensor.dtype
     assert got.stride() == tensor.stride()
-    assert got.contiguous().view(torch.uint8).equal(tensor.contiguous().view(torch.uint8)) if tensor.dim() else got.equal(tensor)
+    assert (
+        got.contiguous().view(torch.uint8).equal(tensor.contiguous().view(torch.uint8))
+        if tensor.dim()
+        else got.equal(tensor)
+    )
     if tensor.numel():
         assert got.data_ptr() % 64 == tensor.data_ptr() % 64
 
@@ -149,7 +153,10 @@ def test_more_bytes_than_announced_are_refused() -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(frames=st.lists(st.binary(max_size=60), max_size=3), flips=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4))
+@given(
+    frames=st.lists(st.binary(max_size=60), max_size=3),
+    flips=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4),
+)
 def test_strange_bytes_raise_protocol_errors_alone(frames: list[bytes], flips: list[tuple[int, int]]) -> None:
     """Pure noise, and an honest packet with bytes changed."""
     sender = Link("ring", 1)

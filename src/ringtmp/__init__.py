@@ -1,8 +1,8 @@
 """Train one neural network on a ring of small computers, with the bits of a single process.
 
-    from ringtmp import Ring
-    result = Ring(nodes=4).fit(model, train_data, loss="cross_entropy", optimizer=("adam", {"lr": 1e-3}), epochs=3)
-    model = result.model
+from ringtmp import Ring
+result = Ring(nodes=4).fit(model, train_data, loss="cross_entropy", optimizer=("adam", {"lr": 1e-3}), epochs=3)
+model = result.model
 """
 
 from __future__ import annotations

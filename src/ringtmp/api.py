@@ -64,7 +64,7 @@ class Result:
     @cached_property
     def model(self) -> nn.Module:
         """An ordinary module with the trained weights: of the user's own classes where they are at hand."""
-        index, layers = RunDirectory(self.run_dir).read_layers()
+        _index, layers = RunDirectory(self.run_dir).read_layers()
         checkpoint, _ = latest(self.run_dir / "checkpoints")
         if self._source is None:
             return revive([(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)])
@@ -164,7 +164,6 @@ def start(
     source = model if model is not None else named_model(config.model, train)
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
-    run.create()
     _train(Job(config, source, train, test, function, name, run), watcher, crew)
     return Result(run.path, None if isinstance(source, Iterator) else source)
 

@@ -69,7 +69,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def resolve(config: RunConfig) -> RunConfig:
     """The same settings with defaults filled in. Refuses what cannot be."""
-    from ringtmp.ring.recipe import checked_optimizer
+    from ringtmp.ring.recipe import checked_optimizer, checked_schedule
 
     training, ring = config.training, config.ring
     if ring.strategy not in STRATEGIES:
@@ -99,6 +99,7 @@ def resolve(config: RunConfig) -> RunConfig:
         raise UsageError(f"--clip-norm {training.clip_norm} must be a positive number")
     if training.epochs is not None and training.steps is not None:
         raise UsageError("give --epochs or --steps, not both")
+    checked_schedule(training.lr_schedule, total_steps=1)  # the real total is known with the data
     microbatches = min(training.microbatches or DEFAULT_MICROBATCHES, training.batch_size)
     if ring.schedule == "gpipe" and ring.window is not None and ring.window < microbatches:
         raise UsageError(

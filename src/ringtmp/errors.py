@@ -1,15 +1,15 @@
 """Every error RingTMP raises on purpose, with the exit code the command line gives it.
 
-    RingError                     1
-      UsageError                  2   wrong input; nothing was started
-      DoesNotFit                  3   the model does not fit the devices
-      NodeLost                    4   a node is gone for good
-      NodeFailed                  1   a node raised; its traceback is part of the message
-      LossNotFinite               1
-      ProtocolError               1   received bytes that no honest peer of this version sends
-      CheckpointError             1   no readable checkpoint
-      WaitTimeout                 1   a wait came to its limit; says for whom and in which step
-      Interrupted               130   stopped by the user, checkpoint saved
+RingError                     1
+  UsageError                  2   wrong input; nothing was started
+  DoesNotFit                  3   the model does not fit the devices
+  NodeLost                    4   a node is gone for good
+  NodeFailed                  1   a node raised; its traceback is part of the message
+  LossNotFinite               1
+  ProtocolError               1   received bytes that no honest peer of this version sends
+  CheckpointError             1   no readable checkpoint
+  WaitTimeout                 1   a wait came to its limit; says for whom and in which step
+  Interrupted               130   stopped by the user, checkpoint saved
 """
 
 from __future__ import annotations

@@ -108,6 +108,10 @@ class Session:
     def train(self) -> None:
         """Run to the end. Raises; whatever it raises, the checkpoints and events so far are kept."""
         run, resuming = self._job.run, self._job.model is None
+        if resuming:
+            run.open()
+        else:
+            run.create()
         run.lock()
         outcome, error, digest = "failed", None, None
         try:
@@ -147,6 +151,7 @@ class Session:
             if log is not None:
                 log.write(events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error))
                 log.close()
+            self._job.run.discard()
             self._job.run.unlock()
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -205,7 +210,12 @@ class Session:
         training = config.training
         schedule = checked_schedule(training.lr_schedule, steps)
         recipe = Recipe(
-            training.seed, training.threads, training.optimizer, training.optimizer_settings, schedule, training.clip_norm
+            training.seed,
+            training.threads,
+            training.optimizer,
+            training.optimizer_settings,
+            schedule,
+            training.clip_norm,
         )
         window = config.ring.window or default_window(len(route.visits), self._microbatches, config.ring.schedule)
         setup = Setup(
@@ -249,9 +259,13 @@ class Session:
     def _plan(self, index: LayerIndex, layers: list[Layer]) -> Route:
         nodes, cuts = self._job.config.ring.nodes, self._job.config.ring.cuts
         has_parameters = [layer.parameters > 0 for layer in layers]
-        bounds = equal_cost(index.cost_s, has_parameters, nodes) if cuts is None else parse_cuts(cuts, len(layers), nodes)
+        bounds = (
+            equal_cost(index.cost_s, has_parameters, nodes) if cuts is None else parse_cuts(cuts, len(layers), nodes)
+        )
         if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
-            self._warn("the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master")
+            self._warn(
+                "the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master"
+            )
         if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
             self._warn("the front has no layer with parameters: the raw inputs leave the master")
         return plain_ring(nodes, bounds)

@@ -109,7 +109,9 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     for node in summary.per_node:
         table.add_row(*_row(node))
     console.print(table)
-    console.print(f"weights {summary.weights_sha256} (exact to the {summary.exactness})", highlight=False, soft_wrap=True)
+    console.print(
+        f"weights {summary.weights_sha256} (exact to the {summary.exactness})", highlight=False, soft_wrap=True
+    )
     console.print(f"run {summary.run_dir}", highlight=False, soft_wrap=True)
 
 

@@ -15,8 +15,12 @@ from ringtmp.errors import UsageError
 @click.command("train", short_help="Train a model on a ring.")
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--model", help="mlp, convnet, resnet, gpt, FILE.py:factory or package.module:factory.  [mlp]")
-@click.option("--set", "set_", multiple=True, metavar="KEY=VALUE", help="A size of the model: --set depth=8 --set width=256.")
-@click.option("--data", help="digits, random:784x10, idx:DIR, npz:FILE, text:PATH, pysource or FILE.py:factory.  [digits]")
+@click.option(
+    "--set", "set_", multiple=True, metavar="KEY=VALUE", help="A size of the model: --set depth=8 --set width=256."
+)
+@click.option(
+    "--data", help="digits, random:784x10, idx:DIR, npz:FILE, text:PATH, pysource or FILE.py:factory.  [digits]"
+)
 @click.option("--loss", help="cross_entropy, mse or next_byte.  [what fits the data]")
 @click.option("--strategy", help="How to train: ring.  [ring]")
 @click.option("--with", "with_", multiple=True, metavar="KEY=VALUE", help="A setting of the strategy.")
@@ -33,14 +37,20 @@ from ringtmp.errors import UsageError
 @click.option("--threads", type=int, help="Threads per node, the same on all.  [1]")
 @click.option("--optimizer", help="sgd, adam or adamw.  [adam]")
 @click.option("--lr", type=float, help="Learning rate.  [0.1 for sgd, 0.001 else]")
-@click.option("--opt", multiple=True, metavar="KEY=VALUE", help="An optimizer setting: --opt momentum=0.9 --opt nesterov=yes.")
+@click.option(
+    "--opt", multiple=True, metavar="KEY=VALUE", help="An optimizer setting: --opt momentum=0.9 --opt nesterov=yes."
+)
 @click.option("--lr-schedule", help="constant, step:every=N,factor=F or cosine:warmup=N,floor=F.  [constant]")
 @click.option("--clip-norm", type=float, help="Clip gradients to this global norm.")
-@click.option("--early-stop", type=int, metavar="EPOCHS", help="Stop after this many epochs without a better test loss.")
+@click.option(
+    "--early-stop", type=int, metavar="EPOCHS", help="Stop after this many epochs without a better test loss."
+)
 @click.option("--seed", type=int, help="Of weights, batches and dropout.  [0]")
 @click.option("--checkpoint-every", type=int, metavar="STEPS", help="[at the end of epochs, at most every 30 s]")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the run.  [runs/TIME]")
-@click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in DIR, with the same bits.")
+@click.option(
+    "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in DIR, with the same bits."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def command(
@@ -67,8 +77,9 @@ def command(
 
     from ringtmp import api
     from ringtmp.cli import show
+    from ringtmp.resources import require_supported_platform
 
-    api.require_supported_platform()
+    require_supported_platform()
     with show.watcher(quiet) as watcher:
         if resume is not None:
             result = api.resume(resume, _changes(flags), None, None, watcher)

@@ -25,7 +25,9 @@ class Batch:
         return [len(target) / self.samples for target in self.targets]
 
 
-def split_batch(inputs: Any, targets: torch.Tensor, microbatches: int) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+def split_batch(
+    inputs: Any, targets: torch.Tensor, microbatches: int
+) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
     """Slices by `tensor_split`. The batch itself starts on a 64-byte boundary, so slices lie the same in every run."""
     inputs = map_tensors(aligned, inputs)
     targets = aligned(targets)

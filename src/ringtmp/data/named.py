@@ -24,6 +24,7 @@ KNOWN = ("digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "pysource",
 TEST_SHARE = 0.2
 RANDOM_SAMPLES = 8192
 DEFAULT_CONTEXT = 128
+MAX_BYTE_TESTS = 512
 
 
 def load(name: str, seed: int, settings: Mapping[str, Any]) -> tuple[Source, Source | None]:
@@ -57,7 +58,9 @@ def _digits(seed: int) -> tuple[Table, Table]:
 def _random(size: str, seed: int) -> tuple[Table, Table]:
     match = re.fullmatch(r"(\d+(?:x\d+)*)x(\d+)", size)
     if not match or "0" in size.split("x"):
-        raise UsageError(f"data 'random:{size}': write random:INPUTSxOUTPUTS, for instance random:784x10 or random:3x32x32x10")
+        raise UsageError(
+            f"data 'random:{size}': write random:INPUTSxOUTPUTS, for instance random:784x10 or random:3x32x32x10"
+        )
     shape = [int(part) for part in match[1].split("x")]
     classes = int(match[2])
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +93,9 @@ def _idx(folder: Path, seed: int) -> tuple[Table, Table]:
 
 def _find_idx(folder: Path, stem: str) -> Path | None:
     names = (stem, stem.replace("-idx", ".idx"))
-    return next((folder / (name + end) for name in names for end in ("", ".gz") if (folder / (name + end)).exists()), None)
+    return next(
+        (folder / (name + end) for name in names for end in ("", ".gz") if (folder / (name + end)).exists()), None
+    )
 
 
 def _read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -124,7 +129,9 @@ def _npz(path: Path, seed: int) -> tuple[Table, Table]:
         )
 
     def part(prefix: str) -> Table:
-        inputs, targets = (torch.from_numpy(np.ascontiguousarray(arrays[prefix + key])) for key in ("inputs", "targets"))
+        inputs, targets = (
+            torch.from_numpy(np.ascontiguousarray(arrays[prefix + key])) for key in ("inputs", "targets")
+        )
         if inputs.is_floating_point():
             inputs = inputs.float()
         return tensors(f"npz:{path}", inputs, targets.float() if targets.is_floating_point() else targets)
@@ -153,7 +160,10 @@ def _python_source() -> bytes:
 
 
 def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
-    """Consecutive samples of `context` bytes, each with its next bytes as targets; the last tenth is the test part."""
+    """Consecutive samples of `context` bytes, each with its next bytes as targets.
+
+    The last tenth is kept for the test; at most 512 samples of it, evenly spread, are tested on.
+    """
     size = (len(raw) - 1) // context
     if size < 2:
         raise UsageError(f"data {name}: {len(raw)} bytes are too few for two samples of {context} bytes")
@@ -166,7 +176,8 @@ def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
 
     whole = Table(name, size, Shape((context,), False, 256), take, "next_byte")
     cut = size - max(1, size // 10)
-    return subset(whole, torch.arange(cut)), subset(whole, torch.arange(cut, size))
+    tested = torch.linspace(cut, size - 1, min(size - cut, MAX_BYTE_TESTS)).long()
+    return subset(whole, torch.arange(cut)), subset(whole, tested)
 
 
 def _factory(name: str, seed: int) -> tuple[Source, Source | None]:

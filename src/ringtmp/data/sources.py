@@ -189,4 +189,6 @@ def check_labels(source: Source, targets: Sequence[torch.Tensor], outputs: int) 
     for target in targets:
         if not target.is_floating_point() and (int(target.max()) >= outputs or int(target.min()) < 0):
             wrong = int(target.max()) if int(target.max()) >= outputs else int(target.min())
-            raise UsageError(f"data {source.name}: label {wrong} is out of range 0..{outputs - 1} of the model's outputs")
+            raise UsageError(
+                f"data {source.name}: label {wrong} is out of range 0..{outputs - 1} of the model's outputs"
+            )

@@ -33,7 +33,7 @@ class MemoryCrew:
         return endpoint
 
     def addresses(self) -> dict[int, str]:
-        return {node: "memory" for node in range(self._nodes)}
+        return dict.fromkeys(range(self._nodes), "memory")
 
     def pids(self) -> dict[int, int]:
         return {}
@@ -42,7 +42,7 @@ class MemoryCrew:
         order = list(self._workers)
         self._random.shuffle(order)
         # Each works a random number of turns, so that seeds give different interleavings.
-        return any([worker.turn() for worker in order for _ in range(self._random.randint(1, 3))])
+        return any(worker.turn() for worker in order for _ in range(self._random.randint(1, 3)))
 
     def check(self, step: int) -> None:
         """Nodes in this process cannot die alone."""

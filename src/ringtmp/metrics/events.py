@@ -115,7 +115,6 @@ class RunEnded(msgspec.Struct, frozen=True, tag="end"):
 Event = RunStarted | NodeStarted | StepDone | NodeStep | Evaluated | CheckpointSaved | Warned | NodeEnded | RunEnded
 
 
-
 class _Times(msgspec.Struct, frozen=True):
     busy_s: float
     idle_s: float

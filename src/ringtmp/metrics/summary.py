@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 
 from ringtmp.metrics.events import (
-    CheckpointSaved, Evaluated, Event, NodeEnded, NodeStarted, NodeStep, RunEnded, RunStarted, StepDone, Warned,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    NodeEnded,
+    NodeStarted,
+    NodeStep,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
 )  # fmt: skip
 
 

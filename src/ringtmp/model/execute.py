@@ -88,7 +88,8 @@ def _compile_value(value: Value, before: int) -> _Make:
 def _constant(value: Named) -> Any:
     if value.kind == "device":
         return torch.device("cpu")
-    table: Mapping[str, Any] = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _FORMATS}[value.kind]
+    tables: dict[str, Mapping[str, Any]] = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _FORMATS}
+    table = tables[value.kind]
     if value.name not in table:
         raise ProtocolError(f"unknown {value.kind} {value.name!r}")
     return table[value.name]

@@ -60,9 +60,7 @@ def _distinct(leaf: torch.Tensor) -> torch.Tensor:
     return torch.empty(extent, dtype=leaf.dtype).as_strided(leaf.shape, leaf.stride()).copy_(leaf)
 
 
-def _export_graph(
-    name: str, module: nn.Module, example: Any
-) -> tuple[Graph, dict[str, torch.Tensor], OutputTree]:
+def _export_graph(name: str, module: nn.Module, example: Any) -> tuple[Graph, dict[str, torch.Tensor], OutputTree]:
     flexible = pytree.tree_map(
         lambda leaf: {0: Dim.AUTO} if leaf.dim() and leaf.shape[0] == EXAMPLE_BATCH else {}, (example,)
     )
@@ -98,7 +96,7 @@ def _read_program(
             spec = specs[node.name]
             if spec.kind is InputKind.USER_INPUT:
                 leaf = next(leaves)
-                if leaf.dim() and leaf.shape[0] == EXAMPLE_BATCH and isinstance(node.meta["val"].shape[0], int):
+                if leaf.dim() and leaf.shape[0] == EXAMPLE_BATCH and _is_fixed(node.meta["val"].shape[0]):
                     raise UsageError(
                         f"layer {label} fixes the batch size: it must accept any number of samples in dimension 0"
                     )
@@ -124,9 +122,7 @@ def _read_program(
             if _writes_into_argument(node.target):
                 changes_inputs |= _origin(node.args[0]) in entering
             args = tuple(_value(label, each, slots) for each in node.args)
-            kwargs = {
-                key: _value(label, each, slots) for key, each in node.kwargs.items() if key != "pin_memory"
-            }
+            kwargs = {key: _value(label, each, slots) for key, each in node.kwargs.items() if key != "pin_memory"}
             slots[node.name] = len(slots)
             ops.append(Op(target, args, kwargs))
         elif node.op == "output":
@@ -146,6 +142,11 @@ _KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.CONSTANT_TENSOR: "constant",
 }
 _VIEWS = ("view", "reshape", "slice", "select", "transpose", "permute", "t", "unsqueeze", "squeeze", "alias", "expand")
+
+
+def _is_fixed(size: Any) -> bool:
+    """A symbolic size that export found to be a number is a number."""
+    return isinstance(size, int) or size.node.maybe_as_int() is not None
 
 
 def _target(target: Any) -> str:
@@ -220,9 +221,7 @@ def nest(tree: OutputTree, flat: Sequence[Any]) -> Any:
     return build(tree)
 
 
-def _owned(
-    module: nn.Module, constants: dict[str, torch.Tensor]
-) -> tuple[list[OwnedTensor], dict[str, torch.Tensor]]:
+def _owned(module: nn.Module, constants: dict[str, torch.Tensor]) -> tuple[list[OwnedTensor], dict[str, torch.Tensor]]:
     """Everything the layer owns, in `state_dict` order: what is saved first, the rest after."""
     saved = module.state_dict(keep_vars=True)
     parameters = dict(module.named_parameters())
@@ -251,9 +250,7 @@ def _owned(
 
 def _signature(module: nn.Module, example: Any) -> object | None:
     """Equal for layers whose graphs are surely equal; None when that cannot be known."""
-    parts: list[object] = [
-        (tuple(leaf.shape), leaf.dtype, leaf.stride()) for leaf in pytree.tree_leaves(example)
-    ]
+    parts: list[object] = [(tuple(leaf.shape), leaf.dtype, leaf.stride()) for leaf in pytree.tree_leaves(example)]
     parts.append(str(pytree.tree_structure(example)))
     for name, each in module.named_modules():
         if each._forward_hooks or each._forward_pre_hooks or each._backward_hooks:

@@ -1,9 +1,9 @@
 """Ready models as generators of layers; sizes follow the data unless set.
 
-    mlp      depth hidden dense layers of one width, then a linear head
-    convnet  3x3 convolutions with BatchNorm, ReLU and Dropout, pooled in between
-    resnet   residual blocks: the skip stays inside a layer
-    gpt      byte or token transformer: pre-norm attention and a 4x GELU MLP, untied head
+mlp      depth hidden dense layers of one width, then a linear head
+convnet  3x3 convolutions with BatchNorm, ReLU and Dropout, pooled in between
+resnet   residual blocks: the skip stays inside a layer
+gpt      byte or token transformer: pre-norm attention and a 4x GELU MLP, untied head
 """
 
 from __future__ import annotations
@@ -199,9 +199,7 @@ def build(name: str, shape: Shape, settings: Mapping[str, Any]) -> Layers:
     """The layers of a zoo model. Refuses what the model does not know before anything is built."""
     if name not in ZOO:
         raise unknown("model", name, [*ZOO, "FILE.py:factory", "package.module:factory"])
-    defaults = {
-        key: each.default for key, each in inspect.signature(ZOO[name]).parameters.items() if key != "shape"
-    }
+    defaults = {key: each.default for key, each in inspect.signature(ZOO[name]).parameters.items() if key != "shape"}
     for key, value in settings.items():
         if key not in defaults:
             raise unknown(f"setting of {name}", key, defaults)

@@ -1,10 +1,10 @@
 """The route: which node holds which run of layers, in the order activations visit them.
 
-    plain ring of 3 over 7 layers      visit  node    layers
-                                         0    master  0-1     front: inputs
-                                         1    1       2-3
-                                         2    2       4-5
-                                         3    master  6       tail: labels and loss
+plain ring of 3 over 7 layers      visit  node    layers
+                                     0    master  0-1     front: inputs
+                                     1    1       2-3
+                                     2    2       4-5
+                                     3    master  6       tail: labels and loss
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def parse_cuts(text: str, layers: int, nodes: int) -> list[tuple[int, int]]:
             raise UsageError(f"--cuts {text!r}: {part!r} is not a range like 3-5 or a layer like 6")
         first, last = int(match[1]), int(match[2] or match[1])
         if first != expected or last < first:
-            raise UsageError(f"--cuts {text!r}: {part!r} must start at layer {expected}; every layer is held exactly once")
+            raise UsageError(
+                f"--cuts {text!r}: {part!r} must start at layer {expected}; every layer is held exactly once"
+            )
         bounds.append((first, last + 1))
         expected = last + 1
     if expected != layers:

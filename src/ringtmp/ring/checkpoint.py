@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable import Layer
+from ringtmp.wire.tensors import raw_bytes
 
 KEPT = 2
 FORMAT = 1
@@ -62,7 +63,9 @@ class CheckpointWriter:
         self._files: dict[str, str] = {}
         self.bytes = 0
 
-    def add(self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]) -> None:
+    def add(
+        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
+    ) -> None:
         weights: dict[str, torch.Tensor] = {}
         rest: dict[str, torch.Tensor] = {}
         for each, tensor in zip(layer.tensors, tensors, strict=True):
@@ -200,7 +203,7 @@ def update_digest(digest: Any, name: str, tensor: torch.Tensor) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = ",".join(map(str, tensor.shape))
     digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
-    digest.update(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    digest.update(raw_bytes(tensor.detach().contiguous()))
 
 
 def _digest(path: Path) -> str:

@@ -11,8 +11,23 @@ import torch
 from ringtmp.transport.base import Channel, Transport
 from ringtmp.wire.link import Counters, Link
 from ringtmp.wire.message import (
-    Activations, Bye, Failed, Fetch, Gradients, Hello, Inspect, Inspected, LayerState, Message, Norms, Place, Placed,
-    Report, Scale, Setup, Stop,
+    Activations,
+    Bye,
+    Failed,
+    Fetch,
+    Gradients,
+    Hello,
+    Inspect,
+    Inspected,
+    LayerState,
+    Message,
+    Norms,
+    Place,
+    Placed,
+    Report,
+    Scale,
+    Setup,
+    Stop,
 )  # fmt: skip
 
 _CHANNELS: dict[type, Channel] = {

@@ -74,7 +74,9 @@ def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tenso
         classes = outputs.shape[-1]
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
-            raise UsageError(f"label {high if high >= classes else low} is out of range 0..{classes - 1} of the outputs")
+            raise UsageError(
+                f"label {high if high >= classes else low} is out of range 0..{classes - 1} of the outputs"
+            )
     try:
         value = loss(outputs, targets)
     except Exception as error:  # a callable may raise anything

@@ -26,7 +26,19 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
 from ringtmp.wire.message import (
-    Activations, Bye, Failed, Fetch, Hello, Inspect, Inspected, LayerState, Place, Placed, Report, Setup, Stop,
+    Activations,
+    Bye,
+    Failed,
+    Fetch,
+    Hello,
+    Inspect,
+    Inspected,
+    LayerState,
+    Place,
+    Placed,
+    Report,
+    Setup,
+    Stop,
 )  # fmt: skip
 
 HELLO_LIMIT_S = 60.0
@@ -310,4 +322,3 @@ class Master:
             f"the loss is {found.loss} in step {found.step}, {where}: try a smaller --lr, --clip-norm or a --lr-schedule "
             "with warm-up"
         )
-

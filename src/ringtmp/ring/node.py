@@ -22,7 +22,18 @@ from ringtmp.plan.rule import Action, Ready, Schedule, next_action
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
 from ringtmp.wire.message import (
-    Activations, Fetch, Gradients, Inspect, Inspected, LayerState, Norms, Place, Placed, Report, Scale, Setup,
+    Activations,
+    Fetch,
+    Gradients,
+    Inspect,
+    Inspected,
+    LayerState,
+    Norms,
+    Place,
+    Placed,
+    Report,
+    Scale,
+    Setup,
 )  # fmt: skip
 
 
@@ -67,9 +78,7 @@ class Node:
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
-        self.visits = {
-            visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)
-        }
+        self.visits = {visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)}
         self._owner = owner
         self._first_step = setup.step
         self._last_visit = setup.route.last
@@ -101,12 +110,16 @@ class Node:
         message = mail.message
         if isinstance(message, Activations):
             self._expect(message.visit, mail).activations.append(mail)
-            if mail.payload_bytes:
-                self.recorder.received(message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes)
+            if mail.payload_bytes and message.training:
+                self.recorder.received(
+                    message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
+                )
         elif isinstance(message, Gradients):
             self._expect(message.visit, mail).gradients.append(mail)
             if mail.payload_bytes:
-                self.recorder.received(message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes)
+                self.recorder.received(
+                    message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
+                )
         elif isinstance(message, Norms):
             state = self._expect(message.visit, mail)
             assert state.current is not None, "a deeper visit finished a pass this one has not begun"
@@ -202,7 +215,9 @@ class Node:
         message = cast(Activations, mail.message)
         if state.current is None:
             if message.turn != state.done_turn + 1:
-                raise ProtocolError(f"pass {message.turn} reached visit {state.visit.index} after pass {state.done_turn}")
+                raise ProtocolError(
+                    f"pass {message.turn} reached visit {state.visit.index} after pass {state.done_turn}"
+                )
             state.current = Pass(message.turn, message.step, message.training, message.microbatches)
         current = state.current
         inputs = [each for each in mail.tensors if each is not None]
@@ -230,7 +245,7 @@ class Node:
             message.turn, message.step, state.visit.index + 1, message.microbatch, message.microbatches,
             message.training, message.fresh, tuple(each.requires_grad for each in outputs),
         )  # fmt: skip
-        self._post(state.visit.index + 1, onward, [each.detach() for each in outputs])
+        self._post(state.visit.index + 1, onward, [each.detach() for each in outputs], message.training)
 
     def _backward(self, state: VisitState) -> None:
         mail = state.gradients.popleft()
@@ -292,7 +307,9 @@ class Node:
         given = [each for each in tensors if each is not None]
         own = len(layer.tensors)
         if len(given) != own + len(message.state):
-            raise ProtocolError(f"layer {layer.name} came with {len(given)} tensors instead of {own + len(message.state)}")
+            raise ProtocolError(
+                f"layer {layer.name} came with {len(given)} tensors instead of {own + len(message.state)}"
+            )
         state.stage.place(message.layer, layer, given[:own], dict(zip(message.state, given[own:], strict=True)))
         self.endpoint.post(MASTER, Placed(message.layer))
 
@@ -302,15 +319,17 @@ class Node:
 
     # -- small things -------------------------------------------------------------------------------------------------
 
-    def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
         peer = self.route.node(visit)
-        if peer != self.me:
+        if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.endpoint.post(peer, message, tensors)
 
     def _expect(self, visit: int, mail: Mail) -> VisitState:
         if visit not in self.visits:
-            raise ProtocolError(f"node {mail.sender} sent node {self.me} something for visit {visit}, which is elsewhere")
+            raise ProtocolError(
+                f"node {mail.sender} sent node {self.me} something for visit {visit}, which is elsewhere"
+            )
         return self.visits[visit]
 
     def _report(self, event: events.Event) -> None:

@@ -1,14 +1,12 @@
-"""What makes an update: optimizers by name, the learning rate of a step, keyed randomness. The same on every node."""
+"""What makes an update: optimizer settings, the learning rate of a step, keyed randomness. The same on every node."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from ringtmp.errors import UsageError, unknown
 
@@ -42,21 +40,15 @@ def checked_optimizer(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     lr = given.setdefault("lr", DEFAULT_LR[name])
     if not (math.isfinite(lr) and lr >= 0):
         raise UsageError(f"{name}: lr={lr} must be a finite number of at least 0")
-    try:
-        make_optimizer(name, given, [torch.zeros(1, requires_grad=True)])
-    except ValueError as error:
-        raise UsageError(f"{name}: {error}") from error
+    for key, low, high in (
+        ("momentum", 0.0, math.inf), ("weight_decay", 0.0, math.inf), ("eps", 0.0, math.inf), ("beta1", 0.0, 1.0),
+        ("beta2", 0.0, 1.0), ("dampening", -math.inf, math.inf),
+    ):  # fmt: skip
+        if key in given and not (low <= given[key] < high):
+            raise UsageError(f"{name}: {key}={given[key]} must be at least {low:g} and below {high:g}")
+    if given.get("nesterov") and (not given.get("momentum") or given.get("dampening")):
+        raise UsageError("sgd: nesterov needs a momentum above 0 and no dampening")
     return given
-
-
-def make_optimizer(name: str, settings: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Fused: fused, foreach and loop give different bits, a split over processes does not."""
-    options = dict(settings)
-    if name == "sgd":
-        return torch.optim.SGD(parameters, fused=True, **options)
-    betas = (options.pop("beta1", 0.9), options.pop("beta2", 0.999))
-    kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    return kind(parameters, betas=betas, fused=True, **options)
 
 
 def checked_schedule(schedule: Mapping[str, Any], total_steps: int | None) -> dict[str, Any]:
@@ -71,7 +63,12 @@ def checked_schedule(schedule: Mapping[str, Any], total_steps: int | None) -> di
             value = total_steps
         if value is None:
             raise UsageError(f"schedule {kind} needs {key}=N")
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0 or (key in ("every", "total") and value < 1):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or value < 0
+            or (key in ("every", "total") and value < 1)
+        ):
             raise UsageError(f"schedule {kind}: {key}={value!r} must be a positive number")
         full[key] = value
     for key in schedule:

@@ -1,9 +1,9 @@
 """A run directory: everything a run leaves behind, and all that is needed to go on with it.
 
-    config.json          the resolved settings         events.jsonl   everything that happened
-    layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
-    layers/index.json    measured costs                 logs/          one log per node
-    result.json          the summary of the last run    lock           held while a process works here
+config.json          the resolved settings         events.jsonl   everything that happened
+layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
+layers/index.json    measured costs                 logs/          one log per node
+result.json          the summary of the last run    lock           held while a process works here
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -49,11 +50,15 @@ class RunDirectory:
         self.logs = path / "logs"
         self.layers = path / "layers"
         self._lock: IO[str] | None = None
+        self._mine = False  # the folder did not exist before this run
 
     def create(self) -> None:
         """Make the folder. A folder that already holds a run is refused: nothing is overwritten."""
         if (self.path / "config.json").exists():
-            raise UsageError(f"{self.path} already holds a run: choose another --run-dir, or go on with --resume {self.path}")
+            raise UsageError(
+                f"{self.path} already holds a run: choose another --run-dir, or go on with --resume {self.path}"
+            )
+        self._mine = not self.path.exists()
         try:
             for folder in (self.path, self.checkpoints, self.logs, self.layers):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +67,11 @@ class RunDirectory:
             probe.unlink()
         except OSError as error:
             raise UsageError(f"the run directory {self.path} cannot be written: {error.strerror}") from error
+
+    def discard(self) -> None:
+        """Remove a folder this run made, if the run came to nothing: its settings are written when it starts."""
+        if self._mine and not (self.path / "config.json").exists():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def open(self) -> None:
         if not (self.path / "config.json").is_file():
@@ -76,7 +86,9 @@ class RunDirectory:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             file.close()
-            raise UsageError(f"the run {self.path} is in use by process {holder}: wait for it or stop it first") from None
+            raise UsageError(
+                f"the run {self.path} is in use by process {holder}: wait for it or stop it first"
+            ) from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -12,7 +11,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Graph, Layer
 from ringtmp.plan.route import Visit
-from ringtmp.ring.recipe import learning_rate, make_optimizer, random_key
+from ringtmp.ring.optimizer import Optimizer, make_optimizer
+from ringtmp.ring.recipe import learning_rate, random_key
 from ringtmp.wire.message import Recipe
 
 StateName = tuple[str, str]
@@ -40,8 +40,9 @@ class Stage:
         self._layers: dict[int, StagedLayer] = {}
         self._programs: dict[bytes, Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: Optimizer | None = None
         self._parameters: list[torch.Tensor] = []
+        self._position: dict[tuple[int, str], int] = {}
         self._copy_inputs = {True: False, False: False}
         # microbatch -> what entered (leaves that collect gradients) and what left
         self._stored: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -67,14 +68,15 @@ class Stage:
             True: any(each.train.changes_inputs for each in self._layers.values()),
             False: any(each.evaluate.changes_inputs for each in self._layers.values()),
         }
-        self._parameters = [tensor for index in self.visit.layers for _, tensor in self._layers[index].trainable]
+        named = [(index, name, tensor) for index in self.visit.layers for name, tensor in self._layers[index].trainable]
+        self._parameters = [tensor for _, _, tensor in named]
+        self._position = {(index, name): position for position, (index, name, _) in enumerate(named)}
         if not self._parameters:
             return
         self._optimizer = make_optimizer(self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters)
         for index, state in self._states.items():
-            owned = self._layers[index].owned
             for (parameter, key), value in state.items():
-                self._optimizer.state[owned[parameter]][key] = value
+                self._optimizer.states[self._position[index, parameter]][key] = value
         self._states.clear()
 
     @property
@@ -92,7 +94,10 @@ class Stage:
         """What leaves the segment. In training the graph is kept until `backward` asks for it."""
         generator = torch.default_generator
         with torch.set_grad_enabled(training):
-            leaves = [tensor.requires_grad_(wanted) if training else tensor for tensor, wanted in zip(inputs, wants, strict=True)]
+            leaves = [
+                tensor.requires_grad_(wanted) if training else tensor
+                for tensor, wanted in zip(inputs, wants, strict=True)
+            ]
             values = [leaf.clone() for leaf in leaves] if self._copy_inputs[training] else list(leaves)
             for index in self.visit.layers:
                 layer = self._layers[index]
@@ -110,9 +115,7 @@ class Stage:
         """Gradients of what entered, None where nobody needs one. `gradients` None: the output is the loss itself."""
         leaves, outputs = self._stored.pop(microbatch)
         pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = (
-            [(output, None) for output in outputs]
-            if gradients is None
-            else list(zip(outputs, gradients, strict=True))
+            [(output, None) for output in outputs] if gradients is None else list(zip(outputs, gradients, strict=True))
         )
         wanted = [
             (output, gradient)
@@ -120,7 +123,7 @@ class Stage:
             if output.requires_grad and (gradient is not None or gradients is None)
         ]
         if wanted:
-            torch.autograd.backward([output for output, _ in wanted], [gradient for _, gradient in wanted])  # type: ignore[arg-type]
+            torch.autograd.backward([output for output, _ in wanted], [gradient for _, gradient in wanted])
         return [leaf.grad if leaf.requires_grad else None for leaf in leaves]
 
     def gradient_norms(self) -> torch.Tensor:
@@ -135,29 +138,24 @@ class Stage:
         if total_norm is not None and self._recipe.clip_norm is not None:
             clip_grads_with_norm_(self._parameters, self._recipe.clip_norm, total_norm)
         rate = learning_rate(self._recipe.schedule, self._recipe.optimizer_settings["lr"], step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(rate)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def layer_state(self, index: int) -> tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]:
         """The layer's tensors in its own order, and its optimizer state."""
         layer = self._layers[index]
         state: dict[StateName, torch.Tensor] = {}
         if self._optimizer is not None:
-            for name, parameter in layer.trainable:
-                entries: dict[str, Any] = self._optimizer.state.get(parameter, {})
-                for key, value in sorted(entries.items()):
-                    if isinstance(value, torch.Tensor):
-                        state[name, key] = value
+            for name, _ in layer.trainable:
+                for key, value in sorted(self._optimizer.states[self._position[index, name]].items()):
+                    state[name, key] = value
         return [layer.owned[each.name].detach() for each in layer.layer.tensors], state
 
     def finite(self, microbatch: int) -> bool:
         """Whether what left the segment in this microbatch is a number everywhere."""
         held = self._stored.get(microbatch)
-        return held is None or all(
-            bool(torch.isfinite(each).all()) for each in held[1] if each.is_floating_point()
-        )
+        return held is None or all(bool(torch.isfinite(each).all()) for each in held[1] if each.is_floating_point())
 
     def forget(self) -> None:
         """Drop a pass that will not be finished."""

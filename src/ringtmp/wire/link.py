@@ -13,14 +13,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import msgspec
 import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.wire.codec import (
-    ACK, ANSWER, DATA, MORE, NACK, PROBE, Frame, Packet, decode_message, decode_packet, encode_message, encode_packet,
+    ACK,
+    ANSWER,
+    DATA,
+    MORE,
+    NACK,
+    PROBE,
+    Frame,
+    Packet,
+    decode_message,
+    decode_packet,
+    encode_message,
+    encode_packet,
     pieces,
 )  # fmt: skip
 from ringtmp.wire.message import PROTOCOL, Message, Specs
@@ -96,7 +106,7 @@ class Link:
         """Queue a message. The tensors must not change until it is acknowledged."""
         specs, views = payload(tensors)
         if specs:
-            message = cast(Message, msgspec.structs.replace(message, tensors=specs))
+            message = msgspec.structs.replace(message, tensors=specs)
         groups = pieces(views)
         total = sum(len(view) for view in views)
         for position, group in enumerate(groups):

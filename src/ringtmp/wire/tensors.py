@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -67,7 +68,13 @@ def describe(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview]:
     flat = _in_memory_order(tensor) if spec.extent == spec.count else tensor.contiguous()
     if not flat.is_contiguous():  # overlapping strides whose extent happens to fit
         flat = tensor.contiguous()
-    return spec, memoryview(flat.reshape(-1).view(torch.uint8).numpy())
+    return spec, raw_bytes(flat)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous tensor's memory, not copied."""
+    view: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(view)
 
 
 def check(spec: TensorSpec, limit_bytes: int) -> None:
@@ -82,7 +89,9 @@ def check(spec: TensorSpec, limit_bytes: int) -> None:
     if not 0 <= spec.offset * itemsize < ALIGNMENT:
         raise ProtocolError(f"offset {spec.offset} is not within {ALIGNMENT} bytes")
     if max(spec.extent, spec.count) * itemsize > limit_bytes:
-        raise ProtocolError(f"a tensor of {max(spec.extent, spec.count) * itemsize} bytes is over the limit of {limit_bytes}")
+        raise ProtocolError(
+            f"a tensor of {max(spec.extent, spec.count) * itemsize} bytes is over the limit of {limit_bytes}"
+        )
 
 
 class Landing:
@@ -116,7 +125,8 @@ class Landing:
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
     return tensor.permute(order)
 
 

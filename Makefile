@@ -1,0 +1,36 @@
+# make setup   a virtual environment in .venv, installed with the constraints
+# make demo    set-up, then the digits on a ring of three processes
+# make test    set-up, lint, types, every quick test (at most 12 minutes on two cores)
+# make long    what takes longer (at most 45 minutes)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint quick long clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/ringtmp train
+
+lint: setup
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+quick: setup
+	$(BIN)/pytest -m "not long" -n 2
+
+test: lint quick
+
+long: setup
+	$(BIN)/pytest -m long --timeout 1500
+
+clean:
+	rm -rf $(VENV) dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,28 @@
+#!/bin/sh
+# Make .venv and install RingTMP into it with the constraints. Safe to run again.
+set -eu
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+
+case "$(uname -s)" in
+    Linux|Darwin) ;;
+    *) echo "RingTMP runs on Linux and macOS; on Windows, use WSL 2." >&2; exit 2 ;;
+esac
+"$PYTHON" - <<'PY' || exit 2
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"RingTMP needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make setup PYTHON=python3.11")
+PY
+
+# Debian's python3 comes without venv; install it where we may.
+if ! "$PYTHON" -c "import ensurepip, venv" 2>/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt-get update -qq && apt-get install -y -qq python3-venv
+    else
+        echo "this Python has no venv module: install python3-venv, then run make setup again" >&2
+        exit 2
+    fi
+fi
+
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
