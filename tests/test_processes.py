@@ -172,7 +172,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_with_the_same_bits(tmp_path: Path) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private memory on Linux only")
 def test_a_model_larger_than_the_masters_memory_trains(tmp_path: Path) -> None:
-    """Weights and Adam's state need 4 x 48 MiB; every node, the master too, may have 150 MiB above an idle one."""
+    """Weights, gradients and Adam's state need 4 x 96 MiB; the master may take 200 MiB more than before the first."""
     (tmp_path / "large.py").write_text(
         """
 import resource
@@ -188,12 +188,11 @@ class Wide(nn.Module):
         return x + torch.tanh(x @ self.weight)
 
 def model():
-    # Called in the master, after torch is loaded and before a layer is built; the workers start unlimited but are
-    # measured below.
-    used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (used + 150 * 2**20, used + 150 * 2**20))
     yield nn.Linear(64, 1024)
-    for _ in range(12):
+    # In the master, when torch and its exporter are loaded and no large layer is built yet. Workers have no such limit.
+    used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 200 * 2**20, used + 200 * 2**20))
+    for _ in range(24):
         yield Wide()
     yield nn.Linear(1024, 10)
 
@@ -207,6 +206,6 @@ def data():
     )  # fmt: skip
     summary = json.loads(done.stdout)
     parameters = sum(node["params"] for node in summary["per_node"])
-    assert parameters * 4 * 4 > 190 * 2**20 > 150 * 2**20
+    assert parameters * 4 * 3 > 280 * 2**20, "weights and optimizer state alone exceed what the master may take"
     assert summary["outcome"] == "done"
     assert max(node["params"] for node in summary["per_node"]) < parameters / 3

@@ -144,7 +144,10 @@ class Session:
         log = self._log
         try:
             if self._master is not None and log is not None:
-                self._master.stop(outcome)
+                try:
+                    self._master.stop(outcome)
+                except Exception as problem:  # a broken link must not hide why the run ended
+                    log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
                 log.write(farewell(self._master.endpoint))
         finally:
             self._crew.stop()

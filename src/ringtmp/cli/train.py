@@ -36,7 +36,7 @@ from ringtmp.errors import UsageError
 @click.option("--staleness", type=int, help="Steps a gradient may be old: 0.  [0]")
 @click.option("--threads", type=int, help="Threads per node, the same on all.  [1]")
 @click.option("--optimizer", help="sgd, adam or adamw.  [adam]")
-@click.option("--lr", type=float, help="Learning rate.  [0.1 for sgd, 0.001 else]")
+@click.option("--lr", type=float, help="Learning rate.  [0.1 for sgd, 0.002 else]")
 @click.option(
     "--opt", multiple=True, metavar="KEY=VALUE", help="An optimizer setting: --opt momentum=0.9 --opt nesterov=yes."
 )

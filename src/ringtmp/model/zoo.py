@@ -47,7 +47,7 @@ class Head(nn.Module):
         return logits
 
 
-def mlp(shape: Shape, depth: int = 5, width: int = 64, dropout: float = 0.0) -> Layers:
+def mlp(shape: Shape, depth: int = 5, width: int = 128, dropout: float = 0.0) -> Layers:
     inputs = shape.values
     for index in range(depth):
         yield f"dense{index}", Dense(inputs, width, dropout)

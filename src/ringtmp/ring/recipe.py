@@ -15,7 +15,7 @@ _ALLOWED: dict[str, dict[str, type]] = {
     "adam": {"lr": float, "beta1": float, "beta2": float, "eps": float, "weight_decay": float, "amsgrad": bool},
     "adamw": {"lr": float, "beta1": float, "beta2": float, "eps": float, "weight_decay": float, "amsgrad": bool},
 }
-DEFAULT_LR = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3}
+DEFAULT_LR = {"sgd": 0.1, "adam": 2e-3, "adamw": 2e-3}
 _SCHEDULES: dict[str, dict[str, float | None]] = {
     "constant": {"warmup": 0},
     "step": {"every": None, "factor": 0.1, "warmup": 0},

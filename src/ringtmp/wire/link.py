@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from ringtmp.errors import ProtocolError
+from ringtmp.errors import DoesNotFit, ProtocolError
+from ringtmp.units import bytes_text
 from ringtmp.wire.codec import (
     ACK,
     ANSWER,
@@ -193,7 +194,10 @@ class Link:
             if spec is not None:
                 check(spec, self._limit - total)
                 total += max(spec.extent * spec.nbytes // max(spec.count, 1), spec.nbytes)
-        landings = [Landing(spec) if spec is not None else None for spec in specs]
+        try:
+            landings = [Landing(spec) if spec is not None else None for spec in specs]
+        except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former
+            raise DoesNotFit(f"no memory for {type(message).__name__} with {bytes_text(total)} of tensors") from error
         queue = deque(landing for landing in landings if landing is not None and landing.size)
         return _Arriving(message, now, landings, queue)
 
