@@ -33,8 +33,8 @@ def folder() -> Iterator[str]:
 def pair(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[Transport, Transport]]:
     """Nodes 1 and 2; the higher number connects."""
     if request.param == "zeromq":
-        one: Transport = ZeroMQTransport(1, ipc_address(folder, 1))
-        two: Transport = ZeroMQTransport(2, ipc_address(folder, 2))
+        one: Transport = ZeroMQTransport(1, ipc_address(folder, 1).endpoints)
+        two: Transport = ZeroMQTransport(2, ipc_address(folder, 2).endpoints)
         one.connect(2, ipc_address(folder, 2))
         two.connect(1, ipc_address(folder, 1))
     else:
@@ -171,8 +171,8 @@ class Cable:
 def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
     """Node 2 reaches node 1 through a cable that is pulled in the middle of large messages."""
     base = Path(folder)
-    one = Endpoint(ZeroMQTransport(1, ipc_address(folder, 1)), "ring", 1)
-    two = Endpoint(ZeroMQTransport(2, ipc_address(folder, 2)), "ring", 1)
+    one = Endpoint(ZeroMQTransport(1, ipc_address(folder, 1).endpoints), "ring", 1)
+    two = Endpoint(ZeroMQTransport(2, ipc_address(folder, 2).endpoints), "ring", 1)
     cables = [Cable(base / f"9{end}", base / f"1{end}") for end in ("-c", "-t", "-b")]
     two.connect(1, ipc_address(folder, 9))
     sent, got, back = 0, [], []

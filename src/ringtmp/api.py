@@ -23,8 +23,11 @@ from ringtmp.data.batches import Batch, evaluation_batches, split_batch
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.factory import is_factory, load_factory
+from ringtmp.launch.facts import parse_listen
+from ringtmp.launch.keys import Rings, checked_name
 from ringtmp.launch.local import LocalCrew
 from ringtmp.launch.memory import MemoryCrew
+from ringtmp.launch.remote import DEFAULT_PORT, RemoteCrew
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary, summarise
 from ringtmp.model import zoo
@@ -46,6 +49,7 @@ class Silent:
     def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
     def evaluated(self, event: events.Evaluated) -> None: ...
     def warn(self, text: str) -> None: ...
+    def tell(self, text: str) -> None: ...
 
 
 class Result:
@@ -74,7 +78,11 @@ class Result:
 
 
 class Ring:
-    """A ring of `nodes` on this machine: this process is the master, the others are started and stopped with a run."""
+    """A ring of `nodes`; this process is the master.
+
+    Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
+    that join with the token the watcher is shown (`ringtmp node --join ...`).
+    """
 
     def __init__(
         self,
@@ -83,11 +91,15 @@ class Ring:
         cuts: str | None = None,
         window: int | None = None,
         schedule: str = "1f1b",
-        threads: int = 1,
+        threads: int | None = None,
+        listen: str | None = None,
+        ring: str = "home",
     ) -> None:
         require_supported_platform()
         self._part = RingPart(nodes=nodes, cuts=cuts, window=window, schedule=schedule)  # type: ignore[arg-type]
         self._threads = threads
+        self._listen = listen
+        self._ring = ring
 
     def fit(
         self,
@@ -123,7 +135,9 @@ class Ring:
             KeepPart(checkpoint_every=checkpoint_every),
         )  # fmt: skip
         given = None if isinstance(train_data, str) else (from_python(train_data), _optional(test_data))
-        return start(config, None if isinstance(model, str) else model, given, loss, run_dir, watcher or Silent())
+        watcher = watcher or Silent()
+        crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
+        return start(config, None if isinstance(model, str) else model, given, loss, run_dir, watcher, crew)
 
     def resume(
         self,
@@ -138,7 +152,9 @@ class Ring:
         """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself."""
         given = None if train_data is None else (from_python(train_data), _optional(test_data))
         ring = {"nodes": self._part.nodes, "cuts": self._part.cuts, "window": self._part.window}
-        return resume(run_dir, {**ring, "schedule": self._part.schedule, **changes}, given, loss, watcher or Silent())
+        watcher = watcher or Silent()
+        crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
+        return resume(run_dir, {**ring, "schedule": self._part.schedule, **changes}, given, loss, watcher, crew)
 
     def evaluate(self, run_dir: str | Path, data: Data = None) -> dict[str, Any]:
         """Loss and scores of a run's newest checkpoint; on its own test part unless data is given."""
@@ -229,6 +245,25 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
     return _concatenate(outputs)
 
 
+def remote_crew(
+    listen: str,
+    ring: str,
+    nodes: int,
+    threads: int | None,
+    watcher: Watcher,
+    start_with: int | None = None,
+    wait_s: float = 0.0,
+) -> Crew:
+    """Devices that join this machine's ring over the network."""
+    if nodes == 1:
+        raise UsageError("--listen with --nodes 1 has nobody to listen for: leave one of them out")
+    if start_with is not None and not 2 <= start_with <= nodes:
+        raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
+    host, port = parse_listen(listen, DEFAULT_PORT)
+    name = checked_name("ring", ring)
+    return RemoteCrew(Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell)
+
+
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
     if is_factory(part.name):
         factory = load_factory("model", part.name)
@@ -244,16 +279,17 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
 
 
 def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
-    nodes, threads = job.config.ring.nodes, job.config.training.threads
     if crew is None:
-        crew = MemoryCrew(1) if nodes == 1 else LocalCrew(nodes, threads, job.run.logs)
+        nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
+        crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, job.run.logs)
     with interruptible() as interruption:
         Session(job, crew, watcher, interruption).train()
 
 
 @contextmanager
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
-    crew: Crew = MemoryCrew(1) if nodes == 1 else LocalCrew(nodes, config.training.threads, run.logs)
+    threads = config.training.threads or 1
+    crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs)
     with Inference(run, config, nodes, loss, crew) as ring:
         yield ring
 

@@ -39,7 +39,7 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lr_schedule: dict[str, Any] = {}  # empty: constant
     clip_norm: float | None = None
     seed: int = 0
-    threads: int = 1
+    threads: int | None = None  # None: 1 on this machine, else the smallest core count that joined
     wire: str = "float32"
     staleness: int = 0
     early_stop: int | None = None  # epochs without a better test loss

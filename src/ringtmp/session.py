@@ -5,6 +5,7 @@ Everything that can be refused is refused before a node starts; everything that 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import time
@@ -36,6 +37,7 @@ from ringtmp.ring.master import Master
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
 from ringtmp.ring.worker import farewell
+from ringtmp.wire.address import Address
 from ringtmp.wire.message import Recipe, Setup
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
@@ -45,10 +47,13 @@ EVALUATION_FACTOR = 4
 
 
 class Crew(Protocol):
-    """The other nodes, and how to start and end them."""
+    """The other nodes, and how to start and end them. `nodes` and `threads` are settled once it has started."""
+
+    nodes: int
+    threads: int
 
     def start(self, ring: str, generation: int) -> Endpoint: ...
-    def addresses(self) -> dict[int, str]: ...
+    def addresses(self) -> dict[int, Address]: ...
     def pids(self) -> dict[int, int]: ...
     def advance(self) -> bool: ...
     def check(self, step: int) -> None: ...
@@ -70,6 +75,7 @@ class Watcher(Protocol):
     def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
     def evaluated(self, event: events.Evaluated) -> None: ...
     def warn(self, text: str) -> None: ...
+    def tell(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Session:
         try:
             self._log = EventLog(run.events)
             endpoint = self._crew.start(secrets.token_hex(8), 1)
-            set_threads(self._job.config.training.threads)
+            self._settle()
             if not resuming:
                 self._build()
             index, layers, checkpoint = self._open()
@@ -156,6 +162,18 @@ class Session:
                 log.close()
             self._job.run.discard()
             self._job.run.unlock()
+
+    def _settle(self) -> None:
+        """What only the crew knows: how many came, and the thread count they have in common."""
+        config = self._job.config
+        threads = config.training.threads or self._crew.threads
+        config = msgspec.structs.replace(
+            config,
+            training=msgspec.structs.replace(config.training, threads=threads),
+            ring=msgspec.structs.replace(config.ring, nodes=self._crew.nodes),
+        )
+        self._job = dataclasses.replace(self._job, config=config)
+        set_threads(threads)
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
@@ -214,7 +232,7 @@ class Session:
         schedule = checked_schedule(training.lr_schedule, steps)
         recipe = Recipe(
             training.seed,
-            training.threads,
+            self._crew.threads,
             training.optimizer,
             training.optimizer_settings,
             schedule,
@@ -236,7 +254,7 @@ class Session:
             events.RunStarted(
                 time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
                 msgspec.to_builtins(config),
-                {**fingerprint(training.threads), "window": window, "microbatches": self._microbatches,
+                {**fingerprint(self._crew.threads), "window": window, "microbatches": self._microbatches,
                  "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name},
                 1, self._progress.step,
             )
@@ -434,11 +452,11 @@ class Inference:
         training = self._config.training
         try:
             endpoint = self._crew.start(secrets.token_hex(8), 1)
-            set_threads(training.threads)
+            set_threads(training.threads or self._crew.threads)
             self._made = master = Master(endpoint, self._crew, self._layers, self._loss, self._log)
             master.gather([node for node in self._route.nodes() if node != MASTER])
             recipe = Recipe(
-                training.seed, training.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
+                training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
             )
             assert training.microbatches is not None
             window = default_window(len(self._route.visits), training.microbatches)

@@ -13,6 +13,8 @@ from ringtmp.errors import RingError, UsageError
 
 _VERBS = {
     "train": "Train a model on a ring.",
+    "node": "Lend this device to a ring.",
+    "ring": "Tokens and members of your rings.",
     "evaluate": "Loss and accuracy of a run's newest checkpoint.",
     "predict": "A run's outputs for inputs from a file.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",

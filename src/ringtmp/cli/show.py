@@ -50,6 +50,9 @@ class Bar:
     def warn(self, text: str) -> None:
         self._console.print(f"warning: {text}", style="yellow", highlight=False)
 
+    def tell(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
 
 class Quiet:
     """Warnings alone."""
@@ -60,6 +63,9 @@ class Quiet:
 
     def warn(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr)
+
+    def tell(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -25,6 +25,14 @@ from ringtmp.errors import UsageError
 @click.option("--strategy", help="How to train: ring.  [ring]")
 @click.option("--with", "with_", multiple=True, metavar="KEY=VALUE", help="A setting of the strategy.")
 @click.option("--nodes", type=int, help="Members of the ring, the master included.  [3]")
+@click.option("--listen", metavar="ADDRESS[:PORT]", help="Wait for devices here instead of starting processes.")
+@click.option(
+    "--ring", "ring_name", default="home", show_default=True, help="The ring the devices join (with --listen)."
+)
+@click.option("--start-with", type=int, metavar="K", help="Start with K nodes if no more come within --wait.")
+@click.option(
+    "--wait", "wait_s", type=float, default=60.0, show_default=True, metavar="S", help="Seconds --start-with waits."
+)
 @click.option("--epochs", type=int, help="Passes over the data.  [10]")
 @click.option("--steps", type=int, help="Updates, instead of --epochs.")
 @click.option("--batch-size", type=int, help="Samples per update, over all nodes.  [32]")
@@ -55,6 +63,7 @@ from ringtmp.errors import UsageError
 @click.option("--quiet", is_flag=True, help="No progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, lr: float | None,
+    listen: str | None, ring_name: str, start_with: int | None, wait_s: float,
     set_: tuple[str, ...], with_: tuple[str, ...], opt: tuple[str, ...], lr_schedule: str | None, **plain: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine.
@@ -81,10 +90,16 @@ def command(
 
     require_supported_platform()
     with show.watcher(quiet) as watcher:
+        crew = None
+        if listen is not None:
+            nodes, threads = settings.ring.nodes, settings.training.threads
+            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s)
+        elif start_with is not None:
+            raise UsageError("--start-with goes with --listen: processes on this machine all come")
         if resume is not None:
-            result = api.resume(resume, _changes(flags), None, None, watcher)
+            result = api.resume(resume, _changes(flags), None, None, watcher, crew)
         else:
-            result = api.start(settings, None, None, None, run_dir, watcher)
+            result = api.start(settings, None, None, None, run_dir, watcher, crew)
     if as_json:
         show.print_json(result.summary)
     else:

@@ -1,4 +1,8 @@
-"""A compute process: one node of one run. Started by its parent with orders on standard input, ends with it."""
+"""A compute process: one node of one run, in one generation. Its parent gives orders on standard input; it ends with it.
+
+Over TCP it makes link keys of its own, says on standard output where it listens, and waits for the word where the
+master is; the keys of its neighbours come later, from the master, over the encrypted link.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,23 @@ import traceback
 
 import msgspec
 
+from ringtmp.wire.address import Address
+
 
 class Orders(msgspec.Struct, frozen=True):
     ring: str
     generation: int
     node: int
-    address: str
-    master_address: str
+    endpoints: tuple[str, str, str]
+    master: Address
     threads: int
+    secure: bool = False
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """The first line a compute process writes when it is secure."""
+
+    address: Address
 
 
 WAIT_S = 0.2
@@ -29,16 +42,23 @@ def main() -> int:
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     threading.Thread(target=_follow_parent, daemon=True).start()
 
+    from ringtmp.transport.curve import new_key_pair
+    from ringtmp.transport.zeromq import ZeroMQTransport
+
+    transport = ZeroMQTransport(orders.node, orders.endpoints, new_key_pair() if orders.secure else None)
+    if orders.secure:
+        sys.stdout.buffer.write(msgspec.json.encode(Bound(transport.address)) + b"\n")
+        sys.stdout.buffer.flush()
+
     from ringtmp.plan.route import MASTER
     from ringtmp.resources import set_threads
     from ringtmp.ring.endpoint import Endpoint
     from ringtmp.ring.worker import Worker
-    from ringtmp.transport.zeromq import ZeroMQTransport
     from ringtmp.wire.message import Failed
 
     set_threads(orders.threads)
-    endpoint = Endpoint(ZeroMQTransport(orders.node, orders.address), orders.ring, orders.generation)
-    worker = Worker(endpoint, orders.master_address)
+    endpoint = Endpoint(transport, orders.ring, orders.generation)
+    worker = Worker(endpoint, orders.master)
     code = 0
     try:
         while worker.stopped is None:

@@ -20,14 +20,15 @@ from ringtmp.errors import NodeLost, UsageError
 from ringtmp.launch.compute import Orders
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
+from ringtmp.wire.address import Address
 
 STOP_LIMIT_S = 3.0
 
 
 class LocalCrew:
     def __init__(self, nodes: int, threads: int, logs: Path) -> None:
-        self._nodes = nodes
-        self._threads = threads
+        self.nodes = nodes
+        self.threads = threads
         self._logs = logs
         self._folder: str | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -37,15 +38,15 @@ class LocalCrew:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
         self._folder = tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")  # 0700
         addresses = self.addresses()
-        self._transport = ZeroMQTransport(0, addresses[0])
-        for node in range(1, self._nodes):
-            orders = Orders(ring, generation, node, addresses[node], addresses[0], self._threads)
+        self._transport = ZeroMQTransport(0, addresses[0].endpoints)
+        for node in range(1, self.nodes):
+            orders = Orders(ring, generation, node, addresses[node].endpoints, addresses[0], self.threads)
             self._children[node] = self._spawn(node, orders)
         return Endpoint(self._transport, ring, generation)
 
-    def addresses(self) -> dict[int, str]:
+    def addresses(self) -> dict[int, Address]:
         assert self._folder is not None, "not started"
-        return {node: ipc_address(self._folder, node) for node in range(self._nodes)}
+        return {node: ipc_address(self._folder, node) for node in range(self.nodes)}
 
     def pids(self) -> dict[int, int]:
         return {node: child.pid for node, child in self._children.items()}
@@ -82,7 +83,7 @@ class LocalCrew:
             self._folder = None
 
     def _spawn(self, node: int, orders: Orders) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ, OMP_NUM_THREADS=str(self._threads), PYTHONUNBUFFERED="1")
+        environment = dict(os.environ, OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1")
         try:
             with (self._logs / f"node-{node}.log").open("ab") as log:
                 child = subprocess.Popen(

@@ -12,28 +12,32 @@ from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.worker import Worker
 from ringtmp.transport.base import Transport
 from ringtmp.transport.memory import Hub
+from ringtmp.wire.address import NOWHERE, Address
 
 Wrapper = Callable[[Transport], Transport]
 
 
 class MemoryCrew:
-    def __init__(self, nodes: int, seed: int = 0, wrap: Wrapper = lambda transport: transport) -> None:
+    def __init__(
+        self, nodes: int, seed: int = 0, wrap: Wrapper = lambda transport: transport, threads: int = 1
+    ) -> None:
+        self.nodes = nodes
+        self.threads = threads
         self._hub = Hub()
         self._random = random.Random(seed)
         self._wrap = wrap
-        self._nodes = nodes
         self._workers: list[Worker] = []
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """The master's endpoint; the workers are made."""
         endpoint = Endpoint(self._wrap(self._hub.transport(0)), ring, generation)
-        for node in range(1, self._nodes):
+        for node in range(1, self.nodes):
             worker_endpoint = Endpoint(self._wrap(self._hub.transport(node)), ring, generation)
-            self._workers.append(Worker(worker_endpoint, "memory"))
+            self._workers.append(Worker(worker_endpoint, NOWHERE))
         return endpoint
 
-    def addresses(self) -> dict[int, str]:
-        return dict.fromkeys(range(self._nodes), "memory")
+    def addresses(self) -> dict[int, Address]:
+        return dict.fromkeys(range(self.nodes), NOWHERE)
 
     def pids(self) -> dict[int, int]:
         return {}
@@ -42,7 +46,8 @@ class MemoryCrew:
         order = list(self._workers)
         self._random.shuffle(order)
         # Each works a random number of turns, so that seeds give different interleavings.
-        return any(worker.turn() for worker in order for _ in range(self._random.randint(1, 3)))
+        worked = [worker.turn() for worker in order for _ in range(self._random.randint(1, 3))]
+        return any(worked)
 
     def check(self, step: int) -> None:
         """Nodes in this process cannot die alone."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ringtmp.transport.base import Channel, Transport
+from ringtmp.wire.address import Address
 from ringtmp.wire.link import Counters, Link
 from ringtmp.wire.message import (
     Activations,
@@ -62,7 +63,7 @@ class Endpoint:
         #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
         self.sent: list[tuple[int, float, float, int]] = []
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(self, peer: int, address: Address) -> None:
         self._transport.connect(peer, address)
 
     def post(self, peer: int, message: Message, tensors: Sequence[torch.Tensor | None] = ()) -> None:

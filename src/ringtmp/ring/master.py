@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from ringtmp.data.batches import Batch
@@ -103,11 +104,15 @@ class Master:
 
     def lay_out(self, setup: Setup, checkpoint: Checkpoint) -> None:
         """Send everyone the plan, and every layer to its holder, one at a time."""
-        self._node = Node(self.endpoint, setup, owner=self)
-        self._node.emit = self._log.write
+        everyone = setup.addresses
         for node in setup.route.nodes():
-            if node != MASTER:
-                self.endpoint.post(node, setup)
+            near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
+            theirs = msgspec.structs.replace(setup, addresses=near)
+            if node == MASTER:
+                self._node = Node(self.endpoint, theirs, owner=self)
+                self._node.emit = self._log.write
+            else:
+                self.endpoint.post(node, theirs)
         for index, layer in enumerate(self._layers):
             tensors, state = checkpoint.layer(index, layer)
             place = Place(index, portable.encode(layer), tuple(state))

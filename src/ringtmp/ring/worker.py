@@ -13,11 +13,12 @@ from ringtmp.resources import peak_rss_bytes
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.node import Node
 from ringtmp.transport.base import Channel
+from ringtmp.wire.address import Address
 from ringtmp.wire.message import Bye, Hello, Setup, Stop
 
 
 class Worker:
-    def __init__(self, endpoint: Endpoint, master_address: str) -> None:
+    def __init__(self, endpoint: Endpoint, master_address: Address) -> None:
         self.endpoint = endpoint
         self.node: Node | None = None
         self.stopped: str | None = None  # the reason, once told to stop

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+from ringtmp.wire.address import Address
+
 Frame = bytes | memoryview
 
 
@@ -32,7 +34,7 @@ class Transport(Protocol):
 
     node: int
 
-    def connect(self, peer: int, address: str) -> None: ...
+    def connect(self, peer: int, address: Address) -> None: ...
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None: ...
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ringtmp.transport.base import Arrival, Channel, Frame
+from ringtmp.wire.address import Address
 
 
 class Hub:
@@ -24,7 +25,7 @@ class MemoryTransport:
         self._hub = hub
         hub.queues[node] = deque()
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(self, peer: int, address: Address) -> None:
         """Everyone on a hub reaches everyone."""
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:

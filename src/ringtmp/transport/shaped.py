@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ringtmp.transport.base import Arrival, Channel, Frame, Transport
+from ringtmp.wire.address import Address
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Shaped:
         self._random = random.Random(seed)
         self._held: list[tuple[int, Channel, list[Frame]]] = []
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(self, peer: int, address: Address) -> None:
         self._inner.connect(peer, address)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
@@ -66,7 +67,7 @@ class Tapped:
         self._inner = inner
         self._listener = listener
 
-    def connect(self, peer: int, address: str) -> None:
+    def connect(self, peer: int, address: Address) -> None:
         self._inner.connect(peer, address)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:

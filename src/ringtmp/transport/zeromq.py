@@ -2,17 +2,23 @@
 
 ROUTER/DEALER, not PAIR, which ignores a returning peer. No limit on queues: the window bounds what is in flight, and
 a send must never block. What is lost when a connection breaks is sent again by the link above.
+
+On one machine the sockets are Unix sockets in a private folder and a peer is who it says it is. Over TCP everything is
+CURVE, and a peer is who its key says it is: a name in a message counts for nothing.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import zmq
 
 from ringtmp.errors import UsageError
 from ringtmp.transport.base import Arrival, Channel, Frame
+from ringtmp.transport.curve import Gatekeeper, KeyPair, connect_securely, serve_securely
+from ringtmp.wire.address import Address
 
 #: Below this a copy is cheaper than tracking the buffer.
 ZERO_COPY_FROM_BYTES = 32 * 1024
@@ -21,73 +27,104 @@ MAX_IPC_PATH = 107
 CLOSE_LINGER_MS = 500
 RECONNECT_MS = 50
 MAX_RECONNECT_MS = 1000
+DOMAIN = "links"
+INTRODUCTION = b""
+INTRODUCE_EVERY_S = 0.5
+#: A piece, its header and CURVE's overhead stay far below; a layer's graph is the largest header.
+MAX_FRAME_BYTES = 32 * 1024 * 1024
+_ENDS = {Channel.CONTROL: "c", Channel.TENSOR: "t", Channel.BULK: "b"}
 
 
-def ipc_address(folder: str, node: int) -> str:
-    """The base address of a node: `-c`, `-t`, `-b` are added for the three channels."""
-    path = os.path.join(folder, str(node))
-    if len(path) + 2 > MAX_IPC_PATH:
-        raise UsageError(f"the socket path {path} is longer than {MAX_IPC_PATH} bytes: set TMPDIR to a shorter folder")
-    return f"ipc://{path}"
+def ipc_address(folder: str, node: int) -> Address:
+    """The Unix sockets of a node in a folder only we can enter."""
+    base = os.path.join(folder, str(node))
+    if len(base) + 2 > MAX_IPC_PATH:
+        raise UsageError(f"the socket path {base} is longer than {MAX_IPC_PATH} bytes: set TMPDIR to a shorter folder")
+    control, tensor, bulk = (f"ipc://{base}-{_ENDS[channel]}" for channel in Channel)
+    return Address((control, tensor, bulk))
 
 
-def _on(address: str, channel: Channel) -> str:
-    return address + {Channel.CONTROL: "-c", Channel.TENSOR: "-t", Channel.BULK: "-b"}[channel]
+def has_mail(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class ZeroMQTransport:
-    def __init__(self, node: int, address: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+    def __init__(self, node: int, endpoints: Sequence[str], keys: KeyPair | None = None) -> None:
+        """Listens on the three endpoints; over TCP `keys` are this node's own, fresh for every generation."""
         self.node = node
-        self._context = context or zmq.Context()
-        self._own_context = context is None
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context) if keys is not None else None
         self._poller = zmq.Poller()
         self._routers: dict[Channel, zmq.Socket[bytes]] = {}
         self._dealers: dict[tuple[int, Channel], zmq.Socket[bytes]] = {}
         self._sources: dict[zmq.Socket[bytes], tuple[int | None, Channel]] = {}
-        for channel in Channel:
-            router = self._socket(zmq.ROUTER)
-            # A returning peer takes its name over from its dead connection.
-            router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            router.bind(_on(address, channel))
-            self._routers[channel] = router
-            self._watch(router, None, channel)
+        self._routes: dict[tuple[int, Channel], bytes] = {}  # who was last heard on which connection
+        self._introduced = 0.0
+        bound = []
+        try:
+            for channel, endpoint in zip(Channel, endpoints, strict=True):
+                router = self._listen(endpoint)
+                self._routers[channel] = router
+                self._watch(router, None, channel)
+                bound.append(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        except BaseException:
+            self.close()
+            raise
+        control, tensor, bulk = bound
+        self.address = Address((control, tensor, bulk), keys.public if keys is not None else "")
 
-    def connect(self, peer: int, address: str) -> None:
-        """Only the higher number connects; the lower one listens, so each pair has one connection per channel."""
+    def connect(self, peer: int, address: Address) -> None:
+        """Know a peer. Only the higher number connects; the lower one listens, so each pair has one line per channel."""
+        if self._gatekeeper is not None:
+            self._gatekeeper.allow(DOMAIN, address.key, f"n{peer}")
         if peer > self.node:
             return
-        for channel in Channel:
+        for channel, endpoint in zip(Channel, address.endpoints, strict=True):
             dealer = self._socket(zmq.DEALER)
-            dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % self.node)
             dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-            dealer.connect(_on(address, channel))
+            if self._keys is not None:
+                connect_securely(dealer, self._keys, address.key, DOMAIN)
+            else:
+                dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % self.node)
+            dealer.connect(endpoint)
             self._dealers[peer, channel] = dealer
             self._watch(dealer, peer, channel)
+            if self._keys is not None:
+                self._put(dealer, [INTRODUCTION])
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         dealer = self._dealers.get((peer, channel))
         if dealer is not None:
             self._put(dealer, frames)
-        else:
-            self._put(self._routers[channel], [b"n%d" % peer, *frames])
+            return
+        route = self._routes.get((peer, channel)) if self._keys is not None else b"n%d" % peer
+        if route is not None:
+            self._put(self._routers[channel], [route, *frames])
 
     def receive(self) -> list[Arrival]:
+        self._introduce_again()
         arrivals: list[Arrival] = []
         # One poll over all sockets: asking each in turn costs an exception for every empty one.
         for socket, _ in self._poller.poll(0):
             peer, channel = self._sources[socket]
-            while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            while has_mail(socket):
                 parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                frames: list[Frame] = [part.buffer for part in parts]
-                if peer is None:
-                    name = bytes(frames[0])
-                    if not (name.startswith(b"n") and name[1:].isdigit()):
-                        continue
-                    arrivals.append(Arrival(int(name[1:]), channel, frames[1:]))
-                else:
-                    arrivals.append(Arrival(peer, channel, frames))
+                if peer is not None:
+                    arrivals.append(Arrival(peer, channel, [part.buffer for part in parts]))
+                elif (sender := self._sender(parts, channel)) is not None:
+                    arrivals.append(Arrival(sender, channel, [part.buffer for part in parts[1:]]))
         return arrivals
+
+    def _introduce_again(self) -> None:
+        """A listening peer answers on the connection it last heard us on. After a reconnect that is a new one, and the
+        side that has nothing to say would never be found on it."""
+        now = time.monotonic()
+        if self._keys is not None and now - self._introduced > INTRODUCE_EVERY_S:
+            self._introduced = now
+            for dealer in self._dealers.values():
+                self._put(dealer, [INTRODUCTION])
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
@@ -96,8 +133,41 @@ class ZeroMQTransport:
         for socket in self._sources:
             socket.close(linger=CLOSE_LINGER_MS)
         self._sources.clear()
-        if self._own_context:
-            self._context.term()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
+        self._context.term()
+
+    def _sender(self, parts: Sequence[zmq.Frame], channel: Channel) -> int | None:
+        """Over TCP the name the gatekeeper gave the key; on this machine the name the peer gave itself."""
+        route = parts[0].bytes
+        if self._keys is None:
+            name = route.decode(errors="replace")
+        else:
+            try:
+                name = str(parts[-1].get("User-Id"))
+            except zmq.ZMQError:
+                return None
+        if not (name.startswith("n") and name[1:].isdigit()):
+            return None
+        sender = int(name[1:])
+        self._routes[sender, channel] = route
+        return sender if len(parts) > 2 or parts[1].bytes != INTRODUCTION else None
+
+    def _listen(self, endpoint: str) -> zmq.Socket[bytes]:
+        router = self._socket(zmq.ROUTER)
+        try:
+            if self._keys is not None:
+                serve_securely(router, self._keys, DOMAIN)
+                router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            else:
+                # A returning peer takes its name over from its dead connection.
+                router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            router.bind(endpoint)
+        except zmq.ZMQError as error:
+            router.close(linger=0)
+            raise UsageError(f"cannot listen on {endpoint}: {error.strerror or error}") from error
+        return router
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.plan.route import Route
+from ringtmp.wire.address import Address
 from ringtmp.wire.tensors import TensorSpec
 
 PROTOCOL = 1
@@ -77,7 +78,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     window: int
     rule: str
     step: int  # steps already done
-    addresses: dict[int, str]
+    addresses: dict[int, Address]  # of the receiver's neighbours
     detailed_steps: int
 
 

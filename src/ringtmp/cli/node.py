@@ -1,0 +1,52 @@
+"""ringtmp node"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import click
+
+
+@click.command("node", short_help="Lend this device to a ring.")
+@click.option("--join", metavar="TOKEN|-|@FILE", help="The token the master printed (or RINGTMP_TOKEN).")
+@click.option("--name", help="What to be called: 1 to 32 of a-z, 0-9 and '-'.  [the host's name]")
+@click.option(
+    "--listen", metavar="ADDRESS", help="The address neighbours reach this device at.  [the one towards the master]"
+)
+@click.option("--once", is_flag=True, help="Serve one run, then end.")
+def command(join: str | None, name: str | None, listen: str | None, once: bool) -> None:
+    """Join a ring and serve its runs until Ctrl-C.
+
+    Needs no settings, no copy of the model, no data. This device's key pair is made on first use and kept in the config
+    directory (~/.config/ringtmp, or RINGTMP_CONFIG).
+    """
+    import msgspec
+
+    from ringtmp.launch import agent, facts, keys, token
+
+    given = token.given(join)
+    if name is not None:
+        keys.checked_name("device", name)
+    host, _, port = given.address.rpartition(":")
+    address = facts.parse_listen(listen, 1)[0] if listen else facts.address_towards(host, int(port))
+    mine = msgspec.structs.replace(facts.device_facts(name), address=address)
+    own = keys.identity()
+    hub = agent.join(given, own, mine)
+    _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
+
+    def leave(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
+    serving = agent.Agent(given, hub, own, mine, address, _say)
+    try:
+        serving.run(once)
+    except KeyboardInterrupt:
+        _say("leaving")
+    finally:
+        serving.close()
+
+
+def _say(text: str) -> None:
+    print(f"ringtmp node: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,56 @@
+"""ringtmp ring"""
+
+from __future__ import annotations
+
+import click
+
+from ringtmp.errors import UsageError
+
+
+@click.group("ring", short_help="Tokens and members of your rings.")
+def command() -> None:
+    """Tokens and members of the rings this machine is master of."""
+
+
+@command.command()
+@click.option("--ring", default="home", show_default=True)
+@click.option(
+    "--uses", default=1, show_default=True, type=click.IntRange(1, 1000), help="How many devices may join with it."
+)
+def token(ring: str, uses: int) -> None:
+    """Print a fresh token, good for an hour. The master must be waiting (ringtmp train --listen) when it is used."""
+    from ringtmp.launch import token as tokens
+    from ringtmp.launch.keys import Rings
+
+    rings = Rings()
+    file = rings.open(ring)
+    if not file.address:
+        raise UsageError(f"ring {ring} has never listened: start ringtmp train --listen ADDRESS first")
+    print(tokens.encode(tokens.Token(ring, file.address, file.public, rings.new_secret(ring, uses))))
+
+
+@command.command("list")
+@click.option("--ring", help="One ring only.")
+def list_(ring: str | None) -> None:
+    """List rings and their admitted devices."""
+    from ringtmp.launch.keys import Rings
+
+    rings = Rings()
+    for name in [ring] if ring else rings.names():
+        file = rings.open(name)
+        print(
+            f"{name}  {file.address or 'has never listened'}  {len(file.nodes)} admitted, {len(file.revoked)} revoked"
+        )
+        for node in file.nodes:
+            print(f"  {node.name}  {node.key}")
+
+
+@command.command()
+@click.argument("node")
+@click.option("--ring", default="home", show_default=True)
+def revoke(node: str, ring: str) -> None:
+    """Shut NODE (a name or key) out for good. A run it is part of notices within a second."""
+    from ringtmp.launch.keys import Rings
+
+    found = Rings().revoke(ring, node)
+    print(f"{found.name} ({found.key}) is out of ring {ring}")

@@ -1,0 +1,218 @@
+"""A device's agent: joins with a token, says every second that it lives, starts a compute process for each run.
+
+No torch here, about 30 MiB: a compute process that crashes or is killed for its memory costs neither the device's
+identity nor its place in the ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ringtmp.errors import ProtocolError, RingError, UsageError
+from ringtmp.launch import speech
+from ringtmp.launch.compute import Bound, Orders
+from ringtmp.launch.facts import address_towards
+from ringtmp.launch.speech import (
+    BEAT_S,
+    MAX_BYTES,
+    Died,
+    End,
+    Facts,
+    Here,
+    Join,
+    Leaving,
+    Prepare,
+    Refused,
+    Started,
+    Welcome,
+)  # fmt: skip
+from ringtmp.launch.token import Token
+from ringtmp.transport.curve import KeyPair, connect_securely
+
+JOIN_LIMIT_S = 10.0
+BOUND_LIMIT_S = 30.0
+STOP_LIMIT_S = 3.0
+
+
+def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_S) -> str:
+    """Knock at the master's door; returns the endpoint of its table. Says nothing before the master proved its key."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    try:
+        connect_securely(socket, keys, token.key, "join")
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        socket.connect(f"tcp://{token.address}")
+        socket.send(speech.encode(Join(token.secret, facts)))  # leaves only after the handshake
+        if not socket.poll(round(limit_s * 1000)):
+            raise _why_no_answer(token, monitor, limit_s)
+        answer = speech.decode(speech.from_master, socket.recv())
+    except zmq.ZMQError as error:
+        raise UsageError(f"cannot reach the master at {token.address}: {error.strerror or error}") from error
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        socket.close(linger=0)
+        context.term()
+    if isinstance(answer, Refused):
+        raise UsageError(f"the master at {token.address} refused: {answer.reason}")
+    if not isinstance(answer, Welcome):
+        raise ProtocolError(f"the master at {token.address} answered with {type(answer).__name__}")
+    return answer.hub
+
+
+def _why_no_answer(token: Token, monitor: zmq.Socket[bytes], limit_s: float) -> RingError:
+    seen = set()
+    while monitor.poll(0):
+        seen.add(recv_monitor_message(monitor)["event"])
+    host, _, port = token.address.rpartition(":")
+    if zmq.EVENT_CONNECTED not in seen:
+        return UsageError(
+            f"nobody answers at {host} port {port}: is the master still waiting, is this the address other devices can "
+            "reach, and does its firewall let the port through? (ringtmp doctor --join TOKEN)"
+        )
+    if zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen:
+        return UsageError(
+            f"{host} port {port} answers but does not have the master key in the token: is the token of another ring, "
+            "or is something else listening there? Nothing was sent to it"
+        )
+    return UsageError(f"the master at {token.address} took the request and did not answer within {limit_s:.0f} s")
+
+
+class Agent:
+    """Serves the master at `hub` run after run, until told to stop."""
+
+    def __init__(
+        self, token: Token, hub: str, keys: KeyPair, facts: Facts, listen: str | None, say: Callable[[str], None]
+    ) -> None:
+        self._keys = keys
+        self._say = say
+        self._facts = facts
+        self._incarnation = secrets.token_hex(8)
+        host, _, port = token.address.rpartition(":")
+        self._listen = listen or address_towards(host, int(port))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        connect_securely(self._socket, keys, token.key, "ring")
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 10)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        # While nobody listens there is nobody to queue for.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(hub)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._generation = 0
+        self._log: Path | None = None
+        self._ended = 0  # runs served
+
+    def run(self, once: bool) -> None:
+        """Until interrupted, or with `once` until one run has ended."""
+        last_beat = 0.0
+        while not (once and self._ended):
+            now = time.monotonic()
+            if now - last_beat >= BEAT_S:
+                last_beat = now
+                self._tell(Here(self._incarnation, self._facts))
+            if self._socket.poll(200):
+                self._take(speech.decode(speech.from_master, self._socket.recv()))
+            self._watch_child()
+
+    def close(self) -> None:
+        self._end_child()
+        self._tell(Leaving())
+        self._socket.close(linger=300)
+        self._context.term()
+
+    def _take(self, message: speech.FromMaster) -> None:
+        if isinstance(message, Prepare):
+            self._end_child()
+            self._say(f"run begins: node {message.node}, generation {message.generation}")
+            self._start(message)
+        elif isinstance(message, End):
+            if message.generation == self._generation and self._child is not None:
+                self._end_child()
+                self._ended += 1
+                self._say("run ended; waiting for the next")
+        elif isinstance(message, Refused):
+            raise UsageError(f"the master refused: {message.reason}")
+
+    def _start(self, message: Prepare) -> None:
+        self._generation = message.generation
+        endpoint = f"tcp://{self._listen}:*"
+        orders = Orders(
+            message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
+            message.threads, secure=True,
+        )  # fmt: skip
+        descriptor, path = tempfile.mkstemp(prefix="ringtmp-node-", suffix=".log")
+        self._log = Path(path)
+        with os.fdopen(descriptor, "wb") as log:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ringtmp.launch.compute"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=dict(os.environ, OMP_NUM_THREADS=str(message.threads), PYTHONUNBUFFERED="1"),
+                start_new_session=True,
+            )
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(msgspec.json.encode(orders) + b"\n")
+        self._child.stdin.flush()
+        poller = zmq.Poller()
+        poller.register(self._child.stdout.fileno(), zmq.POLLIN)
+        line = self._child.stdout.readline() if poller.poll(round(BOUND_LIMIT_S * 1000)) else b""
+        if line:
+            bound = msgspec.json.decode(line, type=Bound)
+            self._tell(Started(self._generation, bound.address, self._child.pid))
+
+    def _watch_child(self) -> None:
+        child = self._child
+        if child is None or child.poll() is None:
+            return
+        if child.returncode != 0:
+            self._say(f"the compute process ended with code {child.returncode}: {self._last_words()}")
+        self._tell(Died(self._generation, child.returncode, self._last_words()))
+        self._end_child()
+        self._ended += 1
+
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with contextlib.suppress(OSError):
+            child.stdin.close()
+        try:
+            child.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        child.stdout.close()
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+            self._log = None
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines() if self._log is not None else []
+        except OSError:
+            lines = []
+        return lines[-1][:300] if lines else ""
+
+    def _tell(self, message: Here | Started | Died | Leaving) -> None:
+        with contextlib.suppress(zmq.Again):  # nobody is listening; the next beat will tell
+            self._socket.send(speech.encode(message), zmq.NOBLOCK)

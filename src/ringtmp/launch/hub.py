@@ -1,0 +1,259 @@
+"""The master's side of joining: a door for strangers with a token, and a table for the devices that were admitted.
+
+The door has a context, a domain and a gatekeeper of its own, takes small messages only, a few a second, and closes when
+the ring is full. The table is open to admitted keys alone, and a device there is who its key says it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import zmq
+
+from ringtmp.errors import ProtocolError, UsageError
+from ringtmp.launch import speech
+from ringtmp.launch.keys import NAME, Rings
+from ringtmp.launch.speech import (
+    BEAT_S,
+    HUB_PORT_OFFSET,
+    MAX_BYTES,
+    Died,
+    End,
+    Facts,
+    Here,
+    Join,
+    Leaving,
+    Prepare,
+    Refused,
+    Started,
+    Welcome,
+)  # fmt: skip
+from ringtmp.transport.curve import Gatekeeper, serve_securely
+from ringtmp.transport.zeromq import has_mail
+from ringtmp.wire.message import PROTOCOL
+
+JOINS_PER_S = 10
+DOOR_HANDSHAKE_MS = 2000
+DOOR_BACKLOG = 32
+MOST_STRANGERS = 256
+
+
+@dataclass
+class Device:
+    """An admitted device that is here."""
+
+    key: str
+    incarnation: str
+    facts: Facts
+    route: bytes
+    last_heard: float
+    started: Started | None = None
+    died: Died | None = None
+    left: bool = False
+
+
+class Hub:
+    def __init__(self, ring: str, rings: Rings, host: str, port: int) -> None:
+        self.ring = ring
+        self._rings = rings
+        self._host = host
+        self._port = port
+        self.devices: dict[str, Device] = {}  # by key, in order of arrival
+        file = rings.open(ring)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context)
+        self._admitted: dict[str, str] = {}
+        self._door: Door | None = None
+        self._table: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        serve_securely(self._table, file.keys, "ring")
+        self._table.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
+        self._table.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        self._table.linger = 500
+        try:
+            self._table.bind(f"tcp://{host}:{port + HUB_PORT_OFFSET}")
+            self._door = Door(ring, rings, host, port)
+        except zmq.ZMQError as error:
+            self.close()
+            raise UsageError(
+                f"cannot listen on {host}, ports {port} and {port + HUB_PORT_OFFSET}: {error.strerror or error}; is another "
+                f"master running? Choose other ports with --listen {host}:PORT"
+            ) from error
+        self.refresh()
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take what has come in, at the door and at the table."""
+        if self._door is not None and self._door.serve():
+            self.refresh()
+        if timeout_s:
+            self._table.poll(round(timeout_s * 1000))
+        while has_mail(self._table):
+            parts = self._table.recv_multipart(zmq.NOBLOCK, copy=False)
+            if len(parts) != 2:
+                continue
+            key = str(parts[1].get("User-Id"))
+            if key not in self._admitted:
+                continue
+            try:
+                message = speech.decode(speech.from_agent, parts[1].bytes)
+            except ProtocolError:
+                continue
+            self._take(key, parts[0].bytes, message)
+
+    def refresh(self) -> None:
+        """The ring's file may have changed: newly admitted, newly revoked."""
+        file = self._rings.open(self.ring)
+        admitted = {each.key: each.name for each in file.nodes}
+        for key in admitted.keys() - self._admitted.keys():
+            self._gatekeeper.allow("ring", key, key)
+        for key in self._admitted.keys() - admitted.keys():
+            self._gatekeeper.forbid("ring", key)
+            self.devices.pop(key, None)
+        self._admitted = admitted
+
+    def present(self) -> list[Device]:
+        now = time.monotonic()
+        return [each for each in self.devices.values() if not each.left and now - each.last_heard < 5 * BEAT_S]
+
+    def close_door(self) -> None:
+        """Nobody else may join."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def tell(self, device: Device, message: Prepare | End | Refused) -> None:
+        self._table.send_multipart([device.route, speech.encode(message)], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self.close_door()
+        self._table.close()
+        self._gatekeeper.close()
+        self._context.term()
+
+    def _take(self, key: str, route: bytes, message: speech.FromAgent) -> None:
+        now = time.monotonic()
+        device = self.devices.get(key)
+        if isinstance(message, Here):
+            if device is not None and device.incarnation != message.incarnation:
+                if now - device.last_heard < 3 * BEAT_S and not device.left:
+                    self._table.send_multipart([route, speech.encode(Refused(_TWINS))], zmq.NOBLOCK)
+                    return
+                device = None
+            if message.facts.protocol != PROTOCOL:
+                text = (
+                    f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
+                )
+                self._table.send_multipart([route, speech.encode(Refused(text))], zmq.NOBLOCK)
+                return
+            if device is None:
+                self.devices.pop(key, None)
+                self.devices[key] = Device(key, message.incarnation, message.facts, route, now)
+            else:
+                device.route, device.last_heard = route, now
+        elif device is not None and route == device.route:
+            device.last_heard = now
+            if isinstance(message, Started):
+                device.started = message
+            elif isinstance(message, Died):
+                device.died = message
+            elif isinstance(message, Leaving):
+                device.left = True
+
+
+_TWINS = (
+    "another device is here with this very identity (a copied config directory?): give this one its own by removing "
+    "identity.json from its config directory, then join again"
+)
+
+
+class Door:
+    """Where strangers knock. Speaks to whoever proves to know a living secret, and to nobody else for long."""
+
+    def __init__(self, ring: str, rings: Rings, host: str, port: int) -> None:
+        self._ring = ring
+        self._rings = rings
+        self._hub = f"tcp://{host}:{port + HUB_PORT_OFFSET}"
+        self._recent: deque[float] = deque()
+        self._strangers = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context)
+        self._gatekeeper.open_to_anyone("join")
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        serve_securely(self._socket, rings.open(ring).keys, "join")
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, DOOR_HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self._socket.setsockopt(zmq.BACKLOG, DOOR_BACKLOG)
+        self._socket.setsockopt(zmq.RCVHWM, 100)
+        self._socket.setsockopt(zmq.SNDHWM, 100)
+        self._socket.linger = 200
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )  # fmt: skip
+        self._endpoint = f"tcp://{host}:{port}"
+        self._bound = False
+        try:
+            self._open()
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def serve(self) -> bool:
+        """Answer those who knock. True if somebody was admitted."""
+        self._count_strangers()
+        admitted = False
+        while has_mail(self._socket):
+            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            now = time.monotonic()
+            while self._recent and now - self._recent[0] > 1:
+                self._recent.popleft()
+            if len(self._recent) >= JOINS_PER_S or len(parts) != 2:
+                continue
+            self._recent.append(now)
+            reason = self._judge(parts[1])
+            answer = Welcome(self._hub) if reason is None else Refused(reason)
+            admitted = admitted or reason is None
+            self._socket.send_multipart([parts[0].bytes, speech.encode(answer)], zmq.NOBLOCK)
+        return admitted
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._gatekeeper.close()
+        self._context.term()
+
+    def _judge(self, frame: zmq.Frame) -> str | None:
+        try:
+            message = speech.decode(speech.from_agent, frame.bytes)
+        except ProtocolError:
+            return "that was no request to join"
+        if not isinstance(message, Join):
+            return "that was no request to join"
+        if message.facts.protocol != PROTOCOL:
+            return f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
+        if not NAME.fullmatch(message.facts.name):
+            return "the device's name must be 1 to 32 of a-z, 0-9 and '-'"
+        return self._rings.admit(self._ring, message.secret, str(frame.get("User-Id")), message.facts.name)
+
+    def _open(self) -> None:
+        if not self._bound:
+            self._socket.bind(self._endpoint)
+            self._bound = True
+
+    def _count_strangers(self) -> None:
+        """With too many connections at once the door stops accepting until some are gone."""
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_ACCEPTED:
+                self._strangers += 1
+            else:
+                self._strangers = max(0, self._strangers - 1)
+        if self._bound and self._strangers > MOST_STRANGERS:
+            self._socket.unbind(self._endpoint)
+            self._bound = False
+        elif not self._bound and self._strangers < MOST_STRANGERS // 2:
+            self._open()

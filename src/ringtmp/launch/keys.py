@@ -1,0 +1,204 @@
+"""Who we are and whom we admit: key pairs and rings in the user's config directory, readable by the user alone.
+
+    ~/.config/ringtmp/identity.json      this device's own key pair
+                      rings/home.json    a ring this device is master of: its key pair, its nodes, its open tokens
+
+A ring outlives its runs. Tokens are kept as digests: who reads the file cannot join with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ringtmp.errors import UsageError
+from ringtmp.transport.curve import KeyPair, new_key_pair
+
+T = TypeVar("T")
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+TOKEN_LIFE_S = 3600.0
+SECRET_BYTES = 16
+
+
+def config_dir() -> Path:
+    if given := os.environ.get("RINGTMP_CONFIG"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ringtmp"
+
+
+def checked_name(kind: str, name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{kind} name {name!r}: use 1 to 32 of a-z, 0-9 and '-', not beginning with '-'")
+    return name
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    key: str
+    name: str
+
+
+class OpenToken(msgspec.Struct, frozen=True):
+    digest: str
+    expires_at: float  # seconds since 1970 on the master's own clock
+    uses_left: int
+
+
+class RingFile(msgspec.Struct, frozen=True):
+    public: str
+    secret: str
+    nodes: tuple[Admitted, ...] = ()
+    revoked: tuple[str, ...] = ()
+    tokens: tuple[OpenToken, ...] = ()
+    address: str = ""  # host:port the ring last listened on
+
+    @property
+    def keys(self) -> KeyPair:
+        return KeyPair(self.public, self.secret)
+
+
+def identity(folder: Path | None = None) -> KeyPair:
+    """This device's own key pair, made on first use."""
+    path = (folder or config_dir()) / "identity.json"
+    with _locked(path):
+        if path.exists():
+            return KeyPair(*_read(path, tuple[str, str]))
+        keys = new_key_pair()
+        _write(path, msgspec.json.encode(tuple(keys)))
+        return keys
+
+
+class Rings:
+    """The rings of this user. Every change is read, made and written under a lock."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = (folder or config_dir()) / "rings"
+
+    def names(self) -> list[str]:
+        return sorted(path.stem for path in self._folder.glob("*.json"))
+
+    def open(self, name: str, create: bool = False) -> RingFile:
+        path = self._path(name)
+        with _locked(path):
+            if path.exists():
+                return _read(path, RingFile)
+            if not create:
+                known = ", ".join(self.names()) or "none yet"
+                raise UsageError(
+                    f"no ring {name!r} here (known: {known}): the master makes one with ringtmp train --listen"
+                )
+            keys = new_key_pair()
+            made = RingFile(keys.public, keys.secret)
+            _write(path, msgspec.json.encode(made))
+            return made
+
+    def set_address(self, name: str, address: str) -> None:
+        with self._change(name) as (ring, save):
+            save(msgspec.structs.replace(ring, address=address))
+
+    def new_secret(self, name: str, uses: int) -> bytes:
+        """A fresh secret for `uses` joins within the hour. Only its digest is kept."""
+        secret = secrets.token_bytes(SECRET_BYTES)
+        with self._change(name) as (ring, save):
+            alive = tuple(token for token in ring.tokens if token.expires_at > time.time() and token.uses_left > 0)
+            token = OpenToken(_digest(secret), time.time() + TOKEN_LIFE_S, uses)
+            save(msgspec.structs.replace(ring, tokens=(*alive, token)))
+        return secret
+
+    def admit(self, name: str, secret: bytes, key: str, node: str) -> str | None:
+        """Admit a key that knows a living secret. None when admitted, else the reason it was not."""
+        with self._change(name) as (ring, save):
+            if key in ring.revoked:
+                return "this device was revoked"
+            digest = _digest(secret)
+            found = next((token for token in ring.tokens if hmac.compare_digest(token.digest, digest)), None)
+            if found is None:
+                return "the token's secret is wrong, or of another ring"
+            if found.expires_at < time.time():
+                return "the token has expired: ask the master for a new one (ringtmp ring token)"
+            known = any(each.key == key for each in ring.nodes)
+            if found.uses_left < 1 and not known:
+                return "the token is used up: ask the master for a new one (ringtmp ring token)"
+            rest = tuple(each for each in ring.nodes if each.key != key)
+            tokens = tuple(
+                msgspec.structs.replace(token, uses_left=token.uses_left - (0 if known else 1))
+                if token is found
+                else token
+                for token in ring.tokens
+            )
+            save(msgspec.structs.replace(ring, nodes=(*rest, Admitted(key, node)), tokens=tokens))
+        return None
+
+    def revoke(self, name: str, node: str) -> Admitted:
+        """Take a node's key off the list for good. Its name frees up; its key never comes back."""
+        with self._change(name) as (ring, save):
+            found = next((each for each in ring.nodes if node in (each.name, each.key)), None)
+            if found is None:
+                known = ", ".join(each.name for each in ring.nodes) or "none"
+                raise UsageError(f"ring {name} has no node {node!r}: its nodes are {known}")
+            save(
+                msgspec.structs.replace(
+                    ring,
+                    nodes=tuple(each for each in ring.nodes if each is not found),
+                    revoked=(*ring.revoked, found.key),
+                )
+            )
+        return found
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{checked_name('ring', name)}.json"
+
+    @contextmanager
+    def _change(self, name: str) -> Iterator[tuple[RingFile, Callable[[RingFile], None]]]:
+        path = self._path(name)
+        with _locked(path):
+            if not path.exists():
+                raise UsageError(f"no ring {name!r} here")
+
+            def save(ring: RingFile) -> None:
+                _write(path, msgspec.json.encode(ring))
+
+            yield _read(path, RingFile), save
+
+
+def _digest(secret: bytes) -> str:
+    return hashlib.sha256(b"ringtmp join " + secret).hexdigest()
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}: move it away to begin anew") from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = path.with_suffix(".lock").open("a")
+    except OSError as error:
+        raise UsageError(f"the config directory {path.parent} cannot be written: {error.strerror}") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

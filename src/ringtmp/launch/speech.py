@@ -1,0 +1,91 @@
+"""What the master and the agents on its devices say to each other: few, small, typed messages."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from ringtmp import untrusted
+from ringtmp.wire.address import Address
+
+MAX_BYTES = 4096
+BEAT_S = 1.0
+#: A device silent for this long is taken for lost.
+SILENCE_LIMIT_S = 10.0
+HUB_PORT_OFFSET = 1
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a device says of itself."""
+
+    name: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    torch: str
+    version: str
+    protocol: int
+    address: str = ""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    secret: bytes
+    facts: Facts
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """Said once a second: I live. `incarnation` tells two processes with one key apart."""
+
+    incarnation: str
+    facts: Facts
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    generation: int
+    address: Address
+    pid: int
+
+
+class Died(msgspec.Struct, frozen=True, tag="died"):
+    generation: int
+    code: int
+    last_words: str
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    pass
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    hub: str  # endpoint
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    reason: str
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Start a compute process for this run."""
+
+    ring: str
+    generation: int
+    node: int
+    master: Address
+    threads: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    generation: int
+
+
+FromAgent = Join | Here | Started | Died | Leaving
+FromMaster = Welcome | Refused | Prepare | End
+from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+from_master: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
+encode = msgspec.msgpack.Encoder().encode
+T = TypeVar("T")
+
+
+def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    return untrusted.decode(decoder, data, "agent speech", MAX_BYTES)
