@@ -21,7 +21,7 @@ ORDER = [
     {"config"},
     {"ring", "strategies"},
     {"launch"},
-    {"session"},
+    {"session", "inference"},
     {"api"},
     {"cli", "__main__"},
 ]

@@ -366,3 +366,19 @@ def test_a_model_by_name_follows_the_data(tmp_path: Path) -> None:
         start(RunConfig(ModelPart("mlp", {"widht": 8})), None, None, None, tmp_path / "x", Silent())
     with pytest.raises(UsageError, match="unknown model 'mpl': did you mean 'mlp'"):
         start(RunConfig(ModelPart("mpl")), None, None, None, tmp_path / "x", Silent())
+
+
+def test_a_node_released_in_mid_run_changes_no_bit(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 1, steps=9)
+    crew = MemoryCrew(4)
+
+    class Releases(Silent):
+        def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
+            if done in (2, 5):
+                crew.release(1)
+
+    data = tensors("t", *blobs()), tensors("t", *blobs(30))
+    result = start(settings(4, steps=9), stack(), data, None, tmp_path / "run", Releases(), crew)
+    assert result.summary.weights_sha256 == whole.summary.weights_sha256
+    assert [(each.generation, each.nodes) for each in result.summary.recoveries] == [(2, 3), (3, 2)]
+    assert result.summary.nodes == 2

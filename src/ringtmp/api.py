@@ -23,6 +23,8 @@ from ringtmp.data.batches import Batch, evaluation_batches, split_batch
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.factory import is_factory, load_factory
+from ringtmp.inference import Inference
+from ringtmp.launch.crew import Crew
 from ringtmp.launch.facts import parse_listen
 from ringtmp.launch.keys import Rings, checked_name
 from ringtmp.launch.local import LocalCrew
@@ -37,7 +39,7 @@ from ringtmp.resources import require_supported_platform
 from ringtmp.ring.checkpoint import latest, named_weights
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
-from ringtmp.session import Crew, Inference, Job, Session, Watcher
+from ringtmp.session import Job, Session, Watcher
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 

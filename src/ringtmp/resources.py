@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import sys
@@ -39,4 +40,5 @@ def fingerprint(threads: int) -> dict[str, Any]:
         "threads": threads,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "emulated": os.environ.get("RINGTMP_EMULATED") == "1",
     }

@@ -6,12 +6,10 @@ Everything that can be refused is refused before a node starts; everything that 
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +19,7 @@ from ringtmp.config import RunConfig
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
 from ringtmp.data.sources import Source, Stream
 from ringtmp.errors import CheckpointError, Interrupted, RingError, UsageError
+from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
@@ -37,27 +36,12 @@ from ringtmp.ring.master import Master
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
 from ringtmp.ring.worker import farewell
-from ringtmp.wire.address import Address
 from ringtmp.wire.message import Recipe, Setup
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
-
-
-class Crew(Protocol):
-    """The other nodes, and how to start and end them. `nodes` and `threads` are settled once it has started."""
-
-    nodes: int
-    threads: int
-
-    def start(self, ring: str, generation: int) -> Endpoint: ...
-    def addresses(self) -> dict[int, Address]: ...
-    def pids(self) -> dict[int, int]: ...
-    def advance(self) -> bool: ...
-    def check(self, step: int) -> None: ...
-    def stop(self) -> None: ...
 
 
 class Interruption(Protocol):
@@ -108,6 +92,8 @@ class Session:
         self._log: EventLog | None = None
         self._master: Master | None = None
         self._progress = Progress(0)
+        self._ring = secrets.token_hex(8)
+        self._generation = 1
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -122,7 +108,7 @@ class Session:
         outcome, error, digest = "failed", None, None
         try:
             self._log = EventLog(run.events)
-            endpoint = self._crew.start(secrets.token_hex(8), 1)
+            endpoint = self._crew.start(self._ring, self._generation)
             self._settle()
             if not resuming:
                 self._build()
@@ -165,13 +151,12 @@ class Session:
 
     def _settle(self) -> None:
         """What only the crew knows: how many came, and the thread count they have in common."""
-        config = self._job.config
+        config, ring = self._job.config, self._job.config.ring
         threads = config.training.threads or self._crew.threads
-        config = msgspec.structs.replace(
-            config,
-            training=msgspec.structs.replace(config.training, threads=threads),
-            ring=msgspec.structs.replace(config.ring, nodes=self._crew.nodes),
-        )
+        if ring.nodes != self._crew.nodes:  # cuts and window were meant for another ring
+            ring = msgspec.structs.replace(ring, nodes=self._crew.nodes, cuts=None, window=None)
+        training = msgspec.structs.replace(config.training, threads=threads)
+        config = msgspec.structs.replace(config, training=training, ring=ring)
         self._job = dataclasses.replace(self._job, config=config)
         set_threads(threads)
 
@@ -250,15 +235,16 @@ class Session:
                 job.loss_name,
             )
         )
-        self._log.write(
-            events.RunStarted(
-                time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
-                msgspec.to_builtins(config),
-                {**fingerprint(self._crew.threads), "window": window, "microbatches": self._microbatches,
-                 "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name},
-                1, self._progress.step,
-            )
-        )  # fmt: skip
+        if self._generation == 1:
+            self._log.write(
+                events.RunStarted(
+                    time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
+                    msgspec.to_builtins(config),
+                    {**fingerprint(self._crew.threads), "window": window, "microbatches": self._microbatches,
+                     "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name},
+                    1, self._progress.step,
+                )
+            )  # fmt: skip
         self._watcher.phase("waiting for the nodes")
         self._master = master = Master(endpoint, self._crew, layers, job.loss, self._log)
         others = [node for node in route.nodes() if node != MASTER]
@@ -271,7 +257,7 @@ class Session:
             self._log.write(
                 events.NodeStarted(
                     time.monotonic(), node, "master" if node == MASTER else "worker",
-                    self._crew.pids().get(node, 0), 1, segments, parameters,
+                    self._crew.pids().get(node, 0), self._generation, segments, parameters,
                 )
             )  # fmt: skip
         self._log.flush()
@@ -333,6 +319,9 @@ class Session:
             if every is not None and step % every == 0:
                 self._save(master, layers)
                 fresh = True
+            if (reason := self._crew.changed()) is not None:
+                master = self._regroup(master, layers, reason)
+                fresh = True
             if self._interrupted():
                 self._watcher.phase("interrupted: saving")
                 self._save(master, layers, needed=True)
@@ -345,6 +334,30 @@ class Session:
         else:
             self._evaluate(master, epoch)
         return "done"
+
+    def _regroup(self, master: Master, layers: list[Layer], reason: str) -> Master:
+        """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
+        assert self._log is not None
+        started = time.monotonic()
+        self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
+        self._save(master, layers, needed=True)
+        master.stop("a new generation begins")
+        self._generation += 1
+        endpoint = self._crew.regroup(self._ring, self._generation)
+        self._settle()
+        index, layers, checkpoint = self._open()
+        master = self._lay_out(endpoint, index, layers, checkpoint)
+        self._log.write(
+            events.Regrouped(
+                time.monotonic(),
+                self._progress.step,
+                self._generation,
+                reason,
+                self._crew.nodes,
+                time.monotonic() - started,
+            )
+        )
+        return master
 
     def _evaluate(self, master: Master, epoch: int) -> float | None:
         """The test loss, if there is a test part."""
@@ -426,51 +439,3 @@ def len_of(outputs: Any) -> int:
     while isinstance(outputs, tuple | list):
         outputs = outputs[0]
     return len(outputs)
-
-
-class Inference:
-    """A ring laid out from a run's newest checkpoint, to evaluate or predict with. A context manager."""
-
-    def __init__(self, run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, crew: Crew) -> None:
-        self._index, self._layers = run.read_layers()
-        self._checkpoint, self.warnings = latest(run.checkpoints)
-        self.step = self._checkpoint.progress.step
-        bounds = equal_cost(self._index.cost_s, [layer.parameters > 0 for layer in self._layers], nodes)
-        self._route = plain_ring(nodes, bounds)
-        self._config = config
-        self._loss = loss
-        self._crew = crew
-        self._log = EventLog(Path(os.devnull))
-        self._made: Master | None = None
-
-    @property
-    def master(self) -> Master:
-        assert self._made is not None, "use it in a with statement"
-        return self._made
-
-    def __enter__(self) -> Inference:
-        training = self._config.training
-        try:
-            endpoint = self._crew.start(secrets.token_hex(8), 1)
-            set_threads(training.threads or self._crew.threads)
-            self._made = master = Master(endpoint, self._crew, self._layers, self._loss, self._log)
-            master.gather([node for node in self._route.nodes() if node != MASTER])
-            recipe = Recipe(
-                training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
-            )
-            assert training.microbatches is not None
-            window = default_window(len(self._route.visits), training.microbatches)
-            setup = Setup(self._route, recipe, window, "1f1b", self.step, self._crew.addresses(), 0)
-            master.lay_out(setup, self._checkpoint)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            if self._made is not None:
-                self._made.stop("done")
-        finally:
-            self._crew.stop()
-            self._log.close()

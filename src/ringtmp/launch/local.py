@@ -54,6 +54,13 @@ class LocalCrew:
     def advance(self) -> bool:
         return False
 
+    def changed(self) -> str | None:
+        return None
+
+    def regroup(self, ring: str, generation: int) -> Endpoint:
+        self.stop()
+        return self.start(ring, generation)
+
     def check(self, step: int) -> None:
         for node, child in self._children.items():
             code = child.poll()

@@ -27,6 +27,7 @@ class MemoryCrew:
         self._random = random.Random(seed)
         self._wrap = wrap
         self._workers: list[Worker] = []
+        self._leaving: int | None = None
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """The master's endpoint; the workers are made."""
@@ -48,6 +49,19 @@ class MemoryCrew:
         # Each works a random number of turns, so that seeds give different interleavings.
         worked = [worker.turn() for worker in order for _ in range(self._random.randint(1, 3))]
         return any(worked)
+
+    def changed(self) -> str | None:
+        return None if self._leaving is None else f"node {self._leaving} was released"
+
+    def release(self, node: int) -> None:
+        """Ask one to leave at the next step boundary."""
+        self._leaving = node
+
+    def regroup(self, ring: str, generation: int) -> Endpoint:
+        self.stop()
+        self.nodes -= self._leaving is not None
+        self._leaving = None
+        return self.start(ring, generation)
 
     def check(self, step: int) -> None:
         """Nodes in this process cannot die alone."""

@@ -56,6 +56,8 @@ class RemoteCrew:
         self._devices: dict[int, Device] = {}
         self._transport: ZeroMQTransport | None = None
         self._generation = 0
+        self._started = False
+        self._revoked: set[str] = set()
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Show the line to type, wait for the devices, let each start its compute process."""
@@ -65,11 +67,38 @@ class RemoteCrew:
         self._hub = Hub(self._ring, self._rings, self._host, self._port)
         self._rings.set_address(self._ring, address)
         self._gather(address)
+        return self._begin(ring)
+
+    def changed(self) -> str | None:
+        """A revoked device works on to the end of its step, then the ring goes on without it."""
+        gone = [f"{device.facts.name} was revoked" for device in self._devices.values() if device.key in self._revoked]
+        return " and ".join(gone) or None
+
+    def regroup(self, ring: str, generation: int) -> Endpoint:
+        assert self._hub is not None
+        assert self._transport is not None
+        self._transport.close()
+        staying = []
+        for device in self._devices.values():
+            if device.key in self._revoked:
+                self._hub.tell(device, End(self._generation))
+            else:
+                staying.append(device)
+        self._generation = generation
+        self.nodes = len(staying) + 1
+        self._devices = {index + 1: device for index, device in enumerate(staying)}
+        return self._begin(ring)
+
+    def _begin(self, ring: str) -> Endpoint:
+        """Fresh link keys for everyone, and a compute process on every device."""
+        assert self._hub is not None
+        generation = self._generation
         endpoint = f"tcp://{self._host}:*"
         self._transport = ZeroMQTransport(0, (endpoint, endpoint, endpoint), new_key_pair())
-        self.threads = self._given_threads or min(
-            usable_cores(), *(device.facts.cores for device in self._devices.values())
-        )
+        if not self._started:  # never a function of who is left
+            cores = [usable_cores(), *(device.facts.cores for device in self._devices.values())]
+            self.threads = self._given_threads or min(cores)
+            self._started = True
         for node, device in self._devices.items():
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
@@ -95,10 +124,11 @@ class RemoteCrew:
         assert self._hub is not None
         self._hub.poll()
         self._hub.refresh()
+        self._revoked = {device.key for device in self._devices.values() if device.key not in self._hub.devices}
         for node, device in self._devices.items():
             who = f"node {node} ({device.facts.name})"
-            if device.key not in self._hub.devices:
-                raise NodeLost(f"{who} was revoked in step {step}")
+            if device.key in self._revoked:
+                continue
             if device.died is not None and device.died.generation == self._generation:
                 words = f": {device.died.last_words}" if device.died.last_words else ""
                 raise NodeLost(f"{who}: its compute process ended with code {device.died.code} in step {step}{words}")

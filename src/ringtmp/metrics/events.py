@@ -89,6 +89,17 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint"):
     bytes: int
 
 
+class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
+    """A new generation: other members, fresh link keys, the same bits."""
+
+    at: float
+    step: int
+    generation: int
+    reason: str
+    nodes: int
+    seconds: float
+
+
 class Warned(msgspec.Struct, frozen=True, tag="warning"):
     at: float
     text: str
@@ -112,7 +123,18 @@ class RunEnded(msgspec.Struct, frozen=True, tag="end"):
     error: str | None = None
 
 
-Event = RunStarted | NodeStarted | StepDone | NodeStep | Evaluated | CheckpointSaved | Warned | NodeEnded | RunEnded
+Event = (
+    RunStarted
+    | NodeStarted
+    | StepDone
+    | NodeStep
+    | Evaluated
+    | CheckpointSaved
+    | Regrouped
+    | Warned
+    | NodeEnded
+    | RunEnded
+)
 
 
 class _Times(msgspec.Struct, frozen=True):

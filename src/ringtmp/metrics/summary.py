@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,7 @@ from ringtmp.metrics.events import (
     NodeEnded,
     NodeStarted,
     NodeStep,
+    Regrouped,
     RunEnded,
     RunStarted,
     StepDone,
@@ -75,7 +75,7 @@ class Summary(msgspec.Struct, frozen=True):
     weights_sha256: str | None
     bytes_total: int
     placement_bytes: int
-    recoveries: tuple[Any, ...]
+    recoveries: tuple[Regrouped, ...]
     warnings: tuple[str, ...]
     error: str | None
     run_dir: str
@@ -92,10 +92,12 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
     evaluation: Evaluated | None = None
     ended: RunEnded | None = None
     warnings: list[str] = []
+    recoveries: list[Regrouped] = []
     for event in stream:
         if isinstance(event, RunStarted):
             started, ended, evaluation = event, None, None
             nodes, ends, node_steps, steps = {}, {}, {}, []
+            recoveries.clear()
         elif isinstance(event, NodeStarted):
             nodes[event.node] = event
         elif isinstance(event, NodeEnded):
@@ -108,6 +110,9 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
             evaluation = event
         elif isinstance(event, RunEnded):
             ended = event
+        elif isinstance(event, Regrouped):
+            recoveries.append(event)
+            nodes = {node: each for node, each in nodes.items() if each.generation == event.generation}
         elif isinstance(event, Warned):
             warnings.append(event.text)
         else:
@@ -123,7 +128,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         model=config["model"]["name"],
         data=facts["data"],
         seed=config["training"]["seed"],
-        nodes=config["ring"]["nodes"],
+        nodes=len(per_node),
         steps=steps[-1].step + 1 if steps else started.first_step,
         batch_size=facts["batch_size"],
         microbatches=facts["microbatches"],
@@ -133,7 +138,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         wire=config["training"]["wire"],
         threads=facts["threads"],
         exactness="bits",
-        emulated=False,
+        emulated=bool(facts.get("emulated")),
         outcome=ended.outcome if ended else "running",
         wall_s=last_at - started.at,
         step_s=_spread(walls),
@@ -145,7 +150,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         weights_sha256=ended.weights_sha256 if ended else None,
         bytes_total=sum(each.bytes_sent for each in per_node),
         placement_bytes=sum(end.placement_bytes for node, end in ends.items() if node != 0),
-        recoveries=(),
+        recoveries=tuple(recoveries),
         warnings=tuple(warnings),
         error=ended.error if ended else None,
         run_dir=run_dir,

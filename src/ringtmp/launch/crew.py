@@ -1,0 +1,30 @@
+"""What a run asks of the other nodes, wherever they live: start, stop, and be told when they change."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.wire.address import Address
+
+
+class Crew(Protocol):
+    """The other nodes, and how to start and end them. `nodes` and `threads` are settled once it has started."""
+
+    nodes: int
+    threads: int
+
+    def start(self, ring: str, generation: int) -> Endpoint: ...
+    def addresses(self) -> dict[int, Address]: ...
+    def pids(self) -> dict[int, int]: ...
+    def advance(self) -> bool: ...
+    def check(self, step: int) -> None: ...
+    def stop(self) -> None: ...
+
+    def changed(self) -> str | None:
+        """Why the ring must be laid out anew at the next step boundary; None while it need not."""
+        ...
+
+    def regroup(self, ring: str, generation: int) -> Endpoint:
+        """Start the next generation with those who are left. The one before has been told to stop."""
+        ...
