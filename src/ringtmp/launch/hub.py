@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch import speech
@@ -24,6 +25,8 @@ from ringtmp.launch.speech import (
     Facts,
     Here,
     Join,
+    Knock,
+    Knocked,
     Leaving,
     Prepare,
     Refused,
@@ -32,7 +35,7 @@ from ringtmp.launch.speech import (
 )  # fmt: skip
 from ringtmp.transport.curve import Gatekeeper, serve_securely
 from ringtmp.transport.zeromq import has_mail
-from ringtmp.wire.message import PROTOCOL
+from ringtmp.wire.protocol import PROTOCOL
 
 JOINS_PER_S = 10
 DOOR_HANDSHAKE_MS = 2000
@@ -187,12 +190,10 @@ class Door:
         self._socket.setsockopt(zmq.RCVHWM, 100)
         self._socket.setsockopt(zmq.SNDHWM, 100)
         self._socket.linger = 200
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )  # fmt: skip
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._endpoint = f"tcp://{host}:{port}"
         self._bound = False
+        self._reopen_at = 0.0
         try:
             self._open()
         except zmq.ZMQError:
@@ -211,9 +212,8 @@ class Door:
             if len(self._recent) >= JOINS_PER_S or len(parts) != 2:
                 continue
             self._recent.append(now)
-            reason = self._judge(parts[1])
-            answer = Welcome(self._hub) if reason is None else Refused(reason)
-            admitted = admitted or reason is None
+            answer = self._answer(parts[1])
+            admitted = admitted or isinstance(answer, Welcome)
             self._socket.send_multipart([parts[0].bytes, speech.encode(answer)], zmq.NOBLOCK)
         return admitted
 
@@ -224,18 +224,26 @@ class Door:
         self._gatekeeper.close()
         self._context.term()
 
-    def _judge(self, frame: zmq.Frame) -> str | None:
+    def _answer(self, frame: zmq.Frame) -> Welcome | Refused | Knocked:
+        key = str(frame.get("User-Id"))
         try:
             message = speech.decode(speech.from_agent, frame.bytes)
         except ProtocolError:
-            return "that was no request to join"
+            return Refused("that was no request to join")
+        if isinstance(message, Knock):
+            reason = self._rings.check_secret(self._ring, message.secret, key)
+            return Knocked("", message.padding) if reason is None else Knocked(reason)
+        reason = self._judge(message, key)
+        return Welcome(self._hub) if reason is None else Refused(reason)
+
+    def _judge(self, message: speech.FromAgent, key: str) -> str | None:
         if not isinstance(message, Join):
             return "that was no request to join"
         if message.facts.protocol != PROTOCOL:
             return f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
         if not NAME.fullmatch(message.facts.name):
             return "the device's name must be 1 to 32 of a-z, 0-9 and '-'"
-        return self._rings.admit(self._ring, message.secret, str(frame.get("User-Id")), message.facts.name)
+        return self._rings.admit(self._ring, message.secret, key, message.facts.name)
 
     def _open(self) -> None:
         if not self._bound:
@@ -243,17 +251,16 @@ class Door:
             self._bound = True
 
     def _count_strangers(self) -> None:
-        """With too many connections at once the door stops accepting until some are gone."""
-        from zmq.utils.monitor import recv_monitor_message
-
+        """With too many connections at once the door stops accepting for a moment, long enough for every handshake that
+        leads nowhere to be dropped (closed sockets send no news, so the count begins anew)."""
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_ACCEPTED:
-                self._strangers += 1
-            else:
-                self._strangers = max(0, self._strangers - 1)
+            accepted = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED
+            self._strangers = max(0, self._strangers + (1 if accepted else -1))
+        now = time.monotonic()
         if self._bound and self._strangers > MOST_STRANGERS:
             self._socket.unbind(self._endpoint)
             self._bound = False
-        elif not self._bound and self._strangers < MOST_STRANGERS // 2:
+            self._reopen_at = now + 1.5 * DOOR_HANDSHAKE_MS / 1000
+        elif not self._bound and now > self._reopen_at:
+            self._strangers = 0
             self._open()
