@@ -29,7 +29,8 @@ from ringtmp.launch.facts import parse_listen
 from ringtmp.launch.keys import Rings, checked_name
 from ringtmp.launch.local import LocalCrew
 from ringtmp.launch.memory import MemoryCrew
-from ringtmp.launch.remote import DEFAULT_PORT, RemoteCrew
+from ringtmp.launch.remote import RemoteCrew
+from ringtmp.launch.speech import DEFAULT_PORT
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary, summarise
 from ringtmp.model import zoo

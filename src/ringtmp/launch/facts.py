@@ -14,7 +14,10 @@ from ringtmp import __version__
 from ringtmp.errors import UsageError
 from ringtmp.launch.keys import NAME
 from ringtmp.launch.speech import Facts
-from ringtmp.wire.message import PROTOCOL
+from ringtmp.wire.protocol import PROTOCOL
+
+#: What a node needs before it holds a single weight.
+TORCH_BYTES = 230 * 2**20
 
 
 def device_facts(name: str | None = None) -> Facts:

@@ -118,17 +118,10 @@ class Rings:
     def admit(self, name: str, secret: bytes, key: str, node: str) -> str | None:
         """Admit a key that knows a living secret. None when admitted, else the reason it was not."""
         with self._change(name) as (ring, save):
-            if key in ring.revoked:
-                return "this device was revoked"
-            digest = _digest(secret)
-            found = next((token for token in ring.tokens if hmac.compare_digest(token.digest, digest)), None)
-            if found is None:
-                return "the token's secret is wrong, or of another ring"
-            if found.expires_at < time.time():
-                return "the token has expired: ask the master for a new one (ringtmp ring token)"
+            if (reason := _objection(ring, secret, key)) is not None:
+                return reason
+            found = _token_of(ring, secret)
             known = any(each.key == key for each in ring.nodes)
-            if found.uses_left < 1 and not known:
-                return "the token is used up: ask the master for a new one (ringtmp ring token)"
             rest = tuple(each for each in ring.nodes if each.key != key)
             tokens = tuple(
                 msgspec.structs.replace(token, uses_left=token.uses_left - (0 if known else 1))
@@ -138,6 +131,10 @@ class Rings:
             )
             save(msgspec.structs.replace(ring, nodes=(*rest, Admitted(key, node)), tokens=tokens))
         return None
+
+    def check_secret(self, name: str, secret: bytes, key: str) -> str | None:
+        """What `admit` would answer now. Changes nothing."""
+        return _objection(self.open(name), secret, key)
 
     def revoke(self, name: str, node: str) -> Admitted:
         """Take a node's key off the list for good. Its name frees up; its key never comes back."""
@@ -171,6 +168,24 @@ class Rings:
             yield _read(path, RingFile), save
 
 
+def _objection(ring: RingFile, secret: bytes, key: str) -> str | None:
+    if key in ring.revoked:
+        return "this device was revoked"
+    found = _token_of(ring, secret)
+    if found is None:
+        return "the token's secret is wrong, or of another ring"
+    if found.expires_at < time.time():
+        return "the token has expired: ask the master for a new one (ringtmp ring token)"
+    if found.uses_left < 1 and not any(each.key == key for each in ring.nodes):
+        return "the token is used up: ask the master for a new one (ringtmp ring token)"
+    return None
+
+
+def _token_of(ring: RingFile, secret: bytes) -> OpenToken | None:
+    digest = _digest(secret)
+    return next((token for token in ring.tokens if hmac.compare_digest(token.digest, digest)), None)
+
+
 def _digest(secret: bytes) -> str:
     return hashlib.sha256(b"ringtmp join " + secret).hexdigest()
 
@@ -195,7 +210,8 @@ def _write(path: Path, content: bytes) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (path.parent.parent, path.parent):  # the mode holds for the last folder of a mkdir only
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = path.with_suffix(".lock").open("a")
     except OSError as error:
         raise UsageError(f"the config directory {path.parent} cannot be written: {error.strerror}") from error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ringtmp.errors import NodeLost, UsageError, WaitTimeout
 from ringtmp.launch import token as tokens
-from ringtmp.launch.facts import usable_cores
+from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import Device, Hub
 from ringtmp.launch.keys import Rings
 from ringtmp.launch.speech import SILENCE_LIMIT_S, End, Prepare
@@ -18,11 +18,8 @@ from ringtmp.transport.zeromq import ZeroMQTransport
 from ringtmp.units import bytes_text
 from ringtmp.wire.address import Address
 
-DEFAULT_PORT = 47100
 JOIN_LIMIT_S = 3600.0
 START_LIMIT_S = 60.0
-#: What a node needs before it holds a single weight.
-TORCH_BYTES = 230 * 2**20
 
 
 class RemoteCrew:

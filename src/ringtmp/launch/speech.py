@@ -10,6 +10,7 @@ from ringtmp import untrusted
 from ringtmp.wire.address import Address
 
 MAX_BYTES = 4096
+DEFAULT_PORT = 47100
 BEAT_S = 1.0
 #: A device silent for this long is taken for lost.
 SILENCE_LIMIT_S = 10.0
@@ -32,6 +33,13 @@ class Facts(msgspec.Struct, frozen=True):
 class Join(msgspec.Struct, frozen=True, tag="join"):
     secret: bytes
     facts: Facts
+
+
+class Knock(msgspec.Struct, frozen=True, tag="knock"):
+    """Would a join with this secret be let in? Admits nobody, uses nothing up."""
+
+    secret: bytes
+    padding: bytes = b""
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -65,6 +73,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Knocked(msgspec.Struct, frozen=True, tag="knocked"):
+    """The padding comes back to who knows a living secret; so no answer is larger than its question."""
+
+    reason: str  # why a join would be refused; empty if it would not
+    padding: bytes = b""
+
+
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Start a compute process for this run."""
 
@@ -79,8 +94,8 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     generation: int
 
 
-FromAgent = Join | Here | Started | Died | Leaving
-FromMaster = Welcome | Refused | Prepare | End
+FromAgent = Join | Knock | Here | Started | Died | Leaving
+FromMaster = Welcome | Refused | Knocked | Prepare | End
 from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 from_master: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
 encode = msgspec.msgpack.Encoder().encode

@@ -15,9 +15,9 @@ import msgspec
 
 from ringtmp.plan.route import Route
 from ringtmp.wire.address import Address
+from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
 from ringtmp.wire.tensors import TensorSpec
 
-PROTOCOL = 1
 Specs = tuple[TensorSpec | None, ...]
 
 

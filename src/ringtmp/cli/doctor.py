@@ -1,0 +1,46 @@
+"""ringtmp doctor"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ringtmp.launch.doctor import Finding
+
+
+@click.command("doctor", short_help="Find out what stands in the way.")
+@click.option("--join", metavar="TOKEN|-|@FILE", help="Try the way to a master, too (or RINGTMP_TOKEN).")
+@click.option("--listen", metavar="ADDRESS[:PORT]", help="Where a master is to listen here.  [the way out, port 47100]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(join: str | None, listen: str | None, as_json: bool) -> None:
+    """Look at this device as a ring will see it; with --join, at the way to a master as well.
+
+    Changes nothing, joins nothing, uses no token up. Exit code 1 if something fails, else 0.
+    """
+    import msgspec
+
+    from ringtmp.launch import doctor, facts, knock, speech, token
+
+    given = token.given(join) if join or os.environ.get("RINGTMP_TOKEN") else None
+    findings = doctor.look(facts.parse_listen(listen, speech.DEFAULT_PORT) if listen else None)
+    if given is not None:
+        findings += knock.try_joining(given)
+    failed = sum(finding.verdict == "fail" for finding in findings)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode({"ok": not failed, "findings": findings})).decode())
+    else:
+        _show(findings, failed)
+    sys.exit(1 if failed else 0)
+
+
+def _show(findings: list[Finding], failed: int) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.verdict:4}  {finding.name:{width}}  {finding.found}")
+        if finding.todo:
+            print(f"{'':4}  {'':{width}}  -> {finding.todo}")
+    print(f"\n{failed} of {len(findings)} checks failed" if failed else "\nnothing stands in the way")

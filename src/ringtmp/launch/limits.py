@@ -1,0 +1,79 @@
+"""What control groups (containers, services, the lab) leave to this process: cores and memory, versions 1 and 2.
+
+A limit anywhere between our group and the root binds us, so every level is read and the smallest counts. Version 2 is
+tested on recorded files only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+#: Version 1 writes "no limit" as the largest whole number of pages.
+_NO_LIMIT_BYTES = 2**60
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """None: not limited."""
+
+    cores: float | None = None
+    memory_bytes: int | None = None
+    memory_free_bytes: int | None = None
+
+
+def group_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Limits:
+    cores: list[float] = []
+    memory: list[int] = []
+    free: list[int] = []
+    for folder in _groups(root, membership):
+        if (share := _cores(folder)) is not None:
+            cores.append(share)
+        if (pair := _memory(folder)) is not None:
+            memory.append(pair[0])
+            free.append(pair[1])
+    return Limits(min(cores, default=None), min(memory, default=None), min(free, default=None))
+
+
+def _groups(root: Path, membership: Path) -> Iterator[Path]:
+    for line in _read(membership).splitlines():
+        _number, _, rest = line.partition(":")
+        controllers, _, inside = rest.partition(":")
+        bases = [root / controllers] if controllers else [root, root / "unified"]
+        for base in bases:
+            # In a container our path may be missing below the mount; its root then is our own group.
+            folder = base / inside.lstrip("/")
+            while True:
+                if folder.is_dir():
+                    yield folder
+                if folder == base or base not in folder.parents:
+                    break
+                folder = folder.parent
+
+
+def _cores(folder: Path) -> float | None:
+    quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+    if not quota:
+        quota, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _memory(folder: Path) -> tuple[int, int] | None:
+    """Limit and what is left of it. Cached file pages count as left: the kernel drops them first."""
+    limit = _read(folder / "memory.max").strip() or _read(folder / "memory.limit_in_bytes").strip()
+    used = _read(folder / "memory.current").strip() or _read(folder / "memory.usage_in_bytes").strip()
+    if not (limit.isdigit() and used.isdigit()) or int(limit) >= _NO_LIMIT_BYTES:
+        return None
+    stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    cached = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
+    return int(limit), max(0, int(limit) - int(used) + int(cached))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
