@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from ringtmp.errors import ProtocolError, UsageError
+from ringtmp.errors import DoesNotFit, ProtocolError, UsageError
 from ringtmp.model import portable
 from ringtmp.model.build import build_layers
 from ringtmp.model.execute import Program
 from ringtmp.model.export import Exporter
 from ringtmp.model.layers import layers_of
 from ringtmp.model.operators import ATEN_OVERLOADS, resolve
-from ringtmp.model.portable import Graph, Input, Op, Ref
+from ringtmp.model.portable import Graph, Input, Items, Op, Ref
 from ringtmp.model.revive import revive
 
 
@@ -222,3 +222,28 @@ def test_a_layer_of_another_format_is_refused() -> None:
     for wrong in (b"", b"\x80", b"\xc1" * 50, portable.encode(layer)[:-3]):
         with pytest.raises(ProtocolError):
             portable.decode(wrong)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        (Op("aten.zeros.default", (Items((2**40,)),), {}),),
+        (Op("aten.expand.default", (Ref(0), Items((2**26, 3, 8))), {}), Op("aten.clone.default", (Ref(1),), {})),
+        (Op("aten.repeat.default", (Ref(0), Items((2**30, 1))), {}),),
+        tuple(Op("aten.cat.default", (Items((Ref(i), Ref(i))),), {}) for i in range(40)),
+    ],
+)
+def test_a_graph_that_asks_for_more_memory_than_there_is_is_refused_before_any_is_taken(ops: tuple[Op, ...]) -> None:
+    program = Program(graph(*ops, outputs=(Ref(len(ops)),)), "meta")
+    with pytest.raises(DoesNotFit, match="this node allows 1.0 GiB"):
+        program.forecast([torch.empty(3, 8, device="meta")], {}, 2**30)
+
+
+def test_an_honest_layer_is_weighed_by_what_it_keeps() -> None:
+    layer, tensors = Exporter().export("x", nn.Sequential(nn.Linear(8, 64), nn.ReLU()), FLAT(3))
+    program = Program(layer.train, "meta")
+    owned = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    needed = 2 * 10 * 64 * 4  # the product and its ReLU
+    assert program.forecast([torch.empty(10, 8, device="meta")], owned, needed)[0].shape == (10, 64)
+    with pytest.raises(DoesNotFit):
+        program.forecast([torch.empty(10, 8, device="meta")], owned, needed - 1)

@@ -6,7 +6,10 @@ import os
 import platform
 import resource
 import sys
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ringtmp.errors import UsageError
 
@@ -14,6 +17,20 @@ from ringtmp.errors import UsageError
 def peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+
+
+def free_memory_bytes() -> int:
+    """What this process may still take: the machine's free memory, or less under a control group."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ):
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return max(free, 0)
 
 
 def require_supported_platform() -> None:

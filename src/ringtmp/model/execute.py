@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ringtmp.errors import ProtocolError
+from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.model.operators import resolve
 from ringtmp.model.portable import Graph, Items, Named, Op, Ref, Value
+from ringtmp.units import bytes_text
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _LAYOUTS = {"strided": torch.strided}
@@ -34,21 +35,54 @@ def dtype_of(name: str) -> torch.dtype:
 class Program:
     """A compiled graph. `run(inputs, owned)` returns its flat outputs."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, device: str = "cpu") -> None:
+        where = torch.device(device)
         self.changes_inputs = graph.changes_inputs
         self._input_count = sum(1 for each in graph.inputs if each.kind == "input")
         self._inputs = [(each.kind == "input", each.name) for each in graph.inputs]
         self._slots = len(graph.inputs) + len(graph.ops)
-        self._outputs = [_compile_value(value, self._slots) for value in graph.outputs]
+        self._outputs = [_compile_value(value, self._slots, where) for value in graph.outputs]
         last_use = _last_uses(graph)
         self._calls: list[tuple[Callable[..., Any], Any, Any, tuple[int, ...]]] = []
         for index, op in enumerate(graph.ops):
             slot = len(graph.inputs) + index
-            args = [_compile_value(value, slot) for value in op.args]
-            kwargs = {name: _compile_value(value, slot) for name, value in op.kwargs.items()}
-            self._calls.append((resolve(op.target), _packer(args), kwargs or None, last_use.get(slot, ())))
+            args = [_compile_value(value, slot, where) for value in op.args]
+            kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
+            function = resolve(op.target)
+            if device == "meta" and _takes_device(function):
+                # A tensor made from nothing would otherwise be made in real memory.
+                kwargs["device"] = lambda values: where
+            self._calls.append((function, _packer(args), kwargs or None, last_use.get(slot, ())))
+
+    def forecast(
+        self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], limit_bytes: int
+    ) -> list[Any]:
+        """The outputs' shapes, computed on torch's meta device: no memory is taken. DoesNotFit as soon as the results
+        of the operations so far, all kept as training may keep them, would exceed the limit."""
+        total = 0
+
+        def weigh(function: Any, result: Any) -> None:
+            nonlocal total
+            if _returns_a_view(function):
+                return
+            for each in result if isinstance(result, tuple | list) else [result]:
+                total += each.nbytes if isinstance(each, torch.Tensor) else 0
+            if total > limit_bytes:
+                raise DoesNotFit(
+                    f"{function} would bring the layer to {bytes_text(total)}; this node allows {bytes_text(limit_bytes)}"
+                )
+
+        return self._run(inputs, owned, weigh)
 
     def run(self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor]) -> list[Any]:
+        return self._run(inputs, owned, None)
+
+    def _run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        owned: Mapping[str, torch.Tensor],
+        weigh: Callable[[Any, Any], None] | None,
+    ) -> list[Any]:
         if len(inputs) != self._input_count:
             raise ProtocolError(f"the layer takes {self._input_count} tensors and got {len(inputs)}")
         arriving = iter(inputs)
@@ -58,6 +92,8 @@ class Program:
                 result = function(*pack(values))
             else:
                 result = function(*pack(values), **{name: make(values) for name, make in kwargs.items()})
+            if weigh is not None:
+                weigh(function, result)
             values.append(result)
             for slot in done:
                 values[slot] = None
@@ -67,11 +103,22 @@ class Program:
 _Make = Callable[[list[Any]], Any]
 
 
+def _takes_device(function: Any) -> bool:
+    schema = getattr(function, "_schema", None)
+    return schema is not None and any(each.name == "device" and each.kwarg_only for each in schema.arguments)
+
+
+def _returns_a_view(function: Any) -> bool:
+    """Of its argument, or the argument itself: no memory of its own."""
+    schema = getattr(function, "_schema", None)
+    return schema is None or any(each.alias_info is not None for each in schema.returns)
+
+
 def _packer(makers: list[_Make]) -> Callable[[list[Any]], list[Any]]:
     return lambda values: [make(values) for make in makers]
 
 
-def _compile_value(value: Value, before: int) -> _Make:
+def _compile_value(value: Value, before: int, device: torch.device) -> _Make:
     """A function from the values so far to the argument."""
     if isinstance(value, Ref):
         slot = value.slot
@@ -79,15 +126,15 @@ def _compile_value(value: Value, before: int) -> _Make:
             raise ProtocolError(f"an operation refers to slot {slot}, before it is filled")
         return lambda values: values[slot]
     if isinstance(value, Items):
-        makers = [_compile_value(item, before) for item in value.values]
+        makers = [_compile_value(item, before, device) for item in value.values]
         return lambda values: [make(values) for make in makers]
-    constant = _constant(value) if isinstance(value, Named) else value
+    constant = _constant(value, device) if isinstance(value, Named) else value
     return lambda values: constant
 
 
-def _constant(value: Named) -> Any:
+def _constant(value: Named, device: torch.device) -> Any:
     if value.kind == "device":
-        return torch.device("cpu")
+        return device
     tables: dict[str, Mapping[str, Any]] = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _FORMATS}
     table = tables[value.kind]
     if value.name not in table:

@@ -19,6 +19,7 @@ from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
 from ringtmp.plan.route import MASTER, Visit
 from ringtmp.plan.rule import Action, Ready, Schedule, next_action
+from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
 from ringtmp.wire.message import (
@@ -78,7 +79,10 @@ class Node:
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
-        self.visits = {visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)}
+        limit = free_memory_bytes()
+        self.visits = {
+            visit.index: VisitState(visit, Stage(visit, setup.recipe, limit)) for visit in setup.route.on(self.me)
+        }
         self._owner = owner
         self._first_step = setup.step
         self._last_visit = setup.route.last

@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
+from ringtmp.errors import DoesNotFit
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Graph, Layer
 from ringtmp.plan.route import Visit
@@ -34,8 +35,10 @@ class StagedLayer:
 
 
 class Stage:
-    def __init__(self, visit: Visit, recipe: Recipe) -> None:
+    def __init__(self, visit: Visit, recipe: Recipe, limit_bytes: int) -> None:
         self.visit = visit
+        self._limit_bytes = limit_bytes
+        self._weighed: set[tuple[object, ...]] = set()  # shapes whose sizes were checked
         self._recipe = recipe
         self._layers: dict[int, StagedLayer] = {}
         self._programs: dict[bytes, Program] = {}
@@ -92,6 +95,7 @@ class Stage:
         self, microbatch: int, step: int, inputs: Sequence[torch.Tensor], wants: Sequence[bool], training: bool
     ) -> list[torch.Tensor]:
         """What leaves the segment. In training the graph is kept until `backward` asks for it."""
+        self._weigh(inputs, training)
         generator = torch.default_generator
         with torch.set_grad_enabled(training):
             leaves = [
@@ -106,6 +110,25 @@ class Stage:
         if training:
             self._stored[microbatch] = (leaves, values)
         return values
+
+    def _weigh(self, inputs: Sequence[torch.Tensor], training: bool) -> None:
+        """Once for every new shape: would the graphs, which came over the wire, fit this node? Before memory is taken."""
+        key = (training, *((tuple(each.shape), each.dtype) for each in inputs))
+        if key in self._weighed:
+            return
+        self._weighed.add(key)
+        values: list[torch.Tensor] = [torch.empty_like(each, device="meta") for each in inputs]
+        with torch.no_grad():
+            for index in self.visit.layers:
+                layer = self._layers[index]
+                owned = {name: torch.empty_like(tensor, device="meta") for name, tensor in layer.owned.items()}
+                program = Program(layer.layer.train if training else layer.layer.evaluate, "meta")
+                try:
+                    values = program.forecast(values, owned, self._limit_bytes)
+                except DoesNotFit as error:
+                    raise DoesNotFit(f"layer {layer.layer.name}: {error}") from None
+                except (RuntimeError, NotImplementedError):
+                    return  # sizes that depend on values cannot be foretold
 
     def replace_outputs(self, microbatch: int, outputs: list[torch.Tensor]) -> None:
         """The tail goes backward from its loss instead of from what left the last layer."""
