@@ -117,7 +117,7 @@ class Session:
             self._interrupted.armed = True
             outcome = self._steps(master, layers)
             self._watcher.phase("saving")
-            self._save(master, layers, needed=True)
+            self._save(self._master or master, layers, needed=True)  # a new generation has a master of its own
             checkpoint, _ = latest(run.checkpoints)
             digest = weights_sha256(checkpoint, layers)
         except Interrupted as interruption:

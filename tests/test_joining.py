@@ -1,0 +1,227 @@
+"""Devices join a master over TCP on loopback, as real processes with the real command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from test_processes import CLI, assert_all_gone, ringtmp, wait_for_step
+from test_security import free_port
+
+FLAGS = ["--threads", "1", "--quiet", "--json"]
+
+
+class Ring:
+    """A master and its devices, each with a config directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.token = ""
+
+    def environment(self, name: str) -> dict[str, str]:
+        return {**os.environ, "RINGTMP_CONFIG": str(self.folder / f"config-{name}")}
+
+    def begin(self, name: str, *args: object, stdin: str = "") -> subprocess.Popen[str]:
+        with (self.folder / f"{name}.err").open("a") as log:
+            process = subprocess.Popen(
+                [*CLI, *map(str, args)], cwd=self.folder, env=self.environment(name), stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        self.processes[name] = process
+        return process
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.err").read_text()
+
+    def until(self, name: str, pattern: str, seconds: float = 40) -> str:
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            if found := re.search(pattern, self.said(name)):
+                return found[0]
+            time.sleep(0.05)
+        raise AssertionError(f"{name} never said {pattern!r}: {self.said(name)}")
+
+    def master(self, nodes: int, *args: object, run: str = "run") -> subprocess.Popen[str]:
+        process = self.begin(
+            "master", "train", "--listen", f"127.0.0.1:{self.port}", "--nodes", nodes, "--run-dir", run, *FLAGS, *args
+        )
+        self.token = self.until("master", r"rt1\.[\w-]+")
+        return process
+
+    def device(self, name: str, *args: object) -> subprocess.Popen[str]:
+        """The token goes in by standard input: it shows in no process list."""
+        return self.begin(name, "node", "--join", "-", "--name", name, *args, stdin=self.token + "\n")
+
+    def result(self, seconds: float = 90) -> dict[str, object]:
+        process = self.processes["master"]
+        assert process.stdout is not None
+        out = process.stdout.read()
+        assert process.wait(seconds) == 0, self.said("master")
+        loaded: dict[str, object] = json.loads(out)
+        return loaded
+
+    def close(self) -> None:
+        everyone = [psutil.Process(each.pid) for each in self.processes.values() if each.poll() is None]
+        family = everyone + [child for each in everyone for child in each.children(recursive=True)]
+        for each in self.processes.values():
+            if each.poll() is None:
+                each.send_signal(signal.SIGINT)
+        for each in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(10)
+            each.kill()
+            each.wait()
+            assert each.stdout is not None
+            each.stdout.close()
+        assert_all_gone(family)
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    made = Ring(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("alone")
+    digest: str = json.loads(ringtmp("train", "--nodes", 1, "--steps", 60, *FLAGS, cwd=folder).stdout)["weights_sha256"]
+    return digest
+
+
+def crowd(ports: list[int]) -> list[socket.socket]:
+    """Hundreds of strangers who connect and say nothing, and one who drips a byte at a time."""
+    made = []
+    for number in range(500):
+        with contextlib.suppress(OSError):
+            each = socket.create_connection(("127.0.0.1", ports[number % len(ports)]), timeout=0.3)
+            made.append(each)
+    made[0].sendall(b"\xff")
+    return made
+
+
+def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run(ring: Ring, expected: str) -> None:
+    process = ring.master(3, "--steps", 60)
+    for name in ("alpha", "beta"):
+        ring.device(name)
+    ring.until("master", r"\d\. alpha: .* core")
+    wait_for_step(ring.folder / "run", 1, process)
+    listening = [
+        each.laddr.port
+        for each in psutil.Process(process.pid).net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) == 4, "the table and three channels; the door is closed"
+    strangers = crowd(listening)
+    try:
+        summary = ring.result()
+    finally:
+        for each in strangers:
+            each.close()
+    assert summary["weights_sha256"] == expected
+    assert summary["nodes"] == 3
+    secret = ring.token[20:60]
+    for path in (ring.folder / "run").rglob("*"):
+        assert not path.is_file() or secret not in path.read_text(errors="ignore"), f"the token is in {path}"
+
+    # The devices are still there: the same ring trains again without a new token.
+    ring.begin(
+        "master",
+        "train",
+        "--listen",
+        f"127.0.0.1:{ring.port}",
+        "--nodes",
+        3,
+        "--run-dir",
+        "again",
+        "--steps",
+        60,
+        *FLAGS,
+    )
+    assert ring.result()["weights_sha256"] == expected
+
+
+def test_a_device_revoked_in_mid_run_is_out_and_no_bit_changes(ring: Ring, expected: str) -> None:
+    process = ring.master(3, "--steps", 60)
+    ring.device("alpha")
+    ring.device("beta")
+    wait_for_step(ring.folder / "run", 3, process)
+    said = subprocess.run(
+        [*CLI, "ring", "revoke", "beta"], env=ring.environment("master"), capture_output=True, text=True, check=True
+    )
+    assert "beta" in said.stdout
+    summary = ring.result()
+    assert summary["weights_sha256"] == expected
+    assert summary["nodes"] == 2
+    (change,) = summary["recoveries"]  # type: ignore[misc]
+    assert change["reason"] == "beta was revoked"
+    assert change["generation"] == 2
+    listed = subprocess.run(
+        [*CLI, "ring", "list"], env=ring.environment("master"), capture_output=True, text=True, check=True
+    )
+    assert "1 admitted, 1 revoked" in listed.stdout
+
+
+def test_a_device_that_leaves_is_named_and_ends_the_run_with_code_4(ring: Ring) -> None:
+    process = ring.master(2, "--epochs", 500)
+    device = ring.device("alpha")
+    wait_for_step(ring.folder / "run", 3, process)
+    device.send_signal(signal.SIGINT)
+    assert device.wait(10) == 0
+    assert "leaving" in ring.said("alpha")
+    assert process.wait(15) == 4
+    assert "node 1 (alpha)" in ring.said("master")
+
+
+def test_a_killed_compute_process_is_told_by_its_agent_which_lives_on(ring: Ring) -> None:
+    process = ring.master(2, "--epochs", 500)
+    device = ring.device("alpha")
+    wait_for_step(ring.folder / "run", 3, process)
+    (compute,) = psutil.Process(device.pid).children()
+    compute.kill()
+    assert process.wait(10) == 4
+    assert "node 1 (alpha): its compute process ended with code -9" in ring.said("master")
+    assert device.poll() is None
+
+
+def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected: str) -> None:
+    ring.master(4, "--steps", 60, "--start-with", 2, "--wait", 1)
+    ring.device("alpha", "--once")
+    assert ring.result()["weights_sha256"] == expected
+    assert ring.processes["alpha"].wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["train", "--listen", "192.0.2.7", "--nodes", "2"], "192.0.2.7 is not an address of this machine; it has"),
+        (["train", "--listen", "127.0.0.1:99999", "--nodes", "2"], "the port must be a number"),
+        (["train", "--listen", "127.0.0.1", "--nodes", "1"], "has nobody to listen for"),
+        (["node"], "no join token"),
+        (["node", "--join", "rt1.nonsense"], "token is damaged"),
+        (["node", "--join", "@missing"], "token file missing cannot be read"),
+        (["ring", "token", "--ring", "nowhere"], "no ring 'nowhere' here"),
+        (["ring", "revoke", "x", "--ring", "../x"], "use 1 to 32 of a-z"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(tmp_path: Path, args: list[str], says: str) -> None:
+    done = ringtmp(*args, cwd=tmp_path, code=2, env={**os.environ, "RINGTMP_CONFIG": str(tmp_path / "config")})
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
