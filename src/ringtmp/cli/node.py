@@ -14,8 +14,14 @@ import click
 @click.option(
     "--listen", metavar="ADDRESS", help="The address neighbours reach this device at.  [the one towards the master]"
 )
+@click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Lend at most N cores.  [all]")
+@click.option(
+    "--memory", "memory_mb", type=click.IntRange(1), metavar="MB", help="Lend at most this much.  [what is free]"
+)
 @click.option("--once", is_flag=True, help="Serve one run, then end.")
-def command(join: str | None, name: str | None, listen: str | None, once: bool) -> None:
+def command(
+    join: str | None, name: str | None, listen: str | None, threads: int | None, memory_mb: int | None, once: bool
+) -> None:
     """Join a ring and serve its runs until Ctrl-C.
 
     Needs no settings, no copy of the model, no data. This device's key pair is made on first use and kept in the config
@@ -30,7 +36,13 @@ def command(join: str | None, name: str | None, listen: str | None, once: bool) 
         keys.checked_name("device", name)
     host, _, port = given.address.rpartition(":")
     address = facts.parse_listen(listen, 1)[0] if listen else facts.address_towards(host, int(port))
-    mine = msgspec.structs.replace(facts.device_facts(name), address=address)
+    found = facts.device_facts(name)
+    mine = msgspec.structs.replace(
+        found,
+        address=address,
+        cores=min(found.cores, threads or found.cores),
+        memory_bytes=min(found.memory_bytes, (memory_mb or 10**9) * 2**20),
+    )
     own = keys.identity()
     hub = agent.join(given, own, mine)
     _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
@@ -39,7 +51,7 @@ def command(join: str | None, name: str | None, listen: str | None, once: bool) 
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
-    serving = agent.Agent(given, hub, own, mine, address, _say)
+    serving = agent.Agent(given, hub, own, mine, address, _say, (memory_mb or 0) * 2**20)
     try:
         serving.run(once)
     except KeyboardInterrupt:

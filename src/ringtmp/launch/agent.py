@@ -95,10 +95,18 @@ class Agent:
     """Serves the master at `hub` run after run, until told to stop."""
 
     def __init__(
-        self, token: Token, hub: str, keys: KeyPair, facts: Facts, listen: str | None, say: Callable[[str], None]
+        self,
+        token: Token,
+        hub: str,
+        keys: KeyPair,
+        facts: Facts,
+        listen: str | None,
+        say: Callable[[str], None],
+        memory_bytes: int = 0,
     ) -> None:
         self._keys = keys
         self._say = say
+        self._memory_bytes = memory_bytes
         self._facts = facts
         self._incarnation = secrets.token_hex(8)
         host, _, port = token.address.rpartition(":")
@@ -154,7 +162,7 @@ class Agent:
         endpoint = f"tcp://{self._listen}:*"
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
-            message.threads, secure=True,
+            message.threads, secure=True, memory_bytes=self._memory_bytes,
         )  # fmt: skip
         descriptor, path = tempfile.mkstemp(prefix="ringtmp-node-", suffix=".log")
         self._log = Path(path)

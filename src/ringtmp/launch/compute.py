@@ -25,6 +25,7 @@ class Orders(msgspec.Struct, frozen=True):
     master: Address
     threads: int
     secure: bool = False
+    memory_bytes: int = 0  # what this device lends; 0: what is free
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ def main() -> int:
     from ringtmp.wire.message import Failed
 
     set_threads(orders.threads)
-    endpoint = Endpoint(transport, orders.ring, orders.generation)
+    endpoint = Endpoint(transport, orders.ring, orders.generation, limit_bytes=orders.memory_bytes)
     worker = Worker(endpoint, orders.master)
     code = 0
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringtmp.resources import free_memory_bytes
 from ringtmp.transport.base import Channel, Transport
 from ringtmp.wire.address import Address
 from ringtmp.wire.link import Counters, Link
@@ -51,8 +52,15 @@ class Mail:
 
 class Endpoint:
     def __init__(
-        self, transport: Transport, ring: str, generation: int, clock: Callable[[], float] = time.monotonic
+        self,
+        transport: Transport,
+        ring: str,
+        generation: int,
+        clock: Callable[[], float] = time.monotonic,
+        limit_bytes: int | None = None,
     ) -> None:
+        """No message may bring more than `limit_bytes`: the memory that is free now, unless told otherwise."""
+        self.limit_bytes = limit_bytes or free_memory_bytes()
         self.node = transport.node
         self.clock = clock
         self._transport = transport
@@ -124,7 +132,7 @@ class Endpoint:
     def _link(self, peer: int, channel: Channel) -> Link:
         key = (peer, channel)
         if key not in self._links:
-            self._links[key] = Link(self._ring, self._generation)
+            self._links[key] = Link(self._ring, self._generation, self.limit_bytes)
         return self._links[key]
 
     def _flush(self, peer: int, channel: Channel, link: Link) -> None:

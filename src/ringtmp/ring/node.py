@@ -19,7 +19,6 @@ from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
 from ringtmp.plan.route import MASTER, Visit
 from ringtmp.plan.rule import Action, Ready, Schedule, next_action
-from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
 from ringtmp.wire.message import (
@@ -79,9 +78,9 @@ class Node:
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
-        limit = free_memory_bytes()
         self.visits = {
-            visit.index: VisitState(visit, Stage(visit, setup.recipe, limit)) for visit in setup.route.on(self.me)
+            visit.index: VisitState(visit, Stage(visit, setup.recipe, endpoint.limit_bytes))
+            for visit in setup.route.on(self.me)
         }
         self._owner = owner
         self._first_step = setup.step
