@@ -1,0 +1,117 @@
+"""ringtmp lab"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ringtmp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ringtmp.launch.devices import Device
+    from ringtmp.launch.shares import Share
+
+
+@click.command("lab", short_help="Emulated devices on this machine.")
+@click.option(
+    "--devices", "file", type=click.Path(path_type=Path), required=True, metavar="FILE.toml",
+    help="One [[device]] table each, the master first.",
+)  # fmt: skip
+@click.option(
+    "--scale", is_flag=True, allow_from_autoenv=False,
+    help="If the devices want more than this machine has, slow every CPU and link by one factor.",
+)  # fmt: skip
+@click.option("--no-isolation", is_flag=True, help="Plain processes on 127.0.0.1: no link rates, no caps, no root.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train … | exec -- COMMAND…")
+def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...]) -> None:
+    """Train on emulated devices: each has its own network stack, link rate, CPU share and memory cap.
+
+    \b
+    ringtmp lab --devices five.toml -- train --model mlp --steps 100
+    ringtmp lab exec --devices five.toml -- COMMAND…    once in every device, output behind the device's name
+
+    Inside run the real commands. The master's output is passed on as it is, and its exit code is the lab's. Needs root on
+    Linux. A command finds RINGTMP_DEVICE, RINGTMP_ADDRESS and RINGTMP_PEERS (name=address …) in its environment.
+    """
+    from ringtmp.launch import devices as devices_file
+    from ringtmp.launch import lab
+    from ringtmp.launch.rack import Rack, remove_leftovers
+
+    verb, rest = (words[0], list(words[1:])) if words else ("", [])
+    if verb not in ("train", "exec") or (verb == "exec" and not rest):
+        raise UsageError(
+            f"lab runs 'train …' or 'exec COMMAND…' after --, not {verb or 'nothing'!r}: "
+            "any other verb goes as exec ringtmp VERB …"
+        )
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
+    devices = devices_file.parse(text, str(file))
+    threads = max(os.cpu_count() or 1, 4)
+    if verb == "train":
+        rest, threads = lab.complete(rest, len(devices))
+    if not no_isolation:
+        _require_isolation()
+    factor, shares = _shares(devices, threads, scale, no_isolation)
+    signals = lab.Signals()
+    with signals.caught():
+        if dead := remove_leftovers(not no_isolation):
+            _say(f"removed what killed labs left behind: {', '.join(map(str, dead))}")
+        began = time.monotonic()
+        with Rack(shares, factor, not no_isolation) as rack:
+            _tell(shares, factor, no_isolation, time.monotonic() - began)
+            code = lab.train(rack, rest, signals, _say) if verb == "train" else lab.execute(rack, rest, signals)
+    sys.exit(code)
+
+
+def _require_isolation() -> None:
+    from ringtmp.launch import netns
+
+    if sys.platform != "linux":
+        raise UsageError(f"the lab needs Linux, and this is {sys.platform}: use a Linux machine, {netns.INSTEAD}")
+    if os.geteuid() != 0:
+        raise UsageError(f"the lab needs root to make networks and control groups: sudo ringtmp lab …, {netns.INSTEAD}")
+    netns.require_tools()
+
+
+def _shares(
+    devices: tuple[Device, ...], threads: int, scale: bool, no_isolation: bool
+) -> tuple[float, tuple[Share, ...]]:
+    import psutil
+
+    from ringtmp.launch.shares import Share, share_out
+
+    if not no_isolation:
+        return share_out(devices, sorted(os.sched_getaffinity(0)), psutil.virtual_memory().available, threads, scale)
+    if scale:
+        raise UsageError("--scale does not go with --no-isolation: nothing is slowed there")
+    return 1.0, tuple(Share(device, device.cpu, (), device.link_mbps) for device in devices)
+
+
+def _tell(shares: tuple[Share, ...], factor: float, no_isolation: bool, took_s: float) -> None:
+    if no_isolation:
+        _say(
+            f"{len(shares)} plain processes on 127.0.0.1. NOT emulated: link rates, latency, CPU shares, memory caps; "
+            "speeds say nothing about such devices"
+        )
+        return
+    listed = "; ".join(
+        f"{share.device.name} {share.cpu:.3g} core{'s' if share.cpu > 1 else ''}, {share.device.memory_mb:g} MiB, "
+        f"{share.link_mbps:.4g} Mbit/s"
+        for share in shares
+    )
+    _say(f"{len(shares)} emulated devices ready in {took_s:.1f} s: {listed}")
+    if factor < 1:
+        _say(f"SCALED: every CPU and link runs at {factor:.3g} of its speed (a second here stands for {factor:.3g} s)")
+    if any(share.device.latency_ms for share in shares):
+        _say("NOT emulated: latency_ms (only rates are set on the links)")
+
+
+def _say(text: str) -> None:
+    print(f"ringtmp lab: {text}", file=sys.stderr, flush=True)
