@@ -228,7 +228,9 @@ def test_streams_loaders_and_callables_train(tmp_path: Path) -> None:
     first = Ring(nodes=1).fit(stack(), endless(), loss=own, steps=5, run_dir=tmp_path / "a")
     assert (first.summary.steps, first.summary.accuracy) == (5, None)
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=16)
-    second = Ring(nodes=1).fit(stack(), loader, epochs=2, run_dir=tmp_path / "b")
+    with pytest.raises(UsageError, match="12 samples, so a microbatch of 1, and a BatchNorm needs 2"):
+        Ring(nodes=1).fit(stack(), loader, epochs=2, run_dir=tmp_path / "x")
+    second = Ring(nodes=1).fit(stack(), loader, epochs=2, microbatches=4, run_dir=tmp_path / "b")
     assert second.summary.steps == 8
     third = Ring(nodes=1).fit((layer for layer in stack()), (inputs, labels), epochs=1, run_dir=tmp_path / "c")
     assert third.model(inputs).shape == (60, 3)

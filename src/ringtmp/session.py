@@ -16,7 +16,7 @@ import msgspec
 
 from ringtmp import __version__
 from ringtmp.config import RunConfig
-from ringtmp.data.batches import TrainingBatches, evaluation_batches
+from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
 from ringtmp.data.sources import Source, Stream
 from ringtmp.errors import CheckpointError, Interrupted, RingError, UsageError
 from ringtmp.launch.crew import Crew
@@ -94,6 +94,7 @@ class Session:
         self._progress = Progress(0)
         self._ring = secrets.token_hex(8)
         self._generation = 1
+        self._least = 1
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -191,7 +192,8 @@ class Session:
                 self._watcher.phase(f"reading the model: layer {index + 1}, {built.layer.name}")
             assert last is not None
             check_loss(job.loss, job.loss_name, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
-            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs)))
+            least = 1 if last.takes_one_sample else 2
+            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs), least))
             writer.commit()
         except BaseException:
             writer.abandon()
@@ -204,6 +206,7 @@ class Session:
             self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
         if checkpoint.manifest.run != index.run:
             raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
+        self._least = index.least_microbatch
         self._progress = checkpoint.progress
         self._saved_step = checkpoint.progress.step
         return index, layers, checkpoint
@@ -301,6 +304,7 @@ class Session:
                 epoch += 1
             if batch is None or (total is None and training.epochs is not None and epoch >= training.epochs):
                 return "done"
+            self._refuse_too_small(batch)
             started = time.monotonic()
             loss = master.train_step(step, batch, fresh)
             fresh = False
@@ -334,6 +338,15 @@ class Session:
         else:
             self._evaluate(master, epoch)
         return "done"
+
+    def _refuse_too_small(self, batch: Batch) -> None:
+        """A table's sizes are checked before the start; a stream may bring any."""
+        smallest = min(len(each) for each in batch.targets)
+        if smallest < self._least:
+            raise UsageError(
+                f"the batch of step {self._progress.step} has {batch.samples} samples, so a microbatch of {smallest}, and a "
+                f"BatchNorm needs {self._least}: use fewer --microbatches or drop the last, smaller batch"
+            )
 
     def _regroup(self, master: Master, layers: list[Layer], reason: str) -> Master:
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""

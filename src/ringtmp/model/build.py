@@ -30,6 +30,7 @@ class BuiltLayer:
     cost_s: float
     output_bytes: int
     sample_outputs: Any  # of the largest microbatch, in evaluation mode
+    takes_one_sample: bool  # in training, as eager mode would
 
 
 def build_layers(
@@ -38,11 +39,13 @@ def build_layers(
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next."""
     exporter = Exporter()
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
-    example, small, large = sample(EXAMPLE_BATCH), sample(smallest), sample(largest)
+    example, small, large, single = sample(EXAMPLE_BATCH), sample(smallest), sample(largest), sample(1)
+    one_sample = True
     costs: dict[int, tuple[Graph, float]] = {}  # the graph is kept so that its id stays its own
     for name, module in layers_of(model, seed):
         _refuse_what_cannot_travel(name, module)
         _try_eager(name, module, small)
+        one_sample = one_sample and _takes(module, single)
         layer, tensors = exporter.export(name, module, example)
         if layer.train.changes_inputs or layer.evaluate.changes_inputs:
             _refuse_shared_inputs(name, module, example)
@@ -50,10 +53,10 @@ def build_layers(
         key = id(layer.train)
         if key not in costs:
             costs[key] = (layer.train, _measure(layer, tensors, large))
-        example, small, large = (_run(module.eval(), each) for each in (example, small, large))
+        example, small, large, single = (_run(module.eval(), each) for each in (example, small, large, single))
         module.train()
         output_bytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(large))
-        yield BuiltLayer(layer, tensors, costs[key][1], output_bytes, large)
+        yield BuiltLayer(layer, tensors, costs[key][1], output_bytes, large, one_sample)
 
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
@@ -93,6 +96,15 @@ def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
             f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. "
             "Check the shape of the data; if it is the number of samples, use fewer --microbatches or another --batch-size"
         ) from error
+
+
+def _takes(module: nn.Module, sample: Any) -> bool:
+    """Whether eager mode would train on it: a BatchNorm refuses a single value per channel, its exported graph does not."""
+    try:
+        _run(module.train(), sample)
+    except Exception:  # the layer is the user's: whatever it raises is a no
+        return False
+    return True
 
 
 def _measure(layer: Layer, tensors: dict[str, torch.Tensor], sample: Any) -> float:

@@ -29,6 +29,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     cost_s: tuple[float, ...]
     output_bytes: tuple[int, ...]
+    least_microbatch: int = 1  # samples the model needs at least to train
 
 
 class SavedConfig(msgspec.Struct, frozen=True):
