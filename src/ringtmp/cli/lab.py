@@ -56,6 +56,8 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     threads = max(os.cpu_count() or 1, 4)
     if verb == "train":
         rest, threads = lab.complete(rest, len(devices))
+        if not no_isolation:
+            lab.require_memory(devices)
     if not no_isolation:
         _require_isolation()
     factor, shares = _shares(devices, threads, scale, no_isolation)

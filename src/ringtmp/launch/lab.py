@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from ringtmp.errors import NodeLost, UsageError, WaitTimeout
+from ringtmp.errors import DoesNotFit, NodeLost, UsageError, WaitTimeout
+from ringtmp.launch.devices import Device
 from ringtmp.launch.rack import Rack
 
 #: A slow device imports torch slowly.
 TOKEN_LIMIT_S = 600.0
 STOP_LIMIT_S = 60.0
 FAREWELL_LIMIT_S = 5.0
+#: Below this the master leaves a device out (`launch/remote.py`) and would wait for another.
+LEAST_MEMORY_MB = 230
 _TOKEN = re.compile(rb"ringtmp node --join (rt1\.\S+)")
 _JOINED = re.compile(rb"ringtmp node: joined ring")
 
@@ -183,6 +186,15 @@ def execute(rack: Rack, command: Sequence[str], signals: Signals) -> int:
     return next((code for process in processes if (code := _code(process))), 0)
 
 
+def require_memory(devices: Sequence[Device]) -> None:
+    for device in devices:
+        if device.memory_mb < LEAST_MEMORY_MB:
+            raise DoesNotFit(
+                f"{device.name} has {device.memory_mb:g} MiB, and torch alone needs {LEAST_MEMORY_MB}: "
+                "give it a larger memory_mb, or leave it out"
+            )
+
+
 def complete(arguments: Sequence[str], devices: int) -> tuple[list[str], int]:
     """The arguments for the master's `train`, checked, and its threads: one, unless the caller chose."""
     if flag(arguments, "--listen") is not None:
@@ -211,7 +223,9 @@ def flag(arguments: Sequence[str], name: str) -> str | None:
 
 def _node(rack: Rack, index: int, token: bytes) -> subprocess.Popen[bytes]:
     """The token goes in by standard input: a command line can be read by everybody on the machine."""
-    command = ringtmp("node", "--join", "-", "--name", rack.name(index), "--once")
+    lent = rack.lent_memory_mb(index)
+    memory = ["--memory", str(lent)] if lent is not None else []
+    command = ringtmp("node", "--join", "-", "--name", rack.name(index), *memory, "--once")
     node = rack.start(index, command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert node.stdin is not None
     with contextlib.suppress(BrokenPipeError):

@@ -81,6 +81,10 @@ class Rack:
             probe.bind(("127.0.0.1", 0))
             return f"127.0.0.1:{probe.getsockname()[1]}"
 
+    def lent_memory_mb(self, index: int) -> int | None:
+        """The cap a command should know of: what the kernel says is free is the whole machine's."""
+        return int(self.shares[index].device.memory_mb) if self._isolated else None
+
     def memory_kills(self, index: int) -> int:
         return cgroups.memory_kills(self._groups[index]) if self._groups else 0
 
