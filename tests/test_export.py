@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -247,3 +249,23 @@ def test_an_honest_layer_is_weighed_by_what_it_keeps() -> None:
     assert program.forecast([torch.empty(10, 8, device="meta")], owned, needed)[0].shape == (10, 64)
     with pytest.raises(DoesNotFit):
         program.forecast([torch.empty(10, 8, device="meta")], owned, needed - 1)
+
+
+def test_a_node_with_a_memory_limit_refuses_what_a_graph_would_take_beyond_it() -> None:
+    """In a process of its own: zeros of 8 TiB, and a product that grows out of small inputs."""
+    script = """
+import torch
+from ringtmp.model.execute import Program
+from ringtmp.model.portable import Graph, Input, Items, Op, Ref
+from ringtmp.resources import limit_memory, peak_rss_bytes
+limit_memory(64 * 2**20)
+before = peak_rss_bytes()
+for op in (Op("aten.zeros.default", (Items((2**41,)),), {}), Op("aten.repeat.default", (Ref(0), Items((2**20, 8))), {})):
+    try:
+        Program(Graph((Input("input", "0"),), (op,), (Ref(1),), False)).run([torch.zeros(3, 8)], {})
+    except RuntimeError as error:
+        print("refused" if "allocate memory" in str(error) else error)
+print(peak_rss_bytes() - before < 32 * 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["refused", "refused", "True"]

@@ -52,12 +52,14 @@ def main() -> int:
         sys.stdout.buffer.flush()
 
     from ringtmp.plan.route import MASTER
-    from ringtmp.resources import set_threads
+    from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
     from ringtmp.ring.endpoint import Endpoint
     from ringtmp.ring.worker import Worker
     from ringtmp.wire.message import Failed
 
     set_threads(orders.threads)
+    if orders.secure:
+        limit_memory(orders.memory_bytes or free_memory_bytes())
     endpoint = Endpoint(transport, orders.ring, orders.generation, limit_bytes=orders.memory_bytes)
     worker = Worker(endpoint, orders.master)
     code = 0

@@ -78,10 +78,7 @@ class Node:
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
-        self.visits = {
-            visit.index: VisitState(visit, Stage(visit, setup.recipe, endpoint.limit_bytes))
-            for visit in setup.route.on(self.me)
-        }
+        self.visits = {visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)}
         self._owner = owner
         self._first_step = setup.step
         self._last_visit = setup.route.last
