@@ -24,5 +24,14 @@ if ! "$PYTHON" -c "import ensurepip, venv" 2>/dev/null; then
     fi
 fi
 
+# The lab emulates devices with ip and tc (Linux, root); without them its tests are skipped.
+if [ "$(uname -s)" = Linux ] && { ! command -v ip >/dev/null || ! command -v tc >/dev/null; }; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        { apt-get update -qq && apt-get install -y -qq iproute2; } >/dev/null || echo "iproute2 cannot be installed: the lab is skipped" >&2
+    else
+        echo "ip and tc are missing and we are not root: the lab and its tests are skipped (install iproute2)" >&2
+    fi
+fi
+
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
