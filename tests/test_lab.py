@@ -272,12 +272,26 @@ def test_orphans_of_a_killed_lab_are_ended_by_the_next(tmp_path: Path) -> None:
 
 
 @needs_isolation
-def test_a_stopped_exec_ends_what_its_commands_left_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_exec_ends_what_its_commands_left_running(tmp_path: Path, number: signal.Signals) -> None:
+    """A shell that gets SIGINT alone goes on waiting for the command it runs."""
     file = devices_file(tmp_path, device("a"), device("b"))
     lab = begin("lab", "exec", "--devices", file, "--", "sh", "-c", "setsid sleep 600 & sleep 600", cwd=tmp_path)
     wait_until(lambda: len(inside(lab.pid)) == 6, "six processes", lab)
-    lab.terminate()
-    finish(lab, 128 + signal.SIGTERM)
+    lab.send_signal(number)
+    finish(lab, 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM))
+
+
+@needs_isolation
+def test_exec_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    lab = begin("lab", "exec", "--devices", devices_file(tmp_path, device("a")), "--", "yes", cwd=tmp_path)
+    assert lab.stdout is not None
+    assert lab.stderr is not None
+    assert lab.stdout.readline() == "a: y\n"
+    lab.stdout.close()
+    assert lab.wait(60) == 1
+    lab.stderr.close()
+    assert left(lab.pid) == []
 
 
 def test_without_isolation_it_trains_and_says_what_is_not_emulated(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the devices file {file} cannot be read: {error}") from error
     devices = devices_file.parse(text, str(file))
-    threads = max(os.cpu_count() or 1, 4)
+    threads = 1024  # a command may use every core of its device
     if verb == "train":
         rest, threads = lab.complete(rest, len(devices))
         if not no_isolation:

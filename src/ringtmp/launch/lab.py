@@ -47,8 +47,8 @@ class Tap:
             lines, self._rest = [self._rest], b""
         out = b"".join(self._prefix + line + b"\n" for line in lines) if self._prefix else chunk
         if out:
-            # Who listens to us may be gone; the devices still need somebody to empty their pipes.
-            with contextlib.suppress(BrokenPipeError):
+            # Nobody reads results any more: stop. Nobody reads progress: go on, the pipes must still be emptied.
+            with contextlib.suppress(BrokenPipeError) if self._sink is sys.stderr.buffer else contextlib.nullcontext():
                 self._sink.write(out)
                 self._sink.flush()
         if self._line is not None:
@@ -110,7 +110,9 @@ class Signals:
             raise KeyboardInterrupt
         self.since = self.since or time.monotonic()
         for process in self.targets:
-            process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            # To its whole process group, as a terminal does: a shell waits for the command it runs.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
 def ringtmp(*words: str) -> list[str]:
@@ -175,9 +177,9 @@ def execute(rack: Rack, command: Sequence[str], signals: Signals) -> int:
     for index in range(len(rack.shares)):
         process = rack.start(index, command, stdout=subprocess.PIPE)
         processes.append(process)
-        signals.targets = processes
         taps.add(process.stdout, Tap(sys.stdout.buffer, f"{rack.name(index)}: "))
         taps.add(process.stderr, Tap(sys.stderr.buffer, f"{rack.name(index)}: "))
+    signals.targets = processes
     while any(process.poll() is None for process in processes):
         taps.flow(0.1)
         if signals.overdue():

@@ -164,7 +164,8 @@ class Rack:
         # Without control groups a list of descendants is all there is; made now, since orphans are not found again.
         family = [] if self._isolated else _descendants(alive)
         for process in alive:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
         for process in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_LIMIT_S)
