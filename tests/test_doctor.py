@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ringtmp.launch import doctor, knock
+from ringtmp.launch import agent, doctor, knock
 from ringtmp.launch import token as tokens
 from ringtmp.launch.doctor import Finding
+from ringtmp.launch.facts import device_facts
 from ringtmp.launch.hub import JOINS_PER_S
 from ringtmp.launch.keys import Rings, identity
 from ringtmp.launch.limits import Limits, group_limits
+from ringtmp.launch.speech import Here
 from ringtmp.launch.token import Token
 from ringtmp.transport.curve import new_key_pair
 from test_processes import ringtmp
@@ -132,6 +135,33 @@ def test_the_command_gives_json_exit_codes_and_never_the_token(master: Master, t
     assert "1 of" in done.stdout
     done = ringtmp("doctor", "--join", text[:-5], cwd=tmp_path, code=2)
     assert "damaged or cut short" in done.stderr
+
+
+def test_devices_that_join_at_once_all_reach_the_table(master: Master, tmp_path: Path) -> None:
+    """The door used to welcome a device before the table knew its key; half of nine were shut out for good."""
+    token = master.token(uses=9)
+    facts = device_facts("board")
+    begin, end = threading.Barrier(9), threading.Event()
+
+    def device(number: int) -> None:
+        keys = identity(tmp_path / f"device-{number}")
+        begin.wait()
+        here = agent.Agent(token, agent.join(token, keys, facts), keys, facts, HOST, lambda text: None)
+        while not end.wait(0.1):
+            here._tell(Here(f"{number}", facts))
+        here.close()
+
+    threads = [threading.Thread(target=device, args=(number,)) for number in range(9)]
+    for thread in threads:
+        thread.start()
+    limit = time.monotonic() + 10
+    while len(master.hub.present()) < 9 and time.monotonic() < limit:
+        time.sleep(0.05)
+    arrived = len(master.hub.present())
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert arrived == 9
 
 
 def test_a_taken_port_fails_a_master_and_only_warns_others() -> None:

@@ -32,7 +32,7 @@ from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.losses import LossFunction, check_loss
-from ringtmp.ring.master import Master
+from ringtmp.ring.master import STOP_LIMIT_S, Master
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
 from ringtmp.ring.worker import farewell
@@ -40,6 +40,7 @@ from ringtmp.wire.message import Recipe, Setup
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
+FAILED_STOP_LIMIT_S = 0.5
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
 
@@ -138,7 +139,8 @@ class Session:
         try:
             if self._master is not None and log is not None:
                 try:
-                    self._master.stop(outcome)
+                    # After a failure somebody may be dead and never answer.
+                    self._master.stop(outcome, FAILED_STOP_LIMIT_S if outcome == "failed" else STOP_LIMIT_S)
                 except Exception as problem:  # a broken link must not hide why the run ended
                     log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
                 log.write(farewell(self._master.endpoint))

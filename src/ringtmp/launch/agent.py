@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp.errors import ProtocolError, RingError, UsageError
 from ringtmp.launch import speech
+from ringtmp.launch.child import end, last_words, spawn
 from ringtmp.launch.compute import Bound, Orders
 from ringtmp.launch.facts import address_towards
 from ringtmp.launch.speech import (
@@ -43,7 +43,6 @@ from ringtmp.transport.curve import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
 BOUND_LIMIT_S = 30.0
-STOP_LIMIT_S = 3.0
 
 
 def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_S) -> str:
@@ -166,19 +165,9 @@ class Agent:
         )  # fmt: skip
         descriptor, path = tempfile.mkstemp(prefix="ringtmp-node-", suffix=".log")
         self._log = Path(path)
-        with os.fdopen(descriptor, "wb") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ringtmp.launch.compute"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=dict(os.environ, OMP_NUM_THREADS=str(message.threads), PYTHONUNBUFFERED="1"),
-                start_new_session=True,
-            )
-        assert self._child.stdin is not None
+        os.close(descriptor)
+        self._child = spawn(orders, self._log)
         assert self._child.stdout is not None
-        self._child.stdin.write(msgspec.json.encode(orders) + b"\n")
-        self._child.stdin.flush()
         poller = zmq.Poller()
         poller.register(self._child.stdout.fileno(), zmq.POLLIN)
         line = self._child.stdout.readline() if poller.poll(round(BOUND_LIMIT_S * 1000)) else b""
@@ -191,8 +180,8 @@ class Agent:
         if child is None or child.poll() is None:
             return
         if child.returncode != 0:
-            self._say(f"the compute process ended with code {child.returncode}: {self._last_words()}")
-        self._tell(Died(self._generation, child.returncode, self._last_words()))
+            self._say(f"the compute process ended with code {child.returncode}: {last_words(self._log)}")
+        self._tell(Died(self._generation, child.returncode, last_words(self._log)))
         self._end_child()
         self._ended += 1
 
@@ -200,26 +189,10 @@ class Agent:
         child, self._child = self._child, None
         if child is None:
             return
-        assert child.stdin is not None
-        assert child.stdout is not None
-        with contextlib.suppress(OSError):
-            child.stdin.close()
-        try:
-            child.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        child.stdout.close()
+        end(child)
         if self._log is not None:
             self._log.unlink(missing_ok=True)
             self._log = None
-
-    def _last_words(self) -> str:
-        try:
-            lines = self._log.read_text(errors="replace").strip().splitlines() if self._log is not None else []
-        except OSError:
-            lines = []
-        return lines[-1][:300] if lines else ""
 
     def _tell(self, message: Here | Started | Died | Leaving) -> None:
         with contextlib.suppress(zmq.Again):  # nobody is listening; the next beat will tell

@@ -35,7 +35,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 WAIT_S = 0.2
-FAREWELL_LIMIT_S = 2.0
+FAREWELL_LIMIT_S = 1.0
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -76,7 +77,7 @@ class Hub:
         self._table.linger = 500
         try:
             self._table.bind(f"tcp://{host}:{port + HUB_PORT_OFFSET}")
-            self._door = Door(ring, rings, host, port)
+            self._door = Door(ring, rings, host, port, self.refresh)
         except zmq.ZMQError as error:
             self.close()
             raise UsageError(
@@ -87,10 +88,13 @@ class Hub:
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take what has come in, at the door and at the table."""
-        if self._door is not None and self._door.serve():
-            self.refresh()
         if timeout_s:
-            self._table.poll(round(timeout_s * 1000))
+            poller = zmq.Poller()
+            for each in (self._table, self._door.socket) if self._door is not None else (self._table,):
+                poller.register(each, zmq.POLLIN)
+            poller.poll(round(timeout_s * 1000))
+        if self._door is not None:
+            self._door.serve()
         while has_mail(self._table):
             parts = self._table.recv_multipart(zmq.NOBLOCK, copy=False)
             if len(parts) != 2:
@@ -173,24 +177,25 @@ _TWINS = (
 class Door:
     """Where strangers knock. Speaks to whoever proves to know a living secret, and to nobody else for long."""
 
-    def __init__(self, ring: str, rings: Rings, host: str, port: int) -> None:
+    def __init__(self, ring: str, rings: Rings, host: str, port: int, admitted: Callable[[], None]) -> None:
         self._ring = ring
         self._rings = rings
+        self._admitted = admitted
         self._hub = f"tcp://{host}:{port + HUB_PORT_OFFSET}"
         self._recent: deque[float] = deque()
         self._strangers = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context)
         self._gatekeeper.open_to_anyone("join")
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        serve_securely(self._socket, rings.open(ring).keys, "join")
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, DOOR_HANDSHAKE_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._socket.setsockopt(zmq.BACKLOG, DOOR_BACKLOG)
-        self._socket.setsockopt(zmq.RCVHWM, 100)
-        self._socket.setsockopt(zmq.SNDHWM, 100)
-        self._socket.linger = 200
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        serve_securely(self.socket, rings.open(ring).keys, "join")
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, DOOR_HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self.socket.setsockopt(zmq.BACKLOG, DOOR_BACKLOG)
+        self.socket.setsockopt(zmq.RCVHWM, 100)
+        self.socket.setsockopt(zmq.SNDHWM, 100)
+        self.socket.linger = 200
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._endpoint = f"tcp://{host}:{port}"
         self._bound = False
         self._reopen_at = 0.0
@@ -200,12 +205,11 @@ class Door:
             self.close()
             raise
 
-    def serve(self) -> bool:
-        """Answer those who knock. True if somebody was admitted."""
+    def serve(self) -> None:
+        """Answer those who knock."""
         self._count_strangers()
-        admitted = False
-        while has_mail(self._socket):
-            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        while has_mail(self.socket):
+            parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             now = time.monotonic()
             while self._recent and now - self._recent[0] > 1:
                 self._recent.popleft()
@@ -213,14 +217,15 @@ class Door:
                 continue
             self._recent.append(now)
             answer = self._answer(parts[1])
-            admitted = admitted or isinstance(answer, Welcome)
-            self._socket.send_multipart([parts[0].bytes, speech.encode(answer)], zmq.NOBLOCK)
-        return admitted
+            if isinstance(answer, Welcome):
+                # Before the answer: ZeroMQ never tries again where a handshake was refused.
+                self._admitted()
+            self.socket.send_multipart([parts[0].bytes, speech.encode(answer)], zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._socket.disable_monitor()
+        self.socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close()
+        self.socket.close()
         self._gatekeeper.close()
         self._context.term()
 
@@ -247,7 +252,7 @@ class Door:
 
     def _open(self) -> None:
         if not self._bound:
-            self._socket.bind(self._endpoint)
+            self.socket.bind(self._endpoint)
             self._bound = True
 
     def _count_strangers(self) -> None:
@@ -258,7 +263,7 @@ class Door:
             self._strangers = max(0, self._strangers + (1 if accepted else -1))
         now = time.monotonic()
         if self._bound and self._strangers > MOST_STRANGERS:
-            self._socket.unbind(self._endpoint)
+            self.socket.unbind(self._endpoint)
             self._bound = False
             self._reopen_at = now + 1.5 * DOOR_HANDSHAKE_MS / 1000
         elif not self._bound and now > self._reopen_at:

@@ -10,19 +10,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
-
-from ringtmp.errors import NodeLost, UsageError
+from ringtmp.errors import NodeLost
+from ringtmp.launch.child import end, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
 from ringtmp.wire.address import Address
-
-STOP_LIMIT_S = 3.0
 
 
 class LocalCrew:
@@ -41,7 +37,7 @@ class LocalCrew:
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
         for node in range(1, self.nodes):
             orders = Orders(ring, generation, node, addresses[node].endpoints, addresses[0], self.threads)
-            self._children[node] = self._spawn(node, orders)
+            self._children[node] = spawn(orders, self._log(node))
         return Endpoint(self._transport, ring, generation)
 
     def addresses(self) -> dict[int, Address]:
@@ -65,22 +61,21 @@ class LocalCrew:
         for node, child in self._children.items():
             code = child.poll()
             if code is not None:
+                words = last_words(self._log(node))
                 raise NodeLost(
-                    f"node {node} (process {child.pid}) {_how_it_died(code)} in step {step}; "
-                    f"its log is {self._logs / f'node-{node}.log'}{self._last_words(node)}"
+                    f"node {node} (process {child.pid}) {_how_it_died(code)} in step {step}; its log is {self._log(node)}"
+                    + (f" (last line: {words})" if words else "")
                 )
+
+    def _log(self, node: int) -> Path:
+        return self._logs / f"node-{node}.log"
 
     def stop(self) -> None:
         """End every child and remove the sockets. Safe to call twice."""
         for child in self._children.values():
-            if child.stdin is not None:
-                child.stdin.close()  # the child's sign to go
+            let_go(child)
         for child in self._children.values():
-            try:
-                child.wait(STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            end(child)
         self._children.clear()
         if self._transport is not None:
             self._transport.close()
@@ -88,33 +83,6 @@ class LocalCrew:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-    def _spawn(self, node: int, orders: Orders) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ, OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1")
-        try:
-            with (self._logs / f"node-{node}.log").open("ab") as log:
-                child = subprocess.Popen(
-                    # -P: the user's folder is not on the path, so no file of theirs can be imported by accident.
-                    [sys.executable, "-P", "-m", "ringtmp.launch.compute"],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise UsageError(f"cannot start a process for node {node}: {error.strerror}") from error
-        assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(orders) + b"\n")
-        child.stdin.flush()
-        return child
-
-    def _last_words(self, node: int) -> str:
-        try:
-            lines = (self._logs / f"node-{node}.log").read_text(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return f" (last line: {lines[-1][:200]})" if lines else ""
 
 
 def _how_it_died(code: int) -> str:

@@ -224,11 +224,11 @@ class Master:
         state = dict(zip(self._fetched.state, self._fetched_tensors[own:], strict=True))
         return self._fetched_tensors[:own], state
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None:
         """Tell every node to stop, and wait a moment for each to say goodbye."""
         for node in self.hellos:
             self.endpoint.post(node, Stop(reason))
-        limit = self.endpoint.clock() + STOP_LIMIT_S
+        limit = self.endpoint.clock() + limit_s
         while len(self._gone) < len(self.hellos) and self.endpoint.clock() < limit:
             for mail in self.endpoint.collect():
                 if isinstance(mail.message, Report | Bye):
