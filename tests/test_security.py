@@ -157,7 +157,9 @@ def greet(master: Master, keys: KeyPair, seconds: float) -> bool:
     """Whether a greeting with this key reaches the table."""
     context, dealer = table_socket(master, keys)
     try:
-        dealer.send(speech.encode(Here("i" + keys.public[:4], device_facts("board"))))
+        # A refused handshake may be over by now; ZeroMQ then has nobody to queue for, and a plain send would wait for ever.
+        with contextlib.suppress(zmq.Again):
+            dealer.send(speech.encode(Here("i" + keys.public[:4], device_facts("board"))), zmq.NOBLOCK)
         return master.wait_for(keys.public, seconds)
     finally:
         dealer.close()
