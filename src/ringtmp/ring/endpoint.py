@@ -101,7 +101,8 @@ class Endpoint:
         now = self.clock()
         for (peer, channel), link in self._links.items():
             link.tick(now)
-            self._flush(peer, channel, link)
+            if link.outbox:
+                self._flush(peer, channel, link)
             if link.delivered:
                 self.sent += [(peer, *each) for each in link.delivered if each[2]]
                 link.delivered.clear()

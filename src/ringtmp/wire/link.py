@@ -192,8 +192,7 @@ class Link:
         total = 0
         for spec in specs:
             if spec is not None:
-                check(spec, self._limit - total)
-                total += max(spec.extent * spec.nbytes // max(spec.count, 1), spec.nbytes)
+                total += check(spec, self._limit - total)
         try:
             landings = [Landing(spec) if spec is not None else None for spec in specs]
         except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former

@@ -65,10 +65,10 @@ def describe(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview]:
         raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")
     offset = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
     spec = TensorSpec(name, tuple(tensor.shape), tuple(tensor.stride()), offset)
-    flat = _in_memory_order(tensor) if spec.extent == spec.count else tensor.contiguous()
-    if not flat.is_contiguous():  # overlapping strides whose extent happens to fit
-        flat = tensor.contiguous()
-    return spec, raw_bytes(flat)
+    if tensor.is_contiguous():
+        return spec, raw_bytes(tensor)
+    flat = _in_memory_order(tensor) if spec.extent == spec.count else tensor
+    return spec, raw_bytes(flat.contiguous())
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -77,8 +77,8 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(view)
 
 
-def check(spec: TensorSpec, limit_bytes: int) -> None:
-    """Refuse a description no honest peer sends, before memory is taken."""
+def check(spec: TensorSpec, limit_bytes: int) -> int:
+    """The bytes it will take. Refuses a description no honest peer sends, before memory is taken."""
     if spec.dtype not in _DTYPES:
         raise ProtocolError(f"unknown dtype {spec.dtype!r}")
     itemsize = _DTYPES[spec.dtype].itemsize
@@ -88,10 +88,10 @@ def check(spec: TensorSpec, limit_bytes: int) -> None:
         raise ProtocolError(f"negative size or stride in {spec.shape}, {spec.strides}")
     if not 0 <= spec.offset * itemsize < ALIGNMENT:
         raise ProtocolError(f"offset {spec.offset} is not within {ALIGNMENT} bytes")
-    if max(spec.extent, spec.count) * itemsize > limit_bytes:
-        raise ProtocolError(
-            f"a tensor of {max(spec.extent, spec.count) * itemsize} bytes is over the limit of {limit_bytes}"
-        )
+    needed = max(spec.extent, spec.count) * itemsize
+    if needed > limit_bytes:
+        raise ProtocolError(f"a tensor of {needed} bytes is over the limit of {limit_bytes}")
+    return needed
 
 
 class Landing:
@@ -100,13 +100,14 @@ class Landing:
     def __init__(self, spec: TensorSpec) -> None:
         dtype = _DTYPES[spec.dtype]
         self._dense: torch.Tensor | None = None
-        if spec.offset == 0 and spec.extent == spec.count:
+        extent = spec.extent
+        if spec.offset == 0 and extent == spec.count:
             self._tensor = torch.empty_strided(spec.shape, spec.strides, dtype=dtype)
         else:
-            storage = torch.empty(spec.offset + spec.extent, dtype=dtype)
+            storage = torch.empty(spec.offset + extent, dtype=dtype)
             self._tensor = storage.as_strided(spec.shape, spec.strides, spec.offset)
-        flat = _in_memory_order(self._tensor)
-        if not flat.is_contiguous() or spec.extent != spec.count:
+        flat = self._tensor if self._tensor.is_contiguous() else _in_memory_order(self._tensor)
+        if not flat.is_contiguous():
             flat = self._dense = torch.empty(spec.shape, dtype=dtype)
         self._bytes = flat.reshape(-1).view(torch.uint8).numpy()
         self.size = spec.nbytes
@@ -116,11 +117,12 @@ class Landing:
 
     def finish(self) -> torch.Tensor:
         if self._dense is not None:
-            if 0 in self._tensor.stride():  # an expanded tensor: write each element once
-                one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._tensor.stride())
+            # An expanded tensor has one element in many places: write each once.
+            one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._tensor.stride())
+            try:
                 self._tensor[one].copy_(self._dense[one])
-            else:
-                self._tensor.copy_(self._dense)
+            except RuntimeError as error:
+                raise ProtocolError(f"strides {self._tensor.stride()} make elements overlap") from error
         return self._tensor
 
 
