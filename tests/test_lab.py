@@ -300,7 +300,7 @@ def test_without_isolation_it_trains_and_says_what_is_not_emulated(tmp_path: Pat
     flags = ["--steps", 3, "--json", "--run-dir", "run"]
     out, err = finish(begin("lab", "--no-isolation", "--devices", file, "--", "train", *flags, cwd=tmp_path))
     assert json.loads(out)["nodes"] == 2
-    assert "NOT emulated: link rates, latency, CPU shares, memory caps" in err
+    assert "NOT emulated: CPU shares, memory caps, a network of their own" in err
 
 
 @pytest.mark.parametrize(("platform", "user", "words"), [("linux", 1000, "needs root"), ("darwin", 0, "needs Linux")])

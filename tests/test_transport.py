@@ -19,6 +19,7 @@ from ringtmp.ring.endpoint import Endpoint
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.transport.memory import Hub
 from ringtmp.transport.shaped import Faults, Shaped
+from ringtmp.transport.slow import Slow
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
 from ringtmp.wire.message import Gradients
 
@@ -29,7 +30,7 @@ def folder() -> Iterator[str]:
         yield path
 
 
-@pytest.fixture(params=["memory", "zeromq", "shaped"])
+@pytest.fixture(params=["memory", "zeromq", "shaped", "slow"])
 def pair(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[Transport, Transport]]:
     """Nodes 1 and 2; the higher number connects."""
     if request.param == "zeromq":
@@ -40,6 +41,8 @@ def pair(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[Transpor
     else:
         hub = Hub()
         one, two = hub.transport(1), hub.transport(2)
+        if request.param == "slow":
+            one, two = Slow(one, 0.002, 1e9), Slow(two, 0.002, 1e9)
         if request.param == "shaped":
             one, two = Shaped(one, Faults(), 0), Shaped(two, Faults(), 0)
     yield one, two
@@ -102,13 +105,30 @@ def test_sending_to_nobody_does_not_block_or_raise(pair: tuple[Transport, Transp
 def test_waiting_ends_without_mail_after_its_time(pair: tuple[Transport, Transport]) -> None:
     one, _ = pair
     started = time.monotonic()
-    assert not one.wait(0.05)
+    one.wait(0.05)
+    assert one.receive() == []
     assert time.monotonic() - started < 2
 
 
 def test_a_socket_path_too_long_for_the_system_is_refused() -> None:
     with pytest.raises(UsageError, match="set TMPDIR to a shorter folder"):
         ipc_address("/tmp/" + "x" * 120, 1)
+
+
+def test_a_slow_line_delays_by_latency_and_size_and_a_busy_receiver_by_nothing() -> None:
+    """By a clock that stands still until told: 1 ms and 2 ms of latency, 1000 bytes a second at the sender."""
+    now = [0.0]
+    hub = Hub()
+    one = Slow(hub.transport(1), 0.001, 1000, lambda: now[0])
+    two = Slow(hub.transport(2), 0.002, None, lambda: now[0])
+    one.send(2, Channel.TENSOR, [b"x" * 100])
+    one.send(2, Channel.CONTROL, [b"y" * 100])
+    for at, arrived in ((0.1, 0), (0.1029, 0), (0.1031, 1), (0.2029, 0), (0.2031, 1)):
+        now[0] = at
+        assert len(two.receive()) == arrived, at
+    one.send(2, Channel.TENSOR, [b"z"])
+    now[0] = 5.0  # busy computing all the while: the packet has long been there
+    assert len(two.receive()) == 1
 
 
 class Cable:

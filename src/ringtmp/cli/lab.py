@@ -99,7 +99,7 @@ def _shares(
 def _tell(shares: tuple[Share, ...], factor: float, no_isolation: bool, took_s: float) -> None:
     if no_isolation:
         _say(
-            f"{len(shares)} plain processes on 127.0.0.1. NOT emulated: link rates, latency, CPU shares, memory caps; "
+            f"{len(shares)} plain processes on 127.0.0.1. NOT emulated: CPU shares, memory caps, a network of their own; "
             "speeds say nothing about such devices"
         )
         return
@@ -111,8 +111,6 @@ def _tell(shares: tuple[Share, ...], factor: float, no_isolation: bool, took_s: 
     _say(f"{len(shares)} emulated devices ready in {took_s:.1f} s: {listed}")
     if factor < 1:
         _say(f"SCALED: every CPU and link runs at {factor:.3g} of its speed (a second here stands for {factor:.3g} s)")
-    if any(share.device.latency_ms for share in shares):
-        _say("NOT emulated: latency_ms (only rates are set on the links)")
 
 
 def _say(text: str) -> None:

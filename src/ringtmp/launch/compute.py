@@ -44,6 +44,7 @@ def main() -> int:
     threading.Thread(target=_follow_parent, daemon=True).start()
 
     from ringtmp.transport.curve import new_key_pair
+    from ringtmp.transport.slow import slowed
     from ringtmp.transport.zeromq import ZeroMQTransport
 
     transport = ZeroMQTransport(orders.node, orders.endpoints, new_key_pair() if orders.secure else None)
@@ -60,7 +61,7 @@ def main() -> int:
     set_threads(orders.threads)
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
-    endpoint = Endpoint(transport, orders.ring, orders.generation, limit_bytes=orders.memory_bytes)
+    endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes)
     worker = Worker(endpoint, orders.master)
     code = 0
     try:

@@ -25,6 +25,7 @@ import psutil
 from ringtmp.errors import UsageError
 from ringtmp.launch import cgroups, netns
 from ringtmp.launch.shares import Share
+from ringtmp.transport.slow import LATENCY, RATE
 
 STOP_LIMIT_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -125,15 +126,24 @@ class Rack:
         assert self._folder is not None, "not entered"
         own = self._folder / str(index)
         peers = " ".join(f"{self.name(each)}={self.address(each)}" for each in range(len(self.shares)))
-        return os.environ | {
-            "RINGTMP_CONFIG": str(own / "config"),
-            "TMPDIR": str(own / "tmp"),
-            "RINGTMP_EMULATED": "1",
-            "RINGTMP_LAB_SCALE": f"{self._scale:.6g}",
-            "RINGTMP_DEVICE": self.name(index),
-            "RINGTMP_ADDRESS": self.address(index),
-            "RINGTMP_PEERS": peers,
-        }
+        slow: dict[str, str] = {}
+        if any(share.device.latency_ms for share in self.shares):
+            slow[LATENCY] = str(self.shares[index].device.latency_ms)
+        if not self._isolated:  # no tc here: the nodes slow themselves down
+            slow[RATE] = str(self.shares[index].device.link_mbps * self._scale)
+        return (
+            os.environ
+            | slow
+            | {
+                "RINGTMP_CONFIG": str(own / "config"),
+                "TMPDIR": str(own / "tmp"),
+                "RINGTMP_EMULATED": "1",
+                "RINGTMP_LAB_SCALE": f"{self._scale:.6g}",
+                "RINGTMP_DEVICE": self.name(index),
+                "RINGTMP_ADDRESS": self.address(index),
+                "RINGTMP_PEERS": peers,
+            }
+        )
 
     def _entry(self, index: int) -> Callable[[], None]:
         """What the child does between fork and exec."""

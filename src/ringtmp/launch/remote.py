@@ -14,6 +14,7 @@ from ringtmp.launch.speech import SILENCE_LIMIT_S, End, Prepare
 from ringtmp.launch.token import Token
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.transport.curve import new_key_pair
+from ringtmp.transport.slow import slowed
 from ringtmp.transport.zeromq import ZeroMQTransport
 from ringtmp.units import bytes_text
 from ringtmp.wire.address import Address
@@ -100,7 +101,7 @@ class RemoteCrew:
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
         self._await_compute()
-        return Endpoint(self._transport, ring, generation)
+        return Endpoint(slowed(self._transport), ring, generation)
 
     def addresses(self) -> dict[int, Address]:
         assert self._transport is not None, "not started"
