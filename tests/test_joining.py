@@ -173,6 +173,8 @@ def test_a_device_revoked_in_mid_run_is_out_and_no_bit_changes(ring: Ring, expec
     (change,) = summary["recoveries"]  # type: ignore[misc]
     assert change["reason"] == "beta was revoked"
     assert change["generation"] == 2
+    # What it was is told to the device when it tries to come back.
+    ring.until("beta", "run ended|no longer knows")
     listed = subprocess.run(
         [*CLI, "ring", "list"], env=ring.environment("master"), capture_output=True, text=True, check=True
     )

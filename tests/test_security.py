@@ -94,8 +94,10 @@ def join(token: Token, keys: KeyPair | None = None, name: str = "board", limit_s
 
 def test_a_living_token_admits_once_per_use_and_again_the_same_device(master: Master) -> None:
     token, keys = master.token(uses=1), new_key_pair()
+    old = msgspec.structs.replace(token, secret=b"long expired, ok")
     assert join(token, keys) == f"tcp://{HOST}:{master.port + 1}"
     assert join(token, keys), "a device that comes back does not use the token up"
+    assert join(old, keys), "nor does it need a living one"
     assert master.admitted() == ["board"]
     with pytest.raises(UsageError, match="token is used up"):
         join(token, name="second")

@@ -42,6 +42,7 @@ from ringtmp.launch.token import Token
 from ringtmp.transport.curve import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
+KNOCK_AGAIN_S = 2.0
 BOUND_LIMIT_S = 30.0
 
 
@@ -54,9 +55,14 @@ def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_
         connect_securely(socket, keys, token.key, "join")
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         socket.connect(f"tcp://{token.address}")
+        limit = time.monotonic() + limit_s
         socket.send(speech.encode(Join(token.secret, facts)))  # leaves only after the handshake
-        if not socket.poll(round(limit_s * 1000)):
-            raise _why_no_answer(token, monitor, limit_s)
+        while not socket.poll(round(min(KNOCK_AGAIN_S, limit_s) * 1000)):
+            if time.monotonic() >= limit:
+                raise _why_no_answer(token, monitor, limit_s)
+            # A crowded door drops requests; one asked twice is answered twice and admitted once.
+            with contextlib.suppress(zmq.Again):
+                socket.send(speech.encode(Join(token.secret, facts)), zmq.NOBLOCK)
         answer = speech.decode(speech.from_master, socket.recv())
     except zmq.ZMQError as error:
         raise UsageError(f"cannot reach the master at {token.address}: {error.strerror or error}") from error
@@ -119,6 +125,8 @@ class Agent:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         # While nobody listens there is nobody to queue for.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        # A refused handshake is final for ZeroMQ, which would wait in silence.
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._socket.connect(hub)
         self._child: subprocess.Popen[bytes] | None = None
         self._generation = 0
@@ -133,6 +141,10 @@ class Agent:
             if now - last_beat >= BEAT_S:
                 last_beat = now
                 self._tell(Here(self._incarnation, self._facts))
+            if self._monitor.poll(0):
+                raise UsageError(
+                    "the master no longer knows this device: it was revoked, or the ring was made anew; ask for a fresh token"
+                )
             if self._socket.poll(200):
                 self._take(speech.decode(speech.from_master, self._socket.recv()))
             self._watch_child()
@@ -140,6 +152,8 @@ class Agent:
     def close(self) -> None:
         self._end_child()
         self._tell(Leaving())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=300)
         self._context.term()
 

@@ -19,6 +19,7 @@ STOP_LIMIT_S = 3.0
 def spawn(orders: Orders, log: Path) -> subprocess.Popen[bytes]:
     """A session of its own, so that Ctrl-C reaches its parent alone. Over TCP its first line of output is awaited."""
     environment = dict(os.environ, OMP_NUM_THREADS=str(orders.threads), PYTHONUNBUFFERED="1")
+    environment.pop("RINGTMP_TOKEN", None)  # the agent's business alone
     try:
         with log.open("ab") as file:
             child = subprocess.Popen(

@@ -75,6 +75,7 @@ class Hub:
         self._table.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
         self._table.setsockopt(zmq.ROUTER_MANDATORY, 0)
         self._table.linger = 500
+        self.refresh()  # before anyone can knock: ZeroMQ never retries a refused handshake
         try:
             self._table.bind(f"tcp://{host}:{port + HUB_PORT_OFFSET}")
             self._door = Door(ring, rings, host, port, self.refresh)
@@ -84,7 +85,6 @@ class Hub:
                 f"cannot listen on {host}, ports {port} and {port + HUB_PORT_OFFSET}: {error.strerror or error}; is another "
                 f"master running? Choose other ports with --listen {host}:PORT"
             ) from error
-        self.refresh()
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take what has come in, at the door and at the table."""

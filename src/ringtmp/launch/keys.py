@@ -116,7 +116,7 @@ class Rings:
         return secret
 
     def admit(self, name: str, secret: bytes, key: str, node: str) -> str | None:
-        """Admit a key that knows a living secret. None when admitted, else the reason it was not."""
+        """Admit a key that knows a living secret, or was admitted before. None when admitted, else the reason."""
         with self._change(name) as (ring, save):
             if (reason := _objection(ring, secret, key)) is not None:
                 return reason
@@ -171,12 +171,14 @@ class Rings:
 def _objection(ring: RingFile, secret: bytes, key: str) -> str | None:
     if key in ring.revoked:
         return "this device was revoked"
+    if any(each.key == key for each in ring.nodes):
+        return None  # a device that comes back: its key, proved by CURVE, is worth more than a token that may be old
     found = _token_of(ring, secret)
     if found is None:
         return "the token's secret is wrong, or of another ring"
     if found.expires_at < time.time():
         return "the token has expired: ask the master for a new one (ringtmp ring token)"
-    if found.uses_left < 1 and not any(each.key == key for each in ring.nodes):
+    if found.uses_left < 1:
         return "the token is used up: ask the master for a new one (ringtmp ring token)"
     return None
 
