@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,34 @@ def data():
     assert parameters * 4 * 3 > 280 * 2**20, "weights and optimizer state alone exceed what the master may take"
     assert summary["outcome"] == "done"
     assert max(node["params"] for node in summary["per_node"]) < parameters / 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("needs root to mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(tmp_path: Path, small_disk: Path) -> None:
+    flags = ["--nodes", 1, "--steps", 30, "--quiet"]
+    done = ringtmp(
+        "train", "--checkpoint-every", 10, "--run-dir", small_disk / "run", *flags, cwd=tmp_path, code=1
+    )  # the first weights fit; weights with Adam's state beside them do not
+    assert "no checkpoint of step 10: No space left on device; the one before is kept" in done.stderr
+    assert (
+        "the checkpoint of step 30 cannot be written: No space left on device; the last one kept is of step 0"
+        in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["step-00000000"]
+    done = ringtmp("train", "--set", "width=600", "--run-dir", small_disk / "large", *flags, cwd=tmp_path, code=2)
+    assert "the model's first weights cannot be written" in done.stderr
+    assert not (small_disk / "large").exists()

@@ -96,6 +96,7 @@ class Session:
         self._ring = secrets.token_hex(8)
         self._generation = 1
         self._least = 1
+        self._told_of_log = False
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -197,6 +198,9 @@ class Session:
             least = 1 if last.takes_one_sample else 2
             run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs), least))
             writer.commit()
+        except OSError as error:
+            writer.abandon()
+            raise UsageError(f"the model's first weights cannot be written to {run.path}: {error.strerror}") from error
         except BaseException:
             writer.abandon()
             raise
@@ -318,6 +322,9 @@ class Session:
             )  # fmt: skip
             assert self._log is not None
             self._log.write(done)
+            if self._log.trouble is not None and not self._told_of_log:
+                self._told_of_log = True
+                self._watcher.warn(self._log.trouble)
             step += 1
             self._progress = msgspec.structs.replace(self._progress, step=step)
             self._watcher.step(step, total, done, self._log.idle_share)

@@ -13,6 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from ringtmp.errors import NodeLost
 from ringtmp.launch.child import end, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
@@ -32,6 +34,7 @@ class LocalCrew:
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
+        _remove_leftovers()
         self._folder = tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")  # 0700
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
@@ -91,3 +94,11 @@ def _how_it_died(code: int) -> str:
     name = signal.Signals(-code).name
     hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
+
+
+def _remove_leftovers() -> None:
+    """Socket folders of masters that were killed: they carry their owner's process id."""
+    for folder in Path(tempfile.gettempdir()).glob("ringtmp-*-*"):
+        owner = folder.name.split("-")[1]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)) and folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,8 @@ A new field is optional; a changed meaning is a new SCHEMA.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
+        self.trouble: str | None = None
         self._busy_s = 0.0
         self._idle_s = 0.0
 
@@ -164,7 +167,10 @@ class EventLog:
         self.write_encoded(encode(event))
 
     def write_encoded(self, line: bytes) -> None:
-        self._file.write(line + b"\n")
+        try:
+            self._file.write(line + b"\n")
+        except OSError as error:
+            self._give_up(error)
         if line.startswith(_NODE_STEP):
             times = _times.decode(line)
             self._busy_s += times.busy_s
@@ -176,10 +182,22 @@ class EventLog:
         return self._idle_s / max(1e-9, self._busy_s + self._idle_s)
 
     def flush(self) -> None:
-        self._file.flush()
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk must not end the training. What is lost is the record, and that is said once."""
+        if self.trouble is None:
+            self.trouble = f"events are no longer recorded: {error.strerror}"
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._file = Path(os.devnull).open("ab")  # noqa: SIM115 (held as long as the log)
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -9,6 +9,7 @@ Written layer by layer into a hidden folder, synced, renamed: a checkpoint is th
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -99,11 +100,15 @@ class CheckpointWriter:
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         path = self._hidden / name
         strides = {key: list(tensor.stride()) for key, tensor in tensors.items() if not tensor.is_contiguous()}
-        save_file(
-            {key: tensor.detach().contiguous() for key, tensor in tensors.items()},
-            str(path),
-            metadata={"strides": json.dumps(strides)} if strides else None,
-        )
+        try:
+            save_file(
+                {key: tensor.detach().contiguous() for key, tensor in tensors.items()},
+                str(path),
+                metadata={"strides": json.dumps(strides)} if strides else None,
+            )
+        except SafetensorError as error:  # its only trouble with sound tensors is the disk
+            code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+            raise OSError(code, os.strerror(code)) from error
         _sync(path)
         self._files[name] = _digest(path)
         self.bytes += path.stat().st_size
