@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,23 @@ def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected
     ring.device("alpha", "--once")
     assert ring.result()["weights_sha256"] == expected
     assert ring.processes["alpha"].wait(10) == 0
+
+
+def test_the_same_from_python(ring: Ring, expected: str) -> None:
+    script = (
+        "from ringtmp import Ring\n"
+        f"result = Ring(listen='127.0.0.1:{ring.port}', nodes=2, threads=1).fit('mlp', 'digits', steps=60, run_dir='run')\n"
+        "print(result.summary.weights_sha256)\n"
+    )
+    with (ring.folder / "master.err").open("a") as log:
+        process = ring.processes["master"] = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=ring.folder, env=ring.environment("master"), stdout=subprocess.PIPE,
+            stderr=log, text=True,
+        )  # fmt: skip
+    ring.token = ring.until("master", r"rt1\.[\w-]+")
+    ring.device("alpha", "--once")
+    assert process.stdout is not None
+    assert process.stdout.read().strip() == expected
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     # torch takes a second to import; `ringtmp --help` must not.
     if name in ("Ring", "Result"):
+        from ringtmp.platforms import require_supported
+
+        require_supported()
         from ringtmp import api
 
         return getattr(api, name)

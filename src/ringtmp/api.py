@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +37,6 @@ from ringtmp.metrics.summary import Summary, summarise
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
 from ringtmp.model.revive import revive
-from ringtmp.resources import require_supported_platform
 from ringtmp.ring.checkpoint import latest, named_weights
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
@@ -53,6 +53,16 @@ class Silent:
     def evaluated(self, event: events.Evaluated) -> None: ...
     def warn(self, text: str) -> None: ...
     def tell(self, text: str) -> None: ...
+
+
+class Telling(Silent):
+    """Says on stderr what a person must know: the line to run on each device, who came, warnings."""
+
+    def tell(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class Result:
@@ -98,7 +108,6 @@ class Ring:
         listen: str | None = None,
         ring: str = "home",
     ) -> None:
-        require_supported_platform()
         self._part = RingPart(nodes=nodes, cuts=cuts, window=window, schedule=schedule)  # type: ignore[arg-type]
         self._threads = threads
         self._listen = listen
@@ -138,7 +147,7 @@ class Ring:
             KeepPart(checkpoint_every=checkpoint_every),
         )  # fmt: skip
         given = None if isinstance(train_data, str) else (from_python(train_data), _optional(test_data))
-        watcher = watcher or Silent()
+        watcher = watcher or Telling()
         crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
         return start(config, None if isinstance(model, str) else model, given, loss, run_dir, watcher, crew)
 
@@ -155,7 +164,7 @@ class Ring:
         """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself."""
         given = None if train_data is None else (from_python(train_data), _optional(test_data))
         ring = {"nodes": self._part.nodes, "cuts": self._part.cuts, "window": self._part.window}
-        watcher = watcher or Silent()
+        watcher = watcher or Telling()
         crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
         return resume(run_dir, {**ring, "schedule": self._part.schedule, **changes}, given, loss, watcher, crew)
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import psutil
 
-from ringtmp.errors import UsageError
-
 
 def peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -46,11 +44,6 @@ def limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
-def require_supported_platform() -> None:
-    if sys.platform not in ("linux", "darwin"):
-        raise UsageError(f"RingTMP runs on Linux and macOS; this is {platform.system()}: on Windows, use WSL 2")
-
-
 def set_threads(threads: int) -> None:
     """One number for the whole ring: two threads change the bits of convolution and LayerNorm gradients."""
     import torch
@@ -71,4 +64,5 @@ def fingerprint(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "emulated": os.environ.get("RINGTMP_EMULATED") == "1",
+        "lab_scale": float(os.environ.get("RINGTMP_LAB_SCALE", 1)),  # 0.5: CPUs and links at half their speed
     }

@@ -10,6 +10,7 @@ import click
 
 from ringtmp import __version__
 from ringtmp.errors import RingError, UsageError
+from ringtmp.platforms import require_supported
 
 _VERBS = {
     "train": "Train a model on a ring.",
@@ -57,6 +58,7 @@ def ringtmp() -> None:
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit, 4 lost a node, 130 interrupted."""
     try:
+        require_supported()
         ringtmp.main(standalone_mode=False)
     except click.exceptions.Abort:
         _end("interrupted", 130)

@@ -106,6 +106,11 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
         f"{seconds_text(summary.wall_s)}{speed}: {loss}{score}",
         highlight=False,
     )
+    if summary.emulated:
+        slowed = (
+            f", CPUs and links slowed to {summary.lab_scale:.3g} of what was asked" if summary.lab_scale != 1 else ""
+        )
+        console.print(f"on emulated devices{slowed}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, justify in (
         ("node", "left"), ("layers", "left"), ("parameters", "right"), ("busy", "right"), ("idle", "right"),

@@ -86,9 +86,7 @@ def command(
 
     from ringtmp import api
     from ringtmp.cli import show
-    from ringtmp.resources import require_supported_platform
 
-    require_supported_platform()
     with show.watcher(quiet) as watcher:
         crew = None
         if listen is not None:

@@ -64,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True):
     threads: int
     exactness: str
     emulated: bool
+    lab_scale: float
     outcome: str
     wall_s: float
     step_s: Spread | None
@@ -139,6 +140,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         threads=facts["threads"],
         exactness="bits",
         emulated=bool(facts.get("emulated")),
+        lab_scale=facts.get("lab_scale", 1.0),
         outcome=ended.outcome if ended else "running",
         wall_s=last_at - started.at,
         step_s=_spread(walls),
