@@ -21,9 +21,9 @@ from ringtmp.launch.doctor import Finding
 from ringtmp.launch.facts import device_facts
 from ringtmp.launch.hub import JOINS_PER_S
 from ringtmp.launch.keys import Rings, identity
-from ringtmp.launch.limits import Limits, group_limits
 from ringtmp.launch.speech import Here
 from ringtmp.launch.token import Token
+from ringtmp.limits import Limits, group_limits
 from ringtmp.transport.curve import new_key_pair
 from test_processes import ringtmp
 from test_security import HOST, Master, free_port

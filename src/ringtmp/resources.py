@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from ringtmp.limits import group_limits
+
 
 def peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -20,15 +22,8 @@ def peak_rss_bytes() -> int:
 def free_memory_bytes() -> int:
     """What this process may still take: the machine's free memory, or less under a control group."""
     free = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ):
-        try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return max(free, 0)
+    group = group_limits().memory_free_bytes
+    return max(0, free if group is None else min(free, group))
 
 
 def limit_memory(more_bytes: int) -> None:

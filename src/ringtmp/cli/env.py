@@ -48,7 +48,7 @@ def look() -> Environment:
     from ringtmp import __version__
     from ringtmp.launch.facts import cpu_name, usable_cores
     from ringtmp.launch.keys import Rings
-    from ringtmp.launch.limits import group_limits
+    from ringtmp.limits import group_limits
 
     limits = group_limits()
     return Environment(

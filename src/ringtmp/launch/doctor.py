@@ -23,8 +23,8 @@ import zmq
 from ringtmp.errors import UsageError
 from ringtmp.launch.facts import TORCH_BYTES, address_towards, own_addresses, usable_cores
 from ringtmp.launch.keys import config_dir
-from ringtmp.launch.limits import Limits, group_limits
 from ringtmp.launch.speech import DEFAULT_PORT, HUB_PORT_OFFSET
+from ringtmp.limits import Limits, group_limits
 from ringtmp.units import bytes_text, seconds_text
 
 OLDEST_TORCH = (2, 6)

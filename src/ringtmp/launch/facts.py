@@ -14,6 +14,7 @@ from ringtmp import __version__
 from ringtmp.errors import UsageError
 from ringtmp.launch.keys import NAME
 from ringtmp.launch.speech import Facts
+from ringtmp.resources import free_memory_bytes
 from ringtmp.wire.protocol import PROTOCOL
 
 #: What a node needs before it holds a single weight.
@@ -25,7 +26,7 @@ def device_facts(name: str | None = None) -> Facts:
         name or default_name(),
         cpu_name(),
         usable_cores(),
-        psutil.virtual_memory().available,
+        free_memory_bytes(),
         torch_version(),
         __version__,
         PROTOCOL,
