@@ -19,14 +19,19 @@ from ringtmp.api import Interruption, Silent, start
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, resolve
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
-from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
+from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, ProtocolError, UsageError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
+from ringtmp.plan.route import plain_ring
+from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.losses import cross_entropy, loss_named
+from ringtmp.ring.node import Node
 from ringtmp.ring.rundir import RunDirectory
 from ringtmp.session import Job, Session
+from ringtmp.transport.memory import Hub
 from ringtmp.transport.shaped import Tapped
+from ringtmp.wire.message import Activations, Recipe, Setup
 
 
 def blobs(size: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
@@ -384,3 +389,22 @@ def test_a_node_released_in_mid_run_changes_no_bit(tmp_path: Path) -> None:
     assert result.summary.weights_sha256 == whole.summary.weights_sha256
     assert [(each.generation, each.nodes) for each in result.summary.recoveries] == [(2, 3), (3, 2)]
     assert result.summary.nodes == 2
+
+
+def test_a_node_refuses_activations_that_are_not_in_its_plan(tmp_path: Path) -> None:
+    """A neighbour that sends one value too many per sample is found out by the plan, not by the layer."""
+    train(tmp_path / "run", 2, steps=1)
+    index, _ = RunDirectory(tmp_path / "run").read_layers()
+    assert [[each.rest for each in layer] for layer in index.outputs] == [[(16,)]] * 5 + [[(3,)]]
+    hub = Hub()
+    endpoint = Endpoint(hub.transport(1), "ring", 1)
+    route = plain_ring(2, [(0, 2), (2, 5), (5, 6)])
+    recipe = Recipe(0, 1, "sgd", {"lr": 0.1}, {"kind": "constant", "warmup": 0})
+    crossings = {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}
+    Node(endpoint, Setup(route, recipe, 4, "1f1b", 0, {}, 0, crossings))
+    sender = Endpoint(hub.transport(0), "ring", 1)
+    sender.post(1, Activations(1, 0, 1, 0, 1, True, True, (True,)), [torch.zeros(2, 16)])
+    assert len(endpoint.collect()) == 1
+    sender.post(1, Activations(1, 0, 1, 1, 1, True, True, (True,)), [torch.zeros(2, 17)])
+    with pytest.raises(ProtocolError, match="the plan says"):
+        endpoint.collect()

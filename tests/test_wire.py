@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ringtmp.errors import ProtocolError
 from ringtmp.wire.codec import PIECE_BYTES, Packet, encode_packet
 from ringtmp.wire.link import PROBE_AFTER_S, Delivery, Link
-from ringtmp.wire.message import PROTOCOL, Gradients
+from ringtmp.wire.message import PROTOCOL, Crossing, Gradients, Message
 from ringtmp.wire.tensors import Landing, TensorSpec, check, describe
 
 
@@ -176,3 +176,28 @@ def test_a_message_must_be_one_of_ours() -> None:
     packet = encode_packet(Packet(PROTOCOL, "ring", 1, "d", 1, 0, body))
     with pytest.raises(ProtocolError, match="not a message"):
         Link("ring", 1).receive([packet], 0.0)
+
+
+def test_tensors_the_plan_does_not_know_are_refused_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = (Crossing("float32", (8,), True), Crossing("int64", (), True))
+
+    def inspect(message: Message) -> None:
+        assert isinstance(message, Gradients)
+        if not all(spec is None or each.allows(spec) for each, spec in zip(plan, message.tensors, strict=True)):
+            raise ProtocolError("not in the plan")
+
+    good = [torch.zeros(3, 8), torch.zeros(3, dtype=torch.long)]
+    wrong = [
+        [torch.zeros(3, 9), good[1]],
+        [torch.zeros(3, 8, dtype=torch.float64), good[1]],
+        [good[0], torch.zeros(3, 1, dtype=torch.long)],
+    ]
+    for tensors, fine in ((good, True), ([torch.zeros(5, 8), None], True), *((each, False) for each in wrong)):
+        sender, receiver = Link("ring", 1), Link("ring", 1, inspect=inspect)
+        sender.send(Gradients(1, 0, 0, 0), tensors, 0.0)
+        if fine:
+            assert receiver.receive(sender.outbox.popleft(), 0.0) is not None
+            continue
+        monkeypatch.setattr("ringtmp.wire.link.Landing", lambda spec: pytest.fail("memory was taken"))
+        with pytest.raises(ProtocolError, match="not in the plan"):
+            receiver.receive(sender.outbox.popleft(), 0.0)

@@ -17,7 +17,7 @@ import msgspec
 from ringtmp import __version__
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
-from ringtmp.data.sources import Source, Stream
+from ringtmp.data.sources import Source, Stream, leaves
 from ringtmp.errors import CheckpointError, Interrupted, RingError, UsageError
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
@@ -36,7 +36,7 @@ from ringtmp.ring.master import STOP_LIMIT_S, Master
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
 from ringtmp.ring.worker import farewell
-from ringtmp.wire.message import Recipe, Setup
+from ringtmp.wire.message import Crossing, Recipe, Setup
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
@@ -180,6 +180,7 @@ class Session:
         names: list[str] = []
         costs: list[float] = []
         outputs: list[int] = []
+        leaving: list[tuple[Crossing, ...]] = []
         try:
             sample = job.train.example
             last = None
@@ -191,12 +192,13 @@ class Session:
                 names.append(built.layer.name)
                 costs.append(built.cost_s)
                 outputs.append(built.output_bytes)
+                leaving.append(_crossings(built.sample_outputs, sizes[-1]))
                 last = built
                 self._watcher.phase(f"reading the model: layer {index + 1}, {built.layer.name}")
             assert last is not None
             check_loss(job.loss, job.loss_name, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
             least = 1 if last.takes_one_sample else 2
-            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs), least))
+            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs), tuple(leaving), least))
             writer.commit()
         except OSError as error:
             writer.abandon()
@@ -235,7 +237,7 @@ class Session:
         window = config.ring.window or default_window(len(route.visits), self._microbatches, config.ring.schedule)
         setup = Setup(
             route, recipe, window, config.ring.schedule, self._progress.step, self._crew.addresses(),
-            config.keep.detailed_steps,
+            config.keep.detailed_steps, {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]},
         )  # fmt: skip
         job.run.write_config(
             SavedConfig(
@@ -446,6 +448,16 @@ class Session:
         self._watcher.warn(text)
         if self._log is not None:
             self._log.write(events.Warned(time.monotonic(), text))
+
+
+def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
+    """What leaves a layer for `samples` samples, as the plan knows it."""
+    found = []
+    for leaf in leaves(outputs):
+        per_sample = leaf.dim() > 0 and leaf.shape[0] == samples
+        rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
+        found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
+    return tuple(found)
 
 
 def _segment_text(layers: list[Layer], first: int, stop: int) -> str:

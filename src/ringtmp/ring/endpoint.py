@@ -68,6 +68,8 @@ class Endpoint:
         self._generation = generation
         self._links: dict[tuple[int, Channel], Link] = {}
         self._local: list[Mail] = []
+        #: Sees every arriving message before memory is taken for it. A node with a plan sets its own.
+        self.inspect: Callable[[Message], None] = lambda message: None
         #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
         self.sent: list[tuple[int, float, float, int]] = []
 
@@ -133,7 +135,9 @@ class Endpoint:
     def _link(self, peer: int, channel: Channel) -> Link:
         key = (peer, channel)
         if key not in self._links:
-            self._links[key] = Link(self._ring, self._generation, self.limit_bytes)
+            self._links[key] = Link(
+                self._ring, self._generation, self.limit_bytes, lambda message: self.inspect(message)
+            )
         return self._links[key]
 
     def _flush(self, peer: int, channel: Channel, link: Link) -> None:

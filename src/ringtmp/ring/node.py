@@ -28,6 +28,7 @@ from ringtmp.wire.message import (
     Inspect,
     Inspected,
     LayerState,
+    Message,
     Norms,
     Place,
     Placed,
@@ -80,6 +81,7 @@ class Node:
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
         self.visits = {visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)}
         self._owner = owner
+        endpoint.inspect = self._inspect
         self._first_step = setup.step
         self._last_visit = setup.route.last
         #: Called with every event this node produces. A worker sends it to the master.
@@ -324,6 +326,23 @@ class Node:
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.endpoint.post(peer, message, tensors)
+
+    def _inspect(self, message: Message) -> None:
+        """Tensors that are not what the plan says are refused before memory is taken for them."""
+        if isinstance(message, Activations):
+            wanted = self.setup.crossings.get(message.visit)
+        elif isinstance(message, Gradients):
+            wanted = self.setup.crossings.get(message.visit + 1)
+        else:
+            return
+        if wanted is None:
+            return
+        if len(wanted) != len(message.tensors) or not all(
+            spec is None or each.allows(spec) for each, spec in zip(wanted, message.tensors, strict=True)
+        ):
+            raise ProtocolError(
+                f"{type(message).__name__} for visit {message.visit} are {message.tensors}; the plan says {wanted}"
+            )
 
     def _expect(self, visit: int, mail: Mail) -> VisitState:
         if visit not in self.visits:

@@ -22,6 +22,7 @@ from ringtmp.config import RunConfig
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
 from ringtmp.model import portable
 from ringtmp.model.portable import Layer
+from ringtmp.wire.message import Crossing
 
 
 class LayerIndex(msgspec.Struct, frozen=True):
@@ -29,6 +30,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     cost_s: tuple[float, ...]
     output_bytes: tuple[int, ...]
+    outputs: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer
     least_microbatch: int = 1  # samples the model needs at least to train
 
 

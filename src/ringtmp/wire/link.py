@@ -11,7 +11,7 @@ Pure: frames in, frames out; the clock comes in as an argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -78,7 +78,15 @@ class _Arriving:
 
 
 class Link:
-    def __init__(self, ring: str, generation: int, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+    def __init__(
+        self,
+        ring: str,
+        generation: int,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        inspect: Callable[[Message], None] = lambda message: None,
+    ) -> None:
+        """`inspect` sees every message before memory is taken for its tensors, and may raise ProtocolError."""
+        self._inspect = inspect
         self._ring = ring
         self._generation = generation
         self._limit = limit_bytes
@@ -188,6 +196,7 @@ class Link:
 
     def _begin(self, packet: Packet, now: float) -> _Arriving:
         message = decode_message(packet.body)
+        self._inspect(message)
         specs: Specs = getattr(message, "tensors", ())
         total = 0
         for spec in specs:

@@ -72,6 +72,18 @@ class Recipe(msgspec.Struct, frozen=True):
     clip_norm: float | None = None
 
 
+class Crossing(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that crosses a cut, as the plan knows it: everything but the number of samples."""
+
+    dtype: str
+    rest: tuple[int, ...]  # the shape behind the samples
+    per_sample: bool  # whether the first dimension counts samples; else `rest` is the whole shape
+
+    def allows(self, spec: TensorSpec) -> bool:
+        shape = spec.shape[1:] if self.per_sample else spec.shape
+        return spec.dtype == self.dtype and shape == self.rest and (not self.per_sample or len(spec.shape) > 0)
+
+
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     route: Route
     recipe: Recipe
@@ -80,6 +92,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     step: int  # steps already done
     addresses: dict[int, Address]  # of the receiver's neighbours
     detailed_steps: int
+    crossings: dict[int, tuple[Crossing, ...]] = {}  # what enters each visit but the first
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
