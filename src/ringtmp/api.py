@@ -40,7 +40,7 @@ from ringtmp.model.revive import revive
 from ringtmp.ring.checkpoint import latest, named_weights
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
-from ringtmp.session import Job, Session, Watcher
+from ringtmp.session import EVALUATION_FACTOR, Job, Session, Watcher
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 
@@ -230,7 +230,9 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
     training = saved.config.training
     assert training.microbatches is not None
     with _inference(run, saved.config, nodes, loss or loss_named(saved.loss)) as ring:
-        batches = evaluation_batches(source, training.batch_size * 4, training.microbatches * 4)
+        batches = evaluation_batches(
+            source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
+        )
         score = ring.master.evaluate(batches, ring.step, saved.loss == "next_byte")
     return {
         "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
@@ -246,11 +248,13 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
     count = len(leaves(inputs)[0])
     if not count:
         raise UsageError("there are no inputs to predict from")
-    per_pass = training.batch_size * 4
+    per_pass = training.batch_size * EVALUATION_FACTOR
     batches = []
     for first in range(0, count, per_pass):
         part = torch.arange(first, min(first + per_pass, count))
-        pieces, nobody = split_batch(_select(inputs, part), torch.zeros(len(part)), training.microbatches * 4)
+        pieces, nobody = split_batch(
+            _select(inputs, part), torch.zeros(len(part)), training.microbatches * EVALUATION_FACTOR
+        )
         batches.append(Batch(0, pieces, nobody, len(part)))
     with _inference(run, saved.config, nodes, loss_named("mse")) as ring:
         outputs = ring.master.predict(batches, ring.step)

@@ -97,6 +97,7 @@ class Session:
         self._generation = 1
         self._least = 1
         self._told_of_log = False
+        self._run_name = ""
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -214,6 +215,7 @@ class Session:
             self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
         if checkpoint.manifest.run != index.run:
             raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
+        self._run_name = index.run
         self._least = index.least_microbatch
         self._progress = checkpoint.progress
         self._saved_step = checkpoint.progress.step
@@ -422,8 +424,7 @@ class Session:
             return
         assert self._log is not None
         started = time.monotonic()
-        index, _ = self._job.run.read_layers()
-        writer = CheckpointWriter(self._job.run.checkpoints, index.run, self._progress)
+        writer = CheckpointWriter(self._job.run.checkpoints, self._run_name, self._progress)
         try:
             master.save(writer)
             writer.commit()

@@ -6,7 +6,7 @@ yields ready batches in order of arrival: a DataLoader, a generator, a sensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,12 +183,3 @@ def split(table: Table, test_share: float, seed: int) -> tuple[Table, Table]:
 
 def subset(table: Table, index: torch.Tensor) -> Table:
     return Table(table.name, len(index), table.shape, lambda numbers: table.take(index[numbers]), table.loss)
-
-
-def check_labels(source: Source, targets: Sequence[torch.Tensor], outputs: int) -> None:
-    for target in targets:
-        if not target.is_floating_point() and (int(target.max()) >= outputs or int(target.min()) < 0):
-            wrong = int(target.max()) if int(target.max()) >= outputs else int(target.min())
-            raise UsageError(
-                f"data {source.name}: label {wrong} is out of range 0..{outputs - 1} of the model's outputs"
-            )

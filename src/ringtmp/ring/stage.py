@@ -161,12 +161,6 @@ class Stage:
         held = self._stored.get(microbatch)
         return held is None or all(bool(torch.isfinite(each).all()) for each in held[1] if each.is_floating_point())
 
-    def forget(self) -> None:
-        """Drop a pass that will not be finished."""
-        self._stored.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def _program(self, graph: Graph) -> Program:
         key = msgspec.msgpack.encode(graph)
         if key not in self._programs:

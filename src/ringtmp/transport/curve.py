@@ -14,7 +14,6 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-ANYONE = ""
 #: A connection that has not finished its handshake by then is dropped.
 HANDSHAKE_LIMIT_MS = 5000
 
