@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,18 @@ from ringtmp.resources import set_threads
 # The same examples every time: a failure in a clean run is a change of ours, not of the dice.
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """A temporary folder of our own: what a test running beside this one leaves for a moment is not ours to judge."""
+    folder = tempfile.mkdtemp(prefix="rt-")  # short: Unix sockets live below it
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+def pytest_unconfigure() -> None:
+    folder, tempfile.tempdir = tempfile.gettempdir(), None
+    del os.environ["TMPDIR"]
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,10 +123,8 @@ def test_when_the_master_is_killed_its_workers_end(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert_all_gone(workers)
-    for folder in Path(os.environ.get("TMPDIR", "/tmp")).glob(f"ringtmp-{process.pid}-*"):
-        for file in folder.iterdir():  # what a killed master leaves, the test itself clears
-            file.unlink()
-        folder.rmdir()
+    for folder in Path(tempfile.gettempdir()).glob(f"ringtmp-{process.pid}-*"):
+        shutil.rmtree(folder)  # what a killed master leaves, the test itself clears
 
 
 def test_a_worker_that_raises_gives_its_traceback_node_and_step(tmp_path: Path) -> None:
