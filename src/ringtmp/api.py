@@ -94,7 +94,8 @@ class Ring:
     """A ring of `nodes`; this process is the master.
 
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
-    that join with the token the watcher is shown (`ringtmp node --join ...`).
+    that join with the token the watcher is shown (`ringtmp node --join ...`). `strategy` and its `settings` are those of
+    `ringtmp strategies`; the same nodes then train in another way.
     """
 
     def __init__(
@@ -104,11 +105,16 @@ class Ring:
         cuts: str | None = None,
         window: int | None = None,
         schedule: str = "1f1b",
+        strategy: str = "ring",
+        settings: Mapping[str, Any] | None = None,
         threads: int | None = None,
         listen: str | None = None,
         ring: str = "home",
     ) -> None:
-        self._part = RingPart(nodes=nodes, cuts=cuts, window=window, schedule=schedule)  # type: ignore[arg-type]
+        self._part = RingPart(
+            nodes=nodes, cuts=cuts, window=window, schedule=schedule,  # type: ignore[arg-type]
+            strategy=strategy, strategy_settings=dict(settings or {}),
+        )  # fmt: skip
         self._threads = threads
         self._listen = listen
         self._ring = ring
@@ -128,6 +134,7 @@ class Ring:
         lr_schedule: Mapping[str, Any] | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
+        wire: str = "float32",
         early_stop: int | None = None,
         checkpoint_every: int | None = None,
         run_dir: str | Path | None = None,
@@ -140,7 +147,7 @@ class Ring:
             TrainingPart(
                 data=train_data if isinstance(train_data, str) else "given", epochs=epochs, steps=steps,
                 batch_size=batch_size, microbatches=microbatches, optimizer=name, optimizer_settings=settings,
-                lr_schedule=dict(lr_schedule or {}), clip_norm=clip_norm, seed=seed,
+                lr_schedule=dict(lr_schedule or {}), clip_norm=clip_norm, seed=seed, wire=wire,
                 threads=self._threads, early_stop=early_stop,
             ),
             self._part,

@@ -13,11 +13,10 @@ import msgspec
 
 from ringtmp.errors import UsageError, unknown
 from ringtmp.plan.rule import SCHEDULES
+from ringtmp.wire.protocol import WIRES
 
 DEFAULT_MICROBATCHES = 8
 DEFAULT_EPOCHS = 10
-WIRES = ("float32",)
-STRATEGIES = ("ring",)
 
 
 class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,9 +45,10 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nothing here changes the bits."""
+    """Of the ring nothing here changes the bits."""
 
     strategy: str = "ring"
+    strategy_settings: dict[str, Any] = {}
     nodes: int = 3
     cuts: str | None = None
     window: int | None = None
@@ -70,14 +70,19 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def resolve(config: RunConfig) -> RunConfig:
     """The same settings with defaults filled in. Refuses what cannot be."""
     from ringtmp.ring.recipe import checked_optimizer, checked_schedule
+    from ringtmp.strategies import catalog
 
     training, ring = config.training, config.ring
-    if ring.strategy not in STRATEGIES:
-        raise unknown("strategy", ring.strategy, STRATEGIES)
+    strategy, short = catalog.named(ring.strategy)
     if ring.schedule not in SCHEDULES:
         raise unknown("schedule", ring.schedule, SCHEDULES)
     if training.wire not in WIRES:
         raise unknown("wire format", training.wire, WIRES)
+    settings = catalog.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
+    if strategy == "ring" and training.wire != "float32":
+        raise UsageError(f"--wire {training.wire} goes with ps and allreduce: the ring sends float32")
+    if strategy != "ring":
+        _check_ring_only(config, strategy)
     for name, value, least in (
         ("--nodes", ring.nodes, 1),
         ("--batch-size", training.batch_size, 1),
@@ -106,13 +111,27 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--window {ring.window} is too small for gpipe, which keeps all {microbatches} microbatches in flight: leave "
             "it out, or use --schedule 1f1b"
         )
+    workers = len(catalog.roles(strategy, settings, ring.nodes).workers)
+    if strategy != "ring" and microbatches < workers:
+        raise UsageError(
+            f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
+            + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
+        )
+    ring = msgspec.structs.replace(ring, strategy=strategy, strategy_settings=settings)
     training = msgspec.structs.replace(
         training,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
         microbatches=microbatches,
         optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
     )
-    return msgspec.structs.replace(config, training=training)
+    return msgspec.structs.replace(config, training=training, ring=ring)
+
+
+def _check_ring_only(config: RunConfig, strategy: str) -> None:
+    """What has no meaning where every worker has the whole model."""
+    for flag, value in (("--cuts", config.ring.cuts), ("--window", config.ring.window)):
+        if value is not None:
+            raise UsageError(f"{flag} goes with --strategy ring: with {strategy} every worker has the whole model")
 
 
 #: What `--resume` may change: none of it changes the bits of the steps to come.

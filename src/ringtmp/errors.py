@@ -34,6 +34,10 @@ class DoesNotFit(RingError):  # noqa: N818
 class NodeLost(RingError):  # noqa: N818
     exit_code = 4
 
+    def __init__(self, text: str, node: int | None = None) -> None:
+        super().__init__(text)
+        self.node = node
+
 
 class NodeFailed(RingError):  # noqa: N818
     pass

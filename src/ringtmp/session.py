@@ -25,18 +25,16 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
-from ringtmp.plan.partition import equal_cost
-from ringtmp.plan.route import MASTER, Route, parse_cuts, plain_ring
-from ringtmp.plan.rule import default_window
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.lead import STOP_LIMIT_S
 from ringtmp.ring.losses import LossFunction, check_loss
-from ringtmp.ring.master import STOP_LIMIT_S, Master
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
-from ringtmp.ring.worker import farewell
-from ringtmp.wire.message import Crossing, Recipe, Setup
+from ringtmp.strategies import catalog
+from ringtmp.strategies.brief import Brief, Leader
+from ringtmp.wire.message import Crossing, Recipe
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
@@ -91,13 +89,14 @@ class Session:
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._log: EventLog | None = None
-        self._master: Master | None = None
+        self._master: Leader | None = None
         self._progress = Progress(0)
         self._ring = secrets.token_hex(8)
         self._generation = 1
         self._least = 1
         self._told_of_log = False
         self._run_name = ""
+        self._lr_schedule: dict[str, Any] = {}
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class Session:
                     self._master.stop(outcome, FAILED_STOP_LIMIT_S if outcome == "failed" else STOP_LIMIT_S)
                 except Exception as problem:  # a broken link must not hide why the run ended
                     log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
-                log.write(farewell(self._master.endpoint))
+                log.write(self._master.farewell())
         finally:
             self._crew.stop()
             if log is not None:
@@ -221,13 +220,12 @@ class Session:
         self._saved_step = checkpoint.progress.step
         return index, layers, checkpoint
 
-    def _lay_out(self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint) -> Master:
+    def _lay_out(self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint) -> Leader:
         job, config = self._job, self._job.config
         assert self._log is not None
-        route = self._plan(index, layers)
         steps = self._total_steps()
         training = config.training
-        schedule = checked_schedule(training.lr_schedule, steps)
+        self._lr_schedule = schedule = checked_schedule(training.lr_schedule, steps)
         recipe = Recipe(
             training.seed,
             self._crew.threads,
@@ -236,11 +234,13 @@ class Session:
             schedule,
             training.clip_norm,
         )
-        window = config.ring.window or default_window(len(route.visits), self._microbatches, config.ring.schedule)
-        setup = Setup(
-            route, recipe, window, config.ring.schedule, self._progress.step, self._crew.addresses(),
-            config.keep.detailed_steps, {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]},
+        brief = Brief(
+            config, index, layers, job.loss, job.loss_name, recipe, self._progress.step, self._microbatches,
+            self._crew.addresses(),
         )  # fmt: skip
+        plan = catalog.plan(brief)
+        for warning in plan.warnings:
+            self._warn(warning)
         job.run.write_config(
             SavedConfig(
                 __version__,
@@ -253,42 +253,25 @@ class Session:
                 events.RunStarted(
                     time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
                     msgspec.to_builtins(config),
-                    {**fingerprint(self._crew.threads), "window": window, "microbatches": self._microbatches,
-                     "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name},
+                    {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
+                     "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
+                     "exactness": catalog.exactness(
+                         config.ring.strategy, config.ring.strategy_settings, training.wire)},
                     1, self._progress.step,
                 )
             )  # fmt: skip
-        self._watcher.phase("waiting for the nodes")
-        self._master = master = Master(endpoint, self._crew, layers, job.loss, self._log)
-        others = [node for node in route.nodes() if node != MASTER]
-        master.gather(others)
-        self._watcher.phase("placing the layers")
-        master.lay_out(setup, checkpoint)
-        for node in route.nodes():
-            segments = tuple(_segment_text(layers, visit.first, visit.stop) for visit in route.on(node))
-            parameters = sum(layers[i].parameters for visit in route.on(node) for i in visit.layers)
+        self._master = master = plan.lead(endpoint, self._crew, self._log)
+        plan.start(master, checkpoint, self._watcher.phase)
+        for share in plan.shares:
             self._log.write(
                 events.NodeStarted(
-                    time.monotonic(), node, "master" if node == MASTER else "worker",
-                    self._crew.pids().get(node, 0), self._generation, segments, parameters,
+                    time.monotonic(), share.node, share.role, self._crew.pids().get(share.node, 0), self._generation,
+                    share.segments, share.parameters,
                 )
             )  # fmt: skip
+        self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
         self._log.flush()
         return master
-
-    def _plan(self, index: LayerIndex, layers: list[Layer]) -> Route:
-        nodes, cuts = self._job.config.ring.nodes, self._job.config.ring.cuts
-        has_parameters = [layer.parameters > 0 for layer in layers]
-        bounds = (
-            equal_cost(index.cost_s, has_parameters, nodes) if cuts is None else parse_cuts(cuts, len(layers), nodes)
-        )
-        if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
-            self._warn(
-                "the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master"
-            )
-        if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
-            self._warn("the front has no layer with parameters: the raw inputs leave the master")
-        return plain_ring(nodes, bounds)
 
     def _total_steps(self) -> int | None:
         training = self._job.config.training
@@ -299,7 +282,7 @@ class Session:
 
     # -- step after step ----------------------------------------------------------------------------------------------
 
-    def _steps(self, master: Master, layers: list[Layer]) -> str:
+    def _steps(self, master: Leader, layers: list[Layer]) -> str:
         job, training = self._job, self._job.config.training
         total = self._total_steps()
         fresh = True
@@ -316,12 +299,12 @@ class Session:
                 return "done"
             self._refuse_too_small(batch)
             started = time.monotonic()
-            loss = master.train_step(step, batch, fresh)
+            loss = master.train_step(step, batch, fresh, self._upcoming)
             fresh = False
             now = time.monotonic()
-            schedule = master.node.setup.recipe.schedule
+            rate = learning_rate(self._lr_schedule, training.optimizer_settings["lr"], step)
             done = events.StepDone(
-                now, step, batch.epoch, loss, learning_rate(schedule, training.optimizer_settings["lr"], step),
+                now, step, batch.epoch, loss, rate,
                 batch.samples, now - started,
             )  # fmt: skip
             assert self._log is not None
@@ -332,6 +315,8 @@ class Session:
             step += 1
             self._progress = msgspec.structs.replace(self._progress, step=step)
             self._watcher.step(step, total, done, self._log.idle_share)
+            if master.committed > step:
+                continue  # work beyond this step has been given out, so nothing can pause here
             every = job.config.keep.checkpoint_every
             if every is not None and step % every == 0:
                 self._save(master, layers)
@@ -352,6 +337,25 @@ class Session:
             self._evaluate(master, epoch)
         return "done"
 
+    def _upcoming(self, step: int) -> Batch | None:
+        """The batch of a later step, unless the run pauses before it: at the end of an epoch, for a checkpoint, because
+        somebody wants to stop. A stream's batches are not read ahead."""
+        total, per_epoch = self._total_steps(), self._batches.steps_per_epoch
+        every = self._job.config.keep.checkpoint_every
+        if (
+            per_epoch is None
+            or (total is not None and step >= total)
+            or step % per_epoch == 0
+            or (every is not None and step % every == 0)
+            or self._interrupted()
+            or self._crew.changed() is not None
+        ):
+            return None
+        batch = self._batches.batch(step)
+        if batch is not None:
+            self._refuse_too_small(batch)
+        return batch
+
     def _refuse_too_small(self, batch: Batch) -> None:
         """A table's sizes are checked before the start; a stream may bring any."""
         smallest = min(len(each) for each in batch.targets)
@@ -361,7 +365,7 @@ class Session:
                 f"BatchNorm needs {self._least}: use fewer --microbatches or drop the last, smaller batch"
             )
 
-    def _regroup(self, master: Master, layers: list[Layer], reason: str) -> Master:
+    def _regroup(self, master: Leader, layers: list[Layer], reason: str) -> Leader:
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
         started = time.monotonic()
@@ -385,7 +389,7 @@ class Session:
         )
         return master
 
-    def _evaluate(self, master: Master, epoch: int) -> float | None:
+    def _evaluate(self, master: Leader, epoch: int) -> float | None:
         """The test loss, if there is a test part."""
         job = self._job
         assert self._log is not None
@@ -403,7 +407,7 @@ class Session:
         self._watcher.evaluated(event)
         return score.loss
 
-    def _end_epoch(self, master: Master, layers: list[Layer], epoch: int) -> bool:
+    def _end_epoch(self, master: Leader, layers: list[Layer], epoch: int) -> bool:
         """Evaluate, perhaps save. True: the test loss has not improved for long enough to stop."""
         loss = self._evaluate(master, epoch)
         progress, patience = self._progress, self._job.config.training.early_stop
@@ -419,7 +423,7 @@ class Session:
             self._save(master, layers)
         return patience is not None and self._progress.epochs_without_gain >= patience
 
-    def _save(self, master: Master, layers: list[Layer], needed: bool = False) -> None:
+    def _save(self, master: Leader, layers: list[Layer], needed: bool = False) -> None:
         if self._saved_step == self._progress.step:
             return
         assert self._log is not None
@@ -459,14 +463,6 @@ def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
         rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
         found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
     return tuple(found)
-
-
-def _segment_text(layers: list[Layer], first: int, stop: int) -> str:
-    if first == stop:
-        return "loss only"
-    if stop - first == 1:
-        return f"{first} ({layers[first].name})"
-    return f"{first}-{stop - 1} ({layers[first].name} to {layers[stop - 1].name})"
 
 
 def len_of(outputs: Any) -> int:

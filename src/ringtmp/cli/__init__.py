@@ -20,6 +20,7 @@ _VERBS = {
     "evaluate": "Loss and accuracy of a run's newest checkpoint.",
     "predict": "A run's outputs for inputs from a file.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",
+    "strategies": "The ways to train, with their settings.",
     "doctor": "Find out what stands in the way.",
     "env": "What to put in a bug report.",
 }

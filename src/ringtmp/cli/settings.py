@@ -32,6 +32,7 @@ FIELDS = {
     "staleness": ("training", "staleness"),
     "early_stop": ("training", "early_stop"),
     "strategy": ("ring", "strategy"),
+    "with": ("ring", "strategy_settings"),
     "nodes": ("ring", "nodes"),
     "cuts": ("ring", "cuts"),
     "window": ("ring", "window"),

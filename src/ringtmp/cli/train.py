@@ -22,8 +22,10 @@ from ringtmp.errors import UsageError
     "--data", help="digits, random:784x10, idx:DIR, npz:FILE, text:PATH, pysource or FILE.py:factory.  [digits]"
 )
 @click.option("--loss", help="cross_entropy, mse or next_byte.  [what fits the data]")
-@click.option("--strategy", help="How to train: ring.  [ring]")
-@click.option("--with", "with_", multiple=True, metavar="KEY=VALUE", help="A setting of the strategy.")
+@click.option("--strategy", help="ring, ps (ps:bsp, ps:async, ps:ssp:3) or allreduce (allreduce:tree).  [ring]")
+@click.option(
+    "--with", "with_", multiple=True, metavar="KEY=VALUE", help="A setting of the strategy: see ringtmp strategies."
+)
 @click.option("--nodes", type=int, help="Members of the ring, the master included.  [3]")
 @click.option("--listen", metavar="ADDRESS[:PORT]", help="Wait for devices here instead of starting processes.")
 @click.option(
@@ -40,7 +42,7 @@ from ringtmp.errors import UsageError
 @click.option("--window", type=int, help="Microbatches in flight at most.  [by the number of nodes]")
 @click.option("--schedule", help="1f1b or gpipe.  [1f1b]")
 @click.option("--cuts", help="Layers per visit, for instance 0-2,3-5,6-7; '-' for a loss-only tail.  [equal cost]")
-@click.option("--wire", help="What travels: float32.  [float32]")
+@click.option("--wire", help="What travels: float32, bfloat16, float16 or int8.  [float32]")
 @click.option("--staleness", type=int, help="Steps a gradient may be old: 0.  [0]")
 @click.option("--threads", type=int, help="Threads per node, the same on all.  [1]")
 @click.option("--optimizer", help="sgd, adam or adamw.  [adam]")
@@ -73,7 +75,7 @@ def command(
     """
     flags = {name: value for name, value in plain.items() if value is not None}
     if with_:
-        raise UsageError(f"strategy ring has no setting {with_[0].partition('=')[0]!r}: it takes none")
+        flags["with"] = parse_pairs("--with", with_)
     if set_:
         flags["set"] = parse_pairs("--set", set_)
     if opt or lr is not None:

@@ -18,6 +18,8 @@ class Batch:
     inputs: tuple[Any, ...]  # one entry per microbatch
     targets: tuple[torch.Tensor, ...]
     samples: int
+    #: The samples' numbers in their table, for those who keep what they have seen; a stream's have none.
+    numbers: tuple[torch.Tensor, ...] | None = None
 
     @property
     def weights(self) -> list[float]:
@@ -85,7 +87,7 @@ class TrainingBatches:
             self._order = (epoch, torch.randperm(source.size, generator=generator))
         index = self._order[1][position * self._size : (position + 1) * self._size]
         inputs, targets = split_batch(*source.take(index), self._microbatches)
-        return Batch(epoch, inputs, targets, len(index))
+        return Batch(epoch, inputs, targets, len(index), index.tensor_split(len(targets)))
 
     def _arrive(self, stream: Stream, step: int) -> Batch | None:
         """Steps done before a resume are read and dropped: a stream has no other way to step S. Nothing is read
@@ -113,4 +115,4 @@ def evaluation_batches(source: Source, batch_size: int, microbatches: int) -> It
     for start in range(0, source.size, batch_size):
         index = torch.arange(start, min(start + batch_size, source.size))
         inputs, targets = split_batch(*source.take(index), microbatches)
-        yield Batch(0, inputs, targets, len(index))
+        yield Batch(0, inputs, targets, len(index), index.tensor_split(len(targets)))

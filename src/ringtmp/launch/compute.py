@@ -56,13 +56,14 @@ def main() -> int:
     from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
     from ringtmp.ring.endpoint import Endpoint
     from ringtmp.ring.worker import Worker
+    from ringtmp.strategies.catalog import member
     from ringtmp.wire.message import Failed
 
     set_threads(orders.threads)
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
     endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes)
-    worker = Worker(endpoint, orders.master)
+    worker = Worker(endpoint, orders.master, member)
     code = 0
     try:
         while worker.stopped is None:

@@ -67,8 +67,12 @@ class LocalCrew:
                 words = last_words(self._log(node))
                 raise NodeLost(
                     f"node {node} (process {child.pid}) {_how_it_died(code)} in step {step}; its log is {self._log(node)}"
-                    + (f" (last line: {words})" if words else "")
+                    + (f" (last line: {words})" if words else ""),
+                    node,
                 )
+
+    def bury(self, node: int) -> None:
+        end(self._children.pop(node))
 
     def _log(self, node: int) -> Path:
         return self._logs / f"node-{node}.log"

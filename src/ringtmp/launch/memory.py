@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from ringtmp.errors import NodeLost
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.worker import Worker
+from ringtmp.strategies.catalog import member
 from ringtmp.transport.base import Transport
 from ringtmp.transport.memory import Hub
 from ringtmp.wire.address import NOWHERE, Address
@@ -28,13 +30,14 @@ class MemoryCrew:
         self._wrap = wrap
         self._workers: list[Worker] = []
         self._leaving: int | None = None
+        self._dead: set[int] = set()
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """The master's endpoint; the workers are made."""
         endpoint = Endpoint(self._wrap(self._hub.transport(0)), ring, generation)
         for node in range(1, self.nodes):
             worker_endpoint = Endpoint(self._wrap(self._hub.transport(node)), ring, generation)
-            self._workers.append(Worker(worker_endpoint, NOWHERE))
+            self._workers.append(Worker(worker_endpoint, NOWHERE, member))
         return endpoint
 
     def addresses(self) -> dict[int, Address]:
@@ -63,8 +66,17 @@ class MemoryCrew:
         self._leaving = None
         return self.start(ring, generation)
 
+    def kill(self, node: int) -> None:
+        """It stops in the middle of whatever it does, and says nothing."""
+        self._workers = [worker for worker in self._workers if worker.endpoint.node != node]
+        self._dead.add(node)
+
     def check(self, step: int) -> None:
-        """Nodes in this process cannot die alone."""
+        for node in self._dead:
+            raise NodeLost(f"node {node} was killed in step {step}", node)
+
+    def bury(self, node: int) -> None:
+        self._dead.discard(node)
 
     def stop(self) -> None:
         for worker in self._workers:

@@ -129,12 +129,20 @@ class RemoteCrew:
                 continue
             if device.died is not None and device.died.generation == self._generation:
                 words = f": {device.died.last_words}" if device.died.last_words else ""
-                raise NodeLost(f"{who}: its compute process ended with code {device.died.code} in step {step}{words}")
+                raise NodeLost(
+                    f"{who}: its compute process ended with code {device.died.code} in step {step}{words}", node
+                )
             if device.left:
-                raise NodeLost(f"{who} left in step {step}")
+                raise NodeLost(f"{who} left in step {step}", node)
             silent = time.monotonic() - device.last_heard
             if silent > SILENCE_LIMIT_S:
-                raise NodeLost(f"{who} has not been heard for {silent:.0f} s in step {step}: power, cable, Wi-Fi?")
+                raise NodeLost(
+                    f"{who} has not been heard for {silent:.0f} s in step {step}: power, cable, Wi-Fi?", node
+                )
+
+    def bury(self, node: int) -> None:
+        assert self._hub is not None
+        self._hub.tell(self._devices.pop(node), End(self._generation))
 
     def stop(self) -> None:
         if self._hub is not None:

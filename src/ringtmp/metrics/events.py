@@ -72,6 +72,8 @@ class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
     sent_bytes: int
     received_bytes: int
     spans: tuple[Span, ...] = ()
+    #: Every update before this step was in the parameters it worked with; None where there is no doubt.
+    oldest: int | None = None
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag="evaluation"):
@@ -115,6 +117,9 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="node_end"):
     placement_bytes: int
     overhead_sent_bytes: int
     resent_packets: int
+    #: Gradients a server applied, and those it left out because the step had gone on without them.
+    applied: int = 0
+    dropped: int = 0
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag="end"):
@@ -140,6 +145,7 @@ Event = (
 
 
 class _Times(msgspec.Struct, frozen=True):
+    node: int
     busy_s: float
     idle_s: float
 
@@ -162,6 +168,8 @@ class EventLog:
         self.trouble: str | None = None
         self._busy_s = 0.0
         self._idle_s = 0.0
+        #: Nodes that only serve: their idleness is told apart.
+        self.servers: frozenset[int] = frozenset()
 
     def write(self, event: Event) -> None:
         self.write_encoded(encode(event))
@@ -173,8 +181,9 @@ class EventLog:
             self._give_up(error)
         if line.startswith(_NODE_STEP):
             times = _times.decode(line)
-            self._busy_s += times.busy_s
-            self._idle_s += times.idle_s
+            if times.node not in self.servers:
+                self._busy_s += times.busy_s
+                self._idle_s += times.idle_s
 
     @property
     def idle_share(self) -> float:

@@ -60,13 +60,13 @@ class Recorder:
     def count_sent(self, size: int) -> None:
         self._sent += size
 
-    def close_step(self, step: int, first_step: int) -> NodeStep:
+    def close_step(self, step: int, first_step: int, oldest: int | None = None) -> NodeStep:
         """The step is over for this node. Spans are kept for the first steps and every hundredth after."""
         start = self._start if self._start is not None else self._last_end
         detailed = step - first_step < self._detailed_steps or step % 100 == 0
         record = NodeStep(
             self._node, step, start, self._last_end, self._busy, sum(self._idle.values()), dict(self._idle),
-            self._sent, self._received, tuple(self._spans) if detailed else (),
+            self._sent, self._received, tuple(self._spans) if detailed else (), oldest,
         )  # fmt: skip
         self._start = self._last_end
         self._busy = 0.0

@@ -14,30 +14,33 @@ from ringtmp.wire.address import Address
 from ringtmp.wire.link import Counters, Link
 from ringtmp.wire.message import (
     Activations,
-    Bye,
-    Failed,
+    Copied,
+    Copy,
     Fetch,
     Gradients,
-    Hello,
-    Inspect,
-    Inspected,
+    Kept,
     LayerState,
     Message,
     Norms,
+    Part,
     Place,
     Placed,
-    Report,
+    Pull,
+    Pulled,
+    Push,
     Scale,
-    Setup,
-    Stop,
+    Squares,
+    Store,
+    Total,
+    Work,
 )  # fmt: skip
 
+#: Everything else is control.
 _CHANNELS: dict[type, Channel] = {
-    Activations: Channel.TENSOR, Gradients: Channel.TENSOR, Norms: Channel.TENSOR, Scale: Channel.TENSOR,
-    Place: Channel.BULK, Placed: Channel.BULK, Fetch: Channel.BULK, LayerState: Channel.BULK,
-    Hello: Channel.CONTROL, Setup: Channel.CONTROL, Report: Channel.CONTROL, Inspect: Channel.CONTROL,
-    Inspected: Channel.CONTROL, Failed: Channel.CONTROL, Stop: Channel.CONTROL, Bye: Channel.CONTROL,
-}  # fmt: skip
+    **dict.fromkeys((Activations, Gradients, Norms, Scale), Channel.TENSOR),
+    **dict.fromkeys((Push, Pull, Pulled, Copy, Copied, Squares, Total, Part), Channel.TENSOR),
+    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept), Channel.BULK),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,10 @@ class Mail:
     payload_bytes: int
     first_at: float
     arrived_at: float
+
+    def present(self) -> list[torch.Tensor]:
+        """The tensors, without holes."""
+        return [each for each in self.tensors if each is not None]
 
 
 class Endpoint:
@@ -68,6 +75,7 @@ class Endpoint:
         self._generation = generation
         self._links: dict[tuple[int, Channel], Link] = {}
         self._local: list[Mail] = []
+        self._forgotten: set[int] = set()
         #: Sees every arriving message before memory is taken for it. A node with a plan sets its own.
         self.inspect: Callable[[Message], None] = lambda message: None
         #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
@@ -82,7 +90,9 @@ class Endpoint:
         if peer == self.node:
             self._local.append(Mail(peer, message, list(tensors), 0, now, now))
             return
-        channel = _CHANNELS[type(message)]
+        if peer in self._forgotten:
+            return
+        channel = _CHANNELS.get(type(message), Channel.CONTROL)
         link = self._link(peer, channel)
         link.send(message, tensors, now)
         self._flush(peer, channel, link)
@@ -91,6 +101,8 @@ class Endpoint:
         """Everything that has arrived, in order per sender and channel."""
         mail, self._local = self._local, []
         for arrival in self._transport.receive():
+            if arrival.peer in self._forgotten:
+                continue
             link = self._link(arrival.peer, arrival.channel)
             now = self.clock()
             delivery = link.receive(arrival.frames, now)
@@ -118,6 +130,17 @@ class Endpoint:
     def flushed(self) -> bool:
         """Everything posted has arrived."""
         return all(link.idle for link in self._links.values())
+
+    def in_flight_bytes(self, peer: int, channel: Channel) -> int:
+        """Sent to a peer and not yet acknowledged."""
+        link = self._links.get((peer, channel))
+        return link.in_flight_bytes if link is not None else 0
+
+    def forget(self, peer: int) -> None:
+        """A peer is gone for good: nothing more is sent to it, and nothing awaited."""
+        for channel in Channel:
+            self._links.pop((peer, channel), None)
+        self._forgotten.add(peer)
 
     def counters(self, *channels: Channel) -> Counters:
         """Sums over all links of these channels (all channels if none is named)."""

@@ -7,16 +7,15 @@ The whole model never lies here: layers pass through one at a time, on their way
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LossNotFinite, NodeFailed, ProtocolError, WaitTimeout
+from ringtmp.errors import LossNotFinite
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.export import nest
@@ -24,42 +23,10 @@ from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
 from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.lead import WAIT_S, Crew, Lead
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
-from ringtmp.wire.message import (
-    Activations,
-    Bye,
-    Failed,
-    Fetch,
-    Hello,
-    Inspect,
-    Inspected,
-    LayerState,
-    Place,
-    Placed,
-    Report,
-    Setup,
-    Stop,
-)  # fmt: skip
-
-HELLO_LIMIT_S = 60.0
-STALL_LIMIT_S = 60.0
-STALL_FACTOR = 20
-WATCH_EVERY_S = 0.2
-WAIT_S = 0.05
-STOP_LIMIT_S = 2.0
-
-
-class Crew(Protocol):
-    """The other nodes of a ring, wherever they live."""
-
-    def advance(self) -> bool:
-        """Let nodes that live in this process work. True if any did."""
-        ...
-
-    def check(self, step: int) -> None:
-        """Raise NodeLost if a node has died."""
-        ...
+from ringtmp.wire.message import Activations, Failed, Fetch, Inspect, Inspected, Place, Setup
 
 
 class NotFinite(Exception):  # noqa: N818
@@ -68,39 +35,21 @@ class NotFinite(Exception):  # noqa: N818
         self.step, self.microbatch, self.loss = step, microbatch, loss
 
 
-class Master:
+class Master(Lead):
     def __init__(
         self, endpoint: Endpoint, crew: Crew, layers: Sequence[Layer], loss: LossFunction, log: EventLog
     ) -> None:
-        self.endpoint = endpoint
-        self.hellos: dict[int, Hello] = {}
-        self._crew = crew
+        super().__init__(endpoint, crew, log)
         self._layers = layers
         self._loss = loss
-        self._log = log
-        self._node: Node | None = None
         self._turn = 0
-        self._placed: set[int] = set()
-        self._fetched: LayerState | None = None
-        self._fetched_tensors: list[torch.Tensor] = []
         self._inspected: dict[int, Inspected] = {}
         self._batch: Batch | None = None
         self._step_loss = 0.0
         self._score: Score | None = None
         self._outputs: list[Any] | None = None
-        self._gone: set[int] = set()
-        self._last_watch = 0.0
-        self._longest_step_s = 0.0
 
     # -- setting up ---------------------------------------------------------------------------------------------------
-
-    def gather(self, others: Sequence[int]) -> None:
-        """Wait until every node has said hello."""
-        self._until(
-            lambda: all(node in self.hellos for node in others),
-            lambda: f"node {next(node for node in others if node not in self.hellos)} to start",
-            HELLO_LIMIT_S,
-        )
 
     def lay_out(self, setup: Setup, checkpoint: Checkpoint) -> None:
         """Send everyone the plan, and every layer to its holder, one at a time."""
@@ -109,8 +58,8 @@ class Master:
             near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
             theirs = msgspec.structs.replace(setup, addresses=near)
             if node == MASTER:
-                self._node = Node(self.endpoint, theirs, owner=self)
-                self._node.emit = self._log.write
+                self._member = node_here = Node(self.endpoint, theirs, owner=self)
+                node_here.emit = self._log.write
             else:
                 self.endpoint.post(node, theirs)
         for index, layer in enumerate(self._layers):
@@ -129,10 +78,16 @@ class Master:
 
     @property
     def node(self) -> Node:
-        assert self._node is not None, "the ring is not laid out yet"
-        return self._node
+        assert isinstance(self._member, Node), "the ring is not laid out yet"
+        return self._member
 
-    def train_step(self, step: int, batch: Batch, fresh: bool) -> float:
+    @property
+    def committed(self) -> int:
+        return self.node.step
+
+    def train_step(
+        self, step: int, batch: Batch, fresh: bool, upcoming: Callable[[int], Batch | None] | None = None
+    ) -> float:
         """One update of every layer. The batch's mean loss before it."""
         started = self.endpoint.clock()
         self._batch, self._step_loss = batch, 0.0
@@ -207,86 +162,28 @@ class Master:
         for index, layer in enumerate(self._layers):
             tensors, state = self._layer_state(index)
             writer.add(index, layer, tensors, state)
-            self._fetched, self._fetched_tensors = None, []
+            self._states.clear()
 
     def _layer_state(self, index: int) -> LayerTensors:
         visit = self.node.route.holder(index)
         if visit.node == MASTER:
             return self.node.visits[visit.index].stage.layer_state(index)
+        self._states.clear()
         self.endpoint.post(visit.node, Fetch(index))
         self._until(
-            lambda: self._fetched is not None and self._fetched.layer == index,
+            lambda: visit.node in self._states,
             lambda: f"node {visit.node} to send layer {index}",
             self._stall_limit(),
         )
-        assert self._fetched is not None
+        message, given = self._states[visit.node]
         own = len(self._layers[index].tensors)
-        state = dict(zip(self._fetched.state, self._fetched_tensors[own:], strict=True))
-        return self._fetched_tensors[:own], state
+        return given[:own], dict(zip(message.state, given[own:], strict=True))
 
-    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None:
-        """Tell every node to stop, and wait a moment for each to say goodbye."""
-        for node in self.hellos:
-            self.endpoint.post(node, Stop(reason))
-        limit = self.endpoint.clock() + limit_s
-        while len(self._gone) < len(self.hellos) and self.endpoint.clock() < limit:
-            for mail in self.endpoint.collect():
-                if isinstance(mail.message, Report | Bye):
-                    self._take(mail)
-            if not self._crew.advance():
-                self.endpoint.wait(0.01)
-        self.endpoint.collect()  # the acknowledgements go out
-
-    # -- the loop -----------------------------------------------------------------------------------------------------
-
-    def _until(self, condition: Callable[[], bool], waiting_for: Callable[[], str], limit_s: float) -> None:
-        """Work until the condition holds; at most `limit_s` without any sign of life."""
-        quiet_since = self.endpoint.clock()
-        while not condition():
-            if self._pump():
-                quiet_since = self.endpoint.clock()
-            elif self.endpoint.clock() - quiet_since > limit_s:
-                raise WaitTimeout(f"waited {limit_s:.0f} s for {waiting_for()} without a sign of life")
-
-    def _pump(self) -> bool:
-        mail = self.endpoint.collect()
-        for each in mail:
-            self._take(each)
-        worked = self._node.act() if self._node is not None else False
-        helped = self._crew.advance()
-        now = time.monotonic()
-        if now - self._last_watch > WATCH_EVERY_S:
-            self._last_watch = now
-            self._crew.check(self.node.step if self._node is not None else 0)
-        if not (mail or worked or helped):
-            self.endpoint.wait(WAIT_S)
-        return bool(mail) or worked or helped
-
-    def _take(self, mail: Mail) -> None:
-        message = mail.message
-        if isinstance(message, Hello):
-            self.hellos[mail.sender] = message
-        elif isinstance(message, Report):
-            for event in message.events:
-                self._log.write_encoded(event)
-        elif isinstance(message, Bye):
-            self._gone.add(mail.sender)
-            self._log.write_encoded(message.event)
-        elif isinstance(message, Placed):
-            self._placed.add(message.layer)
-        elif isinstance(message, LayerState):
-            self._fetched = message
-            self._fetched_tensors = [each for each in mail.tensors if each is not None]
-        elif isinstance(message, Inspected):
-            self._inspected[mail.sender] = message
-        elif isinstance(message, Failed):
-            raise NodeFailed(
-                f"node {mail.sender} failed in step {message.step}: {message.error}\n{message.traceback.rstrip()}"
-            )
-        elif self._node is not None:
-            self._node.handle(mail)
-        else:
-            raise ProtocolError(f"node {mail.sender} sent {type(message).__name__} before the ring was laid out")
+    def _hear(self, mail: Mail) -> bool:
+        if isinstance(mail.message, Inspected):
+            self._inspected[mail.sender] = mail.message
+            return True
+        return False
 
     def _waiting_for(self, step: int) -> str:
         for index, state in sorted(self.node.visits.items()):
@@ -298,9 +195,6 @@ class Master:
                     f"{current.backwarded} of {current.microbatches} microbatches are back at visit {index}"
                 )
         return f"node {self.node.route.node(self.node.route.last - 1)} in step {step}"
-
-    def _stall_limit(self) -> float:
-        return max(STALL_LIMIT_S, STALL_FACTOR * self._longest_step_s)
 
     def _diagnose(self, found: NotFinite) -> LossNotFinite:
         """Ask everyone where values first stopped being finite."""

@@ -21,6 +21,7 @@ from ringtmp.plan.route import MASTER, Visit
 from ringtmp.plan.rule import Action, Ready, Schedule, next_action
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
+from ringtmp.ring.worker import farewell
 from ringtmp.wire.message import (
     Activations,
     Fetch,
@@ -318,6 +319,9 @@ class Node:
     def _send_layer(self, index: int) -> None:
         tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
         self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
+
+    def farewell(self) -> events.NodeEnded:
+        return farewell(self.endpoint)
 
     # -- small things -------------------------------------------------------------------------------------------------
 

@@ -11,16 +11,17 @@ from ringtmp.metrics.events import NodeEnded
 from ringtmp.plan.route import MASTER
 from ringtmp.resources import peak_rss_bytes
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.node import Node
+from ringtmp.ring.member import MakeMember, Member
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Bye, Hello, Setup, Stop
+from ringtmp.wire.message import Bye, Hello, Stop
 
 
 class Worker:
-    def __init__(self, endpoint: Endpoint, master_address: Address) -> None:
+    def __init__(self, endpoint: Endpoint, master_address: Address, make_member: MakeMember) -> None:
         self.endpoint = endpoint
-        self.node: Node | None = None
+        self.member: Member | None = None
+        self._make_member = make_member
         self.stopped: str | None = None  # the reason, once told to stop
         endpoint.connect(MASTER, master_address)
         endpoint.post(MASTER, Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability()))
@@ -29,20 +30,21 @@ class Worker:
         """One piece of work; False when there is none."""
         mail = self.endpoint.collect()
         for each in mail:
-            if isinstance(each.message, Setup):
-                self.node = Node(self.endpoint, each.message)
-            elif isinstance(each.message, Stop):
+            if isinstance(each.message, Stop):
                 self.stopped = each.message.reason
-                self.endpoint.post(MASTER, Bye(events.encode(farewell(self.endpoint))))
+                last = self.member.farewell() if self.member is not None else farewell(self.endpoint)
+                self.endpoint.post(MASTER, Bye(events.encode(last)))
                 return True
-            elif self.node is not None:
-                self.node.handle(each)
-        worked = self.node.act() if self.node is not None else False
+            if self.member is not None:
+                self.member.handle(each)
+            else:
+                self.member = self._make_member(self.endpoint, each.message)
+        worked = self.member.act() if self.member is not None else False
         return worked or bool(mail)
 
     @property
     def step(self) -> int:
-        return self.node.step if self.node is not None else 0
+        return self.member.step if self.member is not None else 0
 
 
 def farewell(endpoint: Endpoint) -> NodeEnded:

@@ -97,6 +97,7 @@ class Link:
         self.delivered: list[tuple[float, float, int]] = []
         self._next_seq = 1
         self._unacked: deque[_Outgoing] = deque()
+        self.in_flight_bytes = 0  # tensor bytes sent and not acknowledged
         self._expected = 1
         self._acked = 0  # what we last told the peer
         self._nacked = 0  # the gap already complained of
@@ -128,6 +129,7 @@ class Link:
             self.outbox.append(out.frames)
             self.counters.overhead_sent += len(header)
         self.counters.payload_sent += total
+        self.in_flight_bytes += total
         if self._last_news is None:
             self._last_news = now
 
@@ -227,6 +229,7 @@ class Link:
             self._last_news = now
             if done.on_delivered is not None:
                 self.delivered.append((done.on_delivered[0], now, done.on_delivered[1]))
+                self.in_flight_bytes -= done.on_delivered[1]
         if not self._unacked:
             self._last_news = None
             self._probes.clear()

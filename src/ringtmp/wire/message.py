@@ -5,6 +5,11 @@ Between neighbours, during a pass (a training step or an evaluation):
     Norms        anticlockwise    Scale      clockwise; only when gradients are clipped
 Between the master and a node, outside passes:
     Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
+Of the data-parallel strategies:
+    Enlist       instead of Setup                Work, Did, Scored   a share of a batch, and what came of it
+    Store, Kept  keys move in, and out again     Push, Pull, Pulled  between workers and servers
+    Copy, Copied a server and its replica        Lost                a server is gone
+    Squares, Total   clipping over servers       Part                a piece of an all-reduce
 """
 
 from __future__ import annotations
@@ -110,6 +115,8 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     layer: int
+    step: int = 0  # answered when every update before this step has been made
+    whole: bool = True  # with parameters and optimizer state, not only what belongs to the asked node alone
 
 
 class LayerState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
@@ -122,6 +129,129 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """Events of the sender, encoded as in events.jsonl."""
 
     events: tuple[bytes, ...]
+
+
+class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
+    """The plan of a data-parallel strategy; who does what follows from the settings and the number of nodes."""
+
+    strategy: str
+    settings: dict[str, Any]
+    nodes: int
+    recipe: Recipe
+    wire: str
+    loss: str
+    sizes: tuple[int, ...]  # trainable values of every layer, laid end to end
+    step: int  # steps already done
+    addresses: dict[int, Address]  # of everyone the receiver talks to
+    detailed_steps: int
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
+    """A worker's share of a batch. Samples it has seen are named, the others come along: inputs, then targets."""
+
+    step: int
+    training: bool
+    fresh: bool  # no training step came directly before: waiting for this one is not idleness
+    samples: int  # of the whole batch
+    first: int  # number of its first microbatch
+    sizes: tuple[int, ...]  # samples per microbatch
+    table: str  # where sample numbers count; empty: a stream, whose samples are not kept
+    tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
+
+
+class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
+    step: int
+    loss: float  # mean over the worker's samples
+    share: float
+    skipped: bool = False  # the others had gone on: nothing was computed
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
+    loss_sum: float
+    samples: int
+    right: int
+    guesses: int
+
+
+class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    """A key moves in: its values, then optimizer state by name."""
+
+    key: int
+    state: tuple[str, ...]
+    tensors: Specs = ()
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+    key: int
+    state: tuple[str, ...]
+    tensors: Specs = ()
+
+
+class Push(msgspec.Struct, frozen=True, array_like=True, tag="push"):
+    key: int
+    step: int
+    share: float  # of the batch this gradient is of
+    fresh: bool  # no training step came directly before
+    tensors: Specs = ()
+
+
+class Pull(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
+    """The key's values, when they are new enough for `step`; `exact`: with every update before it."""
+
+    key: int
+    step: int
+    exact: bool = False
+
+
+class Pulled(msgspec.Struct, frozen=True, array_like=True, tag="pulled"):
+    key: int
+    step: int  # the one they were asked for
+    oldest: int  # every update before this step is in them
+    change: bool = False  # a difference from what the worker has, not the values
+    tensors: Specs = ()
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
+    """An update for the replica to repeat: the gradient that was applied."""
+
+    key: int
+    step: int
+    worker: int  # whose gradient; -1: the sum of all
+    share: float
+    tensors: Specs = ()
+
+
+class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
+    key: int
+    updates: int
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    node: int
+
+
+class Squares(msgspec.Struct, frozen=True, array_like=True, tag="squares"):
+    """The sum of squares of all gradients on one server, for clipping."""
+
+    step: int
+    value: float
+    servers: int  # how many there are, as far as the sender knows
+
+
+class Total(msgspec.Struct, frozen=True, array_like=True, tag="total"):
+    step: int
+    norm: float
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """A chunk of a gradient on its way: being summed up, or summed up and on its way to everyone."""
+
+    step: int
+    bucket: int
+    chunk: int
+    hop: int
+    summed: bool
+    tensors: Specs = ()
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
@@ -153,4 +283,5 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
     | Inspect | Inspected | Failed | Stop | Bye
+    | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
 )  # fmt: skip

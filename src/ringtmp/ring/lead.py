@@ -1,0 +1,148 @@
+"""What a master does under every strategy: gather the nodes, work until something has happened, notice who is gone, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ringtmp.errors import NodeFailed, NodeLost, ProtocolError, WaitTimeout
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.member import Member
+from ringtmp.ring.worker import farewell
+from ringtmp.wire.message import Bye, Failed, Hello, LayerState, Placed, Report, Stop
+
+HELLO_LIMIT_S = 60.0
+STALL_LIMIT_S = 60.0
+STALL_FACTOR = 20
+WATCH_EVERY_S = 0.2
+WAIT_S = 0.05
+STOP_LIMIT_S = 2.0
+
+
+class Crew(Protocol):
+    """The other nodes of a run, wherever they live."""
+
+    def advance(self) -> bool:
+        """Let nodes that live in this process work. True if any did."""
+        ...
+
+    def check(self, step: int) -> None:
+        """Raise NodeLost if a node has died."""
+        ...
+
+    def bury(self, node: int) -> None:
+        """The run goes on without this one: it is not checked any more."""
+        ...
+
+
+class Lead:
+    """The part of a master that knows no strategy. `_member` is what works on the master's own node."""
+
+    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
+        self.endpoint = endpoint
+        self.hellos: dict[int, Hello] = {}
+        self._crew = crew
+        self._log = log
+        self._member: Member | None = None
+        self._placed: set[int] = set()
+        self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender
+        self._gone: set[int] = set()
+        self._last_watch = 0.0
+        self._longest_step_s = 0.0
+
+    def gather(self, others: Sequence[int]) -> None:
+        """Wait until every node has said hello."""
+        self._until(
+            lambda: all(node in self.hellos for node in others),
+            lambda: f"node {next(node for node in others if node not in self.hellos)} to start",
+            HELLO_LIMIT_S,
+        )
+
+    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None:
+        """Tell every node to stop, and wait a moment for each to say goodbye."""
+        for node in self.hellos:
+            self.endpoint.post(node, Stop(reason))
+        limit = self.endpoint.clock() + limit_s
+        while len(self._gone) < len(self.hellos) and self.endpoint.clock() < limit:
+            for mail in self.endpoint.collect():
+                if isinstance(mail.message, Report | Bye):
+                    self._take(mail)
+            if not self._crew.advance():
+                self.endpoint.wait(0.01)
+        self.endpoint.collect()  # the acknowledgements go out
+
+    def farewell(self) -> events.NodeEnded:
+        return self._member.farewell() if self._member is not None else farewell(self.endpoint)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def _until(self, condition: Callable[[], bool], waiting_for: Callable[[], str], limit_s: float) -> None:
+        """Work until the condition holds; at most `limit_s` without any sign of life."""
+        quiet_since = self.endpoint.clock()
+        while not condition():
+            if self._pump():
+                quiet_since = self.endpoint.clock()
+            elif self.endpoint.clock() - quiet_since > limit_s:
+                raise WaitTimeout(f"waited {limit_s:.0f} s for {waiting_for()} without a sign of life")
+
+    def _pump(self) -> bool:
+        mail = self.endpoint.collect()
+        for each in mail:
+            self._take(each)
+        worked = self._member.act() if self._member is not None else False
+        helped = self._crew.advance()
+        now = time.monotonic()
+        if now - self._last_watch > WATCH_EVERY_S:
+            self._last_watch = now
+            self._watch()
+        if not (mail or worked or helped):
+            self.endpoint.wait(WAIT_S)
+        return bool(mail) or worked or helped
+
+    def _watch(self) -> None:
+        try:
+            self._crew.check(self._member.step if self._member is not None else 0)
+        except NodeLost as lost:
+            if lost.node is None or not self._survive(lost):
+                raise
+            self._crew.bury(lost.node)
+            self.hellos.pop(lost.node, None)
+
+    def _survive(self, lost: NodeLost) -> bool:
+        """Whether this strategy can go on without a node, here and now."""
+        return False
+
+    def _take(self, mail: Mail) -> None:
+        message = mail.message
+        if isinstance(message, Hello):
+            self.hellos[mail.sender] = message
+        elif isinstance(message, Report):
+            for event in message.events:
+                self._log.write_encoded(event)
+        elif isinstance(message, Bye):
+            self._gone.add(mail.sender)
+            self._log.write_encoded(message.event)
+        elif isinstance(message, Placed):
+            self._placed.add(message.layer)
+        elif isinstance(message, LayerState):
+            self._states[mail.sender] = (message, [each for each in mail.tensors if each is not None])
+        elif isinstance(message, Failed):
+            raise NodeFailed(
+                f"node {mail.sender} failed in step {message.step}: {message.error}\n{message.traceback.rstrip()}"
+            )
+        elif not self._hear(mail):
+            if self._member is None:
+                raise ProtocolError(f"node {mail.sender} sent {type(message).__name__} before the plan was made")
+            self._member.handle(mail)
+
+    def _hear(self, mail: Mail) -> bool:
+        """Messages to the master that only one strategy knows. True: it was one."""
+        return False
+
+    def _stall_limit(self) -> float:
+        return max(STALL_LIMIT_S, STALL_FACTOR * self._longest_step_s)

@@ -1,0 +1,1 @@
+"""Ways to train, one file per published method."""

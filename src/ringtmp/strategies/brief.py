@@ -1,0 +1,88 @@
+"""What a strategy is given to plan with, and what a run asks of whoever leads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ringtmp.config import RunConfig
+from ringtmp.data.batches import Batch
+from ringtmp.metrics.events import EventLog, NodeEnded
+from ringtmp.model.portable import Layer
+from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.lead import STOP_LIMIT_S, Crew
+from ringtmp.ring.losses import LossFunction, Score
+from ringtmp.ring.rundir import LayerIndex
+from ringtmp.wire.address import Address
+from ringtmp.wire.message import Recipe
+
+#: The batch of a later step; None: not before the steps so far are done (an evaluation, a checkpoint, the end).
+Upcoming = Callable[[int], Batch | None]
+
+
+def nothing_ahead(step: int) -> Batch | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Brief:
+    """A run as a strategy sees it."""
+
+    config: RunConfig
+    index: LayerIndex
+    layers: list[Layer]
+    loss: LossFunction
+    loss_name: str
+    recipe: Recipe
+    step: int  # steps already done
+    microbatches: int
+    addresses: dict[int, Address]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one node does, for the record."""
+
+    node: int
+    role: str
+    segments: tuple[str, ...]
+    parameters: int
+
+
+class Leader(Protocol):
+    """The master of a run."""
+
+    endpoint: Endpoint
+
+    @property
+    def committed(self) -> int:
+        """The first step nobody has begun: a run may only be stopped there."""
+        ...
+
+    def train_step(self, step: int, batch: Batch, fresh: bool, upcoming: Upcoming = nothing_ahead) -> float:
+        """One update of every layer. The batch's mean loss before it."""
+        ...
+
+    def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score: ...
+    def save(self, writer: CheckpointWriter) -> None: ...
+    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None: ...
+    def farewell(self) -> NodeEnded: ...
+
+
+class Plan(Protocol):
+    """A strategy laid out for the nodes that are there."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+    @property
+    def facts(self) -> dict[str, Any]: ...
+    @property
+    def shares(self) -> tuple[Share, ...]: ...
+
+    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Leader: ...
+
+    def start(self, leader: Any, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
+        """Wait for the nodes and give everyone what it needs. `leader` is the one `lead` made."""
+        ...

@@ -1,0 +1,396 @@
+"""The master of the data-parallel strategies: deals batches out, hears what became of them, collects the model.
+
+A batch's microbatches are dealt in order, an equal number to every worker; a worker gets work some steps ahead, so that it
+never waits for the master, but never beyond a step at which the run may pause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringtmp.data.batches import Batch
+from ringtmp.data.sources import leaves
+from ringtmp.errors import LossNotFinite, NodeLost, UsageError
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.model import portable
+from ringtmp.plan import keys
+from ringtmp.plan.keys import Flat, Key
+from ringtmp.plan.route import MASTER
+from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
+from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.lead import Crew, Lead
+from ringtmp.ring.losses import LOSSES, Score
+from ringtmp.strategies import catalog
+from ringtmp.strategies.allreduce import AllReduceMember
+from ringtmp.strategies.brief import Brief, Share, Upcoming, nothing_ahead
+from ringtmp.strategies.ps import PsMember
+from ringtmp.strategies.ps_server import following
+from ringtmp.strategies.replica import flatten, layer_flat, views
+from ringtmp.strategies.rows import Ledger
+from ringtmp.strategies.settings import PsSettings, Roles
+from ringtmp.transport.base import Channel
+from ringtmp.wire.message import Did, Enlist, Fetch, Kept, Lost, Place, Scored, Store, Work
+
+#: Layers on their way to their holders: the master holds no more of the model than this and one layer.
+PLACING_BYTES = 8 * 1024**2
+#: Steps of work a worker may have before it; those that never wait for one another get more.
+AHEAD, AHEAD_ASYNC = 1, 16
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    brief: Brief
+    enlist: Enlist
+    roles: Roles
+    table: tuple[Key, ...]
+    owners: tuple[int, ...]  # the node that serves each key; empty where nobody serves
+    warnings: tuple[str, ...]
+    facts: dict[str, Any]
+    shares: tuple[Share, ...]
+
+    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> ParallelLead:
+        return ParallelLead(endpoint, crew, log, self)
+
+    def start(self, leader: ParallelLead, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
+        phase("waiting for the nodes")
+        leader.gather([node for node in range(self.enlist.nodes) if node != MASTER])
+        phase("placing the layers")
+        leader.lay_out(checkpoint)
+
+
+def plan(brief: Brief) -> ParallelPlan:
+    config, name = brief.config, brief.config.ring.strategy
+    settings, nodes = config.ring.strategy_settings, config.ring.nodes
+    if brief.loss_name not in LOSSES:
+        raise UsageError(
+            f"a loss of your own runs on the master alone, and {name} needs it on every worker: use a named loss "
+            f"({', '.join(LOSSES)}) or --strategy ring"
+        )
+    roles = catalog.roles(name, settings, nodes)
+    for layer in brief.layers:
+        for each in layer.tensors:
+            if each.trainable and each.dtype != "float32":
+                raise UsageError(f"{layer.name}.{each.name} is {each.dtype}: {name} exchanges float32 parameters only")
+    sizes = tuple(layer_flat(layer).size for layer in brief.layers)
+    table: tuple[Key, ...] = ()
+    owners: tuple[int, ...] = ()
+    if roles.servers:
+        table = keys.cut(sizes, len(roles.servers))
+        if len(table) < len(roles.servers):
+            raise UsageError(
+                f"servers={settings.get('servers')}: {len(roles.servers)} servers for {len(table)} keys leaves some with "
+                f"nothing: use at most {len(table)}"
+            )
+        owners = tuple(roles.servers[server] for server in keys.deal(table, len(roles.servers)))
+    enlist = Enlist(
+        name, settings, nodes, brief.recipe, config.training.wire, brief.loss_name, sizes, brief.step, brief.addresses,
+        config.keep.detailed_steps,
+    )  # fmt: skip
+    facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
+    shares = tuple(
+        _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
+    )
+    return ParallelPlan(brief, enlist, roles, table, owners, (), facts, shares)
+
+
+def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:
+    served = [key for key in table if owners[key.number] == node]
+    both = node in roles.servers and node in roles.workers
+    role = "server and worker" if both else ("server" if node in roles.servers else "worker")
+    segments = []
+    if served:
+        segments.append(f"{len(served)} keys")
+    if node in roles.workers:
+        segments.append("whole model")
+    return Share(node, role, tuple(segments), parameters if node in roles.workers else sum(key.size for key in served))
+
+
+class ParallelLead(Lead):
+    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog, plan: ParallelPlan) -> None:
+        super().__init__(endpoint, crew, log)
+        self._plan = plan
+        self._layers = plan.brief.layers
+        self._workers = plan.roles.workers
+        self._servers = plan.roles.servers
+        self._unprotected: set[int] = set()  # servers whose loss would lose something
+        settings = plan.brief.config.ring.strategy_settings
+        self._settings = PsSettings(**settings) if plan.enlist.strategy == "ps" else None
+        self._ledgers = {worker: Ledger() for worker in self._workers}
+        self._committed = plan.brief.step
+        self._done = plan.brief.step
+        self._dids: dict[int, list[tuple[int, Did]]] = {}
+        self._carried = 0.0  # what was done beyond the steps counted so far, in batches
+        self._pool: list[Did] = []  # what was done and not yet counted towards a step, where steps mix
+        self._scores: dict[int, Scored] = {}
+        self._kept: dict[int, tuple[Kept, list[torch.Tensor]]] = {}
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    def lay_out(self, checkpoint: Checkpoint) -> None:
+        """Everyone gets the plan; servers their keys, workers the layers; one layer at a time."""
+        enlist = self._plan.enlist
+        for node in range(enlist.nodes):
+            if node != MASTER:
+                self.endpoint.post(node, enlist)
+        member = catalog.member(self.endpoint, enlist)
+        assert isinstance(member, PsMember | AllReduceMember)
+        member.emit = self._log.write
+        self._member = member
+        for index, layer in enumerate(self._layers):
+            tensors, state = checkpoint.layer(index, layer)
+            if self._servers:
+                self._store(index, tensors, state)
+            held: list[torch.Tensor | None] = [
+                None if self._servers and each.trainable else tensor
+                for each, tensor in zip(layer.tensors, tensors, strict=True)
+            ]
+            names = () if self._servers else tuple(state)
+            for worker in self._workers:
+                # A node that has its own tensors changes them: nobody may share memory with it.
+                moving = [*held, *(state[name] for name in names)]
+                if worker == MASTER:
+                    moving = [each.clone() if each is not None else None for each in moving]
+                self.endpoint.post(worker, Place(index, portable.encode(layer), names), moving)
+            self._settle(PLACING_BYTES)
+        self._settle(0)
+
+    def _store(self, index: int, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]) -> None:
+        layer, layout = self._layers[index], layer_flat(self._layers[index])
+        if not layout.slots:
+            return
+        trainable = [tensor for each, tensor in zip(layer.tensors, tensors, strict=True) if each.trainable]
+        vector = flatten(layout, trainable)
+        names = sorted({key for _, key in state})
+        flats: dict[str, torch.Tensor] = {}
+        for name in names:
+            given = [state.get((slot.name, name)) for slot in layout.slots]
+            counter = next(each for each in given if each is not None)
+            # A counter is one for the whole layer; a parameter that never had a gradient has no state yet.
+            flats[name] = counter if counter.dim() == 0 else flatten(layout, given)
+        for key in self._plan.table:
+            if key.layer != index:
+                continue
+            parts = [vector[key.start : key.stop].clone()]
+            for name in names:
+                whole = flats[name]
+                parts.append(whole.clone() if whole.dim() == 0 else whole[key.start : key.stop].clone())
+            owner = self._plan.owners[key.number]
+            self.endpoint.post(owner, Store(key.number, tuple(names)), parts)
+            if self._settings is not None and self._settings.replicas:
+                copies = [each.clone() for each in parts]
+                self.endpoint.post(following(self._servers, owner), Store(key.number, tuple(names)), copies)
+
+    def _settle(self, most_bytes: int) -> None:
+        """Until no more than this is on its way."""
+        others = [node for node in range(self._plan.enlist.nodes) if node != MASTER]
+        self._until(
+            lambda: sum(self.endpoint.in_flight_bytes(node, Channel.BULK) for node in others) <= most_bytes,
+            lambda: "the layers to arrive",
+            self._stall_limit(),
+        )
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int, batch: Batch, fresh: bool, upcoming: Upcoming = nothing_ahead) -> float:
+        started = self.endpoint.clock()
+        if self._committed == step:
+            self._deal(step, batch, fresh)
+        while self._committed <= step + self._ahead and (later := upcoming(self._committed)) is not None:
+            self._deal(self._committed, later, False)
+        self._until(lambda: self._complete(step), lambda: self._waiting_for(step), self._stall_limit())
+        self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
+        return self._count(step)
+
+    @property
+    def _ahead(self) -> int:
+        if self._settings is None or self._settings.gathered:
+            return AHEAD
+        return int(min(self._settings.bound + 1, AHEAD_ASYNC))
+
+    @property
+    def _mixed(self) -> bool:
+        """Steps overlap: a step is one batch's worth of samples, whichever they are."""
+        return self._settings is not None and not self._settings.gathered
+
+    def _complete(self, step: int) -> bool:
+        if self._mixed:
+            return self._carried + sum(each.share for each in self._pool) > 1 - 1e-9
+        here = self._dids.get(step, [])
+        quorum = (self._settings.quorum if self._settings is not None else None) or len(self._workers)
+        return sum(not did.skipped for _, did in here) >= quorum or len(here) == len(self._workers)
+
+    def _count(self, step: int) -> float:
+        """The mean loss of the samples that made up the step."""
+        if self._mixed:
+            taken, share = [], 0.0
+            while self._carried + share < 1 - 1e-9:
+                taken.append(self._pool.pop(0))
+                share += taken[-1].share
+            self._carried += share - 1
+        else:
+            taken = [did for _, did in sorted(self._dids.get(step, []), key=lambda each: each[0]) if not did.skipped]
+            share = sum(did.share for did in taken)
+            self._dids.pop(step, None)
+            self._done = step + 1
+        return sum(did.loss * did.share for did in taken) / share if share else math.nan
+
+    def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
+        for worker in self._workers:
+            self._send_work(worker, step, batch, True, fresh)
+        self._committed = step + 1
+
+    def _send_work(self, worker: int, step: int, batch: Batch, training: bool, fresh: bool) -> bool:
+        """True if there was anything to send."""
+        rank, n, count = self._workers.index(worker), len(self._workers), len(batch.targets)
+        first, stop = rank * count // n, (rank + 1) * count // n
+        sizes = tuple(len(each) for each in batch.targets[first:stop])
+        table = ""
+        tensors: list[torch.Tensor | None] = []
+        if sizes:
+            columns = zip(*(leaves(each) for each in batch.inputs[first:stop]), strict=True)
+            inputs = [torch.cat(list(column)) for column in columns]
+            targets = torch.cat(list(batch.targets[first:stop]))
+            numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
+            table, tensors = self._ledgers[worker].parcel("train" if training else "test", numbers, inputs, targets)
+        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table), tensors)
+        return bool(sizes)
+
+    def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
+        score = Score(bytes_model=bytes_model)
+        for batch in batches:
+            self._scores.clear()
+            for worker in self._workers:
+                self._send_work(worker, step, batch, False, False)
+            self._until(
+                lambda: len(self._scores) == len(self._workers),
+                lambda: f"node {next(each for each in self._workers if each not in self._scores)} to evaluate",
+                self._stall_limit(),
+            )
+            for worker in self._workers:
+                part = self._scores[worker]
+                score.loss_sum += part.loss_sum
+                score.samples += part.samples
+                score.right += part.right
+                score.guesses += part.guesses
+        return score
+
+    # -- the model back to the disk -----------------------------------------------------------------------------------
+
+    def save(self, writer: CheckpointWriter) -> None:
+        for index, layer in enumerate(self._layers):
+            tensors, state = self._layer_state(index)
+            writer.add(index, layer, tensors, state)
+
+    def _layer_state(self, index: int) -> LayerTensors:
+        layer = self._layers[index]
+        wanted = [key for key in self._plan.table if key.layer == index]
+        self._states.clear()
+        self._kept.clear()
+        for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
+            whole = not self._servers and node == MASTER
+            self.endpoint.post(node, Fetch(index, self._committed, whole))
+        self._until(
+            lambda: len(self._kept) == len(wanted) and len(self._states) == len(self._workers),
+            lambda: f"layer {index} to come back",
+            self._stall_limit(),
+        )
+        own = {worker: tensors for worker, (_, tensors) in self._states.items()}
+        if self._servers:
+            trainable, state = self._unflatten(layer_flat(layer), wanted)
+        else:
+            message, given = self._states[MASTER]
+            flags = [each.trainable for each in layer.tensors]
+            trainable = [tensor for tensor, flag in zip(given, flags, strict=False) if flag]
+            own[MASTER] = [tensor for tensor, flag in zip(given, flags, strict=False) if not flag]
+            state = dict(zip(message.state, given[len(flags) :], strict=True))
+        parameters, rest = iter(trainable), iter(_mean([own[worker] for worker in self._workers]))
+        return [next(parameters) if each.trainable else next(rest) for each in layer.tensors], state
+
+    def _owner(self, key: Key) -> int:
+        owner = self._plan.owners[key.number]
+        while owner not in self._servers:
+            owner = following(self._plan.roles.servers, owner)
+        return owner
+
+    def _unflatten(self, layout: Flat, wanted: Sequence[Key]) -> LayerTensors:
+        if not wanted:
+            return [], {}
+        kept = [self._kept[key.number] for key in wanted]
+        trainable = [each.clone() for each in views(layout, torch.cat([tensors[0] for _, tensors in kept]))]
+        state: dict[StateName, torch.Tensor] = {}
+        for position, name in enumerate(kept[0][0].state, start=1):
+            parts = [tensors[position] for _, tensors in kept]
+            if parts[0].dim() == 0:
+                found = [parts[0].clone() for _ in layout.slots]
+            else:
+                found = [each.clone() for each in views(layout, torch.cat(parts))]
+            state.update({(slot.name, name): each for slot, each in zip(layout.slots, found, strict=True)})
+        return trainable, state
+
+    def _waiting_for(self, step: int) -> str:
+        done = {worker for worker, _ in self._dids.get(step, [])}
+        late = [worker for worker in self._workers if worker not in done]
+        return f"node {late[0] if late else self._workers[0]} in step {step}"
+
+    def _hear(self, mail: Mail) -> bool:
+        message = mail.message
+        if isinstance(message, Did):
+            if not message.skipped and not math.isfinite(message.loss):
+                raise LossNotFinite(
+                    f"the loss is {message.loss} in step {message.step} on node {mail.sender}: try a smaller --lr, "
+                    "--clip-norm or a --lr-schedule with warm-up"
+                )
+            if self._mixed:
+                self._pool.append(message)
+            elif message.step >= self._done:  # later than its step was counted: a straggler beyond the quorum
+                self._dids.setdefault(message.step, []).append((mail.sender, message))
+        elif isinstance(message, Scored):
+            self._scores[mail.sender] = message
+        elif isinstance(message, Kept):
+            self._kept[message.key] = (message, mail.present())
+        else:
+            return False
+        return True
+
+    def _survive(self, lost: NodeLost) -> bool:
+        """A dedicated server with a replica may go: the next one has all it had."""
+        node = lost.node
+        assert node is not None
+        if (
+            self._settings is None
+            or not self._settings.replicas
+            or node not in self._servers
+            or node in self._unprotected
+        ):
+            return False
+        heir = following(self._servers, node)
+        before = self._servers[self._servers.index(node) - 1]
+        self._unprotected |= {heir, before}
+        self._servers = tuple(each for each in self._servers if each != node)
+        self._log.write(
+            events.Warned(self.endpoint.clock(), f"{lost}; node {heir} serves its keys, which have no replica now")
+        )
+        assert isinstance(self._member, PsMember)
+        self._member.lose(node)
+        for other in self.hellos:
+            if other != node:
+                self.endpoint.post(other, Lost(node))
+        return True
+
+
+def _mean(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Buffers: statistics are each worker's own, and their mean is as good as one gets; counters are the first's."""
+    return [
+        torch.stack([each[position] for each in lists]).mean(0) if tensor.is_floating_point() else tensor
+        for position, tensor in enumerate(lists[0])
+    ]

@@ -1,0 +1,255 @@
+"""Parameter server: servers hold the parameters as keys, workers push gradients and pull parameters.
+
+A. Smola, S. Narayanamurthy, An Architecture for Parallel Topic Models, VLDB 2010; Q. Ho et al., More Effective Distributed
+ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013; M. Li et al., Scaling Distributed Machine Learning with
+the Parameter Server, OSDI 2014; J. Chen et al., Revisiting Distributed Synchronous SGD, 2016 (backup workers).
+
+    server                                        worker i
+    for every key: w <- w_0                       for t in 0, 1, 2, ...
+    loop                                            await w of every layer, in the order of the forward pass
+      on push(key, g, t) from worker i:             x <- share i of batch t
+        bsp:   g_t <- g_t + g; of all n (or Q):     from the last layer down:
+                 w <- w - rate(t) g_t                 g <- gradient of the layer;  push(key, g, t)
+        else:  w <- w - rate(t) share_i g / share_i   pull(key) for step t + 1 (+ 1 above a bound of 0)
+      on pull(key, t) from worker i:
+        answer when min over workers of clock >= t - S
+
+Symbols: n workers, S the bound (bsp 0, async infinite), Q the quorum, clock of a worker = steps it has pushed.
+
+Departures. The optimizer of the run (SGD, Adam, ...) takes the place of plain descent. Above a bound of 0 each gradient is
+applied as it comes, as the mean over the worker's own samples at its share of the learning rate, so that one batch moves
+the weights about as far as in bsp; and a worker does not await its own newest gradient before it goes on (that is what
+hides the exchange behind the computation), so what it reads lacks at most S steps of others and one of its own. Batches
+are dealt by the master in the same order under every strategy. BatchNorm statistics are each worker's own, and their mean
+is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringtmp.errors import ProtocolError
+from ringtmp.metrics import events
+from ringtmp.metrics.recorder import Recorder
+from ringtmp.plan import keys
+from ringtmp.plan.keys import Key
+from ringtmp.plan.route import MASTER
+from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.worker import farewell
+from ringtmp.strategies.ps_server import Server, following
+from ringtmp.strategies.replica import Replica
+from ringtmp.strategies.settings import PsSettings, Roles
+from ringtmp.strategies.trainer import Trainer
+from ringtmp.wire import lossy
+from ringtmp.wire.message import Enlist, Lost, Pull, Pulled, Push, Report
+
+
+class PsMember:
+    """A node of a parameter-server run: a server, a worker, or both."""
+
+    def __init__(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> None:
+        self.endpoint = endpoint
+        self._servers = roles.servers
+        self.emit: Callable[[events.Event], None] = self._report
+        recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
+        table = keys.cut(plan.sizes, len(roles.servers))
+        owners = [roles.servers[server] for server in keys.deal(table, len(roles.servers))]
+        serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
+        self.server = Server(endpoint, plan, settings, roles, table, owners, recorder) if serves else None
+        self.trainer: Trainer | None = None
+        self._client: Client | None = None
+        if works:
+            replica = Replica(plan.recipe, endpoint.node)
+            self._client = Client(endpoint, plan, settings, table, owners, recorder, replica)
+            self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
+            self.trainer.emit = lambda event: self.emit(event)
+        elif self.server is not None:
+            self.server.emit = lambda event: self.emit(event)
+        for peer, address in plan.addresses.items():
+            if peer not in (endpoint.node, MASTER):
+                endpoint.connect(peer, address)
+
+    @property
+    def step(self) -> int:
+        return self.trainer.step if self.trainer is not None else (self.server.step if self.server is not None else 0)
+
+    def handle(self, mail: Mail) -> None:
+        message = mail.message
+        if isinstance(message, Lost):
+            self.lose(message.node)
+        elif isinstance(message, Pulled) and self._client is not None:
+            self._client.pulled(message, mail)
+        elif self.server is not None and self.server.handle(mail):
+            pass
+        elif self.trainer is None or not self.trainer.handle(mail):
+            raise ProtocolError(
+                f"node {self.endpoint.node} does not expect {type(message).__name__} from {mail.sender}"
+            )
+
+    def act(self) -> bool:
+        served = self.server.act() if self.server is not None else False
+        return (self.trainer.act() if self.trainer is not None else False) or served
+
+    def lose(self, node: int) -> None:
+        """A server is gone: its replica answers for it."""
+        self.endpoint.forget(node)
+        heir = following(self._servers, node)
+        self._servers = tuple(each for each in self._servers if each != node)
+        if self.server is not None:
+            self.server.lose(node, heir)
+        if self._client is not None:
+            self._client.lose(node, heir)
+
+    def farewell(self) -> events.NodeEnded:
+        last = farewell(self.endpoint)
+        return last if self.server is None else self.server.counted(last)
+
+    def _report(self, event: events.Event) -> None:
+        self.endpoint.post(MASTER, Report((events.encode(event),)))
+
+
+class Client:
+    """A worker's side: which parameters it has, what it has asked for, what it has pushed."""
+
+    cause = "parameters"
+
+    def __init__(
+        self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, table: Sequence[Key], owners: Sequence[int],
+        recorder: Recorder, replica: Replica,
+    ) -> None:  # fmt: skip
+        self.endpoint = endpoint
+        self._plan = plan
+        self._settings = settings
+        self._table = table
+        self._owners = list(owners)
+        self._recorder = recorder
+        self._replica = replica
+        self._layers: list[list[Key]] = [[] for _ in plan.sizes]
+        for key in table:
+            self._layers[key.layer].append(key)
+        self._asked: dict[int, Pull] = {}  # what is still to be answered
+        self._answered = dict.fromkeys(range(len(table)), -1)  # the step a key's newest answer is for
+        self._versions = dict.fromkeys(range(len(table)), -1)  # every update before this step is in it
+        self._incoming: dict[int, list[tuple[bool, torch.Tensor]]] = {}
+        self._residuals: dict[int, torch.Tensor] = {}
+        self._used: list[int] = []
+        self._unconfirmed: dict[int, list[tuple[Push, list[torch.Tensor]]]] = {key.number: [] for key in table}
+        self._fresh = False
+        self._held: list[tuple[int, int, float, torch.Tensor]] = []  # gradients waiting to be clipped
+
+    def begin(self, fresh: bool) -> None:
+        self._fresh = fresh
+
+    def ready(self, layer: int, step: int, training: bool) -> bool:
+        """Await w. Asks, where nothing has been asked for yet, for every layer from this one on."""
+        exact = not training and not self._settings.deterministic
+        if any(self._missing(key, step, exact) for key in self._layers[layer]):
+            for deeper in self._layers[layer:]:
+                for key in deeper:
+                    if self._missing(key, step, exact):
+                        self._ask(key, step, exact)
+            return False
+        for key in self._layers[layer]:
+            self._load(key)
+        if training:
+            self._used += [self._versions[key.number] for key in self._layers[layer]]
+        return True
+
+    def overtaken(self, step: int) -> bool:
+        return self._settings.quorum is not None and max(self._versions.values()) > step
+
+    def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
+        if self._plan.recipe.clip_norm is not None and not self._settings.gathered:
+            self._clip_and_push(layer, step, share, gradient)
+        else:
+            self._push(layer, step, share, gradient)
+
+    def oldest(self) -> int | None:
+        oldest = min(self._used, default=None)
+        self._used = []
+        return oldest
+
+    def pulled(self, message: Pulled, mail: Mail) -> None:
+        key = self._table[message.key]
+        self._recorder.received(key.layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
+        asked = self._asked.get(key.number)
+        if asked is not None and asked.step <= message.step:
+            del self._asked[key.number]
+        self._answered[key.number] = max(self._answered[key.number], message.step)
+        self._versions[key.number] = max(self._versions[key.number], message.oldest)
+        tensor = lossy.decode(self._plan.wire, mail.present())
+        queue = self._incoming.setdefault(key.number, [])
+        if not message.change:
+            queue.clear()
+        queue.append((message.change, tensor))
+        kept = self._unconfirmed[key.number]
+        self._unconfirmed[key.number] = [each for each in kept if each[0].step >= message.oldest]
+        if not self._settings.lag:
+            self._load(key)  # asked for after the layer's backward pass: nobody is using the old values
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _missing(self, key: Key, step: int, exact: bool) -> bool:
+        return (self._versions if exact else self._answered)[key.number] < step
+
+    def _ask(self, key: Key, step: int, exact: bool = False) -> None:
+        asked = self._asked.get(key.number)
+        if asked is not None and asked.step >= step and asked.exact >= exact:
+            return
+        self._asked[key.number] = pull = Pull(key.number, step, exact)
+        self.endpoint.post(self._owners[key.number], pull)
+
+    def _load(self, key: Key) -> None:
+        values = self._replica.values[key.layer][key.start : key.stop]
+        for change, tensor in self._incoming.pop(key.number, ()):
+            if change:
+                values.add_(tensor)
+            else:
+                values.copy_(tensor)
+
+    def _push(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
+        for key in self._layers[layer]:
+            tensors = self._encode(key, gradient[key.start : key.stop])
+            push, owner = Push(key.number, step, share, self._fresh), self._owners[key.number]
+            if owner != self.endpoint.node:
+                self._recorder.count_sent(sum(each.nbytes for each in tensors))
+            self.endpoint.post(owner, push, tensors)
+            if self._settings.replicas:
+                self._unconfirmed[key.number].append((push, tensors))
+            self._ask(key, step + 1 + self._settings.lag)
+
+    def _encode(self, key: Key, gradient: torch.Tensor) -> list[torch.Tensor]:
+        if self._plan.wire != "int8":
+            return lossy.encode(self._plan.wire, gradient)
+        residual = self._residuals.get(key.number)
+        wanted = gradient if residual is None else gradient + residual
+        sent = lossy.encode("int8", wanted)
+        self._residuals[key.number] = wanted - lossy.decode("int8", sent)
+        return sent
+
+    def _clip_and_push(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
+        """Each gradient is an update of its own, so each is clipped on its own, when the whole of it is known."""
+        self._held.append((layer, step, share, gradient))
+        if layer > 0:
+            return
+        limit = self._plan.recipe.clip_norm
+        assert limit is not None
+        squares = sum(float(each.double().square().sum()) for *_, each in self._held)
+        factor = min(1.0, limit * share / (squares**0.5 + 1e-6))  # the gradient is the mean times the share
+        for each_layer, _, _, each in self._held:
+            self._push(each_layer, step, share, each.mul_(factor))
+        self._held.clear()
+
+    def lose(self, node: int, heir: int) -> None:
+        """Send again what the lost server may not have passed on, and ask again."""
+        for key in self._table:
+            if self._owners[key.number] != node:
+                continue
+            self._owners[key.number] = heir
+            for push, tensors in self._unconfirmed[key.number]:
+                self.endpoint.post(heir, push, tensors)
+            asked = self._asked.get(key.number)
+            if asked is not None:
+                self.endpoint.post(heir, asked)

@@ -1,0 +1,91 @@
+"""A worker's copy of the model: every layer a stage of its own, its trainable tensors views of one flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringtmp.errors import ProtocolError
+from ringtmp.model.portable import Layer
+from ringtmp.plan import keys
+from ringtmp.plan.keys import Flat
+from ringtmp.plan.route import Visit
+from ringtmp.ring.stage import Stage, StateName
+from ringtmp.wire.message import Recipe
+
+
+def layer_flat(layer: Layer) -> Flat:
+    """Where the layer's trainable tensors lie in its flat vector."""
+    return keys.flat([(each.name, each.shape) for each in layer.tensors if each.trainable])
+
+
+def views(layout: Flat, vector: torch.Tensor) -> list[torch.Tensor]:
+    return [vector[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+
+
+def flatten(layout: Flat, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The tensors end to end; zeros for a hole."""
+    vector = torch.zeros(layout.size)
+    for view, tensor in zip(views(layout, vector), tensors, strict=True):
+        if tensor is not None:
+            view.copy_(tensor.detach())
+    return vector
+
+
+class Replica:
+    def __init__(self, recipe: Recipe, node: int) -> None:
+        self._recipe = recipe
+        self._node = node
+        self.layers: list[Layer] = []
+        self.stages: list[Stage] = []
+        self.layouts: list[Flat] = []
+        self.values: list[torch.Tensor] = []  # the flat parameters of every layer
+        self._parameters: list[list[torch.Tensor]] = []
+
+    def place(
+        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor | None], state: dict[StateName, torch.Tensor]
+    ) -> None:
+        """Layers come in order. A hole is a trainable tensor whose values come later."""
+        if index != len(self.stages):
+            raise ProtocolError(f"layer {index} came after {len(self.stages)} layers")
+        layout = layer_flat(layer)
+        vector = torch.zeros(layout.size)
+        mine = views(layout, vector)
+        trainable = iter(mine)
+        placed: list[torch.Tensor] = []
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if each.trainable:
+                view = next(trainable)
+                if tensor is not None:
+                    view.copy_(tensor)
+                placed.append(view)
+            elif tensor is None:
+                raise ProtocolError(f"layer {layer.name} came without its tensor {each.name}")
+            else:
+                placed.append(tensor)
+        stage = Stage(Visit(index, self._node, index, index + 1), self._recipe)
+        stage.place(index, layer, placed, state)
+        self.layers.append(layer)
+        self.stages.append(stage)
+        self.layouts.append(layout)
+        self.values.append(vector)
+        self._parameters.append(mine)
+
+    def collect_gradients(self, layer: int) -> torch.Tensor:
+        """A fresh flat vector in which the layer's gradients add up from now on."""
+        vector = torch.zeros(self.layouts[layer].size)
+        self.give_gradients(layer, vector)
+        return vector
+
+    def give_gradients(self, layer: int, vector: torch.Tensor) -> None:
+        """The layer's gradients are these."""
+        for parameter, view in zip(self._parameters[layer], views(self.layouts[layer], vector), strict=True):
+            parameter.grad = view
+
+    def buffers(self, layer: int) -> list[torch.Tensor | None]:
+        """The layer's tensors in its own order, without the trainable ones."""
+        tensors, _ = self.stages[layer].layer_state(layer)
+        return [
+            None if each.trainable else tensor for each, tensor in zip(self.layers[layer].tensors, tensors, strict=True)
+        ]

@@ -1,0 +1,86 @@
+"""The ring: each node holds a run of adjacent layers; activations go clockwise, gradients anticlockwise.
+
+The project's own method. The master holds the front and the tail, so that inputs, labels and loss stay with it. What
+nodes do is in ring/; here the run's settings become a route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ringtmp.metrics.events import EventLog
+from ringtmp.model.portable import Layer
+from ringtmp.plan.partition import equal_cost
+from ringtmp.plan.route import MASTER, Route, parse_cuts, plain_ring
+from ringtmp.plan.rule import default_window
+from ringtmp.ring.checkpoint import Checkpoint
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.lead import Crew
+from ringtmp.ring.master import Master
+from ringtmp.strategies.brief import Brief, Share
+from ringtmp.wire.message import Setup
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    brief: Brief
+    setup: Setup
+    warnings: tuple[str, ...]
+    facts: dict[str, Any]
+    shares: tuple[Share, ...]
+
+    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
+        return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
+
+    def start(self, leader: Master, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
+        phase("waiting for the nodes")
+        leader.gather([node for node in self.setup.route.nodes() if node != MASTER])
+        phase("placing the layers")
+        leader.lay_out(self.setup, checkpoint)
+
+
+def plan(brief: Brief) -> RingPlan:
+    config, layers, index = brief.config, brief.layers, brief.index
+    route, warnings = _route(brief)
+    window = config.ring.window or default_window(len(route.visits), brief.microbatches, config.ring.schedule)
+    setup = Setup(
+        route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
+        {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]},
+    )  # fmt: skip
+    return RingPlan(
+        brief, setup, warnings, {"window": window}, tuple(_share(node, route, layers) for node in route.nodes())
+    )
+
+
+def _route(brief: Brief) -> tuple[Route, tuple[str, ...]]:
+    nodes, cuts = brief.config.ring.nodes, brief.config.ring.cuts
+    has_parameters = [layer.parameters > 0 for layer in brief.layers]
+    bounds = (
+        equal_cost(brief.index.cost_s, has_parameters, nodes)
+        if cuts is None
+        else parse_cuts(cuts, len(brief.layers), nodes)
+    )
+    warnings = []
+    if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
+        warnings.append(
+            "the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master"
+        )
+    if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
+        warnings.append("the front has no layer with parameters: the raw inputs leave the master")
+    return plain_ring(nodes, bounds), tuple(warnings)
+
+
+def _share(node: int, route: Route, layers: list[Layer]) -> Share:
+    segments = tuple(segment_text(layers, visit.first, visit.stop) for visit in route.on(node))
+    parameters = sum(layers[i].parameters for visit in route.on(node) for i in visit.layers)
+    return Share(node, "master" if node == MASTER else "worker", segments, parameters)
+
+
+def segment_text(layers: list[Layer], first: int, stop: int) -> str:
+    if first == stop:
+        return "loss only"
+    if stop - first == 1:
+        return f"{first} ({layers[first].name})"
+    return f"{first}-{stop - 1} ({layers[first].name} to {layers[stop - 1].name})"
