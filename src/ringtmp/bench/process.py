@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+import ringtmp
+
 #: A lab takes down its networks when asked to stop; who takes longer than this is ended by force.
 STOP_LIMIT_S = 20.0
 #: In the environment of a command and of all it starts, whatever session they are in and whoever their parent is by then.
@@ -105,8 +107,11 @@ def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _environment(mark: str) -> dict[str, str]:
-    """Without any other RINGTMP_…: a setting from the caller's environment would be part of no record."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("RINGTMP_")} | {MARK: mark}
+    """Without any other RINGTMP_…: a setting from the caller's environment would be part of no record. And with this
+    very package on the path: a command runs in another folder, where a relative path would lead elsewhere."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RINGTMP_")}
+    paths = [str(Path(ringtmp.__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return kept | {MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ def main() -> None:
         loss = task.loss(model(batch.inputs[rank]), batch.targets[rank]) * (batch.weights[rank] * ranks)
         loss.backward()  # type: ignore[no-untyped-call]
         sgd.step()
-        steps.ended(batch, loss.item())
+        steps.ended(batch, loss.item() / ranks)
+    steps.add_losses()
     if rank == 0:
         steps.print(parameters=task.parameters)
     # Rank 0 prints before anybody leaves: a rank that goes first breaks the others' connections.

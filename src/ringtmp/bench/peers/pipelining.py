@@ -46,7 +46,7 @@ def main() -> None:
         schedule.step(*inputs, **({"target": batch.targets[0], "losses": losses} if last == rank else {}))
         sgd.step()
         steps.ended(batch, sum(loss.item() for loss in losses) / max(1, len(losses)))
-    steps.learn_losses(last)
+    steps.add_losses()  # only the last stage has any
     # The first rank ends a step last: its backward is the end of the way back.
     if rank == 0:
         steps.print(parameters=task.parameters, bounds=bounds, holders=holders)

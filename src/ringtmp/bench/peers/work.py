@@ -113,11 +113,11 @@ class Steps:
         self._batches.append(batch)
         self._losses.append(loss)
 
-    def learn_losses(self, rank: int) -> None:
-        """Take over those of the rank that knows them."""
-        known = torch.tensor(self._losses, dtype=torch.float64)
-        dist.broadcast(known, rank)
-        self._losses = known.tolist()
+    def add_losses(self) -> None:
+        """Sum them over all ranks, each of which has noted its part."""
+        parts = torch.tensor(self._losses, dtype=torch.float64)
+        dist.all_reduce(parts)
+        self._losses = parts.tolist()
 
     def print(self, **facts: Any) -> None:
         facts["loss"] = {"first": self._losses[0], "last": self._losses[-1]}
