@@ -71,7 +71,8 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("ms per step", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
-    axes.margins(x=0.16)
+    axes.margins(x=0.16, y=0.02)
+    axes.locator_params(axis="x", nbins=5)  # more run into each other once they have five digits
     axes.set_xlim(left=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
 

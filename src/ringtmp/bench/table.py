@@ -80,7 +80,7 @@ def render(rows: Sequence[Row]) -> RenderableType:
         table = Table(box=None, pad_edge=False, header_style="bold", title=section.title, title_justify="left")
         table.caption, table.caption_justify = section.base, "left"
         for index, name in enumerate(HEADER):
-            table.add_column(name, justify="left" if index == 0 else "right")
+            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
         for line in section.lines:
             table.add_row(*map(escape, line))
         parts += [table, *(f"[red]failed[/red] {escape(each)}" for each in section.failures), ""]
