@@ -208,6 +208,7 @@ def test_a_measurement_has_what_it_takes_to_repeat_it(tmp_path: Path) -> None:
     assert record["job"]["files"] == {"devices.toml": "here"}
     assert record["environment"]["torch"] == "torch"
     assert record["load_before"] >= 0
+    assert 0 <= record["busy_before"] <= 1
     assert sys.executable not in path.read_text()
 
 

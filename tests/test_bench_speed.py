@@ -144,10 +144,10 @@ def test_stages_are_cut_so_that_the_dearest_is_cheapest() -> None:
 # -- what measurements say --------------------------------------------------------------------------------------------
 
 
-def measurement(made: Job, step_s: float | None, repeat: int = 0, **facts: Any) -> Measurement:
+def measurement(made: Job, step_s: float | None, busy: float = 0.02, **facts: Any) -> Measurement:
     result = None if step_s is None else Result((step_s,) * 4, facts)
     return Measurement(
-        SCHEMA, made, repeat, "digest", ENVIRONMENT, "2026-11-15", 10.0, 0.5, 0.4,
+        SCHEMA, made, 0, "digest", ENVIRONMENT, "2026-11-15", 10.0, 0.5, busy, 0.4,
         "measured" if result else "failed", None if result else "exit code 2\nringtmp: unknown strategy 'ps'", result,
     )  # fmt: skip
 
@@ -186,6 +186,13 @@ def test_the_page_has_command_date_table_and_failures() -> None:
     assert "| ring | 8 | 1200 | 1200–1200 | 1.20 | 1000 | 1.20 | 0.80 (0.80–0.80) | 2.0% |" in page
     assert "- failed: ps:bsp: ringtmp: unknown strategy 'ps'" in page
     assert "one process 2000 ms; ideal 1000 ms; best peer ddp" in page
+
+
+def test_a_machine_that_was_not_quiet_is_said_to_be_so() -> None:
+    quiet = table.sections(analyse(synthetic(), 0))
+    assert "QUIET" not in quiet[0].base
+    ring = measurement(job(BY_NAME["ring"], WORKLOADS["gpt"], SETTINGS["two"], 2), 1.2, busy=0.45)
+    assert "NOT A QUIET MACHINE: others used up to 45%" in table.sections(analyse([*synthetic(), ring], 0))[0].base
 
 
 def test_the_figure_is_written_and_names_every_case(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def measure(job: Job, repeat: int, environment: Environment, limit_s: float) -> 
                 error = f"{problem}\n{_last_words(finished.err)}"
     outcome: Outcome = "measured" if result else "timed out" if finished.timed_out else "failed"
     return Measurement(
-        SCHEMA, job, repeat, digest(job, environment), environment, at, finished.wall_s, meter.load_before, stolen_s,
-        outcome, error, result,
+        SCHEMA, job, repeat, digest(job, environment), environment, at, finished.wall_s, meter.load_before,
+        meter.busy_before, stolen_s, outcome, error, result,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ringtmp import __version__
 from ringtmp.launch.facts import cpu_name, usable_cores
 from ringtmp.resources import fingerprint
 
+LOOK_S = 0.5
 _STAT = Path("/proc/stat")
 _STEAL = 8  # position in the first line of /proc/stat: cpu user nice system idle iowait irq softirq steal
 
@@ -57,10 +58,12 @@ def code_sha256(root: Path) -> str:
 
 
 class Meter:
-    """Load before, stolen time during."""
+    """What others do: load and busy processors just before a measurement, stolen time during it. Takes half a second."""
 
     def __init__(self) -> None:
         self.load_before = os.getloadavg()[0]
+        # The load still remembers the measurement before this one; this does not.
+        self.busy_before = psutil.cpu_percent(interval=LOOK_S) / 100
         self._stolen_s = _stolen_s()
 
     def stolen_s(self) -> float | None:

@@ -32,7 +32,8 @@ class Measurement(msgspec.Struct, frozen=True):
     environment: Environment
     at: str  # when it began, UTC
     wall_s: float  # start-up and end included
-    load_before: float  # of the last minute, over the whole machine
+    load_before: float  # of the last minute, over the whole machine; the measurement before counts, too
+    busy_before: float  # share of all processors that others used in the half second before
     stolen_s: float | None  # CPU time the hypervisor gave to others meanwhile
     outcome: Outcome
     error: str | None

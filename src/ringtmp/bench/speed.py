@@ -35,7 +35,7 @@ class Row(msgspec.Struct, frozen=True):
     over_best_peer: Interval | None  # below 1: faster than every peer in this setting
     best_peer: str | None
     stolen_share: float  # the largest of its repeats
-    load_before: float  # likewise
+    busy_before: float  # likewise: of all processors, used by others
 
     @property
     def over_ideal(self) -> float | None:
@@ -133,7 +133,7 @@ def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measu
         ),
         best_peer=peer[0].job.case if peer else None,
         stolen_share=max(each.stolen_share for each in group),
-        load_before=max(each.load_before for each in group),
+        busy_before=max(each.busy_before for each in group),
     )
 
 

@@ -26,6 +26,8 @@ HEADER = (
     "x best peer",
     "stolen",
 )
+#: What others may use of the machine before its figures need a warning.
+QUIET = 0.1
 LEGEND = (
     "ideal: max(c, T), with T one process, one thread, whole batch, divided by all cores, and c one cut's activations over "
     "the link. Own limit: the same for what this case computes on and sends through its busiest device. Best peer: the "
@@ -57,6 +59,9 @@ def sections(rows: Sequence[Row]) -> list[Section]:
             parts.append(f"ideal {_ms(members[0].ideal_s)} ms")
         if members[0].best_peer is not None:
             parts.append(f"best peer {members[0].best_peer}")
+        busy = max(row.busy_before for row in members)
+        if busy > QUIET:
+            parts.append(f"NOT A QUIET MACHINE: others used up to {busy:.0%} of it just before a measurement")
         found.append(
             Section(
                 f"{workload}, {SETTINGS[setting].text}",
