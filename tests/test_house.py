@@ -23,7 +23,7 @@ ORDER = [
     {"launch"},
     {"session", "inference"},
     {"api"},
-    {"cli", "__main__"},
+    {"cli", "bench", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

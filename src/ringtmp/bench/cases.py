@@ -1,0 +1,136 @@
+"""The ways to train that `speed` compares, and the command each becomes for a workload in a setting. Pure.
+
+Each case takes the number of microbatches that suits it: a pipeline the workload's own, data parallelism one per
+worker. Asynchronous servers end steps in bursts, so their steps are averaged; all others have a median step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from ringtmp.bench.jobs import PYTHON, Job
+from ringtmp.bench.reading import RUN
+from ringtmp.bench.settings import Setting, devices_file
+from ringtmp.bench.statistics import Centre
+from ringtmp.bench.workloads import Workload, train_flags
+
+EXPERIMENT = "speed"
+#: The base of "ideal" has a setting of its own: it is measured once, not once per setting.
+ALONE = Setting("alone", 1, 1.0, None, emulated=False)
+
+
+class Case(msgspec.Struct, frozen=True):
+    name: str
+    family: Literal["one", "ring", "ps", "allreduce", "ddp", "pipelining"]
+    flags: tuple[str, ...] = ()  # of `ringtmp train`
+    servers: Literal["none", "one", "workers"] = "none"
+    schedule: str = ""  # of torch.distributed.pipelining
+    layout: Literal["straight", "looped", "v"] = "straight"  # one stage per rank, or two: 0 1 0 1, or 0 1 1 0
+    least_microbatches: int = 1
+    centre: Centre = "median"
+
+    @property
+    def group(self) -> str:
+        return {"one": "base", "ddp": "peer", "pipelining": "peer"}.get(self.family, "ours")
+
+
+def _ps(consistency: str, servers: Literal["one", "workers"], centre: Centre = "median") -> Case:
+    count = "1" if servers == "one" else "workers"
+    name = f"ps:{consistency}" + (":workers" if servers == "workers" else "")
+    return Case(name, "ps", ("--strategy", f"ps:{consistency}", "--with", f"servers={count}"), servers, centre=centre)
+
+
+CASES = (
+    Case("one", "one"),
+    Case("ring", "ring", ("--strategy", "ring")),
+    _ps("bsp", "one"),
+    _ps("bsp", "workers"),
+    _ps("async", "one", centre="mean"),
+    _ps("ssp:3", "one", centre="mean"),
+    Case("allreduce:ring", "allreduce", ("--strategy", "allreduce:ring")),
+    Case("ddp", "ddp"),
+    Case("pipelining:gpipe", "pipelining", schedule="ScheduleGPipe"),
+    Case("pipelining:1f1b", "pipelining", schedule="Schedule1F1B"),
+    Case("pipelining:looped-bfs", "pipelining", schedule="ScheduleLoopedBFS", layout="looped"),
+    Case("pipelining:interleaved", "pipelining", schedule="ScheduleInterleaved1F1B", layout="looped"),
+    Case("pipelining:interleaved-zb", "pipelining", schedule="ScheduleInterleavedZeroBubble", layout="looped"),
+    Case("pipelining:zbv", "pipelining", schedule="ScheduleZBVZeroBubble", layout="v"),
+)
+
+
+def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches: int | None = None) -> Job:
+    """`work` says how many steps there are in all. `microbatches` overrides what suits a pipeline."""
+    count = _microbatches(case, work, setting, microbatches)
+    files = {}
+    if case.family == "one":
+        command = _peer("one", work, [])
+    elif case.group == "peer":
+        schedule = ["--schedule", case.schedule, "--layout", case.layout, "--microbatches", str(count)]
+        inner = _peer(case.family, work, ["--meet", "meet", *(schedule if case.family == "pipelining" else [])])
+        isolation = [] if setting.emulated else ["--no-isolation"]
+        command = [*_ringtmp("lab", "exec"), *isolation, "--devices", "devices.toml", "--", *inner]
+        files = {"devices.toml": devices_file(setting)}
+    else:
+        train = ["train", *train_flags(work, count), *case.flags, "--run-dir", RUN, "--json", "--quiet"]
+        if setting.emulated:
+            command = [*_ringtmp("lab", "--devices", "devices.toml"), "--", *train]
+            files = {"devices.toml": devices_file(setting)}
+        else:
+            command = _ringtmp(*train, "--nodes", str(setting.nodes), "--threads", "1")
+    return Job(
+        experiment=EXPERIMENT,
+        workload=work.name,
+        setting=setting.name,
+        case=case.name if microbatches is None else f"{case.name}:m{count}",
+        command=tuple(command),
+        files=files,
+        output="train" if case.group == "ours" else "peer",
+        batch_size=work.batch_size,
+        warm_up=warm_up,
+        centre=case.centre,
+        # The lab places its devices itself.
+        processors=0 if setting.emulated else setting.nodes,
+        group=case.group,
+        options={"microbatches": count} | ({"schedule": case.schedule} if case.schedule else {}),
+    )
+
+
+def pipelined(case: Case) -> bool:
+    """Whether its number of microbatches is a choice."""
+    return case.family in ("ring", "pipelining")
+
+
+def workers(case: Case, setting: Setting) -> int:
+    """Nodes that compute."""
+    return max(1, setting.nodes - (case.servers == "one"))
+
+
+def stage_ranks(layout: Literal["straight", "looped", "v"], nodes: int) -> list[int]:
+    """Which node holds each stage, in the order of the model.
+
+    straight  0 1 2 3
+    looped    0 1 2 3 0 1 2 3
+    v         0 1 2 3 3 2 1 0
+    """
+    once = list(range(nodes))
+    return once + {"straight": [], "looped": once, "v": once[::-1]}[layout]
+
+
+def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | None) -> int:
+    if case.family == "one":
+        return 1
+    if not pipelined(case):
+        return min(workers(case, setting), work.batch_size)
+    return min(max(wanted or work.pipeline_microbatches, case.least_microbatches), work.batch_size)
+
+
+def _ringtmp(*words: str) -> list[str]:
+    # -P: nothing in the folder it runs in can be imported by accident.
+    return [PYTHON, "-P", "-m", "ringtmp", *words]
+
+
+def _peer(name: str, work: Workload, words: Sequence[str]) -> list[str]:
+    return [PYTHON, "-P", "-m", f"ringtmp.bench.peers.{name}", msgspec.json.encode(work).decode(), *words]

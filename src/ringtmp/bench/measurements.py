@@ -1,0 +1,91 @@
+"""Measurements on disk: one JSON file each, whole or not there, with everything needed to repeat it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ringtmp.bench.jobs import Job
+from ringtmp.bench.machine import Environment
+from ringtmp.errors import RingError, UsageError
+
+SCHEMA = 1
+Outcome = Literal["measured", "failed", "timed out"]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a job gave: seconds per counted step, and whatever else it said of itself."""
+
+    step_s: tuple[float, ...]
+    facts: dict[str, Any] = {}
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    schema: int
+    job: Job
+    repeat: int
+    digest: str
+    environment: Environment
+    at: str  # when it began, UTC
+    wall_s: float  # start-up and end included
+    load_before: float  # of the last minute, over the whole machine; the measurement before counts, too
+    busy_before: float  # share of all processors that others used in the half second before
+    stolen_s: float | None  # CPU time the hypervisor gave to others meanwhile
+    outcome: Outcome
+    error: str | None
+    result: Result | None
+
+    @property
+    def stolen_share(self) -> float:
+        """Of all the CPU time there was."""
+        return (self.stolen_s or 0.0) / max(1e-9, self.wall_s * self.environment.cores)
+
+
+class Store:
+    """A folder of measurements, used by one bench at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._measurements = folder / "measurements"
+        try:
+            self._measurements.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("w")
+        except OSError as error:
+            raise UsageError(f"--out {folder} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise UsageError(f"another bench is writing to {folder}: wait for it, or choose another --out") from error
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def path(self, job: Job, repeat: int) -> Path:
+        return self._measurements / f"{job.file_stem}.{repeat}.json"
+
+    def load(self, job: Job, repeat: int, digest: str) -> Measurement | None:
+        """None if there is none, if it is damaged, or if it is of another job or environment."""
+        try:
+            found = msgspec.json.decode(self.path(job, repeat).read_bytes(), type=Measurement)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        same = found.schema == SCHEMA and found.digest == digest and found.repeat == repeat
+        whole = found.result is not None and len(found.result.step_s) > 0 if found.outcome == "measured" else True
+        return found if same and whole else None
+
+    def save(self, measurement: Measurement) -> None:
+        path = self.path(measurement.job, measurement.repeat)
+        fresh = path.with_suffix(".new")
+        try:
+            fresh.write_bytes(msgspec.json.format(msgspec.json.encode(measurement)) + b"\n")
+            os.replace(fresh, path)
+        except OSError as error:
+            raise RingError(
+                f"{path} cannot be written: {error.strerror}; what was measured before is kept, and the same command "
+                "goes on from there"
+            ) from error
