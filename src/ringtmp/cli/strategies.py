@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
 
 import click
 
@@ -28,31 +31,21 @@ def command(name: str | None, as_json: bool) -> None:
 
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({each.name: each for each in chosen})) + b"\n")
         return
-    from rich.console import Console
-
-    console = Console(soft_wrap=False, highlight=False)
-    for entry in chosen:
-        _show(console, entry)
+    click.echo("\n\n".join("\n".join(_lines(entry)) for entry in chosen))
 
 
-def _show(console: object, entry: Entry) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    assert isinstance(console, Console)
-    console.print(f"[bold]{entry.name}[/bold]  {escape(entry.title)}")
-    facts = Table.grid(padding=(0, 2))
+def _lines(entry: Entry) -> Iterator[str]:
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    yield from _wrapped(f"{entry.name}: {entry.title}", 0, width)
     for label in ("parallelism", "optimisation", "scheduling", "exchange", "topology", "source"):
-        facts.add_row(f"  {label}", escape(getattr(entry, label)))
-    console.print(facts)
-    if entry.settings:
-        table = Table(box=None, padding=(0, 2), pad_edge=True)
-        for column in ("  setting", "values", "default", "meaning", "systems"):
-            table.add_column(column)
-        for each in entry.settings:
-            table.add_row(
-                f"  {each.name}", escape(each.values), each.default, escape(each.meaning), escape(each.systems)
-            )
-        console.print(table)
-    console.print()
+        yield from _wrapped(f"{label:<14}{getattr(entry, label)}", 2, width, 16)
+    for each in entry.settings:
+        yield f"  --with {each.name}={each.values}    [{each.default}]"
+        yield from _wrapped(each.meaning, 6, width)
+        if each.systems:
+            yield from _wrapped(each.systems, 6, width)
+
+
+def _wrapped(text: str, indent: int, width: int, hanging: int | None = None) -> list[str]:
+    later = " " * (indent + 4 if hanging is None and not indent else hanging or indent)
+    return textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=later)
