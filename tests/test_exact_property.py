@@ -121,7 +121,7 @@ def rings(draw: st.DrawFn) -> dict[str, Any]:
         "batch": batch,
         "microbatches": draw(st.integers(1, 10)),
         "window": draw(st.integers(1, 12)),
-        "rule": draw(st.sampled_from(["1f1b", "gpipe"])),
+        "rule": draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"])),
         "clip": draw(st.sampled_from([None, 0.1])),
         "seed": draw(st.integers(0, 1000)),
     }

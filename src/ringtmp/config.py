@@ -7,12 +7,12 @@ bits is never a function of the number of nodes, of a device or of timing.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
-from ringtmp.plan.rule import SCHEDULES
+from ringtmp.plan.rule import SCHEDULES, Schedule
 
 DEFAULT_MICROBATCHES = 8
 DEFAULT_EPOCHS = 10
@@ -52,7 +52,7 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: int = 3
     cuts: str | None = None
     window: int | None = None
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Schedule = "1f1b"
 
 
 class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,7 +38,7 @@ from ringtmp.errors import UsageError
 @click.option("--batch-size", type=int, help="Samples per update, over all nodes.  [32]")
 @click.option("--microbatches", type=int, help="Slices of a batch.  [8, or the batch size if smaller]")
 @click.option("--window", type=int, help="Microbatches in flight at most.  [by the number of nodes]")
-@click.option("--schedule", help="1f1b or gpipe.  [1f1b]")
+@click.option("--schedule", help="1f1b, gpipe or zero-bubble.  [1f1b]")
 @click.option("--cuts", help="Layers per visit, for instance 0-2,3-5,6-7; '-' for a loss-only tail.  [equal cost]")
 @click.option("--wire", help="What travels: float32.  [float32]")
 @click.option("--staleness", type=int, help="Steps a gradient may be old: 0.  [0]")

@@ -18,7 +18,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
 from ringtmp.plan.route import MASTER, Visit
-from ringtmp.plan.rule import Action, Ready, Schedule, next_action
+from ringtmp.plan.rule import Action, Ready, Schedule, next_action, places
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
 from ringtmp.wire.message import (
@@ -79,8 +79,16 @@ class Node:
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
-        self.visits = {visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)}
+        self._schedule = cast(Schedule, setup.rule)
+        self._places = places(setup.window, self._schedule)
+        defer = self._schedule == "zero-bubble"
+        self.visits = {
+            visit.index: VisitState(visit, Stage(visit, setup.recipe, defer)) for visit in setup.route.on(self.me)
+        }
         self._owner = owner
+        self._work: dict[str, Callable[[VisitState], None]] = {
+            "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
+        }  # fmt: skip
         endpoint.inspect = self._inspect
         self._first_step = setup.step
         self._last_visit = setup.route.last
@@ -101,7 +109,7 @@ class Node:
 
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
-        action = next_action(self._ready(), self.setup.window, cast(Schedule, self.setup.rule))
+        action = next_action(self._ready(), self.setup.window, self._schedule)
         if action is not None:
             self._perform(action)
             return True
@@ -150,7 +158,8 @@ class Node:
                 forward = head.microbatch
             gradient = cast(Gradients, state.gradients[0].message).microbatch if state.gradients else None
             complete = current is not None and current.training and current.backwarded == current.microbatches
-            update = complete and current is not None and (not clip or current.total_norm is not None)
+            deferred = state.stage.deferred
+            update = complete and not deferred and current is not None and (not clip or current.total_norm is not None)
             ready.append(
                 Ready(
                     state.visit.index,
@@ -161,6 +170,9 @@ class Node:
                     self._in_flight(state),
                     current.microbatches if current else 0,
                     update,
+                    deferred,
+                    state.stage.held + deferred,
+                    complete,
                 )
             )
         return ready
@@ -204,7 +216,7 @@ class Node:
             if head.fresh and self._all_idle():
                 self.recorder.fresh()
         started = self.recorder.begin()
-        {"forward": self._forward, "backward": self._backward, "update": self._update}[action.kind](state)
+        self._work[action.kind](state)
         self.recorder.end(started, action.kind, action.visit, action.microbatch)
         if action.kind == "update" and self._all_idle():
             self._close_step()
@@ -225,7 +237,7 @@ class Node:
         inputs = [each for each in mail.tensors if each is not None]
         outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
         current.forwarded += 1
-        assert state.stage.held <= self.setup.window, "more microbatches stored than the window admits"
+        assert state.stage.held + state.stage.deferred <= self._places, "more microbatches stored than there are places"
         if state.visit.index == self._last_visit:
             self._finish(state, message, outputs)
         else:
@@ -261,7 +273,14 @@ class Node:
         if state.visit.index > 0:
             back = Gradients(message.turn, message.step, state.visit.index - 1, message.microbatch)
             self._post(state.visit.index - 1, back, entering)
-        if current.backwarded == current.microbatches and self.setup.recipe.clip_norm is not None:
+        self._all_gradients(state)
+
+    def _weights(self, state: VisitState) -> None:
+        state.stage.weight_gradients()
+        self._all_gradients(state)
+
+    def _all_gradients(self, state: VisitState) -> None:
+        if self.setup.recipe.clip_norm is not None:
             self._pass_norms_on(state)
 
     def _pass_norms_on(self, state: VisitState) -> None:
@@ -269,7 +288,7 @@ class Node:
         current = state.current
         assert current is not None
         at_tail = state.visit.index == self._last_visit
-        if current.norms_sent or current.backwarded < current.microbatches:
+        if current.norms_sent or current.backwarded < current.microbatches or state.stage.deferred:
             return
         if current.deeper_norms is None and not at_tail:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -9,6 +10,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
+from ringtmp.model.defer import Job
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Graph, Layer
 from ringtmp.plan.route import Visit
@@ -17,6 +19,9 @@ from ringtmp.ring.recipe import learning_rate, random_key
 from ringtmp.wire.message import Recipe
 
 StateName = tuple[str, str]
+#: Deferred weight gradients are worked off in pieces of about this many multiply-adds (a millisecond or so): large
+#: enough to be worth a turn of the loop, small enough that an arriving gradient does not wait long.
+PIECE_OF_WORK = 2**24
 
 
 class StagedLayer:
@@ -35,9 +40,13 @@ class StagedLayer:
 
 
 class Stage:
-    def __init__(self, visit: Visit, recipe: Recipe) -> None:
+    def __init__(self, visit: Visit, recipe: Recipe, defer: bool = False) -> None:
+        """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`."""
         self.visit = visit
         self._recipe = recipe
+        self._defer = defer
+        # oldest first: the weight gradients still to be computed, a queue per microbatch
+        self._deferred: deque[deque[Job]] = deque()
         self._layers: dict[int, StagedLayer] = {}
         self._programs: dict[bytes, Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
@@ -45,8 +54,8 @@ class Stage:
         self._parameters: list[torch.Tensor] = []
         self._position: dict[tuple[int, str], int] = {}
         self._copy_inputs = {True: False, False: False}
-        # microbatch -> what entered (leaves that collect gradients) and what left
-        self._stored: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        # microbatch -> what entered (leaves that collect gradients), what left, where backward leaves work for later
+        self._stored: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], list[Job] | None]] = {}
 
     def place(
         self,
@@ -89,11 +98,17 @@ class Stage:
         """Microbatches whose activations are stored."""
         return len(self._stored)
 
+    @property
+    def deferred(self) -> int:
+        """Microbatches that have gone backward and whose weight gradients wait."""
+        return len(self._deferred)
+
     def forward(
         self, microbatch: int, step: int, inputs: Sequence[torch.Tensor], wants: Sequence[bool], training: bool
     ) -> list[torch.Tensor]:
         """What leaves the segment. In training the graph is kept until `backward` asks for it."""
         generator = torch.default_generator
+        later: list[Job] | None = [] if training and self._defer else None
         with torch.set_grad_enabled(training):
             leaves = [
                 tensor.requires_grad_(wanted) if training else tensor
@@ -103,18 +118,19 @@ class Stage:
             for index in self.visit.layers:
                 layer = self._layers[index]
                 generator.manual_seed(random_key(self._recipe.seed, step, microbatch, index))
-                values = (layer.train if training else layer.evaluate).run(values, layer.owned)
+                values = (layer.train if training else layer.evaluate).run(values, layer.owned, later)
         if training:
-            self._stored[microbatch] = (leaves, values)
+            self._stored[microbatch] = (leaves, values, later)
         return values
 
     def replace_outputs(self, microbatch: int, outputs: list[torch.Tensor]) -> None:
         """The tail goes backward from its loss instead of from what left the last layer."""
-        self._stored[microbatch] = (self._stored[microbatch][0], outputs)
+        leaves, _, later = self._stored[microbatch]
+        self._stored[microbatch] = (leaves, outputs, later)
 
     def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
         """Gradients of what entered, None where nobody needs one. `gradients` None: the output is the loss itself."""
-        leaves, outputs = self._stored.pop(microbatch)
+        leaves, outputs, later = self._stored.pop(microbatch)
         arriving = [torch.ones_like(output) for output in outputs] if gradients is None else gradients
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
@@ -128,7 +144,19 @@ class Stage:
                 seeds.append(gradient)
         if roots:
             _run_backward(roots, seeds)
+        if later:
+            self._deferred.append(deque(later))
         return [leaf.grad if leaf.requires_grad else None for leaf in leaves]
+
+    def weight_gradients(self) -> None:
+        """A piece of the oldest deferred work."""
+        jobs, done = self._deferred[0], 0
+        while jobs and done < PIECE_OF_WORK:
+            size, work = jobs.popleft()
+            work()
+            done += size
+        if not jobs:
+            self._deferred.popleft()
 
     def gradient_norms(self) -> torch.Tensor:
         """One norm per parameter that has a gradient, in parameter order: what torch's own clipping begins with."""
