@@ -57,8 +57,9 @@ def ring_in_memory(
     window: int | None = None,
     seed: int = 0,
     wrap: Wrapper = lambda transport: transport,
+    ahead: bool = True,
 ) -> tuple[str, list[float]]:
-    """weights_sha256 and the losses of training on `batches` with this ring."""
+    """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`."""
     if bounds is None:
         bounds = equal_cost([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], nodes)
     route = plain_ring(nodes, bounds)
@@ -67,12 +68,11 @@ def ring_in_memory(
     master = Master(crew.start("test", 1), crew, built.layers, loss, log)
     try:
         master.gather(range(1, nodes))
-        admitted = window or default_window(len(route.visits), microbatches)
+        admitted = window or default_window(len(route.visits), microbatches, schedule, how.staleness)
         master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0), built.checkpoint)
-        losses = []
-        for step, (inputs, targets) in enumerate(batches):
-            pieces, labels = split_batch(inputs, targets, microbatches)
-            losses.append(master.train_step(step, Batch(0, pieces, labels, len(targets)), step == 0))
+        whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
+        upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
+        losses = [master.train_step(step, batch, step == 0, upcoming) for step, batch in enumerate(whole)]
         digest = hashlib.sha256()
         for index, layer in enumerate(built.layers):
             tensors, _ = master._layer_state(index)

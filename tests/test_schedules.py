@@ -7,15 +7,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
+from ringtmp.api import Interruption, Silent
+from ringtmp.config import KeepPart, resolve
+from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.sources import tensors
+from ringtmp.errors import Interrupted
+from ringtmp.launch.memory import MemoryCrew
 from ringtmp.model import zoo
-from ringtmp.ring.losses import cross_entropy, next_byte
+from ringtmp.ring.losses import cross_entropy, loss_named, next_byte
+from ringtmp.ring.rundir import RunDirectory
+from ringtmp.session import Job, Session
 from test_exact import MICROBATCHES, MODELS, batches_of, source
+from test_session import blobs, resume, settings, stack, train
 
 SEED = 5
 CLIP = 0.3
@@ -51,10 +61,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @cache
-def plain_result(model: str) -> tuple[str, list[float]]:
+def plain_result(model: str, delayed: bool = False) -> tuple[str, list[float]]:
     case = Case(model)
     plain = case.plain()
-    losses = plain_loop(plain, case.batches, MICROBATCHES, case.loss, sgd, seed=SEED, clip_norm=CLIP)
+    losses = plain_loop(plain, case.batches, MICROBATCHES, case.loss, sgd, SEED, CLIP, delayed=delayed)
     return state_sha256(plain), losses
 
 
@@ -64,3 +74,64 @@ def test_deferred_weight_gradients_change_no_bit(model: str, tmp_path: Path) -> 
     built = case.built(tmp_path)
     for nodes in (1, 3):
         assert case.run(built, nodes, schedule="zero-bubble") == plain_result(model), f"{nodes} nodes"
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_delayed_gradients_give_the_bits_of_a_delayed_loop(model: str, tmp_path: Path) -> None:
+    case = Case(model)
+    built = case.built(tmp_path)
+    expected = plain_result(model, delayed=True)
+    assert expected[1] != plain_result(model)[1], "a delay that changes nothing would test nothing"
+    for nodes, schedule in ((1, "1f1b"), (3, "1f1b"), (3, "zero-bubble"), (2, "gpipe")):
+        assert case.run(built, nodes, schedule=schedule, staleness=1) == expected, f"{nodes} nodes, {schedule}"
+
+
+def test_delayed_steps_that_do_not_overlap_give_the_same_bits(tmp_path: Path) -> None:
+    """So an evaluation, a checkpoint or a stream that brings no batch early changes nothing."""
+    case = Case("convnet")
+    built = case.built(tmp_path)
+    for window in (1, 4):
+        got = case.run(built, 3, staleness=1, ahead=False, window=window)
+        assert got == plain_result("convnet", delayed=True)
+
+
+def test_a_delayed_run_resumes_and_regroups_with_the_bits_of_a_delayed_loop(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 2, steps=11, staleness=1)
+    train(tmp_path / "parts", 3, steps=4, staleness=1)
+    resume(tmp_path / "parts", 1, steps=8, schedule="zero-bubble")
+    parts = resume(tmp_path / "parts", 4, steps=11)
+    plain = stack()
+    source = TrainingBatches(tensors("t", *blobs()), 16, 4, 0)
+    pairs = [source.batch(step) for step in range(11)]
+    batches = [(torch.cat(list(each.inputs)), torch.cat(list(each.targets))) for each in pairs if each is not None]
+    plain_loop(
+        plain, batches, 4, cross_entropy, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), delayed=True
+    )  # fmt: skip
+    assert whole.summary.weights_sha256 == parts.summary.weights_sha256 == state_sha256(plain)
+    assert whole.summary.staleness == 1
+
+
+def test_an_interrupted_delayed_run_finishes_the_steps_it_has_begun(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 2, epochs=2, staleness=1)
+    run = RunDirectory(tmp_path / "parts")
+    data = tensors("t", *blobs()), tensors("t", *blobs(30))
+    config = msgspec.structs.replace(resolve(settings(3, epochs=2, staleness=1)), keep=KeepPart())
+    stopping = Interruption()
+    job = Job(config, stack(), *data, loss_named("cross_entropy"), "cross_entropy", run)
+    crew = Watching(3, stopping)
+    with pytest.raises(Interrupted, match="after step 2"):
+        Session(job, crew, Silent(), stopping).train()
+    assert resume(tmp_path / "parts", 2).summary.weights_sha256 == whole.summary.weights_sha256
+
+
+class Watching(MemoryCrew):
+    """The user interrupts at the end of step 0, when step 1 has begun as well."""
+
+    def __init__(self, nodes: int, stopping: Interruption) -> None:
+        super().__init__(nodes)
+        self._stopping = stopping
+
+    def advance(self) -> bool:
+        if any(worker.step == 1 for worker in self._workers):
+            self._stopping.asked = True
+        return super().advance()

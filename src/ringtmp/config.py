@@ -91,8 +91,8 @@ def resolve(config: RunConfig) -> RunConfig:
     ):
         if value is not None and value < least:
             raise UsageError(f"{name} {value} must be at least {least}")
-    if training.staleness != 0:
-        raise UsageError(f"--staleness {training.staleness} is not supported: use 0")
+    if training.staleness not in (0, 1):
+        raise UsageError(f"--staleness {training.staleness} is not supported: use 0 or 1")
     if not -(2**62) < training.seed < 2**62:
         raise UsageError(f"--seed {training.seed} is too large")
     if training.clip_norm is not None and not (training.clip_norm > 0 and math.isfinite(training.clip_norm)):

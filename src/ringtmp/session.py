@@ -235,8 +235,11 @@ class Session:
             training.optimizer_settings,
             schedule,
             training.clip_norm,
+            training.staleness,
         )
-        window = config.ring.window or default_window(len(route.visits), self._microbatches, config.ring.schedule)
+        window = config.ring.window or default_window(
+            len(route.visits), self._microbatches, config.ring.schedule, training.staleness
+        )
         setup = Setup(
             route, recipe, window, config.ring.schedule, self._progress.step, self._crew.addresses(),
             config.keep.detailed_steps, {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]},
@@ -316,7 +319,7 @@ class Session:
                 return "done"
             self._refuse_too_small(batch)
             started = time.monotonic()
-            loss = master.train_step(step, batch, fresh)
+            loss = master.train_step(step, batch, fresh, self._upcoming)
             fresh = False
             now = time.monotonic()
             schedule = master.node.setup.recipe.schedule
@@ -332,6 +335,8 @@ class Session:
             step += 1
             self._progress = msgspec.structs.replace(self._progress, step=step)
             self._watcher.step(step, total, done, self._log.idle_share)
+            if master.committed > step:
+                continue  # begun already: what needs the ring at rest waits for its end
             every = job.config.keep.checkpoint_every
             if every is not None and step % every == 0:
                 self._save(master, layers)
@@ -351,6 +356,14 @@ class Session:
         else:
             self._evaluate(master, epoch)
         return "done"
+
+    def _upcoming(self, step: int) -> Batch | None:
+        """The batch of a step that may begin before the one before it has ended; None if the ring must rest between."""
+        every, total = self._job.config.keep.checkpoint_every, self._total_steps()
+        if (total is not None and step >= total) or (every is not None and step % every == 0):
+            return None
+        leaving = self._interrupted() or self._crew.changed() is not None
+        return None if leaving else self._batches.early(step)
 
     def _refuse_too_small(self, batch: Batch) -> None:
         """A table's sizes are checked before the start; a stream may bring any."""

@@ -41,7 +41,7 @@ from ringtmp.errors import UsageError
 @click.option("--schedule", help="1f1b, gpipe or zero-bubble.  [1f1b]")
 @click.option("--cuts", help="Layers per visit, for instance 0-2,3-5,6-7; '-' for a loss-only tail.  [equal cost]")
 @click.option("--wire", help="What travels: float32.  [float32]")
-@click.option("--staleness", type=int, help="Steps a gradient may be old: 0.  [0]")
+@click.option("--staleness", type=int, help="1: gradients at the weights one update ago, so that steps overlap.  [0]")
 @click.option("--threads", type=int, help="Threads per node, the same on all.  [1]")
 @click.option("--optimizer", help="sgd, adam or adamw.  [adam]")
 @click.option("--lr", type=float, help="Learning rate.  [0.1 for sgd, 0.002 else]")

@@ -83,7 +83,8 @@ def places(window: int, schedule: Schedule) -> int:
     return window + (window + 1) // 2 if schedule == "zero-bubble" else window
 
 
-def default_window(visits: int, microbatches: int, schedule: str = "1f1b") -> int:
+def default_window(visits: int, microbatches: int, schedule: str = "1f1b", staleness: int = 0) -> int:
     """Enough microbatches in flight to cover every visit and the transfer between each two; gpipe needs them all,
-    because no gradient comes back before the last microbatch has gone in."""
-    return microbatches if schedule == "gpipe" else max(1, min(microbatches, 2 * visits - 1))
+    because no gradient comes back before the last microbatch has gone in. Delayed steps overlap, so that those of the
+    next one count too."""
+    return microbatches if schedule == "gpipe" else max(1, min(microbatches * (1 + staleness), 2 * visits - 1))

@@ -6,9 +6,7 @@ steps and evaluations) strictly in order; within a pass microbatches come and go
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,10 +15,11 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
-from ringtmp.plan.route import MASTER, Visit
-from ringtmp.plan.rule import Action, Ready, Schedule, next_action, places
+from ringtmp.plan.route import MASTER
+from ringtmp.plan.rule import Action, Schedule, next_action, places
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
+from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.wire.message import (
     Activations,
     Fetch,
@@ -36,31 +35,6 @@ from ringtmp.wire.message import (
     Scale,
     Setup,
 )  # fmt: skip
-
-
-@dataclass
-class Pass:
-    """The training step or evaluation a visit is in."""
-
-    turn: int
-    step: int
-    training: bool
-    microbatches: int
-    forwarded: int = 0
-    backwarded: int = 0
-    deeper_norms: torch.Tensor | None = None
-    norms_sent: bool = False
-    total_norm: torch.Tensor | None = None
-
-
-@dataclass
-class VisitState:
-    visit: Visit
-    stage: Stage
-    activations: deque[Mail] = field(default_factory=deque)
-    gradients: deque[Mail] = field(default_factory=deque)
-    current: Pass | None = None
-    done_turn: int = 0
 
 
 class LossOwner(Protocol):
@@ -82,8 +56,11 @@ class Node:
         self._schedule = cast(Schedule, setup.rule)
         self._places = places(setup.window, self._schedule)
         defer = self._schedule == "zero-bubble"
+        recipe = setup.recipe
+        self._clip = recipe.clip_norm is not None
         self.visits = {
-            visit.index: VisitState(visit, Stage(visit, setup.recipe, defer)) for visit in setup.route.on(self.me)
+            visit.index: VisitState(visit, Stage(visit, recipe, defer, setup.step), recipe.staleness)
+            for visit in setup.route.on(self.me)
         }
         self._owner = owner
         self._work: dict[str, Callable[[VisitState], None]] = {
@@ -109,7 +86,8 @@ class Node:
 
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
-        action = next_action(self._ready(), self.setup.window, self._schedule)
+        ready = [state.ready(self._clip, self._in_flight(state)) for state in self.visits.values()]
+        action = next_action(ready, self.setup.window, self._schedule)
         if action is not None:
             self._perform(action)
             return True
@@ -132,11 +110,12 @@ class Node:
                 )
         elif isinstance(message, Norms):
             state = self._expect(message.visit, mail)
-            assert state.current is not None, "a deeper visit finished a pass this one has not begun"
-            state.current.deeper_norms = mail.tensors[0]
-            self._pass_norms_on(state)
+            current = state.pass_of(message.turn)
+            current.deeper_norms = mail.tensors[0]
+            self._pass_norms_on(state, current)
         elif isinstance(message, Scale):
-            self._scale(self._expect(message.visit, mail), mail.tensors[0])
+            state = self._expect(message.visit, mail)
+            self._scale(state, state.pass_of(message.turn), mail.tensors[0])
         elif isinstance(message, Place):
             self._place(message, mail.tensors)
         elif isinstance(message, Fetch):
@@ -147,43 +126,13 @@ class Node:
         else:
             raise ProtocolError(f"node {self.me} does not expect {type(message).__name__} from node {mail.sender}")
 
-    def _ready(self) -> list[Ready]:
-        clip = self.setup.recipe.clip_norm is not None
-        ready: list[Ready] = []
-        for state in self.visits.values():
-            current = state.current
-            head = cast(Activations, state.activations[0].message) if state.activations else None
-            forward = None
-            if head is not None and (current is None or head.turn == current.turn):
-                forward = head.microbatch
-            gradient = cast(Gradients, state.gradients[0].message).microbatch if state.gradients else None
-            complete = current is not None and current.training and current.backwarded == current.microbatches
-            deferred = state.stage.deferred
-            update = complete and not deferred and current is not None and (not clip or current.total_norm is not None)
-            ready.append(
-                Ready(
-                    state.visit.index,
-                    state.visit.index == 0,
-                    forward,
-                    gradient,
-                    current.forwarded if current else 0,
-                    self._in_flight(state),
-                    current.microbatches if current else 0,
-                    update,
-                    deferred,
-                    state.stage.held + deferred,
-                    complete,
-                )
-            )
-        return ready
-
     def _in_flight(self, state: VisitState) -> int:
         """Admitted at the front and not yet at its end: answered in training, arrived at the tail in evaluation."""
         current = state.current
         if current is None or state.visit.index != 0:
             return 0
         if current.training:
-            return current.forwarded - current.backwarded
+            return sum(each.forwarded - each.backwarded for each in state.passes)
         tail = self.visits[self._last_visit]
         if tail.done_turn >= current.turn or tail is state:
             return 0
@@ -218,22 +167,16 @@ class Node:
         started = self.recorder.begin()
         self._work[action.kind](state)
         self.recorder.end(started, action.kind, action.visit, action.microbatch)
-        if action.kind == "update" and self._all_idle():
+        if action.kind == "update" and all(each.done_turn >= state.done_turn for each in self.visits.values()):
             self._close_step()
 
     def _all_idle(self) -> bool:
-        return all(state.current is None for state in self.visits.values())
+        return all(not state.passes for state in self.visits.values())
 
     def _forward(self, state: VisitState) -> None:
         mail = state.activations.popleft()
         message = cast(Activations, mail.message)
-        if state.current is None:
-            if message.turn != state.done_turn + 1:
-                raise ProtocolError(
-                    f"pass {message.turn} reached visit {state.visit.index} after pass {state.done_turn}"
-                )
-            state.current = Pass(message.turn, message.step, message.training, message.microbatches)
-        current = state.current
+        current = state.begin(message)
         inputs = [each for each in mail.tensors if each is not None]
         outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
         current.forwarded += 1
@@ -243,7 +186,7 @@ class Node:
         else:
             self._send_on(state, message, outputs)
         if not current.training and current.forwarded == current.microbatches:
-            state.done_turn, state.current = current.turn, None
+            state.end()
 
     def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
         """At the tail: the loss, and with it the gradient that starts the way back."""
@@ -251,7 +194,7 @@ class Node:
         loss = self._owner.tail(message.step, message.microbatch, message.training, outputs)
         if message.training:
             assert loss is not None
-            state.stage.replace_outputs(message.microbatch, [loss])
+            state.stage.replace_outputs(message.step, message.microbatch, [loss])
             self.endpoint.post(self.me, Gradients(message.turn, message.step, state.visit.index, message.microbatch))
 
     def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
@@ -264,54 +207,49 @@ class Node:
     def _backward(self, state: VisitState) -> None:
         mail = state.gradients.popleft()
         message = cast(Gradients, mail.message)
-        current = state.current
-        if current is None or message.turn != current.turn or message.microbatch != current.backwarded:
+        current = state.pass_of(message.turn)
+        if message.microbatch != current.backwarded:
             raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
         at_tail = state.visit.index == self._last_visit
-        entering = state.stage.backward(message.microbatch, None if at_tail else mail.tensors)
+        entering = state.stage.backward(message.step, message.microbatch, None if at_tail else mail.tensors)
         current.backwarded += 1
         if state.visit.index > 0:
             back = Gradients(message.turn, message.step, state.visit.index - 1, message.microbatch)
             self._post(state.visit.index - 1, back, entering)
-        self._all_gradients(state)
+        if self._clip:
+            self._pass_norms_on(state, current)
 
     def _weights(self, state: VisitState) -> None:
         state.stage.weight_gradients()
-        self._all_gradients(state)
+        if self._clip and state.current is not None:
+            self._pass_norms_on(state, state.current)
 
-    def _all_gradients(self, state: VisitState) -> None:
-        if self.setup.recipe.clip_norm is not None:
-            self._pass_norms_on(state)
-
-    def _pass_norms_on(self, state: VisitState) -> None:
+    def _pass_norms_on(self, state: VisitState, current: Pass) -> None:
         """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""
-        current = state.current
-        assert current is not None
         at_tail = state.visit.index == self._last_visit
-        if current.norms_sent or current.backwarded < current.microbatches or state.stage.deferred:
+        if current.norms_sent or not current.answered or state.stage.has_deferred(current.step):
             return
         if current.deeper_norms is None and not at_tail:
             return
-        own = state.stage.gradient_norms()
+        own = state.stage.gradient_norms(current.step)
         norms = own if current.deeper_norms is None else torch.cat([own, current.deeper_norms])
         current.norms_sent = True
         if state.visit.index > 0:
             self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), [norms])
         else:
-            self._scale(state, torch.linalg.vector_norm(norms))
+            self._scale(state, current, torch.linalg.vector_norm(norms))
 
-    def _scale(self, state: VisitState, total: torch.Tensor | None) -> None:
-        assert state.current is not None
+    def _scale(self, state: VisitState, current: Pass, total: torch.Tensor | None) -> None:
         assert total is not None
-        state.current.total_norm = total
+        current.total_norm = total
         if state.visit.index < self._last_visit:
-            self._post(state.visit.index + 1, Scale(state.current.turn, state.visit.index + 1), [total])
+            self._post(state.visit.index + 1, Scale(current.turn, state.visit.index + 1), [total])
 
     def _update(self, state: VisitState) -> None:
         current = state.current
         assert current is not None
         state.stage.step(current.step, current.total_norm)
-        state.done_turn, state.current = current.turn, None
+        state.end()
 
     def _close_step(self) -> None:
         for _, posted, acknowledged, size in self.endpoint.sent:

@@ -70,6 +70,7 @@ class Recipe(msgspec.Struct, frozen=True):
     optimizer_settings: dict[str, Any]
     schedule: dict[str, Any]  # learning rate over steps
     clip_norm: float | None = None
+    staleness: int = 0  # 1: every gradient is taken at the weights one update ago
 
 
 class Crossing(msgspec.Struct, frozen=True, array_like=True):
