@@ -15,9 +15,9 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
-from ringtmp.plan.partition import equal_cost
-from ringtmp.plan.route import plain_ring
+from ringtmp.plan.route import holders_of, route_over
 from ringtmp.plan.rule import default_window
+from ringtmp.plan.spread import bounds_for
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
 from ringtmp.ring.master import Master
 from ringtmp.wire.message import Recipe, Setup
@@ -58,11 +58,13 @@ def ring_in_memory(
     seed: int = 0,
     wrap: Wrapper = lambda transport: transport,
     ahead: bool = True,
+    holders: list[int] | None = None,
 ) -> tuple[str, list[float]]:
     """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`."""
+    holders = holders or holders_of(nodes)
     if bounds is None:
-        bounds = equal_cost([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], nodes)
-    route = plain_ring(nodes, bounds)
+        bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
+    route = route_over(holders, bounds)
     crew = MemoryCrew(nodes, seed, wrap)
     log = EventLog(built.log)
     master = Master(crew.start("test", 1), crew, built.layers, loss, log)

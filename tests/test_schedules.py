@@ -21,6 +21,7 @@ from ringtmp.data.sources import tensors
 from ringtmp.errors import Interrupted
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.model import zoo
+from ringtmp.plan.route import holders_of
 from ringtmp.ring.losses import cross_entropy, loss_named, next_byte
 from ringtmp.ring.rundir import RunDirectory
 from ringtmp.session import Job, Session
@@ -109,6 +110,20 @@ def test_a_delayed_run_resumes_and_regroups_with_the_bits_of_a_delayed_loop(tmp_
     )  # fmt: skip
     assert whole.summary.weights_sha256 == parts.summary.weights_sha256 == state_sha256(plain)
     assert whole.summary.staleness == 1
+
+
+@pytest.mark.parametrize("model", ["convnet", "gpt"])
+def test_laps_and_v_shapes_change_no_bit(model: str, tmp_path: Path) -> None:
+    case = Case(model)
+    built = case.built(tmp_path)
+    for nodes, laps, shape in ((2, 2, "ring"), (3, 1, "v"), (1, 2, "ring")):
+        holders = holders_of(nodes, laps, shape)
+        for schedule in ("1f1b", "zero-bubble"):
+            assert case.run(built, nodes, schedule=schedule, holders=holders) == plain_result(model), (
+                holders,
+                schedule,
+            )
+    assert case.run(built, 2, holders=holders_of(2, 2), staleness=1) == plain_result(model, delayed=True)
 
 
 def test_an_interrupted_delayed_run_finishes_the_steps_it_has_begun(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ bits is never a function of the number of nodes, of a device or of timing.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,6 +53,8 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuts: str | None = None
     window: int | None = None
     schedule: Schedule = "1f1b"
+    laps: int = 1
+    route: Literal["ring", "v"] = "ring"
 
 
 class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,6 +85,7 @@ def resolve(config: RunConfig) -> RunConfig:
         ("--batch-size", training.batch_size, 1),
         ("--microbatches", training.microbatches, 1),
         ("--window", ring.window, 1),
+        ("--laps", ring.laps, 1),
         ("--threads", training.threads, 1),
         ("--epochs", training.epochs, 1),
         ("--steps", training.steps, 1),
@@ -91,6 +94,8 @@ def resolve(config: RunConfig) -> RunConfig:
     ):
         if value is not None and value < least:
             raise UsageError(f"{name} {value} must be at least {least}")
+    if ring.route == "v" and ring.laps > 1:
+        raise UsageError("--route v goes out and back once: leave out --laps")
     if training.staleness not in (0, 1):
         raise UsageError(f"--staleness {training.staleness} is not supported: use 0 or 1")
     if not -(2**62) < training.seed < 2**62:
@@ -116,7 +121,18 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 #: What `--resume` may change: none of it changes the bits of the steps to come.
-RESUMABLE = ("epochs", "steps", "nodes", "cuts", "window", "schedule", "checkpoint_every", "detailed_steps")
+RESUMABLE = (
+    "epochs",
+    "steps",
+    "nodes",
+    "cuts",
+    "window",
+    "schedule",
+    "laps",
+    "route",
+    "checkpoint_every",
+    "detailed_steps",
+)
 
 
 def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
@@ -136,7 +152,7 @@ def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
         changed["training"].setdefault("steps", None)
     if "steps" in changed["training"] and changed["training"]["steps"]:
         changed["training"]["epochs"] = None
-    if "nodes" in changed["ring"]:
+    if {"nodes", "laps", "route"} & set(changed["ring"]):
         changed["ring"].setdefault("cuts", None)
         changed["ring"].setdefault("window", None)
     return msgspec.structs.replace(

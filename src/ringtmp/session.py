@@ -25,9 +25,9 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
-from ringtmp.plan.partition import equal_cost
-from ringtmp.plan.route import MASTER, Route, parse_cuts, plain_ring
+from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
 from ringtmp.plan.rule import default_window
+from ringtmp.plan.spread import bounds_for
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
@@ -280,18 +280,21 @@ class Session:
         return master
 
     def _plan(self, index: LayerIndex, layers: list[Layer]) -> Route:
-        nodes, cuts = self._job.config.ring.nodes, self._job.config.ring.cuts
+        ring = self._job.config.ring
+        nodes, cuts = ring.nodes, ring.cuts
+        holders = holders_of(nodes, ring.laps, ring.route)
         has_parameters = [layer.parameters > 0 for layer in layers]
-        bounds = (
-            equal_cost(index.cost_s, has_parameters, nodes) if cuts is None else parse_cuts(cuts, len(layers), nodes)
-        )
+        if cuts is None:
+            bounds = bounds_for(index.cost_s, has_parameters, holders)
+        else:
+            bounds = parse_cuts(cuts, len(layers), nodes, len(holders))
         if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
             self._warn(
                 "the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master"
             )
         if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
             self._warn("the front has no layer with parameters: the raw inputs leave the master")
-        return plain_ring(nodes, bounds)
+        return route_over(holders, bounds)
 
     def _total_steps(self) -> int | None:
         training = self._job.config.training

@@ -36,6 +36,8 @@ FIELDS = {
     "cuts": ("ring", "cuts"),
     "window": ("ring", "window"),
     "schedule": ("ring", "schedule"),
+    "laps": ("ring", "laps"),
+    "route": ("ring", "route"),
     "checkpoint_every": ("keep", "checkpoint_every"),
 }
 
