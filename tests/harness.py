@@ -59,6 +59,7 @@ def ring_in_memory(
     wrap: Wrapper = lambda transport: transport,
     ahead: bool = True,
     holders: list[int] | None = None,
+    recompute: str = "none",
 ) -> tuple[str, list[float]]:
     """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`."""
     holders = holders or holders_of(nodes)
@@ -71,7 +72,7 @@ def ring_in_memory(
     try:
         master.gather(range(1, nodes))
         admitted = window or default_window(len(route.visits), microbatches, schedule, how.staleness)
-        master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0), built.checkpoint)
+        master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute), built.checkpoint)
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
         upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
         losses = [master.train_step(step, batch, step == 0, upcoming) for step, batch in enumerate(whole)]

@@ -55,6 +55,7 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: Schedule = "1f1b"
     laps: int = 1
     route: Literal["ring", "v"] = "ring"
+    recompute: Literal["none", "all", "auto"] = "none"
 
 
 class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

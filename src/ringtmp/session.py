@@ -25,6 +25,7 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
+from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
 from ringtmp.plan.rule import default_window
 from ringtmp.plan.spread import bounds_for
@@ -243,6 +244,7 @@ class Session:
         setup = Setup(
             route, recipe, window, config.ring.schedule, self._progress.step, self._crew.addresses(),
             config.keep.detailed_steps, {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]},
+            config.ring.recompute,
         )  # fmt: skip
         job.run.write_config(
             SavedConfig(
@@ -282,6 +284,8 @@ class Session:
     def _plan(self, index: LayerIndex, layers: list[Layer]) -> Route:
         ring = self._job.config.ring
         nodes, cuts = ring.nodes, ring.cuts
+        if ring.recompute == "all":
+            refuse_unrepeatable(layers)
         holders = holders_of(nodes, ring.laps, ring.route)
         has_parameters = [layer.parameters > 0 for layer in layers]
         if cuts is None:

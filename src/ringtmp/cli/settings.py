@@ -38,6 +38,7 @@ FIELDS = {
     "schedule": ("ring", "schedule"),
     "laps": ("ring", "laps"),
     "route": ("ring", "route"),
+    "recompute": ("ring", "recompute"),
     "checkpoint_every": ("keep", "checkpoint_every"),
 }
 

@@ -41,6 +41,7 @@ from ringtmp.errors import UsageError
 @click.option("--schedule", help="1f1b, gpipe or zero-bubble.  [1f1b]")
 @click.option("--laps", type=int, help="Times the activations go round: so many segments per node.  [1]")
 @click.option("--route", help="ring, or v: out to the last node and back, two segments per node.  [ring]")
+@click.option("--recompute", help="none, all or auto: compute activations again instead of storing them.  [none]")
 @click.option("--cuts", help="Layers per visit, for instance 0-2,3-5,6-7; '-' for a loss-only tail.  [equal cost]")
 @click.option("--wire", help="What travels: float32.  [float32]")
 @click.option("--staleness", type=int, help="1: gradients at the weights one update ago, so that steps overlap.  [0]")

@@ -6,6 +6,8 @@ as autograd does: the same bits. Where that does not hold, an operator goes thro
 
     a parameter that is read more than once    its gradients are summed within the microbatch first
     operands with unusual strides              autograd picks another kernel call
+
+Parameters are held as they are, not as saved tensors: a saved tensor may come back as another object with no `grad`.
 """
 
 from __future__ import annotations
@@ -133,15 +135,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, jobs: list[Job]) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.jobs = bias, jobs
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.jobs = weight, bias, jobs
         turned = weight.t()
         return torch.mm(x, turned) if bias is None else torch.addmm(bias, x, turned)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        bias = ctx.bias
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
 
         def work() -> None:
             with torch.no_grad():
@@ -158,14 +160,14 @@ class _Embedding(torch.autograd.Function):
     def forward(
         ctx: Any, weight: torch.Tensor, indices: torch.Tensor, padding: int, scaled: bool, jobs: list[Job]
     ) -> Any:
-        ctx.save_for_backward(weight, indices)
-        ctx.padding, ctx.scaled, ctx.jobs = padding, scaled, jobs
+        ctx.save_for_backward(indices)
+        ctx.weight, ctx.padding, ctx.scaled, ctx.jobs = weight, padding, scaled, jobs
         return aten.embedding.default(weight, indices, padding, scaled)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        weight, indices = ctx.saved_tensors
-        padding, scaled = ctx.padding, ctx.scaled
+        (indices,) = ctx.saved_tensors
+        weight, padding, scaled = ctx.weight, ctx.padding, ctx.scaled
 
         def work() -> None:
             with torch.no_grad():
@@ -189,14 +191,14 @@ class _Convolution(torch.autograd.Function):
         settings: tuple[Any, ...],
         jobs: list[Job],
     ) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.settings, ctx.jobs = bias, settings, jobs
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.settings, ctx.jobs = weight, bias, settings, jobs
         return aten.convolution.default(x, weight, bias, *settings)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        bias, settings = ctx.bias, ctx.settings
+        (x,) = ctx.saved_tensors
+        weight, bias, settings = ctx.weight, ctx.bias, ctx.settings
         sizes = None if bias is None else list(bias.shape)
 
         def work() -> None:

@@ -17,6 +17,7 @@ from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.rule import Action, Schedule, next_action, places
+from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
@@ -35,6 +36,9 @@ from ringtmp.wire.message import (
     Scale,
     Setup,
 )  # fmt: skip
+
+#: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
+ROOM_PER_PARAMETER = 3
 
 
 class LossOwner(Protocol):
@@ -57,9 +61,10 @@ class Node:
         self._places = places(setup.window, self._schedule)
         defer = self._schedule == "zero-bubble"
         recipe = setup.recipe
+        recompute = None if setup.recompute == "none" else self._recompute
         self._clip = recipe.clip_norm is not None
         self.visits = {
-            visit.index: VisitState(visit, Stage(visit, recipe, defer, setup.step), recipe.staleness)
+            visit.index: VisitState(visit, Stage(visit, recipe, defer, setup.step, recompute), recipe.staleness)
             for visit in setup.route.on(self.me)
         }
         self._owner = owner
@@ -194,7 +199,7 @@ class Node:
         loss = self._owner.tail(message.step, message.microbatch, message.training, outputs)
         if message.training:
             assert loss is not None
-            state.stage.replace_outputs(message.step, message.microbatch, [loss])
+            state.stage.end_in(message.step, message.microbatch, outputs, loss)
             self.endpoint.post(self.me, Gradients(message.turn, message.step, state.visit.index, message.microbatch))
 
     def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
@@ -275,6 +280,14 @@ class Node:
     def _send_layer(self, index: int) -> None:
         tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
         self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
+
+    def _recompute(self, saved_bytes: int) -> bool:
+        """Whether a segment whose microbatches leave this much stored keeps only what enters it."""
+        if self.setup.recompute != "auto":
+            return self.setup.recompute == "all"
+        parameters = sum(state.stage.parameter_bytes for state in self.visits.values())
+        room = free_memory_bytes() - ROOM_PER_PARAMETER * parameters
+        return saved_bytes * (self._places - 1) * len(self.visits) > room // 2
 
     # -- small things -------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     addresses: dict[int, Address]  # of the receiver's neighbours
     detailed_steps: int
     crossings: dict[int, tuple[Crossing, ...]] = {}  # what enters each visit but the first
+    recompute: str = "none"  # or all, auto: compute activations again instead of storing them
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
