@@ -101,6 +101,7 @@ class Node:
 
     def handle(self, mail: Mail) -> None:
         message = mail.message
+        self.recorder.heard(mail.arrived_at)
         if isinstance(message, Activations):
             self._expect(message.visit, mail).activations.append(mail)
             if mail.payload_bytes and message.training:
@@ -295,6 +296,7 @@ class Node:
         peer = self.route.node(visit)
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
+        self.recorder.sending()
         self.endpoint.post(peer, message, tensors)
 
     def _inspect(self, message: Message) -> None:
