@@ -51,13 +51,13 @@ class Program:
         self._calls: list[_Call] = []
         for index, op in enumerate(graph.ops):
             slot = len(graph.inputs) + index
-            args = [_compile_value(value, slot, where) for value in op.args]
+            pack = _packer(op.args, slot, where)
             kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
             function = resolve(op.target)
             if device == "meta" and _takes_device(function):
                 # A tensor made from nothing would otherwise be made in real memory.
                 kwargs["device"] = lambda values: where
-            self._calls.append((function, _packer(args), kwargs or None, last_use.get(slot, ())))
+            self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
         self._recording = Recording()
         waiting = waiting_variants(graph, self._recording)
         self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
@@ -129,8 +129,23 @@ def _returns_a_view(function: Any) -> bool:
     return schema is None or any(each.alias_info is not None for each in schema.returns)
 
 
-def _packer(makers: list[_Make]) -> Callable[[list[Any]], list[Any]]:
-    return lambda values: [make(values) for make in makers]
+def _packer(values: Sequence[Value], before: int, device: torch.device) -> Callable[[list[Any]], list[Any]]:
+    """The arguments of an operation: constants are there already, values so far are put in their places."""
+    template = [None if isinstance(each, Ref | Items) else _compile_value(each, before, device)([]) for each in values]
+    makers = [(i, _compile_value(each, before, device)) for i, each in enumerate(values) if isinstance(each, Items)]
+    references = [(i, each.slot) for i, each in enumerate(values) if isinstance(each, Ref)]
+    for each in values:
+        _compile_value(each, before, device)  # refuses a reference to what is not filled yet
+
+    def pack(so_far: list[Any]) -> list[Any]:
+        arguments = template.copy()
+        for position, slot in references:
+            arguments[position] = so_far[slot]
+        for position, make in makers:
+            arguments[position] = make(so_far)
+        return arguments
+
+    return pack
 
 
 def _compile_value(value: Value, before: int, device: torch.device) -> _Make:

@@ -22,15 +22,13 @@ their weight gradients are done. So nothing is refused, and what a visit stores 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Schedule = Literal["1f1b", "gpipe", "zero-bubble"]
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble")
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """What one visit has in hand during the pass it is in."""
 
     visit: int
@@ -46,8 +44,7 @@ class Ready:
     closing: bool = False  # every gradient has come back: only deferred ones stand before the update
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     kind: Literal["forward", "backward", "weights", "update"]
     visit: int
     microbatch: int = -1
@@ -55,7 +52,7 @@ class Action:
 
 def next_action(visits: Sequence[Ready], window: int, schedule: Schedule) -> Action | None:
     """The node's next piece of work; None when it must wait for a neighbour."""
-    deepest_first = sorted(visits, key=lambda each: -each.visit)
+    deepest_first = visits if len(visits) == 1 else sorted(visits, key=lambda each: -each.visit)
     for each in deepest_first:
         if each.backward is not None and (schedule != "gpipe" or each.forwarded == each.microbatches):
             return Action("backward", each.visit, each.backward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -40,8 +40,11 @@ _CHANNELS: dict[type, Channel] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Mail:
+#: Links that bring nothing are looked at this often: for what a silent peer may not have got.
+LOOK_EVERY_S = 0.1
+
+
+class Mail(NamedTuple):
     sender: int
     message: Message
     tensors: list[torch.Tensor | None]
@@ -68,6 +71,7 @@ class Endpoint:
         self._generation = generation
         self._links: dict[tuple[int, Channel], Link] = {}
         self._local: list[Mail] = []
+        self._looked_at = 0.0
         #: Sees every arriving message before memory is taken for it. A node with a plan sets its own.
         self.inspect: Callable[[Message], None] = lambda message: None
         #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
@@ -90,18 +94,21 @@ class Endpoint:
     def collect(self) -> list[Mail]:
         """Everything that has arrived, in order per sender and channel."""
         mail, self._local = self._local, []
+        touched: dict[tuple[int, Channel], Link] = {}
         for arrival in self._transport.receive():
-            link = self._link(arrival.peer, arrival.channel)
+            key = (arrival.peer, arrival.channel)
+            link = touched[key] = self._link(*key)
             now = self.clock()
             delivery = link.receive(arrival.frames, now)
             if delivery is not None:
                 mail.append(
-                    Mail(
-                        arrival.peer, delivery.message, delivery.tensors, delivery.payload_bytes, delivery.first_at, now
-                    )
+                    Mail(key[0], delivery.message, delivery.tensors, delivery.payload_bytes, delivery.first_at, now)
                 )
         now = self.clock()
-        for (peer, channel), link in self._links.items():
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
+            touched = self._links  # nobody's news for a while may be news too
+        for (peer, channel), link in touched.items():
             link.tick(now)
             if link.outbox:
                 self._flush(peer, channel, link)

@@ -219,13 +219,13 @@ class Master:
     def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool) -> int:
         """Put a batch at the front. The number of its pass."""
         self._turn += 1
-        turn, front, now = self._turn, self.node.visits[0], self.endpoint.clock()
+        turn, now = self._turn, self.endpoint.clock()
         for microbatch, inputs in enumerate(batch.inputs):
             tensors: list[torch.Tensor | None] = list(leaves(inputs))
             message = Activations(
                 turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors)
             )  # fmt: skip
-            front.activations.append(Mail(MASTER, message, tensors, 0, now, now))
+            self.node.handle(Mail(MASTER, message, tensors, 0, now, now))
         return turn
 
     def _finish_pass(self, turn: int, step: int) -> None:

@@ -68,6 +68,7 @@ class Node:
             for visit in setup.route.on(self.me)
         }
         self._owner = owner
+        self._news = True
         self._work: dict[str, Callable[[VisitState], None]] = {
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
         }  # fmt: skip
@@ -91,16 +92,20 @@ class Node:
 
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
+        if not self._news:
+            return False  # nothing was runnable, and nothing has come since
         ready = [state.ready(self._clip, self._in_flight(state)) for state in self.visits.values()]
         action = next_action(ready, self.setup.window, self._schedule)
         if action is not None:
             self._perform(action)
             return True
+        self._news = False
         self.recorder.waiting_for(self._cause())
         return False
 
     def handle(self, mail: Mail) -> None:
         message = mail.message
+        self._news = True
         self.recorder.heard(mail.arrived_at)
         if isinstance(message, Activations):
             self._expect(message.visit, mail).activations.append(mail)

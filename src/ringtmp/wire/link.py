@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -41,8 +42,7 @@ PROBE_AFTER_S = 0.5
 DEFAULT_LIMIT_BYTES = 4 * 1024**3
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     message: Message
     tensors: list[torch.Tensor | None]
     first_at: float  # when its first packet came
@@ -60,14 +60,14 @@ class Counters:
     foreign: int = 0  # packets of another ring or generation, dropped
 
 
-@dataclass
+@dataclass(slots=True)
 class _Outgoing:
     seq: int
     frames: list[Frame]
     on_delivered: tuple[float, int] | None = None  # (posted at, payload bytes), on a message's last packet
 
 
-@dataclass
+@dataclass(slots=True)
 class _Arriving:
     message: Message
     first_at: float
