@@ -87,6 +87,8 @@ class Endpoint:
             self._local.append(Mail(peer, message, list(tensors), 0, now, now))
             return
         channel = _CHANNELS[type(message)]
+        if isinstance(message, Stop | Bye):
+            self._acknowledge()  # whoever leaves now waits for nothing else
         link = self._link(peer, channel)
         link.send(message, tensors, now)
         self._flush(peer, channel, link)
@@ -139,11 +141,20 @@ class Endpoint:
     def close(self) -> None:
         self._transport.close()
 
+    def _acknowledge(self) -> None:
+        for (peer, channel), link in self._links.items():
+            link.acknowledge()
+            self._flush(peer, channel, link)
+
     def _link(self, peer: int, channel: Channel) -> Link:
         key = (peer, channel)
         if key not in self._links:
             self._links[key] = Link(
-                self._ring, self._generation, self.limit_bytes, lambda message: self.inspect(message)
+                self._ring,
+                self._generation,
+                self.limit_bytes,
+                lambda message: self.inspect(message),
+                patient=channel is Channel.TENSOR,
             )
         return self._links[key]
 

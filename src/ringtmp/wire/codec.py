@@ -30,7 +30,7 @@ class Packet(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     kind: str  # one of KINDS
     seq: int
-    number: int = 0  # of a probe and its answer
+    number: int = 0  # of a probe and its answer; on data: everything up to it has arrived from the other side
     body: bytes = b""
 
 
