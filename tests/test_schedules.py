@@ -14,11 +14,11 @@ from torch import nn
 
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
-from ringtmp.api import Interruption, Silent
-from ringtmp.config import KeepPart, resolve
+from ringtmp.api import Interruption, Silent, start
+from ringtmp.config import KeepPart, RingPart, resolve
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
-from ringtmp.errors import Interrupted
+from ringtmp.errors import Interrupted, UsageError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
@@ -26,6 +26,7 @@ from ringtmp.ring.losses import cross_entropy, loss_named, next_byte
 from ringtmp.ring.rundir import RunDirectory
 from ringtmp.session import Job, Session
 from test_exact import MICROBATCHES, MODELS, batches_of, source
+from test_recompute import Centred
 from test_session import blobs, resume, settings, stack, train
 
 SEED = 5
@@ -147,6 +148,42 @@ def test_an_interrupted_delayed_run_finishes_the_steps_it_has_begun(tmp_path: Pa
     with pytest.raises(Interrupted, match="after step 2"):
         Session(job, crew, Silent(), stopping).train()
     assert resume(tmp_path / "parts", 2).summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def run_on(folder: Path, model: nn.Module, ring: RingPart, **training: Any) -> Any:
+    config = msgspec.structs.replace(settings(steps=5, **training), ring=ring)
+    data = tensors("t", *blobs()), tensors("t", *blobs(30))
+    return start(config, model, data, None, folder, Silent(), MemoryCrew(ring.nodes)).summary
+
+
+def test_a_run_takes_its_route_and_what_to_recompute_from_the_settings(tmp_path: Path) -> None:
+    plain = run_on(tmp_path / "plain", stack(), RingPart(nodes=1))
+    laps = RingPart(nodes=2, laps=2, recompute="all", schedule="zero-bubble")
+    vee = RingPart(nodes=3, route="v", recompute="auto", cuts="0-1,2,3,4,5")
+    for index, (ring, segments) in enumerate(((laps, [3, 2]), (vee, [2, 2, 1]))):
+        summary = run_on(tmp_path / str(index), stack(), ring)
+        assert summary.weights_sha256 == plain.weights_sha256
+        assert [len(node.segments) for node in summary.per_node] == segments
+
+
+@pytest.mark.parametrize(
+    ("training", "ring", "message"),
+    [
+        ({"staleness": 2}, {}, "--staleness 2 is not supported: use 0 or 1"),
+        ({}, {"laps": 0}, "--laps 0 must be at least 1"),
+        ({}, {"laps": 2, "route": "v"}, "--route v goes out and back once"),
+        ({}, {"nodes": 3, "laps": 2}, "a route of 7 visits needs at least 7 layers; the model has 6"),
+    ],
+)
+def test_what_cannot_be_is_refused(training: Any, ring: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        run_on(tmp_path / "run", stack(), RingPart(**{"nodes": 2, **ring}), **training)
+
+
+def test_a_layer_whose_activations_cannot_be_computed_again_is_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Centred(), nn.Linear(6, 3))
+    with pytest.raises(UsageError, match="layer '1' reads a buffer that it changes"):
+        run_on(tmp_path / "run", model, RingPart(nodes=2, recompute="all"))
 
 
 class Watching(MemoryCrew):
