@@ -15,9 +15,9 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
-from ringtmp.plan.partition import equal_cost
-from ringtmp.plan.route import plain_ring
+from ringtmp.plan.route import holders_of, route_over
 from ringtmp.plan.rule import default_window
+from ringtmp.plan.spread import bounds_for
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
 from ringtmp.ring.master import Master
 from ringtmp.wire.message import Recipe, Setup
@@ -57,22 +57,25 @@ def ring_in_memory(
     window: int | None = None,
     seed: int = 0,
     wrap: Wrapper = lambda transport: transport,
+    ahead: bool = True,
+    holders: list[int] | None = None,
+    recompute: str = "none",
 ) -> tuple[str, list[float]]:
-    """weights_sha256 and the losses of training on `batches` with this ring."""
+    """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`."""
+    holders = holders or holders_of(nodes)
     if bounds is None:
-        bounds = equal_cost([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], nodes)
-    route = plain_ring(nodes, bounds)
+        bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
+    route = route_over(holders, bounds)
     crew = MemoryCrew(nodes, seed, wrap)
     log = EventLog(built.log)
     master = Master(crew.start("test", 1), crew, built.layers, loss, log)
     try:
         master.gather(range(1, nodes))
-        admitted = window or default_window(len(route.visits), microbatches)
-        master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0), built.checkpoint)
-        losses = []
-        for step, (inputs, targets) in enumerate(batches):
-            pieces, labels = split_batch(inputs, targets, microbatches)
-            losses.append(master.train_step(step, Batch(0, pieces, labels, len(targets)), step == 0))
+        admitted = window or default_window(len(route.visits), microbatches, schedule, how.staleness)
+        master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute), built.checkpoint)
+        whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
+        upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
+        losses = [master.train_step(step, batch, step == 0, upcoming) for step, batch in enumerate(whole)]
         digest = hashlib.sha256()
         for index, layer in enumerate(built.layers):
             tensors, _ = master._layer_state(index)

@@ -21,14 +21,20 @@ def plain_loop(
     seed: int = 0,
     clip_norm: float | None = None,
     schedule: dict[str, Any] | None = None,
+    delayed: bool = False,
 ) -> list[float]:
-    """Trains `model` in place and returns the loss of every step."""
+    """Trains `model` in place and returns the loss of every step. `delayed`: every gradient is taken at the weights one
+    update ago, w[t+1] = w[t] - step(gradient at w[t-1]); the first at the first weights."""
     model.train()
+    previous = _weights(model)
     updates = optimizer(model.parameters())
     base = updates.param_groups[0]["lr"]
     losses = []
     for step, (inputs, targets) in enumerate(batches):
         total = 0.0
+        newest = _weights(model)
+        if delayed:
+            _load(model, previous)
         count = min(microbatches, len(targets))
         for number, (x, y) in enumerate(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)):
             for position, layer in enumerate(model):
@@ -38,6 +44,8 @@ def plain_loop(
             value = loss(x, y)
             (value * share).backward()
             total += float(value.detach()) * share
+        _load(model, newest)
+        previous = newest
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         if schedule is not None:
@@ -47,6 +55,16 @@ def plain_loop(
         updates.zero_grad()
         losses.append(total)
     return losses
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+@torch.no_grad()
+def _load(model: nn.Module, weights: list[torch.Tensor]) -> None:
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.copy_(weight)
 
 
 def state_sha256(model: nn.Module) -> str:

@@ -104,3 +104,30 @@ def test_lost_doubled_and_disordered_packets_change_nothing(seed: int, tmp_path:
         built, recipe(), batches, 4, cross_entropy, 3, seed=seed, wrap=lambda t: Shaped(t, faults, seed * 100 + t.node)
     )
     assert rough == clean
+
+
+class Turned(nn.Module):
+    """Its input's gradient lies in memory column by column, unlike the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.t().contiguous().t()
+
+
+def test_a_gradient_laid_out_unlike_its_tensor_crosses_a_cut_as_it_is(tmp_path: Path) -> None:
+    """A leaf's `grad` is laid out like the leaf; matrix kernels before the cut then gave other bits."""
+
+    def build() -> list[nn.Module]:
+        return [nn.Linear(96, 96), Turned(), nn.Linear(96, 96)]
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs - targets) ** 2).mean()
+
+    generator = torch.Generator().manual_seed(3)
+    batches = [tuple(torch.randn(40, 96, generator=generator) for _ in range(2)) for _ in range(2)]
+    torch.manual_seed(1)
+    plain = nn.Sequential(*build())
+    losses = plain_loop(plain, batches, 4, loss, lambda p: torch.optim.SGD(p, lr=0.1, fused=True), 1)
+    built = Built(tmp_path, build, lambda count: torch.zeros(count, 96), [10], 1)
+    for bounds in ([(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 3), (3, 3)]):
+        got = ring_in_memory(built, recipe(seed=1), batches, 4, loss, 2, bounds=bounds)
+        assert got == (state_sha256(plain), losses), bounds

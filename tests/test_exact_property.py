@@ -121,7 +121,8 @@ def rings(draw: st.DrawFn) -> dict[str, Any]:
         "batch": batch,
         "microbatches": draw(st.integers(1, 10)),
         "window": draw(st.integers(1, 12)),
-        "rule": draw(st.sampled_from(["1f1b", "gpipe"])),
+        "rule": draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"])),
+        "delayed": draw(st.booleans()),
         "clip": draw(st.sampled_from([None, 0.1])),
         "seed": draw(st.integers(0, 1000)),
     }
@@ -150,6 +151,7 @@ def test_random_stacks_cuts_and_windows_give_the_bits_of_a_plain_loop(case: dict
             lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
             seed,
             case["clip"],
+            delayed=case["delayed"],
         )
     except RuntimeError as error:  # two changes in place that autograd itself refuses: no model at all
         assume("inplace operation" not in str(error))
@@ -165,7 +167,9 @@ def test_random_stacks_cuts_and_windows_give_the_bits_of_a_plain_loop(case: dict
         except UsageError as error:  # refused by name; see test_a_change_in_place_of_shared_memory_is_refused
             assume("changes its input in place while another" not in str(error))
             raise
-        how = recipe("sgd", {"lr": 0.05, "momentum": 0.9}, seed=seed, clip_norm=case["clip"])
+        how = recipe(
+            "sgd", {"lr": 0.05, "momentum": 0.9}, seed=seed, clip_norm=case["clip"], staleness=int(case["delayed"])
+        )
         got = ring_in_memory(
             built, how, batches, microbatches, loss, case["nodes"], case["rule"], case["bounds"], window, seed
         )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ringtmp.errors import UsageError
 from ringtmp.plan.partition import equal_cost
-from ringtmp.plan.route import parse_cuts, plain_ring
+from ringtmp.plan.route import holders_of, parse_cuts, plain_ring, route_over
+from ringtmp.plan.spread import bounds_for
 
 
 def bottleneck(costs: list[float], bounds: list[tuple[int, int]]) -> float:
@@ -73,3 +74,47 @@ def test_neighbours_follow_the_route() -> None:
     route = plain_ring(4, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)])
     assert [route.neighbours(node) for node in range(4)] == [(1, 3), (0, 2), (1, 3), (0, 2)]
     assert plain_ring(1, [(0, 5)]).neighbours(0) == ()
+
+
+def test_laps_go_round_and_a_v_goes_out_and_back() -> None:
+    assert holders_of(3) == [0, 1, 2, 0]
+    assert holders_of(3, laps=2) == [0, 1, 2, 0, 1, 2, 0]
+    assert holders_of(4, shape="v") == [0, 1, 2, 3, 2, 1, 0]
+    assert holders_of(1, laps=3) == holders_of(1, shape="v") == [0]
+    lap = route_over(holders_of(3, laps=2), [(i, i + 1) for i in range(7)])
+    assert [lap.neighbours(node) for node in range(3)] == [(1, 2), (0, 2), (0, 1)]
+    vee = route_over(holders_of(4, shape="v"), [(i, i + 1) for i in range(7)])
+    assert [vee.neighbours(node) for node in range(4)] == [(1,), (0, 2), (1, 3), (2,)]
+    assert parse_cuts("0,1,2-3,4,5,6,-", 7, 3, 7)[2:4] == [(2, 4), (4, 5)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    costs=st.lists(st.integers(1, 9).map(float), min_size=7, max_size=10),
+    holders=st.sampled_from([holders_of(2, laps=2), holders_of(3, laps=2), holders_of(3, shape="v")]),
+)
+def test_segments_of_several_visits_are_spread_nearly_as_well_as_by_brute_force(
+    costs: list[float], holders: list[int]
+) -> None:
+    def slowest(bounds: list[tuple[int, int]]) -> float:
+        return max(
+            sum(sum(costs[slice(*each)]) for each, holder in zip(bounds, holders, strict=True) if holder == node)
+            for node in set(holders)
+        )
+
+    best = min(
+        slowest(list(zip([0, *cuts], [*cuts, len(costs)], strict=True)))
+        for cuts in combinations(range(1, len(costs)), len(holders) - 1)
+    )
+    bounds = bounds_for(costs, [True] * len(costs), holders)
+    assert [layer for first, stop in bounds for layer in range(first, stop)] == list(range(len(costs)))
+    assert all(stop > first for first, stop in bounds)
+    assert slowest(bounds) <= best + max(costs)
+
+
+def test_more_visits_than_layers_are_refused_and_front_and_tail_keep_their_parameters() -> None:
+    with pytest.raises(UsageError, match="7 visits needs at least 7 layers; the model has 6"):
+        bounds_for([1.0] * 6, [True] * 6, holders_of(3, laps=2))
+    bounds = bounds_for([1.0] * 8, [False, False, *[True] * 5, False], holders_of(3, shape="v"))
+    assert bounds[0] == (0, 3)
+    assert bounds[-1] == (6, 8)

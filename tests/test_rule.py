@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringtmp.plan.rule import Action, Ready, Schedule, default_window, next_action
+from ringtmp.plan.rule import Action, Ready, Schedule, default_window, next_action, places
 
 
 @dataclass
@@ -21,6 +21,8 @@ class Toy:
     forwarded: int = 0
     backwarded: int = 0
     held: int = 0
+    deferred: list[int] = field(default_factory=list)
+    weighed: int = 0
     most_held: int = 0
     updated: bool = False
     row: list[str] = field(default_factory=list)
@@ -47,7 +49,7 @@ def run(visits: int, microbatches: int, window: int, rule: Schedule, holders: li
             if action is None:
                 continue
             toy = toys[action.visit]
-            toy.row[-1] = _do(toy, action, mail, now, visits, latency)
+            toy.row[-1] = _do(toy, action, mail, now, visits, latency, rule)
         now += 1
     return toys
 
@@ -61,17 +63,20 @@ def _ready(toy: Toy, microbatches: int) -> Ready:
         toy.forwarded,
         toy.forwarded - toy.backwarded,
         microbatches,
-        toy.backwarded == microbatches and not toy.updated,
+        toy.backwarded == microbatches and not toy.deferred and not toy.updated,
+        len(toy.deferred),
+        toy.held + len(toy.deferred),
+        toy.backwarded == microbatches,
     )
 
 
-def _do(toy: Toy, action: Action, mail: list, now: int, visits: int, latency: object) -> str:
+def _do(toy: Toy, action: Action, mail: list, now: int, visits: int, latency: object, rule: Schedule) -> str:
     delay = latency()  # type: ignore[operator]
     if action.kind == "forward":
         number = toy.forwards.pop(0)
         toy.forwarded += 1
         toy.held += 1
-        toy.most_held = max(toy.most_held, toy.held)
+        toy.most_held = max(toy.most_held, toy.held + len(toy.deferred))
         if toy.visit == visits - 1:
             mail.append((now + 1, toy.visit, "B", number))
         else:
@@ -82,9 +87,17 @@ def _do(toy: Toy, action: Action, mail: list, now: int, visits: int, latency: ob
         assert number == toy.backwarded, "gradients come in the order of microbatches"
         toy.backwarded += 1
         toy.held -= 1
+        if rule == "zero-bubble":
+            toy.deferred.append(number)
         if toy.visit:
             _send(mail, now + 1 + delay, toy.visit - 1, "B", number)
         return f"B{number}"
+    if action.kind == "weights":
+        number = toy.deferred.pop(0)
+        assert number == toy.weighed, "weight gradients are added in the order of microbatches"
+        toy.weighed += 1
+        return f"W{number}"
+    assert not toy.deferred, "an update without all its gradients"
     toy.updated = True
     return "U"
 
@@ -112,12 +125,20 @@ def test_gpipe_goes_all_the_way_forward_before_it_turns_back() -> None:
     assert grid(toys) == ["F0 F1 F2 F3 .  .  B0 B1 B2 B3 U", ".  F0 F1 F2 F3 B0 B1 B2 B3 U  ."]
 
 
+def test_zero_bubble_works_off_weight_gradients_while_it_would_wait() -> None:
+    toys = run(2, 4, 3, "zero-bubble", [0, 1], lambda: 0)
+    assert grid(toys) == [
+        "F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3 U  .",
+        ".  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3 U",
+    ]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     visits=st.integers(1, 6),
     microbatches=st.integers(1, 8),
     window=st.integers(1, 10),
-    rule=st.sampled_from(["1f1b", "gpipe"]),
+    rule=st.sampled_from(["1f1b", "gpipe", "zero-bubble"]),
     seed=st.integers(0, 10**6),
 )
 def test_no_latency_no_window_and_no_layout_can_stop_the_ring(
@@ -130,7 +151,7 @@ def test_no_latency_no_window_and_no_layout_can_stop_the_ring(
     toys = run(visits, microbatches, window, rule, holders, lambda: luck.randrange(4))
     for toy in toys:
         assert toy.forwarded == toy.backwarded == microbatches
-        assert toy.most_held <= window
+        assert toy.most_held <= places(window, rule)
 
 
 def test_the_default_window_covers_every_visit_and_transfer_but_not_more_than_there_are() -> None:

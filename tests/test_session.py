@@ -47,11 +47,11 @@ def stack() -> nn.Sequential:
     )
 
 
-def settings(nodes: int = 3, **training: Any) -> RunConfig:
+def settings(nodes: int = 3, schedule: Any = "1f1b", **training: Any) -> RunConfig:
     base = {"batch_size": 16, "microbatches": 4, "optimizer": "adamw", "optimizer_settings": {"lr": 0.01}}
     return RunConfig(
         training=TrainingPart(data="given", **{**base, **training}),
-        ring=RingPart(nodes=nodes),
+        ring=RingPart(nodes=nodes, schedule=schedule),
         keep=KeepPart(checkpoint_every=3),
     )
 

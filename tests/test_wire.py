@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringtmp.errors import ProtocolError
 from ringtmp.wire.codec import PIECE_BYTES, Packet, encode_packet
-from ringtmp.wire.link import PROBE_AFTER_S, Delivery, Link
+from ringtmp.wire.link import ACK_AFTER_BYTES, ACK_AFTER_S, PROBE_AFTER_S, Delivery, Link
 from ringtmp.wire.message import PROTOCOL, Crossing, Gradients, Message
 from ringtmp.wire.tensors import Landing, TensorSpec, check, describe
 
@@ -76,10 +76,10 @@ def test_descriptions_no_honest_peer_sends_are_refused_before_memory_is_taken(sp
         check(spec, 2**24)
 
 
-def exchange(sizes: list[int], drop: float, seed: int) -> tuple[list[Delivery], Link]:
+def exchange(sizes: list[int], drop: float, seed: int, patient: bool) -> tuple[list[Delivery], Link]:
     """Everything one link sends reaches the other, over a line that loses, doubles and disorders packets."""
     luck = random.Random(seed)
-    left, right = Link("ring", 1), Link("ring", 1)
+    left, right = Link("ring", 1, patient=patient), Link("ring", 1, patient=patient)
     got: list[Delivery] = []
     now = 0.0
     for number, size in enumerate(sizes):
@@ -106,9 +106,10 @@ def exchange(sizes: list[int], drop: float, seed: int) -> tuple[list[Delivery], 
     sizes=st.lists(st.sampled_from([0, 1, 100, PIECE_BYTES // 4, PIECE_BYTES // 2 + 3]), min_size=1, max_size=8),
     drop=st.sampled_from([0.0, 0.1, 0.3]),
     seed=st.integers(0, 10**6),
+    patient=st.booleans(),
 )
-def test_every_message_arrives_once_and_in_order(sizes: list[int], drop: float, seed: int) -> None:
-    got, left = exchange(sizes, drop, seed)
+def test_every_message_arrives_once_and_in_order(sizes: list[int], drop: float, seed: int, patient: bool) -> None:
+    got, left = exchange(sizes, drop, seed, patient)
     assert [delivery.message.microbatch for delivery in got] == list(range(len(sizes)))  # type: ignore[union-attr]
     for number, (size, delivery) in enumerate(zip(sizes, got, strict=True)):
         tensor, hole = delivery.tensors
@@ -201,3 +202,29 @@ def test_tensors_the_plan_does_not_know_are_refused_before_memory_is_taken(monke
         monkeypatch.setattr("ringtmp.wire.link.Landing", lambda spec: pytest.fail("memory was taken"))
         with pytest.raises(ProtocolError, match="not in the plan"):
             receiver.receive(sender.outbox.popleft(), 0.0)
+
+
+def test_a_patient_link_lets_its_acknowledgement_ride_on_what_it_sends_anyway() -> None:
+    left, right = Link("ring", 1, patient=True), Link("ring", 1, patient=True)
+
+    def pass_on(sender: Link, receiver: Link, now: float) -> int:
+        count = len(sender.outbox)
+        for _ in range(count):
+            receiver.receive([bytes(frame) for frame in sender.outbox.popleft()], now)
+        receiver.tick(now)
+        return count
+
+    left.send(Gradients(1, 0, 0, 0), [torch.zeros(10)], 0.0)
+    assert pass_on(left, right, 0.0) == 1
+    assert not right.outbox, "it waits for something to ride on"
+    assert not left.idle
+    right.send(Gradients(1, 0, 1, 0), [torch.zeros(10)], 0.01)
+    assert pass_on(right, left, 0.01) == 1
+    assert left.idle
+    left.tick(0.01 + ACK_AFTER_S)
+    assert pass_on(left, right, 0.1) == 1, "nothing to ride on for so long: it goes alone"
+    assert right.idle
+    left.send(Gradients(1, 0, 0, 1), [torch.zeros(ACK_AFTER_BYTES // 4)], 0.2)
+    pass_on(left, right, 0.2)
+    assert pass_on(right, left, 0.2) == 1, "a large message holds the sender's memory: at once"
+    assert left.idle

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
-from ringtmp.plan.rule import SCHEDULES
+from ringtmp.plan.rule import SCHEDULES, Schedule
 from ringtmp.wire.protocol import WIRES
 
 DEFAULT_MICROBATCHES = 8
@@ -52,7 +52,10 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: int = 3
     cuts: str | None = None
     window: int | None = None
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Schedule = "1f1b"
+    laps: int = 1
+    route: Literal["ring", "v"] = "ring"
+    recompute: Literal["none", "all", "auto"] = "none"
 
 
 class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +91,7 @@ def resolve(config: RunConfig) -> RunConfig:
         ("--batch-size", training.batch_size, 1),
         ("--microbatches", training.microbatches, 1),
         ("--window", ring.window, 1),
+        ("--laps", ring.laps, 1),
         ("--threads", training.threads, 1),
         ("--epochs", training.epochs, 1),
         ("--steps", training.steps, 1),
@@ -96,8 +100,10 @@ def resolve(config: RunConfig) -> RunConfig:
     ):
         if value is not None and value < least:
             raise UsageError(f"{name} {value} must be at least {least}")
-    if training.staleness != 0:
-        raise UsageError(f"--staleness {training.staleness} is not supported: use 0")
+    if ring.route == "v" and ring.laps > 1:
+        raise UsageError("--route v goes out and back once: leave out --laps")
+    if training.staleness not in (0, 1):
+        raise UsageError(f"--staleness {training.staleness} is not supported: use 0 or 1")
     if not -(2**62) < training.seed < 2**62:
         raise UsageError(f"--seed {training.seed} is too large")
     if training.clip_norm is not None and not (training.clip_norm > 0 and math.isfinite(training.clip_norm)):
@@ -129,13 +135,33 @@ def resolve(config: RunConfig) -> RunConfig:
 
 def _check_ring_only(config: RunConfig, strategy: str) -> None:
     """What has no meaning where every worker has the whole model."""
-    for flag, value in (("--cuts", config.ring.cuts), ("--window", config.ring.window)):
-        if value is not None:
+    ring = config.ring
+    for flag, given in (
+        ("--cuts", ring.cuts is not None),
+        ("--window", ring.window is not None),
+        ("--laps", ring.laps != 1),
+        ("--route", ring.route != "ring"),
+        ("--recompute", ring.recompute != "none"),
+        ("--schedule", ring.schedule != "1f1b"),
+        ("--staleness", config.training.staleness != 0),
+    ):
+        if given:
             raise UsageError(f"{flag} goes with --strategy ring: with {strategy} every worker has the whole model")
 
 
 #: What `--resume` may change: none of it changes the bits of the steps to come.
-RESUMABLE = ("epochs", "steps", "nodes", "cuts", "window", "schedule", "checkpoint_every", "detailed_steps")
+RESUMABLE = (
+    "epochs",
+    "steps",
+    "nodes",
+    "cuts",
+    "window",
+    "schedule",
+    "laps",
+    "route",
+    "checkpoint_every",
+    "detailed_steps",
+)
 
 
 def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
@@ -155,7 +181,7 @@ def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
         changed["training"].setdefault("steps", None)
     if "steps" in changed["training"] and changed["training"]["steps"]:
         changed["training"]["epochs"] = None
-    if "nodes" in changed["ring"]:
+    if {"nodes", "laps", "route"} & set(changed["ring"]):
         changed["ring"].setdefault("cuts", None)
         changed["ring"].setdefault("window", None)
     return msgspec.structs.replace(

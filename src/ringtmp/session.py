@@ -233,6 +233,7 @@ class Session:
             training.optimizer_settings,
             schedule,
             training.clip_norm,
+            training.staleness,
         )
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe, self._progress.step, self._microbatches,
@@ -338,23 +339,13 @@ class Session:
         return "done"
 
     def _upcoming(self, step: int) -> Batch | None:
-        """The batch of a later step, unless the run pauses before it: at the end of an epoch, for a checkpoint, because
-        somebody wants to stop. A stream's batches are not read ahead."""
-        total, per_epoch = self._total_steps(), self._batches.steps_per_epoch
-        every = self._job.config.keep.checkpoint_every
-        if (
-            per_epoch is None
-            or (total is not None and step >= total)
-            or step % per_epoch == 0
-            or (every is not None and step % every == 0)
-            or self._interrupted()
-            or self._crew.changed() is not None
-        ):
+        """The batch of a step that may begin before the one before it has ended; None if the run must pause between: for
+        an evaluation, a checkpoint, or because somebody wants to stop."""
+        every, total = self._job.config.keep.checkpoint_every, self._total_steps()
+        if (total is not None and step >= total) or (every is not None and step % every == 0):
             return None
-        batch = self._batches.batch(step)
-        if batch is not None:
-            self._refuse_too_small(batch)
-        return batch
+        leaving = self._interrupted() or self._crew.changed() is not None
+        return None if leaving else self._batches.early(step)
 
     def _refuse_too_small(self, batch: Batch) -> None:
         """A table's sizes are checked before the start; a stream may bring any."""

@@ -37,6 +37,9 @@ FIELDS = {
     "cuts": ("ring", "cuts"),
     "window": ("ring", "window"),
     "schedule": ("ring", "schedule"),
+    "laps": ("ring", "laps"),
+    "route": ("ring", "route"),
+    "recompute": ("ring", "recompute"),
     "checkpoint_every": ("keep", "checkpoint_every"),
 }
 

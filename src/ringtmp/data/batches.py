@@ -59,6 +59,7 @@ class TrainingBatches:
         self._order: tuple[int, torch.Tensor] | None = None
         self._arrived = 0
         self._epoch = 0
+        self._early: tuple[int, Batch] | None = None
         if isinstance(source, Table) and batch_size > source.size:
             raise UsageError(f"batch size {batch_size} is above the {source.size} training samples of {source.name}")
 
@@ -80,6 +81,8 @@ class TrainingBatches:
         source = self._source
         if isinstance(source, Stream):
             return self._arrive(source, step)
+        if self._early is not None and self._early[0] == step:
+            return self._early[1]
         per_epoch = -(-source.size // self._size)
         epoch, position = divmod(step, per_epoch)
         if self._order is None or self._order[0] != epoch:
@@ -88,6 +91,17 @@ class TrainingBatches:
         index = self._order[1][position * self._size : (position + 1) * self._size]
         inputs, targets = split_batch(*source.take(index), self._microbatches)
         return Batch(epoch, inputs, targets, len(index), index.tensor_split(len(targets)))
+
+    def early(self, step: int) -> Batch | None:
+        """The batch of a step whose turn has not come; None at the start of an epoch, and from a stream, where asking
+        could mean waiting."""
+        per_epoch = self.steps_per_epoch
+        if per_epoch is None or step % per_epoch == 0:
+            return None
+        batch = self.batch(step)
+        assert batch is not None
+        self._early = (step, batch)
+        return batch
 
     def _arrive(self, stream: Stream, step: int) -> Batch | None:
         """Steps done before a resume are read and dropped: a stream has no other way to step S. Nothing is read

@@ -17,7 +17,7 @@ SCHEMA = 1
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something a node did: forward, backward, update, norms (compute), send, receive."""
+    """Something a node did: forward, backward, weights, update (compute), serialise, mail, send, receive."""
 
     kind: str
     visit: int
@@ -60,7 +60,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
 
 
 class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
-    """One node's share of one step. busy_s + idle_s is the whole of end - start."""
+    """One node's share of one step. busy_s + idle_s is the whole of end - start; `busy` and `idle` say what each was."""
 
     node: int
     step: int
@@ -72,6 +72,7 @@ class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
     sent_bytes: int
     received_bytes: int
     spans: tuple[Span, ...] = ()
+    busy: dict[str, float] = {}
     #: Every update before this step was in the parameters it worked with; None where there is no doubt.
     oldest: int | None = None
 

@@ -1,7 +1,13 @@
-"""What a node did during a step, as it happens: busy spans, and gaps with the reason for each.
+"""What a node did during a step, as it happens: work by kind, and gaps with the reason for each.
 
-A step begins where the one before ended, so that waiting between steps counts as idle; after an evaluation or a
-checkpoint (`fresh`) it begins with its own first work.
+    forward, backward, weights, update    compute: backward is the input gradient where weight gradients wait
+    serialise                             handing what was computed to the links
+    mail                                  taking mail, deciding what to do, what lies between two steps
+    idle, by cause                        nothing was runnable, until the mail came that changed it
+
+Nothing in a step is left out: each of these begins where the one before ended. A step begins where the one before ended
+too, so that waiting between steps counts; after an evaluation or a checkpoint (`fresh`) it begins with its own first
+work. Only one clock reading per piece of work and one per message: arrivals carry theirs.
 """
 
 from __future__ import annotations
@@ -18,9 +24,13 @@ class Recorder:
         self._detailed_steps = detailed_steps
         self._start: float | None = None  # of the step; None: begins with the next work
         self._last_end = 0.0
-        self._busy = 0.0
+        self._busy: dict[str, float] = {}
         self._idle: dict[str, float] = {}
         self._cause = "activations"
+        self._waiting = False
+        self._heard: float | None = None  # when the first mail after a wait came
+        self._sending: float | None = None  # since when the work under way has been handing on its result
+        self._keep_spans = True
         self._spans: list[Span] = []
         self._sent = 0
         self._received = 0
@@ -28,12 +38,19 @@ class Recorder:
     def waiting_for(self, cause: str) -> None:
         """Nothing is runnable; the gap until the next work has this reason."""
         self._cause = cause
+        self._waiting = True
+        self._heard = None
+
+    def heard(self, at: float) -> None:
+        """Mail has come. If work follows, the wait ended here."""
+        if self._heard is None:
+            self._heard = at
 
     def fresh(self) -> None:
         """The step about to begin does not follow directly on another."""
         self._start = None
         self._idle.clear()
-        self._busy = 0.0
+        self._busy.clear()
         self._spans.clear()
 
     def begin(self) -> float:
@@ -41,21 +58,42 @@ class Recorder:
         if self._start is None:
             self._start = self._last_end = now
         elif now > self._last_end:
-            self._idle[self._cause] = self._idle.get(self._cause, 0.0) + now - self._last_end
+            ended = self._last_end
+            if self._waiting:
+                ended = now if self._heard is None else min(max(self._heard, ended), now)
+                self._idle[self._cause] = self._idle.get(self._cause, 0.0) + ended - self._last_end
+            self._add("mail", -1, -1, ended, now)
+        self._waiting = False
+        self._heard = self._sending = None
         return now
+
+    def sending(self) -> None:
+        """The work under way is done; what follows until `end` hands on its result."""
+        if self._sending is None:
+            self._sending = self._clock()
 
     def end(self, started: float, kind: str, visit: int, microbatch: int) -> None:
         now = self._clock()
-        self._busy += now - started
+        done = now if self._sending is None else max(self._sending, started)
+        self._add(kind, visit, microbatch, started, done)
+        self._add("serialise", visit, microbatch, done, now)
+        self._sending = None
         self._last_end = now
-        self._spans.append(Span(kind, visit, microbatch, started, now))
+
+    def _add(self, kind: str, visit: int, microbatch: int, start: float, end: float) -> None:
+        if end > start:
+            self._busy[kind] = self._busy.get(kind, 0.0) + end - start
+            if self._keep_spans:
+                self._spans.append(Span(kind, visit, microbatch, start, end))
 
     def sent(self, posted: float, acknowledged: float, size: int) -> None:
-        self._spans.append(Span("send", -1, -1, posted, acknowledged, size))
+        if self._keep_spans:
+            self._spans.append(Span("send", -1, -1, posted, acknowledged, size))
 
     def received(self, visit: int, microbatch: int, first: float, arrived: float, size: int) -> None:
         self._received += size
-        self._spans.append(Span("receive", visit, microbatch, first, arrived, size))
+        if self._keep_spans:
+            self._spans.append(Span("receive", visit, microbatch, first, arrived, size))
 
     def count_sent(self, size: int) -> None:
         self._sent += size
@@ -63,14 +101,18 @@ class Recorder:
     def close_step(self, step: int, first_step: int, oldest: int | None = None) -> NodeStep:
         """The step is over for this node. Spans are kept for the first steps and every hundredth after."""
         start = self._start if self._start is not None else self._last_end
-        detailed = step - first_step < self._detailed_steps or step % 100 == 0
+        kept = self._kept(step, first_step)
         record = NodeStep(
-            self._node, step, start, self._last_end, self._busy, sum(self._idle.values()), dict(self._idle),
-            self._sent, self._received, tuple(self._spans) if detailed else (), oldest,
+            self._node, step, start, self._last_end, sum(self._busy.values()), sum(self._idle.values()),
+            dict(self._idle), self._sent, self._received, tuple(self._spans) if kept else (), dict(self._busy), oldest,
         )  # fmt: skip
+        self._keep_spans = self._kept(step + 1, first_step)
         self._start = self._last_end
-        self._busy = 0.0
+        self._busy.clear()
         self._idle.clear()
         self._spans.clear()
         self._sent = self._received = 0
         return record
+
+    def _kept(self, step: int, first_step: int) -> bool:
+        return step - first_step < self._detailed_steps or step % 100 == 0

@@ -46,6 +46,7 @@ class NodeSummary(msgspec.Struct, frozen=True):
     peak_rss_bytes: int | None
     energy_j: float | None = None
     energy_source: str | None = None
+    busy_kinds: dict[str, float] = {}  # seconds of busy_s by kind of work
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -164,9 +165,12 @@ def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> N
     busy = sum(each.busy_s for each in steps)
     idle = sum(each.idle_s for each in steps)
     causes: dict[str, float] = {}
+    kinds: dict[str, float] = {}
     for each in steps:
         for cause, seconds in each.idle.items():
             causes[cause] = causes.get(cause, 0.0) + seconds
+        for kind, seconds in each.busy.items():
+            kinds[kind] = kinds.get(kind, 0.0) + seconds
     return NodeSummary(
         start.node,
         start.role,
@@ -179,6 +183,7 @@ def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> N
         sum(each.sent_bytes for each in steps),
         sum(each.received_bytes for each in steps),
         end.peak_rss_bytes if end else None,
+        busy_kinds=kinds,
     )
 
 

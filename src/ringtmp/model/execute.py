@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ringtmp.errors import DoesNotFit, ProtocolError
+from ringtmp.model.defer import Job, Recording, waiting_variants
 from ringtmp.model.operators import resolve
 from ringtmp.model.portable import Graph, Items, Named, Op, Ref, Value
 from ringtmp.units import bytes_text
@@ -24,6 +25,10 @@ _FORMATS = {
     "channels_last": torch.channels_last,
     "channels_last_3d": torch.channels_last_3d,
 }
+
+
+#: An operation: its function, what packs its arguments, its keyword arguments, the slots nobody needs after it.
+_Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...]]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -43,16 +48,19 @@ class Program:
         self._slots = len(graph.inputs) + len(graph.ops)
         self._outputs = [_compile_value(value, self._slots, where) for value in graph.outputs]
         last_use = _last_uses(graph)
-        self._calls: list[tuple[Callable[..., Any], Any, Any, tuple[int, ...]]] = []
+        self._calls: list[_Call] = []
         for index, op in enumerate(graph.ops):
             slot = len(graph.inputs) + index
-            args = [_compile_value(value, slot, where) for value in op.args]
+            pack = _packer(op.args, slot, where)
             kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
             function = resolve(op.target)
             if device == "meta" and _takes_device(function):
                 # A tensor made from nothing would otherwise be made in real memory.
                 kwargs["device"] = lambda values: where
-            self._calls.append((function, _packer(args), kwargs or None, last_use.get(slot, ())))
+            self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
+        self._recording = Recording()
+        waiting = waiting_variants(graph, self._recording)
+        self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
 
     def forecast(
         self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], limit_bytes: int
@@ -72,13 +80,20 @@ class Program:
                     f"{function} would bring the layer to {bytes_text(total)}; this node allows {bytes_text(limit_bytes)}"
                 )
 
-        return self._run(inputs, owned, weigh)
+        return self._run(self._calls, inputs, owned, weigh)
 
-    def run(self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor]) -> list[Any]:
-        return self._run(inputs, owned, None)
+    def run(
+        self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], later: list[Job] | None = None
+    ) -> list[Any]:
+        """With `later`, backward leaves the weight gradients that can wait there instead of computing them."""
+        if later is None:
+            return self._run(self._calls, inputs, owned, None)
+        self._recording.jobs = later
+        return self._run(self._waiting_calls, inputs, owned, None)
 
     def _run(
         self,
+        calls: Sequence[_Call],
         inputs: Sequence[torch.Tensor],
         owned: Mapping[str, torch.Tensor],
         weigh: Callable[[Any, Any], None] | None,
@@ -87,7 +102,7 @@ class Program:
             raise ProtocolError(f"the layer takes {self._input_count} tensors and got {len(inputs)}")
         arriving = iter(inputs)
         values: list[Any] = [next(arriving) if own else owned[name] for own, name in self._inputs]
-        for function, pack, kwargs, done in self._calls:
+        for function, pack, kwargs, done in calls:
             if kwargs is None:
                 result = function(*pack(values))
             else:
@@ -114,8 +129,23 @@ def _returns_a_view(function: Any) -> bool:
     return schema is None or any(each.alias_info is not None for each in schema.returns)
 
 
-def _packer(makers: list[_Make]) -> Callable[[list[Any]], list[Any]]:
-    return lambda values: [make(values) for make in makers]
+def _packer(values: Sequence[Value], before: int, device: torch.device) -> Callable[[list[Any]], list[Any]]:
+    """The arguments of an operation: constants are there already, values so far are put in their places."""
+    template = [None if isinstance(each, Ref | Items) else _compile_value(each, before, device)([]) for each in values]
+    makers = [(i, _compile_value(each, before, device)) for i, each in enumerate(values) if isinstance(each, Items)]
+    references = [(i, each.slot) for i, each in enumerate(values) if isinstance(each, Ref)]
+    for each in values:
+        _compile_value(each, before, device)  # refuses a reference to what is not filled yet
+
+    def pack(so_far: list[Any]) -> list[Any]:
+        arguments = template.copy()
+        for position, slot in references:
+            arguments[position] = so_far[slot]
+        for position, make in makers:
+            arguments[position] = make(so_far)
+        return arguments
+
+    return pack
 
 
 def _compile_value(value: Value, before: int, device: torch.device) -> _Make:

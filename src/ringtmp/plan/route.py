@@ -5,11 +5,16 @@ plain ring of 3 over 7 layers      visit  node    layers
                                      1    1       2-3
                                      2    2       4-5
                                      3    master  6       tail: labels and loss
+
+holders of other routes for 3 nodes    two laps   master 1 2 master 1 2 master
+                                       V          master 1 2 1 master
+Several smaller segments per node fill the ring sooner and drain it sooner, and cost more transfers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -59,16 +64,29 @@ class Route(msgspec.Struct, frozen=True):
         return next(visit for visit in self.visits if visit.first <= layer < visit.stop)
 
 
-def plain_ring(nodes: int, bounds: list[tuple[int, int]]) -> Route:
-    """Master, 1, 2, ..., master. With one node the master holds everything in one visit."""
-    holders = [MASTER] if nodes == 1 else [*range(nodes), MASTER]
+def holders_of(nodes: int, laps: int = 1, shape: str = "ring") -> list[int]:
+    """The node of every visit. `ring`: round and round, `laps` times, and home; `v`: out to the last node and back."""
+    if nodes == 1:
+        return [MASTER]
+    if shape == "v":
+        return [*range(nodes), *reversed(range(nodes - 1))]
+    return [*(list(range(nodes)) * laps), MASTER]
+
+
+def route_over(holders: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Route:
     assert len(holders) == len(bounds)
     return Route(tuple(Visit(i, node, *bound) for i, (node, bound) in enumerate(zip(holders, bounds, strict=True))))
 
 
-def parse_cuts(text: str, layers: int, nodes: int) -> list[tuple[int, int]]:
+def plain_ring(nodes: int, bounds: list[tuple[int, int]]) -> Route:
+    """Master, 1, 2, ..., master. With one node the master holds everything in one visit."""
+    return route_over(holders_of(nodes), bounds)
+
+
+def parse_cuts(text: str, layers: int, nodes: int, visits: int | None = None) -> list[tuple[int, int]]:
     """'0-2,3-5,6' -> [(0, 3), (3, 6), (6, 7)]: one range per visit, every layer once; '-' for an empty tail."""
-    visits = 1 if nodes == 1 else nodes + 1
+    if visits is None:
+        visits = len(holders_of(nodes))
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != visits:
         raise UsageError(

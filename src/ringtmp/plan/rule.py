@@ -4,26 +4,31 @@
     visit 0  F0 F1 F2 B0 F3 B1 .  B2 .  B3 U     F0 F1 F2 F3 .  .  B0 B1 B2 B3 U
     visit 1  .  F0 B0 F1 B1 F2 B2 F3 B3 U  .     .  F0 F1 F2 F3 B0 B1 B2 B3 U  .
 
+    zero-bubble: B gives the gradient of what entered, W those of the weights
+    visit 0  F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3 U
+    visit 1  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3 U
+
 Why it cannot deadlock: a microbatch is admitted only at the front, at most `window` are in flight, and after admission
 nobody refuses or blocks. Every forward gets exactly one backward answer, so the oldest microbatch in flight can always
 move somewhere, and its end frees a place at the front.
 
 Among ready work: backward first (it frees stored activations and feeds the neighbour that waits longest), then
 updates (the next pass waits for them), then forward; among equals the deepest visit, then the oldest microbatch.
+Deferred weight gradients are FIFO and fill the time in which nothing else is runnable. They go before forward in two
+cases: when they alone stand before an update, and when all `places` of a visit are taken, which hold microbatches until
+their weight gradients are done. So nothing is refused, and what a visit stores is bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Schedule = Literal["1f1b", "gpipe"]
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+Schedule = Literal["1f1b", "gpipe", "zero-bubble"]
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble")
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """What one visit has in hand during the pass it is in."""
 
     visit: int
@@ -34,31 +39,49 @@ class Ready:
     in_flight: int  # admitted and not yet answered; counted at the front only
     microbatches: int  # in this pass
     update: bool  # every gradient is in, and the clipping coefficient if there is one
+    deferred: int = 0  # microbatches whose weight gradients wait
+    stored: int = 0  # microbatches that take a place: gone forward, and their weight gradients not done
+    closing: bool = False  # every gradient has come back: only deferred ones stand before the update
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    kind: Literal["forward", "backward", "update"]
+class Action(NamedTuple):
+    kind: Literal["forward", "backward", "weights", "update"]
     visit: int
     microbatch: int = -1
 
 
 def next_action(visits: Sequence[Ready], window: int, schedule: Schedule) -> Action | None:
     """The node's next piece of work; None when it must wait for a neighbour."""
-    deepest_first = sorted(visits, key=lambda each: -each.visit)
+    deepest_first = visits if len(visits) == 1 else sorted(visits, key=lambda each: -each.visit)
     for each in deepest_first:
-        if each.backward is not None and (schedule == "1f1b" or each.forwarded == each.microbatches):
+        if each.backward is not None and (schedule != "gpipe" or each.forwarded == each.microbatches):
             return Action("backward", each.visit, each.backward)
     for each in deepest_first:
         if each.update:
             return Action("update", each.visit)
+    # Weight gradients shallowest first: the next pass begins at the front.
+    for each in reversed(deepest_first):
+        if each.deferred and each.closing:
+            return Action("weights", each.visit)
     for each in deepest_first:
         if each.forward is not None and (not each.front or each.in_flight < window):
+            if each.deferred and each.stored >= places(window, schedule):
+                return Action("weights", each.visit)
             return Action("forward", each.visit, each.forward)
+    for each in reversed(deepest_first):
+        if each.deferred:
+            return Action("weights", each.visit)
     return None
 
 
-def default_window(visits: int, microbatches: int, schedule: str = "1f1b") -> int:
+def places(window: int, schedule: Schedule) -> int:
+    """Microbatches a visit stores at most. Deferred weight gradients fill the wait for the ring to drain, about half of
+    a default window at the front; more of them would cost memory and find no gap."""
+    return window + (window + 1) // 2 if schedule == "zero-bubble" else window
+
+
+def default_window(visits: int, microbatches: int, schedule: str = "1f1b", staleness: int = 0) -> int:
     """Enough microbatches in flight to cover every visit and the transfer between each two; gpipe needs them all,
-    because no gradient comes back before the last microbatch has gone in."""
-    return microbatches if schedule == "gpipe" else max(1, min(microbatches, 2 * visits - 1))
+    because no gradient comes back before the last microbatch has gone in. Delayed steps overlap, so that those of the
+    next one count too."""
+    return microbatches if schedule == "gpipe" else max(1, min(microbatches * (1 + staleness), 2 * visits - 1))

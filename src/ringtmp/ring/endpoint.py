@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from ringtmp.wire.address import Address
 from ringtmp.wire.link import Counters, Link
 from ringtmp.wire.message import (
     Activations,
+    Bye,
     Copied,
     Copy,
     Fetch,
@@ -30,6 +31,7 @@ from ringtmp.wire.message import (
     Push,
     Scale,
     Squares,
+    Stop,
     Store,
     Total,
     Work,
@@ -43,8 +45,11 @@ _CHANNELS: dict[type, Channel] = {
 }
 
 
-@dataclass(frozen=True)
-class Mail:
+#: Links that bring nothing are looked at this often: for what a silent peer may not have got.
+LOOK_EVERY_S = 0.1
+
+
+class Mail(NamedTuple):
     sender: int
     message: Message
     tensors: list[torch.Tensor | None]
@@ -76,6 +81,7 @@ class Endpoint:
         self._links: dict[tuple[int, Channel], Link] = {}
         self._local: list[Mail] = []
         self._forgotten: set[int] = set()
+        self._looked_at = 0.0
         #: Sees every arriving message before memory is taken for it. A node with a plan sets its own.
         self.inspect: Callable[[Message], None] = lambda message: None
         #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
@@ -90,6 +96,8 @@ class Endpoint:
         if peer == self.node:
             self._local.append(Mail(peer, message, list(tensors), 0, now, now))
             return
+        if isinstance(message, Stop | Bye):
+            self._acknowledge()  # whoever leaves now waits for nothing else
         if peer in self._forgotten:
             return
         channel = _CHANNELS.get(type(message), Channel.CONTROL)
@@ -100,20 +108,23 @@ class Endpoint:
     def collect(self) -> list[Mail]:
         """Everything that has arrived, in order per sender and channel."""
         mail, self._local = self._local, []
+        touched: dict[tuple[int, Channel], Link] = {}
         for arrival in self._transport.receive():
             if arrival.peer in self._forgotten:
                 continue
-            link = self._link(arrival.peer, arrival.channel)
+            key = (arrival.peer, arrival.channel)
+            link = touched[key] = self._link(*key)
             now = self.clock()
             delivery = link.receive(arrival.frames, now)
             if delivery is not None:
                 mail.append(
-                    Mail(
-                        arrival.peer, delivery.message, delivery.tensors, delivery.payload_bytes, delivery.first_at, now
-                    )
+                    Mail(key[0], delivery.message, delivery.tensors, delivery.payload_bytes, delivery.first_at, now)
                 )
         now = self.clock()
-        for (peer, channel), link in self._links.items():
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
+            touched = self._links  # nobody's news for a while may be news too
+        for (peer, channel), link in touched.items():
             link.tick(now)
             if link.outbox:
                 self._flush(peer, channel, link)
@@ -155,11 +166,20 @@ class Endpoint:
     def close(self) -> None:
         self._transport.close()
 
+    def _acknowledge(self) -> None:
+        for (peer, channel), link in self._links.items():
+            link.acknowledge()
+            self._flush(peer, channel, link)
+
     def _link(self, peer: int, channel: Channel) -> Link:
         key = (peer, channel)
         if key not in self._links:
             self._links[key] = Link(
-                self._ring, self._generation, self.limit_bytes, lambda message: self.inspect(message)
+                self._ring,
+                self._generation,
+                self.limit_bytes,
+                lambda message: self.inspect(message),
+                patient=channel is Channel.TENSOR,
             )
         return self._links[key]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,6 +36,15 @@ class NotFinite(Exception):  # noqa: N818
         self.step, self.microbatch, self.loss = step, microbatch, loss
 
 
+@dataclass
+class _Step:
+    """A training step under way."""
+
+    batch: Batch
+    turn: int
+    loss: float = 0.0
+
+
 class Master(Lead):
     def __init__(
         self, endpoint: Endpoint, crew: Crew, layers: Sequence[Layer], loss: LossFunction, log: EventLog
@@ -44,8 +54,9 @@ class Master(Lead):
         self._loss = loss
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
-        self._batch: Batch | None = None
-        self._step_loss = 0.0
+        self._batch: Batch | None = None  # of an evaluation
+        self._steps: dict[int, _Step] = {}  # training steps under way
+        self._committed = 0
         self._score: Score | None = None
         self._outputs: list[Any] | None = None
 
@@ -83,28 +94,40 @@ class Master(Lead):
 
     @property
     def committed(self) -> int:
-        return self.node.step
+        """The first step whose batch has not been given to the ring: everything before must be finished."""
+        return self._committed
 
     def train_step(
         self, step: int, batch: Batch, fresh: bool, upcoming: Callable[[int], Batch | None] | None = None
     ) -> float:
-        """One update of every layer. The batch's mean loss before it."""
+        """One update of every layer. The batch's mean loss before it.
+
+        With delayed gradients the ring begins the next step before this one has ended: `upcoming` gives its batch, or
+        None where the ring must come to rest after this step. A step that was begun early is asked for as any other.
+        """
         started = self.endpoint.clock()
-        self._batch, self._step_loss = batch, 0.0
+        if step not in self._steps:
+            self._begin_step(step, batch, fresh)
+        if upcoming is not None and self.node.setup.recipe.staleness and step + 1 not in self._steps:
+            following = upcoming(step + 1)
+            if following is not None:
+                self._begin_step(step + 1, following, fresh=False)
         try:
-            self._run_pass(step, batch, training=True, fresh=fresh)
+            self._finish_pass(self._steps[step].turn, step)
         except NotFinite as found:
             raise self._diagnose(found) from None
-        finally:
-            self._batch = None
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
-        return self._step_loss
+        return self._steps.pop(step).loss
+
+    def _begin_step(self, step: int, batch: Batch, fresh: bool) -> None:
+        self._steps[step] = _Step(batch, self._begin_pass(step, batch, training=True, fresh=fresh))
+        self._committed = step + 1
 
     def evaluate(self, batches: Sequence[Batch] | Any, step: int, bytes_model: bool) -> Score:
         self._score = Score(bytes_model=bytes_model)
         for batch in batches:
             self._batch = batch
-            self._run_pass(step, batch, training=False, fresh=False)
+            self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
         self._batch = None
         score, self._score = self._score, None
         return score
@@ -114,42 +137,47 @@ class Master(Lead):
         self._outputs = []
         for batch in batches:
             self._batch = batch
-            self._run_pass(step, batch, training=False, fresh=False)
+            self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
         outputs, self._outputs = self._outputs, None
         self._batch = None
         return outputs
 
     def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None:
         """Called by the node when a microbatch has gone through the last layer."""
-        assert self._batch is not None
         nested = nest(self._layers[-1].output, outputs)
         if not training and self._outputs is not None:
             self._outputs.append(nested)
             return None
-        targets = self._batch.targets[microbatch]
         if not training:
+            assert self._batch is not None
             assert self._score is not None
+            targets = self._batch.targets[microbatch]
             with torch.no_grad():
                 self._score.add(float(self._loss(nested, targets)), nested, targets)
             return None
+        current = self._steps[step]
         with torch.enable_grad():
-            loss = self._loss(nested, targets)
-            weight = self._batch.weights[microbatch]
+            loss = self._loss(nested, current.batch.targets[microbatch])
+            weight = current.batch.weights[microbatch]
             value = float(loss.detach())
             if not math.isfinite(value):
                 raise NotFinite(step, microbatch, value)
-            self._step_loss += value * weight
+            current.loss += value * weight
             return loss * weight
 
-    def _run_pass(self, step: int, batch: Batch, training: bool, fresh: bool) -> None:
+    def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool) -> int:
+        """Put a batch at the front. The number of its pass."""
         self._turn += 1
-        turn, front, now = self._turn, self.node.visits[0], self.endpoint.clock()
+        turn, now = self._turn, self.endpoint.clock()
         for microbatch, inputs in enumerate(batch.inputs):
             tensors: list[torch.Tensor | None] = list(leaves(inputs))
             message = Activations(
                 turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors)
             )  # fmt: skip
-            front.activations.append(Mail(MASTER, message, tensors, 0, now, now))
+            self.node.handle(Mail(MASTER, message, tensors, 0, now, now))
+        return turn
+
+    def _finish_pass(self, turn: int, step: int) -> None:
         self._until(
             lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
             lambda: self._waiting_for(step),

@@ -6,9 +6,7 @@ steps and evaluations) strictly in order; within a pass microbatches come and go
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,10 +15,12 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
-from ringtmp.plan.route import MASTER, Visit
-from ringtmp.plan.rule import Action, Ready, Schedule, next_action
+from ringtmp.plan.route import MASTER
+from ringtmp.plan.rule import Action, Schedule, next_action, places
+from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
+from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.ring.worker import farewell
 from ringtmp.wire.message import (
     Activations,
@@ -38,30 +38,8 @@ from ringtmp.wire.message import (
     Setup,
 )  # fmt: skip
 
-
-@dataclass
-class Pass:
-    """The training step or evaluation a visit is in."""
-
-    turn: int
-    step: int
-    training: bool
-    microbatches: int
-    forwarded: int = 0
-    backwarded: int = 0
-    deeper_norms: torch.Tensor | None = None
-    norms_sent: bool = False
-    total_norm: torch.Tensor | None = None
-
-
-@dataclass
-class VisitState:
-    visit: Visit
-    stage: Stage
-    activations: deque[Mail] = field(default_factory=deque)
-    gradients: deque[Mail] = field(default_factory=deque)
-    current: Pass | None = None
-    done_turn: int = 0
+#: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
+ROOM_PER_PARAMETER = 3
 
 
 class LossOwner(Protocol):
@@ -80,8 +58,21 @@ class Node:
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
-        self.visits = {visit.index: VisitState(visit, Stage(visit, setup.recipe)) for visit in setup.route.on(self.me)}
+        self._schedule = cast(Schedule, setup.rule)
+        self._places = places(setup.window, self._schedule)
+        defer = self._schedule == "zero-bubble"
+        recipe = setup.recipe
+        recompute = None if setup.recompute == "none" else self._recompute
+        self._clip = recipe.clip_norm is not None
+        self.visits = {
+            visit.index: VisitState(visit, Stage(visit, recipe, defer, setup.step, recompute), recipe.staleness)
+            for visit in setup.route.on(self.me)
+        }
         self._owner = owner
+        self._news = True
+        self._work: dict[str, Callable[[VisitState], None]] = {
+            "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
+        }  # fmt: skip
         endpoint.inspect = self._inspect
         self._first_step = setup.step
         self._last_visit = setup.route.last
@@ -102,15 +93,21 @@ class Node:
 
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
-        action = next_action(self._ready(), self.setup.window, cast(Schedule, self.setup.rule))
+        if not self._news:
+            return False  # nothing was runnable, and nothing has come since
+        ready = [state.ready(self._clip, self._in_flight(state)) for state in self.visits.values()]
+        action = next_action(ready, self.setup.window, self._schedule)
         if action is not None:
             self._perform(action)
             return True
+        self._news = False
         self.recorder.waiting_for(self._cause())
         return False
 
     def handle(self, mail: Mail) -> None:
         message = mail.message
+        self._news = True
+        self.recorder.heard(mail.arrived_at)
         if isinstance(message, Activations):
             self._expect(message.visit, mail).activations.append(mail)
             if mail.payload_bytes and message.training:
@@ -125,11 +122,12 @@ class Node:
                 )
         elif isinstance(message, Norms):
             state = self._expect(message.visit, mail)
-            assert state.current is not None, "a deeper visit finished a pass this one has not begun"
-            state.current.deeper_norms = mail.tensors[0]
-            self._pass_norms_on(state)
+            current = state.pass_of(message.turn)
+            current.deeper_norms = mail.tensors[0]
+            self._pass_norms_on(state, current)
         elif isinstance(message, Scale):
-            self._scale(self._expect(message.visit, mail), mail.tensors[0])
+            state = self._expect(message.visit, mail)
+            self._scale(state, state.pass_of(message.turn), mail.tensors[0])
         elif isinstance(message, Place):
             self._place(message, mail.tensors)
         elif isinstance(message, Fetch):
@@ -140,39 +138,13 @@ class Node:
         else:
             raise ProtocolError(f"node {self.me} does not expect {type(message).__name__} from node {mail.sender}")
 
-    def _ready(self) -> list[Ready]:
-        clip = self.setup.recipe.clip_norm is not None
-        ready: list[Ready] = []
-        for state in self.visits.values():
-            current = state.current
-            head = cast(Activations, state.activations[0].message) if state.activations else None
-            forward = None
-            if head is not None and (current is None or head.turn == current.turn):
-                forward = head.microbatch
-            gradient = cast(Gradients, state.gradients[0].message).microbatch if state.gradients else None
-            complete = current is not None and current.training and current.backwarded == current.microbatches
-            update = complete and current is not None and (not clip or current.total_norm is not None)
-            ready.append(
-                Ready(
-                    state.visit.index,
-                    state.visit.index == 0,
-                    forward,
-                    gradient,
-                    current.forwarded if current else 0,
-                    self._in_flight(state),
-                    current.microbatches if current else 0,
-                    update,
-                )
-            )
-        return ready
-
     def _in_flight(self, state: VisitState) -> int:
         """Admitted at the front and not yet at its end: answered in training, arrived at the tail in evaluation."""
         current = state.current
         if current is None or state.visit.index != 0:
             return 0
         if current.training:
-            return current.forwarded - current.backwarded
+            return sum(each.forwarded - each.backwarded for each in state.passes)
         tail = self.visits[self._last_visit]
         if tail.done_turn >= current.turn or tail is state:
             return 0
@@ -205,34 +177,28 @@ class Node:
             if head.fresh and self._all_idle():
                 self.recorder.fresh()
         started = self.recorder.begin()
-        {"forward": self._forward, "backward": self._backward, "update": self._update}[action.kind](state)
+        self._work[action.kind](state)
         self.recorder.end(started, action.kind, action.visit, action.microbatch)
-        if action.kind == "update" and self._all_idle():
+        if action.kind == "update" and all(each.done_turn >= state.done_turn for each in self.visits.values()):
             self._close_step()
 
     def _all_idle(self) -> bool:
-        return all(state.current is None for state in self.visits.values())
+        return all(not state.passes for state in self.visits.values())
 
     def _forward(self, state: VisitState) -> None:
         mail = state.activations.popleft()
         message = cast(Activations, mail.message)
-        if state.current is None:
-            if message.turn != state.done_turn + 1:
-                raise ProtocolError(
-                    f"pass {message.turn} reached visit {state.visit.index} after pass {state.done_turn}"
-                )
-            state.current = Pass(message.turn, message.step, message.training, message.microbatches)
-        current = state.current
+        current = state.begin(message)
         inputs = [each for each in mail.tensors if each is not None]
         outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
         current.forwarded += 1
-        assert state.stage.held <= self.setup.window, "more microbatches stored than the window admits"
+        assert state.stage.held + state.stage.deferred <= self._places, "more microbatches stored than there are places"
         if state.visit.index == self._last_visit:
             self._finish(state, message, outputs)
         else:
             self._send_on(state, message, outputs)
         if not current.training and current.forwarded == current.microbatches:
-            state.done_turn, state.current = current.turn, None
+            state.end()
 
     def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
         """At the tail: the loss, and with it the gradient that starts the way back."""
@@ -240,7 +206,7 @@ class Node:
         loss = self._owner.tail(message.step, message.microbatch, message.training, outputs)
         if message.training:
             assert loss is not None
-            state.stage.replace_outputs(message.microbatch, [loss])
+            state.stage.end_in(message.step, message.microbatch, outputs, loss)
             self.endpoint.post(self.me, Gradients(message.turn, message.step, state.visit.index, message.microbatch))
 
     def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
@@ -253,47 +219,49 @@ class Node:
     def _backward(self, state: VisitState) -> None:
         mail = state.gradients.popleft()
         message = cast(Gradients, mail.message)
-        current = state.current
-        if current is None or message.turn != current.turn or message.microbatch != current.backwarded:
+        current = state.pass_of(message.turn)
+        if message.microbatch != current.backwarded:
             raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
         at_tail = state.visit.index == self._last_visit
-        entering = state.stage.backward(message.microbatch, None if at_tail else mail.tensors)
+        entering = state.stage.backward(message.step, message.microbatch, None if at_tail else mail.tensors)
         current.backwarded += 1
         if state.visit.index > 0:
             back = Gradients(message.turn, message.step, state.visit.index - 1, message.microbatch)
             self._post(state.visit.index - 1, back, entering)
-        if current.backwarded == current.microbatches and self.setup.recipe.clip_norm is not None:
-            self._pass_norms_on(state)
+        if self._clip:
+            self._pass_norms_on(state, current)
 
-    def _pass_norms_on(self, state: VisitState) -> None:
+    def _weights(self, state: VisitState) -> None:
+        state.stage.weight_gradients()
+        if self._clip and state.current is not None:
+            self._pass_norms_on(state, state.current)
+
+    def _pass_norms_on(self, state: VisitState, current: Pass) -> None:
         """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""
-        current = state.current
-        assert current is not None
         at_tail = state.visit.index == self._last_visit
-        if current.norms_sent or current.backwarded < current.microbatches:
+        if current.norms_sent or not current.answered or state.stage.has_deferred(current.step):
             return
         if current.deeper_norms is None and not at_tail:
             return
-        own = state.stage.gradient_norms()
+        own = state.stage.gradient_norms(current.step)
         norms = own if current.deeper_norms is None else torch.cat([own, current.deeper_norms])
         current.norms_sent = True
         if state.visit.index > 0:
             self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), [norms])
         else:
-            self._scale(state, torch.linalg.vector_norm(norms))
+            self._scale(state, current, torch.linalg.vector_norm(norms))
 
-    def _scale(self, state: VisitState, total: torch.Tensor | None) -> None:
-        assert state.current is not None
+    def _scale(self, state: VisitState, current: Pass, total: torch.Tensor | None) -> None:
         assert total is not None
-        state.current.total_norm = total
+        current.total_norm = total
         if state.visit.index < self._last_visit:
-            self._post(state.visit.index + 1, Scale(state.current.turn, state.visit.index + 1), [total])
+            self._post(state.visit.index + 1, Scale(current.turn, state.visit.index + 1), [total])
 
     def _update(self, state: VisitState) -> None:
         current = state.current
         assert current is not None
         state.stage.step(current.step, current.total_norm)
-        state.done_turn, state.current = current.turn, None
+        state.end()
 
     def _close_step(self) -> None:
         for _, posted, acknowledged, size in self.endpoint.sent:
@@ -323,12 +291,21 @@ class Node:
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)
 
+    def _recompute(self, saved_bytes: int) -> bool:
+        """Whether a segment whose microbatches leave this much stored keeps only what enters it."""
+        if self.setup.recompute != "auto":
+            return self.setup.recompute == "all"
+        parameters = sum(state.stage.parameter_bytes for state in self.visits.values())
+        room = free_memory_bytes() - ROOM_PER_PARAMETER * parameters
+        return saved_bytes * (self._places - 1) * len(self.visits) > room // 2
+
     # -- small things -------------------------------------------------------------------------------------------------
 
     def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
         peer = self.route.node(visit)
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
+        self.recorder.sending()
         self.endpoint.post(peer, message, tensors)
 
     def _inspect(self, message: Message) -> None:

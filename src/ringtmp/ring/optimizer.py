@@ -20,7 +20,9 @@ class Optimizer(Protocol):
 
     states: list[State]
 
-    def step(self, lr: float) -> None: ...
+    def step(self, lr: float, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """With `parameters`: on these, which take the place of the first ones, with the same state."""
+        ...
 
 
 def make_optimizer(name: str, settings: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> Optimizer:
@@ -50,24 +52,23 @@ class FusedSGD:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        every = self._parameters if parameters is None else parameters
         groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(every):
             if parameter.grad is not None:
                 first = bool(self._options["momentum"]) and not self.states[index]
                 groups.setdefault((parameter.dtype, first), []).append(index)
         for (_, first), members in groups.items():
-            parameters = [self._parameters[index] for index in members]
-            gradients = _gradients(parameters)
+            changed = [every[index] for index in members]
+            gradients = _gradients(changed)
             buffers: list[torch.Tensor] = []
             if self._options["momentum"]:
                 for index, gradient in zip(members, gradients, strict=True):
                     if first:
                         self.states[index]["momentum_buffer"] = torch.empty_like(gradient)
                     buffers.append(self.states[index]["momentum_buffer"])
-            torch._fused_sgd_(
-                parameters, gradients, buffers, lr=lr, maximize=False, is_first_step=first, **self._options
-            )
+            torch._fused_sgd_(changed, gradients, buffers, lr=lr, maximize=False, is_first_step=first, **self._options)
 
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -99,21 +100,22 @@ class FusedAdam:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        every = self._parameters if parameters is None else parameters
         groups: dict[torch.dtype, list[int]] = {}
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(every):
             if parameter.grad is not None:
                 if not self.states[index]:
                     self.states[index] = self._fresh(parameter)
                 groups.setdefault(parameter.dtype, []).append(index)
         for members in groups.values():
-            parameters = [self._parameters[index] for index in members]
+            changed = [every[index] for index in members]
             states = [self.states[index] for index in members]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             self._kernel(
-                parameters,
-                _gradients(parameters),
+                changed,
+                _gradients(changed),
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if self._amsgrad else [],

@@ -154,7 +154,7 @@ class Gradients:
             self._summed += 1
             if self._summed == len(self._buckets):
                 self._summed = 0
-                norms = torch.cat([stage.gradient_norms() for stage in self._replica.stages])
+                norms = torch.cat([stage.gradient_norms(step) for stage in self._replica.stages])
                 self._update(
                     [layer for group in self._buckets for layer in group], step, torch.linalg.vector_norm(norms)
                 )

@@ -12,9 +12,10 @@ from typing import Any
 
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable import Layer
-from ringtmp.plan.partition import equal_cost
-from ringtmp.plan.route import MASTER, Route, parse_cuts, plain_ring
+from ringtmp.model.repeat import refuse_unrepeatable
+from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
 from ringtmp.plan.rule import default_window
+from ringtmp.plan.spread import bounds_for
 from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Crew
@@ -44,10 +45,12 @@ class RingPlan:
 def plan(brief: Brief) -> RingPlan:
     config, layers, index = brief.config, brief.layers, brief.index
     route, warnings = _route(brief)
-    window = config.ring.window or default_window(len(route.visits), brief.microbatches, config.ring.schedule)
+    window = config.ring.window or default_window(
+        len(route.visits), brief.microbatches, config.ring.schedule, brief.recipe.staleness
+    )
     setup = Setup(
         route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
-        {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]},
+        {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
     )  # fmt: skip
     return RingPlan(
         brief, setup, warnings, {"window": window}, tuple(_share(node, route, layers) for node in route.nodes())
@@ -55,13 +58,16 @@ def plan(brief: Brief) -> RingPlan:
 
 
 def _route(brief: Brief) -> tuple[Route, tuple[str, ...]]:
-    nodes, cuts = brief.config.ring.nodes, brief.config.ring.cuts
+    ring = brief.config.ring
+    nodes, cuts = ring.nodes, ring.cuts
+    if ring.recompute == "all":
+        refuse_unrepeatable(brief.layers)
+    holders = holders_of(nodes, ring.laps, ring.route)
     has_parameters = [layer.parameters > 0 for layer in brief.layers]
-    bounds = (
-        equal_cost(brief.index.cost_s, has_parameters, nodes)
-        if cuts is None
-        else parse_cuts(cuts, len(brief.layers), nodes)
-    )
+    if cuts is None:
+        bounds = bounds_for(brief.index.cost_s, has_parameters, holders)
+    else:
+        bounds = parse_cuts(cuts, len(brief.layers), nodes, len(holders))
     warnings = []
     if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
         warnings.append(
@@ -69,7 +75,7 @@ def _route(brief: Brief) -> tuple[Route, tuple[str, ...]]:
         )
     if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
         warnings.append("the front has no layer with parameters: the raw inputs leave the master")
-    return plain_ring(nodes, bounds), tuple(warnings)
+    return route_over(holders, bounds), tuple(warnings)
 
 
 def _share(node: int, route: Route, layers: list[Layer]) -> Share:

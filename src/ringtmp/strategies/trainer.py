@@ -185,7 +185,7 @@ class Trainer:
                 loss = self._loss(self._nested(task, position), task.targets[position])
                 samples = len(task.targets[position])
                 task.loss += float(loss.detach()) * samples / mine
-                last.replace_outputs(number, [loss * (samples / task.work.samples)])
+                last.end_in(task.work.step, number, task.values[position], loss * (samples / task.work.samples))
         task.values = []
 
     def _score(self, task: _Task) -> None:
@@ -207,7 +207,7 @@ class Trainer:
         started = self.recorder.begin()
         gradient = self.replica.collect_gradients(layer)
         for position, number in enumerate(task.microbatches):
-            task.gradients[position] = stage.backward(number, task.gradients[position])
+            task.gradients[position] = stage.backward(work.step, number, task.gradients[position])
         task.position += 1
         self.recorder.end(started, "backward", layer, -1)
         self._exchange.gradient(layer, work.step, share, gradient)

@@ -30,7 +30,7 @@ class Packet(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     kind: str  # one of KINDS
     seq: int
-    number: int = 0  # of a probe and its answer
+    number: int = 0  # of a probe and its answer; on data: everything up to it has arrived from the other side
     body: bytes = b""
 
 
@@ -64,6 +64,8 @@ def decode_message(data: bytes) -> Message:
 
 def pieces(views: Sequence[memoryview]) -> list[list[memoryview]]:
     """Tensor bytes grouped into packets of at most 256 KiB. A piece never reaches over the end of a tensor."""
+    if sum(map(len, views)) <= PIECE_BYTES:
+        return [[view for view in views if len(view)]]
     groups: list[list[memoryview]] = [[]]
     room = PIECE_BYTES
     for view in views:

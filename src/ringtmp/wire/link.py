@@ -5,6 +5,10 @@ receiver that sees a gap asks for the missing packet (Nack) and the sender goes 
 before a silence were lost nobody sees a gap, so a sender without news probes: a probe travels behind everything sent
 before it, hence an answer that lacks some of it proves the loss. No timer ever decides that something was lost.
 
+Every packet tells what has arrived from the other side. A patient link therefore keeps the acknowledgement of small
+packets for the next one it sends anyway (activations one way, gradients the other), and says it alone only when that
+takes long: a packet costs the same whatever it carries.
+
 Pure: frames in, frames out; the clock comes in as an argument.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -38,11 +43,13 @@ from ringtmp.wire.message import PROTOCOL, Message, Specs
 from ringtmp.wire.tensors import Landing, check, payload
 
 PROBE_AFTER_S = 0.5
+#: A patient link acknowledges by itself after so long, or so many bytes: a sender's memory is held until then.
+ACK_AFTER_S = 0.05
+ACK_AFTER_BYTES = 32 * 1024
 DEFAULT_LIMIT_BYTES = 4 * 1024**3
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     message: Message
     tensors: list[torch.Tensor | None]
     first_at: float  # when its first packet came
@@ -60,14 +67,14 @@ class Counters:
     foreign: int = 0  # packets of another ring or generation, dropped
 
 
-@dataclass
+@dataclass(slots=True)
 class _Outgoing:
     seq: int
     frames: list[Frame]
     on_delivered: tuple[float, int] | None = None  # (posted at, payload bytes), on a message's last packet
 
 
-@dataclass
+@dataclass(slots=True)
 class _Arriving:
     message: Message
     first_at: float
@@ -84,6 +91,7 @@ class Link:
         generation: int,
         limit_bytes: int = DEFAULT_LIMIT_BYTES,
         inspect: Callable[[Message], None] = lambda message: None,
+        patient: bool = False,
     ) -> None:
         """`inspect` sees every message before memory is taken for its tensors, and may raise ProtocolError."""
         self._inspect = inspect
@@ -100,6 +108,9 @@ class Link:
         self.in_flight_bytes = 0  # tensor bytes sent and not acknowledged
         self._expected = 1
         self._acked = 0  # what we last told the peer
+        self._patient = patient
+        self._owed_since = 0.0  # when the first packet came that is not acknowledged
+        self._owed_bytes = 0
         self._nacked = 0  # the gap already complained of
         self._arriving: _Arriving | None = None
         self._probe_number = 0
@@ -122,12 +133,13 @@ class Link:
         for position, group in enumerate(groups):
             last = position == len(groups) - 1
             body = encode_message(message) if position == 0 else b""
-            header = self._packet(DATA if position == 0 else MORE, self._next_seq, body=body)
+            header = self._packet(DATA if position == 0 else MORE, self._next_seq, self._expected - 1, body)
             out = _Outgoing(self._next_seq, [header, *group], (now, total) if last else None)
             self._next_seq += 1
             self._unacked.append(out)
             self.outbox.append(out.frames)
             self.counters.overhead_sent += len(header)
+        self._acknowledged()
         self.counters.payload_sent += total
         self.in_flight_bytes += total
         if self._last_news is None:
@@ -143,10 +155,12 @@ class Link:
             self.counters.foreign += 1
             return None
         if packet.kind in (DATA, MORE):
+            if packet.number:
+                self._settle(packet.number, now)
             return self._take(packet, frames[1:], now)
         if packet.kind == PROBE:
             self._say(ANSWER, self._expected - 1, packet.number)
-            self._acked = self._expected - 1
+            self._acknowledged()
         elif packet.kind == ACK:
             self._settle(packet.seq, now)
         elif packet.kind == NACK:
@@ -161,14 +175,25 @@ class Link:
 
     def tick(self, now: float) -> None:
         """Acknowledge what has arrived; probe if there has been no news of what was sent."""
-        if self._expected - 1 > self._acked:
-            self._acked = self._expected - 1
-            self._say(ACK, self._acked)
+        if self._expected - 1 > self._acked and (
+            not self._patient or now - self._owed_since >= ACK_AFTER_S or self._owed_bytes >= ACK_AFTER_BYTES
+        ):
+            self.acknowledge()
         if self._unacked and self._last_news is not None and now - self._last_news >= PROBE_AFTER_S:
             self._probe_number += 1
             self._probes[self._probe_number] = self._next_seq - 1
             self._say(PROBE, self._next_seq - 1, self._probe_number)
             self._last_news = now
+
+    def acknowledge(self) -> None:
+        """Tell the peer now what has arrived, if it does not know."""
+        if self._expected - 1 > self._acked:
+            self._say(ACK, self._expected - 1)
+            self._acknowledged()
+
+    def _acknowledged(self) -> None:
+        self._acked = self._expected - 1
+        self._owed_bytes = 0
 
     def _take(self, packet: Packet, data: Sequence[Frame], now: float) -> Delivery | None:
         if packet.seq < self._expected:
@@ -179,7 +204,10 @@ class Link:
                 self._nacked = self._expected
                 self._say(NACK, self._expected)
             return None
+        if self._expected - 1 == self._acked:
+            self._owed_since = now
         self._expected += 1
+        self._owed_bytes += sum(map(len, data))
         if packet.kind == DATA:
             if self._arriving is not None:
                 raise ProtocolError("a message began before the one before it ended")

@@ -75,6 +75,7 @@ class Recipe(msgspec.Struct, frozen=True):
     optimizer_settings: dict[str, Any]
     schedule: dict[str, Any]  # learning rate over steps
     clip_norm: float | None = None
+    staleness: int = 0  # 1: every gradient is taken at the weights one update ago
 
 
 class Crossing(msgspec.Struct, frozen=True, array_like=True):
@@ -98,6 +99,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     addresses: dict[int, Address]  # of the receiver's neighbours
     detailed_steps: int
     crossings: dict[int, tuple[Crossing, ...]] = {}  # what enters each visit but the first
+    recompute: str = "none"  # or all, auto: compute activations again instead of storing them
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):

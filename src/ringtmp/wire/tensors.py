@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from ringtmp.errors import ProtocolError
@@ -30,6 +30,8 @@ _DTYPES = {
     "bool": torch.bool,
     "complex64": torch.complex64,
 }
+#: Those Python's own memory views know.
+_PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 MAX_DIMENSIONS = 16
 
@@ -73,12 +75,23 @@ def describe(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview]:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """A contiguous tensor's memory, not copied."""
+    if tensor.dtype in _PLAIN and tensor.numel() and tensor.dim():
+        plain: Any = tensor.numpy()
+        return memoryview(plain).cast("B")  # two steps less than the way for all
     view: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(view)
 
 
 def check(spec: TensorSpec, limit_bytes: int) -> int:
     """The bytes it will take. Refuses a description no honest peer sends, before memory is taken."""
+    needed = _needed(spec)
+    if needed > limit_bytes:
+        raise ProtocolError(f"a tensor of {needed} bytes is over the limit of {limit_bytes}")
+    return needed
+
+
+@lru_cache(maxsize=256)  # the same few descriptions come with every microbatch
+def _needed(spec: TensorSpec) -> int:
     if spec.dtype not in _DTYPES:
         raise ProtocolError(f"unknown dtype {spec.dtype!r}")
     itemsize = _DTYPES[spec.dtype].itemsize
@@ -88,10 +101,12 @@ def check(spec: TensorSpec, limit_bytes: int) -> int:
         raise ProtocolError(f"negative size or stride in {spec.shape}, {spec.strides}")
     if not 0 <= spec.offset * itemsize < ALIGNMENT:
         raise ProtocolError(f"offset {spec.offset} is not within {ALIGNMENT} bytes")
-    needed = max(spec.extent, spec.count) * itemsize
-    if needed > limit_bytes:
-        raise ProtocolError(f"a tensor of {needed} bytes is over the limit of {limit_bytes}")
-    return needed
+    return max(spec.extent, spec.count) * itemsize
+
+
+@lru_cache(maxsize=256)
+def _extent_and_count(spec: TensorSpec) -> tuple[int, int]:
+    return spec.extent, spec.count
 
 
 class Landing:
@@ -100,8 +115,8 @@ class Landing:
     def __init__(self, spec: TensorSpec) -> None:
         dtype = _DTYPES[spec.dtype]
         self._dense: torch.Tensor | None = None
-        extent = spec.extent
-        if spec.offset == 0 and extent == spec.count:
+        extent, count = _extent_and_count(spec)
+        if spec.offset == 0 and extent == count:
             self._tensor = torch.empty_strided(spec.shape, spec.strides, dtype=dtype)
         else:
             storage = torch.empty(spec.offset + extent, dtype=dtype)
@@ -109,11 +124,11 @@ class Landing:
         flat = self._tensor if self._tensor.is_contiguous() else _in_memory_order(self._tensor)
         if not flat.is_contiguous():
             flat = self._dense = torch.empty(spec.shape, dtype=dtype)
-        self._bytes = flat.reshape(-1).view(torch.uint8).numpy()
-        self.size = spec.nbytes
+        self._bytes = raw_bytes(flat)
+        self.size = count * dtype.itemsize
 
     def place(self, start: int, piece: memoryview | bytes) -> None:
-        self._bytes[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+        self._bytes[start : start + len(piece)] = piece
 
     def finish(self) -> torch.Tensor:
         if self._dense is not None:
