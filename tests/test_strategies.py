@@ -45,6 +45,9 @@ class Case:
 
 CASES = [
     Case("ring", 3),
+    Case("ring", 3, wire="bfloat16"),
+    Case("ring", 4, wire="float16"),
+    Case("ring", 3, wire="int8"),
     Case("ps", 3),
     Case("ps", 4, {"servers": 2}),
     Case("ps", 3, {"servers": "workers"}),
@@ -66,6 +69,14 @@ CASES = [
 ]
 
 
+#: The ring's cuts by number of nodes, and the values of one sample that cross each.
+CUTS: dict[int, tuple[str | None, tuple[int, ...]]] = {
+    1: (None, ()),
+    3: ("0-1,2-2,3-3,4-5", (96, 96, 64)),
+    4: ("0-1,2-2,3-3,4-4,5-5", (96, 96, 64, 64)),
+}
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
 
@@ -76,7 +87,12 @@ def train(case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = Non
         part["epochs"] = None
     config = RunConfig(
         training=TrainingPart(wire=case.wire, **part),
-        ring=RingPart(strategy=case.strategy, nodes=case.nodes, strategy_settings=case.settings),
+        ring=RingPart(
+            strategy=case.strategy,
+            nodes=case.nodes,
+            strategy_settings=case.settings,
+            cuts=CUTS[case.nodes][0] if case.strategy == "ring" else None,
+        ),
     )
     torch.manual_seed(0)
     return api.start(config, model(), None, None, folder / "run", api.Silent(), crew or MemoryCrew(case.nodes, seed))
@@ -162,7 +178,8 @@ def check_bytes(case: Case, summary: Summary, result: api.Result) -> None:
             applied = 1 if str(case.settings.get("consistency", "bsp")) == "bsp" else workers
             total += 4 * values * applied * steps
     else:
-        return
+        # Every sample crosses every cut forward, and its gradient back.
+        total = 2 * sum(CUTS[case.nodes][1]) * 1437 * 9 * lossy.wire_bytes(case.wire, 256) // 256
     # Reading the parameters at the start and, where workers run ahead, again before every evaluation is beside the formula.
     reads = 1 + (0 if str(case.settings.get("consistency", "bsp")) in ("bsp", "ssp:0") else 9)
     slack = 0.02 * total + (reads * 4 * values * n if case.strategy == "ps" else 0)

@@ -82,8 +82,6 @@ def resolve(config: RunConfig) -> RunConfig:
     if training.wire not in WIRES:
         raise unknown("wire format", training.wire, WIRES)
     settings = catalog.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
-    if strategy == "ring" and training.wire != "float32":
-        raise UsageError(f"--wire {training.wire} goes with ps and allreduce: the ring sends float32")
     if strategy != "ring":
         _check_ring_only(config, strategy)
     for name, value, least in (

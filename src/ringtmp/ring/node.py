@@ -22,6 +22,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.ring.worker import farewell
+from ringtmp.wire import lossy
 from ringtmp.wire.message import (
     Activations,
     Fetch,
@@ -36,6 +37,7 @@ from ringtmp.wire.message import (
     Report,
     Scale,
     Setup,
+    fits,
 )  # fmt: skip
 
 #: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
@@ -108,6 +110,8 @@ class Node:
         message = mail.message
         self._news = True
         self.recorder.heard(mail.arrived_at)
+        if self.setup.wire != "float32" and mail.sender != self.me and isinstance(message, Activations | Gradients):
+            mail = mail._replace(tensors=lossy.unpack(self.setup.wire, mail.tensors))
         if isinstance(message, Activations):
             self._expect(message.visit, mail).activations.append(mail)
             if mail.payload_bytes and message.training:
@@ -303,6 +307,8 @@ class Node:
 
     def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
         peer = self.route.node(visit)
+        if peer != self.me and self.setup.wire != "float32" and isinstance(message, Activations | Gradients):
+            tensors = lossy.pack(self.setup.wire, tensors)
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.recorder.sending()
@@ -318,9 +324,7 @@ class Node:
             return
         if wanted is None:
             return
-        if len(wanted) != len(message.tensors) or not all(
-            spec is None or each.allows(spec) for each, spec in zip(wanted, message.tensors, strict=True)
-        ):
+        if not fits(wanted, message.tensors, self.setup.wire):
             raise ProtocolError(
                 f"{type(message).__name__} for visit {message.visit} are {message.tensors}; the plan says {wanted}"
             )

@@ -43,6 +43,25 @@ def decode(wire: str, sent: Sequence[torch.Tensor]) -> torch.Tensor:
     return first
 
 
+def pack(wire: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """A message's tensors for the wire, holes included; of int8 every one becomes two: values, and scales or nothing."""
+    packed: list[torch.Tensor | None] = []
+    for tensor in tensors:
+        sent: list[torch.Tensor | None] = [None] if tensor is None else list(encode(wire, tensor))
+        packed += sent if wire != "int8" or len(sent) == 2 else [*sent, None]
+    return packed
+
+
+def unpack(wire: str, packed: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What `pack` was given, as near as the wire lets it be."""
+    width = 2 if wire == "int8" else 1
+    found: list[torch.Tensor | None] = []
+    for start in range(0, len(packed), width):
+        sent = [each for each in packed[start : start + width] if each is not None]
+        found.append(decode(wire, sent) if sent else None)
+    return found
+
+
 def wire_bytes(wire: str, values: int) -> int:
     """Payload of `values` float32 numbers."""
     if wire == "int8":

@@ -14,6 +14,7 @@ Of the data-parallel strategies:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -85,9 +86,25 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
     rest: tuple[int, ...]  # the shape behind the samples
     per_sample: bool  # whether the first dimension counts samples; else `rest` is the whole shape
 
-    def allows(self, spec: TensorSpec) -> bool:
+    def allows(self, spec: TensorSpec, wire: str = "float32") -> bool:
         shape = spec.shape[1:] if self.per_sample else spec.shape
-        return spec.dtype == self.dtype and shape == self.rest and (not self.per_sample or len(spec.shape) > 0)
+        dtype = wire if self.dtype == "float32" else self.dtype
+        return spec.dtype == dtype and shape == self.rest and (not self.per_sample or len(spec.shape) > 0)
+
+
+def fits(crossings: Sequence[Crossing], specs: Specs, wire: str) -> bool:
+    """Whether these tensors are what crosses a cut on this wire; any may be missing."""
+    width = 2 if wire == "int8" else 1  # values, and their scales
+    if len(specs) != width * len(crossings):
+        return False
+    for position, crossing in enumerate(crossings):
+        spec = specs[width * position]
+        if spec is not None and not crossing.allows(spec, wire):
+            return False
+        scales = specs[2 * position + 1] if width == 2 else None
+        if scales is not None and (spec is None or scales.dtype != "float32" or scales.count > spec.count):
+            return False
+    return True
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
@@ -100,6 +117,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     detailed_steps: int
     crossings: dict[int, tuple[Crossing, ...]] = {}  # what enters each visit but the first
     recompute: str = "none"  # or all, auto: compute activations again instead of storing them
+    wire: str = "float32"
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
