@@ -65,7 +65,9 @@ def command(
         options = planning.options(settings, work, len(devices), all_devices or file is None)
         made = plan(work.layers, devices, options)
         watcher.phase("comparing")
-        others = [ways.compare(name, work.layers, devices, options) for name in names if name != "ring"]
+        # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
+        members = made.devices if len(made.devices) > 1 else devices
+        others = [ways.compare(name, work.layers, members, options) for name in names if name != "ring"]
         watcher.phase("trying what would help")
         page = plan_show.page(made, devices, others, work.steps_per_epoch, settings.model.name, train.name)
     if svg is not None:

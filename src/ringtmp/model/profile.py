@@ -1,13 +1,16 @@
 """Layer costs, measured in a short run: time forward and backward, bytes kept between them, bytes at the cut.
 
 A layer runs as a node runs it (the same program, gradients added up in place), several times at each microbatch size;
-the median counts, because a ring meets the usual case. What autograd keeps is seen through its saved-tensor hooks.
+the median counts, because a ring meets the usual case. With one thread its processor time is taken, which neither a
+quota nor a busy machine lengthens; with more the time on the wall, for want of a better. What autograd keeps is seen
+through its saved-tensor hooks.
 Measurements are kept on disk under the layer's signature (graph, shapes, what wants gradients), the device's fingerprint,
 thread count and this version; anything else is measured anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import statistics
@@ -71,12 +74,10 @@ class ProfileCache:
     def put(self, key: str, profile: Profile) -> None:
         path = self._folder / f"{key}.json"
         part = path.with_suffix(f".{os.getpid()}.part")
-        try:
+        with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             part.write_bytes(msgspec.json.encode(profile))
             part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
 
 
 def default_folder() -> Path:
@@ -95,6 +96,7 @@ def profile_layers(
     """One LayerCost per built layer, in order; nothing of a layer is kept. `inputs`: what enters the first layer, at
     least max(sizes) samples; `make_optimizer` as the nodes use it, `optimizer_name` with its settings, for the cache."""
     here = _device(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
     seen: dict[str, Profile] = {}
     trained = False  # the data wants no gradient, nor does what layers without parameters make of it
     for each in built:
@@ -103,7 +105,7 @@ def profile_layers(
         key = signature(each.layer, leaves, wants, sizes, f"{here} {optimizer_name}")
         found = seen.get(key) or (cache.get(key) if cache is not None else None)
         if found is None:
-            found = _measure(each.layer, each.tensors, leaves, wants, sizes, make_optimizer)
+            found = _measure(each.layer, each.tensors, leaves, wants, sizes, make_optimizer, clock)
             if cache is not None:
                 cache.put(key, found)
         seen[key] = found
@@ -157,6 +159,7 @@ def _measure(
     wants: Sequence[bool],
     sizes: Sequence[int],
     make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
+    clock: Callable[[], float],
 ) -> Profile:
     program = Program(layer.train)
     owned = {each.name: tensors[each.name].clone() for each in layer.tensors}
@@ -173,11 +176,11 @@ def _measure(
             runner = _Runner(program, owned, given, wants)
             stored.append(runner.stored_bytes())
             outputs.append(runner.output_bytes)
-            forward_s, backward_s = runner.times()
+            forward_s, backward_s = runner.times(clock)
             forward.append(forward_s)
             backward.append(backward_s)
     trained = [owned[each.name] for each in layer.tensors if each.trainable]
-    update_s, optimizer_bytes = _update(trained, make_optimizer)
+    update_s, optimizer_bytes = _update(trained, make_optimizer, clock)
     return Profile(
         tuple(sizes), tuple(forward), tuple(backward), tuple(stored), tuple(outputs), update_s, optimizer_bytes
     )
@@ -216,7 +219,7 @@ class _Runner:
         self.output_bytes = sum(output.nbytes for output in outputs)
         return sum(storage.nbytes() for start, storage in kept.items() if start not in foreign)
 
-    def times(self) -> tuple[float, float]:
+    def times(self, clock: Callable[[], float]) -> tuple[float, float]:
         forward: list[float] = []
         backward: list[float] = []
         spent, runs = 0.0, 0
@@ -224,15 +227,15 @@ class _Runner:
             leaves = [
                 leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)
             ]
-            began = time.perf_counter()
+            began = clock()
             outputs = self._go(leaves)
-            middle = time.perf_counter()
+            middle = clock()
             wanted = [each for each in outputs if each.requires_grad]
             seeds = [torch.ones_like(each) for each in wanted]
-            ready = time.perf_counter()
+            ready = clock()
             if wanted:
                 torch.autograd.backward(wanted, seeds)
-            ended = time.perf_counter()
+            ended = clock()
             if runs:  # the first warms up
                 forward.append(middle - began)
                 backward.append(ended - ready)
@@ -244,7 +247,9 @@ class _Runner:
 
 
 def _update(
-    trained: list[torch.Tensor], make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer]
+    trained: list[torch.Tensor],
+    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
+    clock: Callable[[], float],
 ) -> tuple[float, int]:
     """Seconds of one optimizer step, and the bytes of its state."""
     trained = [each for each in trained if each.grad is not None]
@@ -253,8 +258,8 @@ def _update(
     optimizer = make_optimizer(trained)
     took = []
     for _ in range(LEAST_RUNS + 1):
-        began = time.perf_counter()
+        began = clock()
         optimizer.step(0.0)
-        took.append(time.perf_counter() - began)
+        took.append(clock() - began)
     size = sum(tensor.nbytes for state in optimizer.states for tensor in state.values())
     return statistics.median(took[1:]), size

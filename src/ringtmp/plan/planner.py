@@ -161,8 +161,8 @@ def _chosen(
         (each for each in found if each[1] <= fastest * (1 + LEAST_GAIN)),
         key=lambda each: (len(each[0].order), -each[1]),
     )
-    reason = _reason(found, chosen, took, segments.table, len(devices))
-    left_out = tuple(LeftOut(each.name, reason) for i, each in enumerate(devices) if i not in chosen.order)
+    gone = [each for i, each in enumerate(devices) if i not in chosen.order]
+    left_out = tuple(LeftOut(each.name, _reason(segments, found, chosen, took, each, len(devices))) for each in gone)
     members = [devices[i] for i in chosen.order]
     return _make(segments.table, layers, members, left_out, options, segments.options, chosen.bounds, gap, paths)
 
@@ -273,14 +273,22 @@ def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate) 
     return (segments.options.microbatches - 1) * each.bottleneck + way
 
 
-def _reason(found: Found, chosen: Candidate, took: float, table: CostTable, devices: int) -> str:
+def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, device: Device, devices: int) -> str:
+    if device.memory_bytes <= segments.process_bytes:
+        return (
+            f"its {bytes_text(device.memory_bytes)} do not hold a node, which takes {bytes_text(segments.process_bytes)} "
+            "before its first layer"
+        )
     most = max(len(each.order) for each, _ in found)
     if most > len(chosen.order):
         slower = min(other for each, other in found if len(each.order) == most)
         who = f"all {devices}" if most == devices else str(most)
         return f"with {who} a step would take {seconds_text(slower)} instead of {seconds_text(took)}"
+    table = segments.table
     spare = table.count - table.least_front - table.least_tail
-    return f"the model has only {table.count} layers, enough for {spare + 1} devices"
+    if devices > spare + 1:
+        return f"the model has only {table.count} layers, enough for {spare + 1} devices"
+    return f"no cuts fit with its {bytes_text(device.memory_bytes)}"
 
 
 def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, nodes: int) -> None:
