@@ -292,3 +292,14 @@ def test_a_plan_tells_itself_in_three_lines() -> None:
     assert lines[0].startswith("plan: 3 devices, about ")
     assert lines[1].startswith("layers: device0 0")
     assert "is tightest" in lines[2]
+
+
+def test_what_a_device_needs_besides_a_node_counts() -> None:
+    model = layers(6, weights=1000)
+    there = [replace(each, memory_bytes=4500.0) for each in devices(3)]
+    burdened = [replace(there[0], extra_bytes=600.0), *there[1:]]
+    assert plan(model, there, PlanOptions(4, 4, process_bytes=500.0)).memory[0].total_bytes == 4500
+    with pytest.raises(DoesNotFit, match="100 bytes"):
+        plan(model, [replace(each, extra_bytes=100.0) for each in there], PlanOptions(4, 4, process_bytes=500.0))
+    with pytest.raises(DoesNotFit, match="600 bytes|2000 bytes|1400 bytes"):
+        plan(model, burdened, PlanOptions(4, 4, process_bytes=500.0))

@@ -6,8 +6,8 @@ measured before comes from the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import TrainingBatches
@@ -15,10 +15,11 @@ from ringtmp.data.sources import Source, Stream
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.profile import ProfileCache, profile_layers
-from ringtmp.plan.device import LayerCost
+from ringtmp.plan.device import Device, LayerCost
+from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions
 from ringtmp.plan.route import parse_cuts
-from ringtmp.resources import set_threads
+from ringtmp.resources import peak_rss_bytes, set_threads
 from ringtmp.ring.optimizer import make_optimizer
 
 
@@ -68,6 +69,12 @@ def measure(
         layers.append(cost)
         phase(f"measuring the model: layer {len(layers)}, {cost.name}")
     return Work(tuple(layers), batch_size, microbatches, batches.steps_per_epoch)
+
+
+def with_master_here(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The master is this process: what it holds by now (data, the model's builder) it will hold then."""
+    extra = max(0.0, float(peak_rss_bytes() - PROCESS_BYTES))
+    return (replace(devices[0], extra_bytes=extra), *devices[1:])
 
 
 def options(config: RunConfig, work: Work, nodes: int, keep_all: bool = False) -> PlanOptions:

@@ -62,6 +62,7 @@ def command(
         model = api.named_model(settings.model, train)
         work = planning.measure(settings, model, train, watcher.phase, ProfileCache())
         watcher.phase("planning")
+        devices = planning.with_master_here(devices)
         options = planning.options(settings, work, len(devices), all_devices or file is None)
         made = plan(work.layers, devices, options)
         watcher.phase("comparing")

@@ -46,7 +46,8 @@ class Device:
     speed: float = 1.0  # of its threads together, while they run
     quota: Quota | None = None
     cores: int = 1
-    memory_bytes: float = math.inf  # free for a node, the process itself included
+    memory_bytes: float = math.inf  # free for all that a node needs here
+    extra_bytes: float = 0.0  # of it, besides the node's own process: an agent; the master's data and model builder
     idle_w: float | None = None
     busy_w: float | None = None
     link: Link = Link()
@@ -59,7 +60,9 @@ class Device:
     @property
     def kind(self) -> tuple[object, ...]:
         """Equal for devices that may stand in for each other."""
-        return (self.speed, self.quota, self.cores, self.memory_bytes, self.idle_w, self.busy_w, self.link)
+        return (
+            self.speed, self.quota, self.cores, self.memory_bytes, self.extra_bytes, self.idle_w, self.busy_w, self.link,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

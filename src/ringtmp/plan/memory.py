@@ -104,7 +104,7 @@ def forecast(
             MemoryForecast(
                 device.name,
                 device.memory_bytes,
-                process_bytes,
+                process_bytes + device.extra_bytes,
                 weights,
                 gradients,
                 optimizer,
@@ -125,7 +125,7 @@ def replica_forecast(
     stored = stage.stored_bytes if works else 0.0
     working = largest_stored(table, 0, table.count) if works else 0.0
     return MemoryForecast(
-        device.name, device.memory_bytes, process_bytes, stage.weight_bytes, stage.gradient_bytes,
+        device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
         stage.optimizer_bytes, stored, stage.gradient_bytes, working,
     )  # fmt: skip
 
@@ -151,9 +151,13 @@ def require_fit(forecasts: Sequence[MemoryForecast], microbatches: int) -> None:
 
 def refuse_single_layers(table: CostTable, devices: Sequence[Device], process_bytes: float = PROCESS_BYTES) -> None:
     """DoesNotFit for a layer that no device could hold, even alone and with one microbatch in flight."""
-    roomiest = max(devices, key=lambda device: device.memory_bytes)
+    roomiest = max(devices, key=lambda device: device.memory_bytes - device.extra_bytes)
     for index, layer in enumerate(table.layers):
-        need = process_bytes + segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
+        need = (
+            process_bytes
+            + roomiest.extra_bytes
+            + segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
+        )
         if need > roomiest.memory_bytes:
             raise DoesNotFit(
                 f"layer {index} ({layer.name}) alone needs {bytes_text(need)} ({round(need)} bytes) and the roomiest device, "

@@ -274,11 +274,10 @@ def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate) 
 
 
 def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, device: Device, devices: int) -> str:
-    if device.memory_bytes <= segments.process_bytes:
-        return (
-            f"its {bytes_text(device.memory_bytes)} do not hold a node, which takes {bytes_text(segments.process_bytes)} "
-            "before its first layer"
-        )
+    least = segments.process_bytes + device.extra_bytes
+    if device.memory_bytes <= least:
+        have, need = bytes_text(device.memory_bytes), bytes_text(least)
+        return f"its {have} do not hold a node, which takes {need} before its first layer"
     most = max(len(each.order) for each, _ in found)
     if most > len(chosen.order):
         slower = min(other for each, other in found if len(each.order) == most)
