@@ -301,5 +301,5 @@ def test_what_a_device_needs_besides_a_node_counts() -> None:
     assert plan(model, there, PlanOptions(4, 4, process_bytes=500.0)).memory[0].total_bytes == 4500
     with pytest.raises(DoesNotFit, match="100 bytes"):
         plan(model, [replace(each, extra_bytes=100.0) for each in there], PlanOptions(4, 4, process_bytes=500.0))
-    with pytest.raises(DoesNotFit, match="600 bytes|2000 bytes|1400 bytes"):
+    with pytest.raises(DoesNotFit, match="device0 needs .* 600 bytes"):
         plan(model, burdened, PlanOptions(4, 4, process_bytes=500.0))

@@ -1,6 +1,6 @@
 """From settings to what a plan needs: layers built and measured, the batch they see, the options they run under.
 
-Measuring runs every kind of layer a few times at two microbatch sizes, with the thread count of the run; what was
+Measuring runs every kind of layer a few times at three microbatch sizes, with the thread count of the run; what was
 measured before comes from the cache.
 """
 
@@ -49,17 +49,17 @@ def measure(
     batches = TrainingBatches(train, batch_size, training.microbatches, training.seed)
     microbatches = min(training.microbatches, batch_size)
     largest = -(-batch_size // microbatches)
-    # A second, smaller size tells what a microbatch costs whatever its size; BatchNorm refuses a single sample.
-    sizes = sorted({largest, *([largest // 2] if largest >= 4 else [])})
+    # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.
+    sizes = sorted({largest, largest // 2 if largest >= 4 else largest, 2 * largest if microbatches > 1 else largest})
 
     def sample(count: int) -> object:
         return train.example(count)[0]
 
-    built = build_layers(model, training.seed, sample, [batch_size // microbatches, largest])
+    built = build_layers(model, training.seed, sample, [batch_size // microbatches, sizes[-1]])
     layers = []
     for cost in profile_layers(
         built,
-        sample(largest),
+        sample(sizes[-1]),
         sizes,
         threads,
         lambda parameters: make_optimizer(training.optimizer, training.optimizer_settings, parameters),

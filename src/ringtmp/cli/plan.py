@@ -70,7 +70,9 @@ def command(
         members = made.devices if len(made.devices) > 1 else devices
         others = [ways.compare(name, work.layers, members, options) for name in names if name != "ring"]
         watcher.phase("trying what would help")
-        page = plan_show.page(made, devices, others, work.steps_per_epoch, settings.model.name, train.name)
+        page = plan_show.page(
+            made, devices, file is not None, others, work.steps_per_epoch, settings.model.name, train.name
+        )
     if svg is not None:
         title = f"{settings.model.name} on {train.name}: {plan_show.headline(made)}"
         try:

@@ -77,10 +77,11 @@ def headline(made: Plan) -> str:
 
 
 def page(
-    made: Plan, everyone: Sequence[Device], others: Sequence[Way], steps_per_epoch: int | None, model: str, data: str
-) -> Page:
+    made: Plan, everyone: Sequence[Device], may_grow: bool, others: Sequence[Way], steps_per_epoch: int | None,
+    model: str, data: str,
+) -> Page:  # fmt: skip
     limits, parts, limit = advice.bounds(made), advice.parts(made), advice.limit(made)
-    gains = advice.gains(made, tuple(everyone))
+    gains = advice.gains(made, tuple(everyone), may_grow)
     own = Way("ring", made.simulated, made.memory)
     waiting = {f"waiting for {cause}": length for cause, length in parts.waiting_s.items()}
     work = {"forward": parts.forward_s, "backward": parts.backward_s, "update": parts.update_s}

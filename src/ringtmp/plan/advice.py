@@ -108,8 +108,11 @@ def parts(made: Plan) -> Parts:
     )
 
 
-def gains(made: Plan, everyone: tuple[Device, ...], paths: Paths | None = None) -> tuple[Gain, ...]:
-    """What would help, best first. `everyone`: all devices that were offered, left out or not."""
+def gains(
+    made: Plan, everyone: tuple[Device, ...], may_grow: bool = True, paths: Paths | None = None
+) -> tuple[Gain, ...]:
+    """What would help, best first. `everyone`: all devices that were offered, left out or not. `may_grow`: another device
+    brings a processor of its own."""
     options = made.options
     free = replace(options, cuts=None)
     count = options.ring.microbatches
@@ -123,7 +126,8 @@ def gains(made: Plan, everyone: tuple[Device, ...], paths: Paths | None = None) 
     workers = made.devices[1:] or made.devices
     common, _ = Counter(device.kind for device in workers).most_common(1)[0]
     like = next(device for device in workers if device.kind == common)
-    attempt(f"one more device like {like.name}", (*everyone, replace(like, name="one more")), free)
+    if may_grow:
+        attempt(f"one more device like {like.name}", (*everyone, replace(like, name="one more")), free)
     if len(everyone) > 1:
         faster = tuple(
             replace(

@@ -153,11 +153,8 @@ def refuse_single_layers(table: CostTable, devices: Sequence[Device], process_by
     """DoesNotFit for a layer that no device could hold, even alone and with one microbatch in flight."""
     roomiest = max(devices, key=lambda device: device.memory_bytes - device.extra_bytes)
     for index, layer in enumerate(table.layers):
-        need = (
-            process_bytes
-            + roomiest.extra_bytes
-            + segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
-        )
+        alone = segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
+        need = process_bytes + roomiest.extra_bytes + alone
         if need > roomiest.memory_bytes:
             raise DoesNotFit(
                 f"layer {index} ({layer.name}) alone needs {bytes_text(need)} ({round(need)} bytes) and the roomiest device, "
