@@ -14,6 +14,7 @@ from ringtmp.platforms import require_supported
 
 _VERBS = {
     "train": "Train a model on a ring.",
+    "plan": "What a run would do, before it does it.",
     "node": "Lend this device to a ring.",
     "ring": "Tokens and members of your rings.",
     "lab": "Emulated devices on this machine.",

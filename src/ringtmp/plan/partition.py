@@ -1,19 +1,35 @@
 """Decide which node holds which layers.
 
-Pure: layer costs in, bounds out. A ring moves at the pace of its slowest node, so the largest sum of costs on a node
-is minimised; the master's front and tail count together. Every worker holds at least one layer, front and tail at
-least one layer with parameters each, so that neither inputs nor labels leave the master.
+Pure: layer costs in, bounds out. A ring moves at the pace of its slowest node, so the longest of compute, send and
+receive on a node is minimised first (bottleneck.py, exact); then cuts are moved for as long as the simulated step, fill
+and drain included, gets shorter. Where there are few ways to cut, all are simulated and the result is exact. Every
+worker holds at least one layer, front and tail at least one layer with parameters each, so that neither inputs nor
+labels leave the master.
 
-The best bottleneck is found by bisection; whether a bottleneck is possible is decided greedily for every length of the
-front, O(layers**2) per probe.
+`equal_cost` knows nothing of devices: the best bottleneck is found by bisection; whether a bottleneck is possible is
+decided greedily for every length of the front, O(layers**2) per probe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
 
 from ringtmp.errors import UsageError
+from ringtmp.plan.bottleneck import Candidate, Segments, given_order, least_missing, shortest_way
+from ringtmp.plan.costs import CostTable
+from ringtmp.plan.device import Device, Paths
+from ringtmp.plan.memory import forecast, held, held_in, refuse_single_layers, require_fit
+from ringtmp.plan.route import plain_ring
+from ringtmp.plan.simulate_ring import simulate_ring
+
+Bounds = tuple[tuple[int, int], ...]
+#: Actions simulated while cuts are moved: about 20 us each.
+REFINE_ACTIONS = 15_000
+#: Bottlenecks looked at beside the best, as multiples of it.
+LOOSER = (1.0, 1.1, 1.25, 1.5, 2.0)
 
 
 def equal_cost(costs: Sequence[float], has_parameters: Sequence[bool], nodes: int) -> list[tuple[int, int]]:
@@ -78,3 +94,135 @@ def _bounds_under(
             if sums[front] + sums[layers] - sums[start] <= cap and layers - start >= tail_least:
                 return [*bounds, (start, layers)]
     return None
+
+
+def best_cuts(
+    segments: Segments, devices: Sequence[Device], paths: Paths | None = None, actions: int = REFINE_ACTIONS
+) -> tuple[Candidate, float]:
+    """The cuts with the shortest simulated step for devices in this order, the master first, and that step.
+
+    DoesNotFit with the missing bytes by device, or UsageError with too few layers. The bottleneck is exact; so is the
+    step where all cuts could be simulated within `actions`.
+    """
+    found = given_order(segments, devices) if len(devices) > 1 else alone(segments, devices)
+    if found is not None:
+        found, step_s = refine(segments, devices, found, paths, actions)
+        if math.isfinite(step_s):
+            return found, step_s
+    safe = Segments(segments.table, segments.options, segments.process_bytes, safe=True)
+    if segments.safe or (found := given_order(safe, devices)) is None:
+        refuse(safe, devices)
+        raise AssertionError("nothing fits, and nothing is missing")
+    return refine(safe, devices, found, paths, actions)
+
+
+def alone(segments: Segments, devices: Sequence[Device]) -> Candidate | None:
+    """Everything on the master, if it fits."""
+    table, master = segments.table, devices[0]
+    memory = forecast(table, plain_ring(1, [(0, table.count)]), [master], [1], segments.process_bytes)
+    compute_s = (table.forward_s[-1] + table.backward_s[-1]) / master.pace
+    fits = memory[0].missing_bytes <= 0
+    return Candidate((0,), ((0, table.count),), compute_s) if fits else None
+
+
+def refuse(segments: Segments, devices: Sequence[Device]) -> None:
+    """Say why no cuts exist: too few layers, a layer too large for everyone, or the bytes that are missing at least."""
+    table = segments.table
+    require_layers(table, len(devices))
+    refuse_single_layers(table, devices, segments.process_bytes)
+    nearest = least_missing(segments, devices) if len(devices) > 1 else Candidate((0,), ((0, table.count),), math.inf)
+    assert nearest is not None
+    route = plain_ring(len(devices), list(nearest.bounds))
+    options, visits = segments.options, len(nearest.bounds)
+    counts = [held(visit, visits, options, segments.safe) for visit in range(visits)]
+    require_fit(forecast(table, route, devices, counts, segments.process_bytes), options.microbatches)
+
+
+def require_layers(table: CostTable, nodes: int) -> None:
+    need = table.least_front + table.least_tail + nodes - 1
+    if nodes > 1 and need > table.count:
+        possible = max(1, table.count - table.least_front - table.least_tail + 1)
+        raise UsageError(
+            f"{nodes} nodes need at least {need} layers (the master's front and tail and one per worker); the model has "
+            f"{table.count}: use {possible} or fewer, or a deeper model"
+        )
+
+
+def step_s(segments: Segments, devices: Sequence[Device], bounds: Bounds, paths: Paths | None = None) -> float:
+    """The simulated step; infinite where the cuts do not fit."""
+    return _Trial(segments, devices, paths).step_s(bounds)
+
+
+def refine(
+    segments: Segments, devices: Sequence[Device], start: Candidate, paths: Paths | None, actions: int
+) -> tuple[Candidate, float]:
+    """Begin with the best bottleneck or a looser one with a shorter way, and move cuts for as long as the simulated step
+    gets shorter; simulate all cuts there are where that is affordable."""
+    trial = _Trial(segments, devices, paths)
+    best = start.bounds
+    best_s = trial.step_s(best)
+    left = actions // trial.actions
+    nodes, table = len(devices), segments.table
+    if nodes > 1 and math.comb(table.count - 1, nodes) <= min(left, 2000):
+        for cuts in combinations(range(1, table.count), nodes):
+            bounds = _with_cuts(cuts, table.count)
+            if (took := trial.step_s(bounds)) < best_s * (1 - 1e-9):
+                best, best_s = bounds, took
+        return replace(start, bounds=best), best_s
+    for factor in LOOSER if nodes > 1 else ():
+        looser = shortest_way(segments, devices, start.bottleneck * factor * (1 + 1e-9))
+        if looser is not None and (took := trial.step_s(looser.bounds)) < best_s * (1 - 1e-9):
+            best, best_s = looser.bounds, took
+    improved = nodes > 1
+    while improved and left > 0:
+        improved = False
+        for move in _moves(nodes):
+            # A move that helped is tried again at once: a layer more, and another.
+            while left > 0 and (next_bounds := _moved(best, move)) is not None:
+                left -= 1
+                if (took := trial.step_s(next_bounds)) >= best_s * (1 - 1e-9):
+                    break
+                best, best_s, improved = next_bounds, took, True
+    return replace(start, bounds=best), best_s
+
+
+class _Trial:
+    """Simulates cuts; infinite for those that do not fit."""
+
+    def __init__(self, segments: Segments, devices: Sequence[Device], paths: Paths | None) -> None:
+        self._segments, self._devices, self._paths = segments, devices, paths
+        # Under a quota a single step depends on where in a period it begins.
+        steps = 2 if any(device.quota is not None for device in devices) else 1
+        self._options = replace(segments.options, steps=steps)
+        self.actions = steps * (len(devices) + 1) * (2 * segments.options.microbatches + 1)
+
+    def step_s(self, bounds: Bounds) -> float:
+        table, nodes = self._segments.table, len(self._devices)
+        if nodes > 1 and (bounds[0][1] < table.least_front or bounds[-1][0] > table.count - table.least_tail):
+            return math.inf
+        route = plain_ring(nodes, list(bounds))
+        result = simulate_ring(table, route, self._devices, self._options, self._paths)
+        counts = held_in(result, route, self._options)
+        memory = forecast(table, route, self._devices, counts, self._segments.process_bytes)
+        return math.inf if any(each.missing_bytes > 0 for each in memory) else result.step_s
+
+
+def _with_cuts(cuts: Sequence[int], layers: int) -> Bounds:
+    edges = [0, *cuts, layers]
+    return tuple(pairwise(edges))
+
+
+def _moves(cuts: int) -> Iterator[tuple[range, int]]:
+    """Which cuts shift together, by -1 or 1: a layer moves from one node to another. Nearest neighbours first."""
+    for width in range(1, cuts + 1):
+        for first in range(cuts - width + 1):
+            yield range(first, first + width), -1
+            yield range(first, first + width), 1
+
+
+def _moved(bounds: Bounds, move: tuple[range, int]) -> Bounds | None:
+    """None where somebody would be left without a layer."""
+    which, change = move
+    cuts = [first + change if index in which else first for index, (first, _) in enumerate(bounds[1:])]
+    edges = [0, *cuts, bounds[-1][1]]
+    return _with_cuts(cuts, edges[-1]) if all(a < b for a, b in pairwise(edges)) else None

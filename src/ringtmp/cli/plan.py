@@ -1,0 +1,103 @@
+"""ringtmp plan"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ringtmp.cli.options import flags, run_options
+from ringtmp.cli.settings import build
+from ringtmp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ringtmp.plan.device import Device
+
+
+@click.command("plan", short_help="What a run would do, before it does it.")
+@run_options
+@click.option(
+    "--devices", "file", type=click.Path(path_type=Path), metavar="FILE.toml",
+    help="One [[device]] table each, the master first.  [processes on this machine]",
+)  # fmt: skip
+@click.option(
+    "--compare", metavar="WAY,WAY…",
+    help="Other ways beside it: ps:bsp, ps:async, ps:ssp:3 (each with :K servers or :workers), allreduce:ring, allreduce:tree.",
+)  # fmt: skip
+@click.option("--all-devices", is_flag=True, help="Leave none out, and keep their order.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw one step of every node.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def command(
+    config: Path | None, file: Path | None, compare: str | None, all_devices: bool, as_json: bool, svg: Path | None,
+    quiet: bool, **given: Any,
+) -> None:  # fmt: skip
+    """Who would hold what, how fast, with how much memory and energy; what limits it and what would help.
+
+    Takes the options of train. Layers are measured on this machine (a few seconds, kept in ~/.cache/ringtmp/profile); the
+    devices are those of a file as for the lab, or processes on this machine. Nothing is started.
+    """
+    chosen = flags(given)
+    settings = build(config, chosen)
+
+    from ringtmp import api, planning
+    from ringtmp.cli import plan_show, show
+    from ringtmp.config import resolve
+    from ringtmp.data import named
+    from ringtmp.model.profile import ProfileCache
+    from ringtmp.plan import compare as ways
+    from ringtmp.plan.gantt import svg as draw
+    from ringtmp.plan.planner import plan
+
+    settings = resolve(settings)
+    threads = settings.training.threads or 1
+    devices = _devices(file, chosen.get("nodes"), settings.ring.nodes, threads)
+    names = [name.strip() for name in compare.split(",")] if compare else []
+    for name in names:
+        ways.check_name(name)
+    with show.watcher(quiet) as watcher:
+        train, _ = named.load(settings.training.data, settings.training.seed, settings.model.settings)
+        model = api.named_model(settings.model, train)
+        work = planning.measure(settings, model, train, watcher.phase, ProfileCache())
+        watcher.phase("planning")
+        devices = planning.with_master_here(devices)
+        options = planning.options(settings, work, len(devices), all_devices or file is None)
+        made = plan(work.layers, devices, options)
+        watcher.phase("comparing")
+        # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
+        members = made.devices if len(made.devices) > 1 else devices
+        others = [ways.compare(name, work.layers, members, options) for name in names if name != "ring"]
+        watcher.phase("trying what would help")
+        page = plan_show.page(
+            made, devices, file is not None, others, work.steps_per_epoch, settings.model.name, train.name
+        )
+    if svg is not None:
+        title = f"{settings.model.name} on {train.name}: {plan_show.headline(made)}"
+        try:
+            svg.write_text(draw(made.simulated, title))
+        except OSError as error:
+            raise UsageError(f"the picture {svg} cannot be written: {error.strerror}") from error
+    if as_json:
+        show.print_json(page)
+    else:
+        plan_show.print_page(page, sys.stdout)
+
+
+def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: int) -> tuple[Device, ...]:
+    from ringtmp.launch import described
+    from ringtmp.launch import devices as devices_file
+    from ringtmp.launch.facts import usable_cores
+    from ringtmp.resources import free_memory_bytes
+
+    if file is None:
+        return described.local_processes(nodes, threads, usable_cores(), free_memory_bytes())
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
+    devices = devices_file.parse(text, str(file))
+    if given_nodes is not None and given_nodes != len(devices):
+        raise UsageError(f"--nodes {given_nodes} and the {len(devices)} devices of {file} differ: leave --nodes out")
+    return described.from_file(devices, threads)

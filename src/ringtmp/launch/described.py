@@ -1,0 +1,63 @@
+"""Devices as the planner sees them: from a devices file, or the processes of this machine.
+
+A device of the file is a share of this machine's cores, as the lab makes it: it runs at this machine's speed until the
+quota of a period is used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringtmp.launch import devices as devices_file
+from ringtmp.launch.cgroups import quota
+from ringtmp.plan.device import Device, Link, Quota
+
+#: Of a full Ethernet frame (1538 bytes with gap and preamble) this is payload; the rest is headers.
+PAYLOAD_SHARE = 0.94
+#: One message through node, codec and link at one end: Python's work, whatever the size.
+MESSAGE_CPU_S = 250e-6
+#: Copying, encrypting and the kernel's part, per byte and end.
+CURVE_BYTE_CPU_S = 0.6e-9
+PLAIN_BYTE_CPU_S = 0.2e-9
+#: Unix sockets between processes: 1 MiB in 283 us.
+LOCAL_BYTES_PER_S = 3.5e9
+LOCAL_LATENCY_S = 60e-6
+#: The agent that lends a device, beside the compute process it starts.
+AGENT_BYTES = 32 * 2**20
+
+
+def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Device, ...]:
+    """The first is the master, which has no agent."""
+    found = []
+    for index, each in enumerate(devices):
+        wanted = each.wanted_cpu(threads)
+        period_us, quota_us = quota(wanted)
+        rate = each.link_mbps * 1e6 / 8 * PAYLOAD_SHARE
+        # Of `threads` cores it may use `wanted`: that part of the time all threads run.
+        bucket = Quota(quota_us / threads * 1e-6, period_us * 1e-6) if wanted < threads else None
+        found.append(
+            Device(
+                each.name,
+                1.0,
+                bucket,
+                threads,
+                each.memory_mb * 2**20,
+                AGENT_BYTES if index else 0.0,
+                each.idle_w,
+                each.busy_w,
+                Link(rate, rate, each.latency_ms / 1000, MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
+            )
+        )
+    return tuple(found)
+
+
+def local_processes(nodes: int, threads: int, cores: int, free_bytes: int) -> tuple[Device, ...]:
+    """`nodes` processes on one machine: cores and memory shared evenly."""
+    speed = min(1.0, cores / (nodes * threads))
+    link = Link(
+        LOCAL_BYTES_PER_S, LOCAL_BYTES_PER_S, LOCAL_LATENCY_S / 2, MESSAGE_CPU_S / speed, PLAIN_BYTE_CPU_S / speed
+    )
+    return tuple(
+        Device("master" if node == 0 else f"node {node}", speed, None, threads, free_bytes / nodes, link=link)
+        for node in range(nodes)
+    )

@@ -1,0 +1,272 @@
+"""Layer costs, measured in a short run: time forward and backward, bytes kept between them, bytes at the cut.
+
+A layer runs as a node runs it (the same program, gradients added up in place), several times at each microbatch size;
+the median counts, because a ring meets the usual case. With one thread its processor time is taken, which neither a
+quota nor a busy machine lengthens; with more the time on the wall, for want of a better. What autograd keeps is seen
+through its saved-tensor hooks.
+Measurements are kept on disk under the layer's signature (graph, shapes, what wants gradients), the device's fingerprint,
+thread count and this version; anything else is measured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.utils import _pytree as pytree
+
+from ringtmp import __version__
+from ringtmp.model.build import BuiltLayer
+from ringtmp.model.execute import Program
+from ringtmp.model.portable import Layer
+from ringtmp.plan.device import LayerCost, Measured
+from ringtmp.resources import fingerprint
+
+#: Of the file's layout and of how things are measured.
+FORMAT = 1
+#: Each size is measured until this time is spent, but within these numbers of runs.
+MEASURE_S = 0.15
+LEAST_RUNS, MOST_RUNS = 3, 15
+#: Touched between runs: in a ring other layers have been in the cache meanwhile.
+OTHERS_BYTES = 4 * 2**20
+
+
+class Optimizer(Protocol):
+    states: list[dict[str, torch.Tensor]]
+
+    def step(self, lr: float) -> None: ...
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """What is kept on disk: one layer at several sizes."""
+
+    sizes: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    stored_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    update_s: float
+    optimizer_bytes: int
+
+
+class ProfileCache:
+    """One small file per layer signature. A file that cannot be read or written is no cache, never an error."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or default_folder()
+        self.hits = self.misses = 0
+
+    def get(self, key: str) -> Profile | None:
+        try:
+            found = msgspec.json.decode((self._folder / f"{key}.json").read_bytes(), type=Profile)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            self.misses += 1
+            return None
+        self.hits += 1
+        return found
+
+    def put(self, key: str, profile: Profile) -> None:
+        path = self._folder / f"{key}.json"
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(profile))
+            part.replace(path)
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringtmp" / "profile"
+
+
+def profile_layers(
+    built: Iterable[BuiltLayer],
+    inputs: Any,
+    sizes: Sequence[int],
+    threads: int,
+    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
+    optimizer_name: str,
+    cache: ProfileCache | None = None,
+) -> Iterator[LayerCost]:
+    """One LayerCost per built layer, in order; nothing of a layer is kept. `inputs`: what enters the first layer, at
+    least max(sizes) samples; `make_optimizer` as the nodes use it, `optimizer_name` with its settings, for the cache."""
+    here = _device(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    seen: dict[str, Profile] = {}
+    trained = False  # the data wants no gradient, nor does what layers without parameters make of it
+    for each in built:
+        leaves = pytree.tree_leaves(inputs)
+        wants = tuple(trained and leaf.is_floating_point() for leaf in leaves)
+        key = signature(each.layer, leaves, wants, sizes, f"{here} {optimizer_name}")
+        found = seen.get(key) or (cache.get(key) if cache is not None else None)
+        if found is None:
+            found = _measure(each.layer, each.tensors, leaves, wants, sizes, make_optimizer, clock)
+            if cache is not None:
+                cache.put(key, found)
+        seen[key] = found
+        yield layer_cost(each.layer, each.tensors, found)
+        inputs = each.sample_outputs
+        trained = trained or any(tensor.trainable for tensor in each.layer.tensors)
+
+
+def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile) -> LayerCost:
+    points = zip(
+        profile.sizes, profile.forward_s, profile.backward_s, profile.stored_bytes, profile.output_bytes, strict=True
+    )
+    trainable = sum(tensors[each.name].nbytes for each in layer.tensors if each.trainable)
+    return LayerCost(
+        layer.name,
+        tuple(Measured(*point) for point in points),
+        sum(tensor.nbytes for tensor in tensors.values()),
+        trainable,
+        profile.optimizer_bytes,
+        profile.update_s,
+        layer.parameters > 0,
+    )
+
+
+def signature(
+    layer: Layer, leaves: Sequence[torch.Tensor], wants: Sequence[bool], sizes: Sequence[int], here: str
+) -> str:
+    """Equal for measurements that may stand in for each other; the layer's name does not matter."""
+    shapes = [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in leaves]
+    known = (layer.train, layer.tensors, shapes, list(wants), list(sizes), here, __version__, FORMAT)
+    return hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()[:40]
+
+
+def _device(threads: int) -> str:
+    known = fingerprint(threads)
+    cpu = next((line for line in _cpuinfo() if line.startswith(("model name", "Model", "Hardware"))), "")
+    return f"{known['torch']} {known['capability']} {threads} {cpu.partition(':')[2].strip()} {known['lab_scale']}"
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _measure(
+    layer: Layer,
+    tensors: dict[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    wants: Sequence[bool],
+    sizes: Sequence[int],
+    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
+    clock: Callable[[], float],
+) -> Profile:
+    program = Program(layer.train)
+    owned = {each.name: tensors[each.name].clone() for each in layer.tensors}
+    for each in layer.tensors:
+        owned[each.name].requires_grad_(each.trainable)
+    forward: list[float] = []
+    backward: list[float] = []
+    stored: list[int] = []
+    outputs: list[int] = []
+    largest = max(leaf.shape[0] for leaf in leaves if leaf.dim())
+    with torch.random.fork_rng(devices=[]):
+        for size in sizes:
+            given = [leaf[:size] if leaf.dim() and leaf.shape[0] == largest else leaf for leaf in leaves]
+            runner = _Runner(program, owned, given, wants)
+            stored.append(runner.stored_bytes())
+            outputs.append(runner.output_bytes)
+            forward_s, backward_s = runner.times(clock)
+            forward.append(forward_s)
+            backward.append(backward_s)
+    trained = [owned[each.name] for each in layer.tensors if each.trainable]
+    update_s, optimizer_bytes = _update(trained, make_optimizer, clock)
+    return Profile(
+        tuple(sizes), tuple(forward), tuple(backward), tuple(stored), tuple(outputs), update_s, optimizer_bytes
+    )
+
+
+class _Runner:
+    """Runs a layer as a stage does."""
+
+    def __init__(
+        self, program: Program, owned: dict[str, torch.Tensor], given: Sequence[torch.Tensor], wants: Sequence[bool]
+    ) -> None:
+        self._program, self._owned, self._given, self._wants = program, owned, given, wants
+        self.output_bytes = 0
+
+    def _forward(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        leaves = [leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)]
+        return leaves, self._go(leaves)
+
+    def _go(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        entering = [leaf.clone() for leaf in leaves] if self._program.changes_inputs else leaves
+        return self._program.run(entering, self._owned)
+
+    def stored_bytes(self) -> int:
+        """Distinct memory that autograd keeps, and the outputs; without parameters and what entered."""
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            leaves, outputs = self._forward()
+        for output in outputs:
+            keep(output)
+        foreign = {each.untyped_storage().data_ptr() for each in (*self._owned.values(), *leaves)}
+        self.output_bytes = sum(output.nbytes for output in outputs)
+        return sum(storage.nbytes() for start, storage in kept.items() if start not in foreign)
+
+    def times(self, clock: Callable[[], float]) -> tuple[float, float]:
+        forward: list[float] = []
+        backward: list[float] = []
+        others = torch.ones(OTHERS_BYTES // 4)
+        generator = torch.default_generator
+        spent, runs = 0.0, 0
+        while runs <= LEAST_RUNS or (spent < MEASURE_S and runs < MOST_RUNS):
+            leaves = [
+                leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)
+            ]
+            others.add_(1.0)
+            began = clock()
+            generator.manual_seed(runs)  # as a stage does before every layer
+            outputs = self._go(leaves)
+            middle = clock()
+            wanted = [each for each in outputs if each.requires_grad]
+            seeds = [torch.ones_like(each) for each in wanted]
+            others.add_(1.0)
+            ready = clock()
+            if wanted:
+                torch.autograd.backward(wanted, seeds)
+            ended = clock()
+            if runs:  # the first warms up
+                forward.append(middle - began)
+                backward.append(ended - ready)
+            spent += ended - began
+            runs += 1
+            if spent > 10 * MEASURE_S and forward:
+                break
+        return statistics.median(forward), statistics.median(backward)
+
+
+def _update(
+    trained: list[torch.Tensor],
+    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
+    clock: Callable[[], float],
+) -> tuple[float, int]:
+    """Seconds of one optimizer step, and the bytes of its state."""
+    trained = [each for each in trained if each.grad is not None]
+    if not trained:
+        return 0.0, 0
+    optimizer = make_optimizer(trained)
+    took = []
+    for _ in range(LEAST_RUNS + 1):
+        began = clock()
+        optimizer.step(0.0)
+        took.append(clock() - began)
+    size = sum(tensor.nbytes for state in optimizer.states for tensor in state.values())
+    return statistics.median(took[1:]), size

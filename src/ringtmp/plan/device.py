@@ -1,0 +1,153 @@
+"""What a plan knows of devices, links and layers: plain descriptions in seconds, bytes and watts.
+
+Pure. Times are those of the machine the layers were profiled on; a device is `speed` times as fast while it runs, and
+runs only as long as its quota lets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ringtmp.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A CPU quota as the kernel keeps it: in every period the threads run at full speed until `run_s` is used up, then
+    stand still until the next period. Nothing is saved for later."""
+
+    run_s: float
+    period_s: float
+
+    @property
+    def share(self) -> float:
+        return self.run_s / self.period_s
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How a device hangs on the network: full duplex, and what serialising and encrypting cost the device itself."""
+
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    latency_s: float = 0.0  # one way; those of both ends add up
+    message_cpu_s: float = 0.0  # per message sent or received
+    byte_cpu_s: float = 0.0  # per byte sent or received
+
+    def cpu_s(self, size: float) -> float:
+        return self.message_cpu_s + size * self.byte_cpu_s
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    speed: float = 1.0  # of its threads together, while they run
+    quota: Quota | None = None
+    cores: int = 1
+    memory_bytes: float = math.inf  # free for all that a node needs here
+    extra_bytes: float = 0.0  # of it, besides the node's own process: an agent; the master's data and model builder
+    idle_w: float | None = None
+    busy_w: float | None = None
+    link: Link = Link()
+
+    @property
+    def pace(self) -> float:
+        """Profiled seconds of work per second, in the long run."""
+        return self.speed * (self.quota.share if self.quota is not None else 1.0)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for devices that may stand in for each other."""
+        return (
+            self.speed, self.quota, self.cores, self.memory_bytes, self.extra_bytes, self.idle_w, self.busy_w, self.link,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What was measured from one device to another: the slower of this and the two links counts."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+#: (from, to) by device name; pairs that are not here have what their two links give.
+Paths = Mapping[tuple[str, str], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One layer at one microbatch size, on the profiled machine."""
+
+    samples: float
+    forward_s: float
+    backward_s: float
+    stored_bytes: float  # kept from forward to backward: saved tensors and outputs, without parameters and inputs
+    output_bytes: float  # what crosses a cut behind this layer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """`measured` by growing size, at least one."""
+
+    name: str
+    measured: tuple[Measured, ...]
+    weight_bytes: int  # parameters and buffers
+    gradient_bytes: int
+    optimizer_bytes: int
+    update_s: float = 0.0  # one optimizer step
+    has_parameters: bool = True
+
+    def at(self, samples: float) -> Measured:
+        """At any microbatch size: a straight line through the two nearest sizes, or through nothing with one."""
+        points = self.measured
+        if len(points) == 1:
+            factor = samples / points[0].samples
+            return _mix(samples, points[0], points[0], 1.0 - factor, scale=True)
+        place = next((i for i in range(1, len(points)) if samples <= points[i].samples), len(points) - 1)
+        low, high = points[place - 1], points[place]
+        return _mix(samples, low, high, (samples - low.samples) / (high.samples - low.samples))
+
+
+def _mix(samples: float, low: Measured, high: Measured, weight: float, scale: bool = False) -> Measured:
+    def line(a: float, b: float) -> float:
+        return a * (1.0 - weight) if scale else max(a + (b - a) * weight, 0.0)
+
+    return Measured(
+        samples,
+        line(low.forward_s, high.forward_s),
+        line(low.backward_s, high.backward_s),
+        line(low.stored_bytes, high.stored_bytes),
+        line(low.output_bytes, high.output_bytes),
+    )
+
+
+def check_devices(devices: tuple[Device, ...]) -> None:
+    """Refuse numbers no device has, and names that stand for two."""
+    if not devices:
+        raise UsageError("a plan needs at least one device, the master")
+    seen: set[str] = set()
+    for device in devices:
+        if device.name in seen:
+            raise UsageError(f"two devices are called {device.name!r}: give each its own name")
+        seen.add(device.name)
+        link = device.link
+        for what, value, least in (
+            ("speed", device.speed, 0.0), ("memory", device.memory_bytes, 0.0), ("link up", link.up_bytes_per_s, 0.0),
+            ("link down", link.down_bytes_per_s, 0.0),
+        ):  # fmt: skip
+            if not value > least:  # also not a number
+                raise UsageError(f"device {device.name}: {what} is {value:g}, it must be above {least:g}")
+        for what, value in (
+            ("latency", link.latency_s),
+            ("message cost", link.message_cpu_s),
+            ("byte cost", link.byte_cpu_s),
+        ):
+            if not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"device {device.name}: {what} is {value:g}, it must be at least 0")
+        if device.quota is not None and not 0 < device.quota.run_s <= device.quota.period_s:
+            raise UsageError(
+                f"device {device.name}: a quota of {device.quota.share:g} of its time must be above 0 and at most 1"
+            )

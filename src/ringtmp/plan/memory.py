@@ -1,0 +1,163 @@
+"""What a node will need at its peak, part by part, before anything is started.
+
+    process + weights + gradients + optimizer + stored activations + boundary tensors + working space
+
+Stored activations are held from a microbatch's forward to its backward. With gpipe every visit holds all of them. With
+1f1b the tail holds one; visit v of p holds 2 (p-1-v) + 1 (a visit and a transfer each, there and back) where all take
+about the same time, more behind a slow link or node, and never more than the window. So cuts are searched with the
+formula, and what is told and refused counts what the simulation held, and one more. Boundary tensors: what came and
+waits, and what has left and is not yet acknowledged, one more than is held. Working space: a backward builds gradients of
+activations while it frees them; the largest layer's stored bytes stand for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringtmp.errors import DoesNotFit
+from ringtmp.plan.costs import CostTable
+from ringtmp.plan.device import Device
+from ringtmp.plan.route import Route
+from ringtmp.plan.simulate import Simulated
+from ringtmp.plan.simulate_ring import RingOptions
+from ringtmp.units import bytes_text
+
+#: A compute process with torch loaded, before it holds a single weight.
+PROCESS_BYTES = 230 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    device: str
+    free_bytes: float
+    process_bytes: float
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    stored_bytes: float
+    boundary_bytes: float
+    working_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return (
+            self.process_bytes + self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.stored_bytes
+            + self.boundary_bytes + self.working_bytes
+        )  # fmt: skip
+
+    @property
+    def missing_bytes(self) -> float:
+        return max(0.0, self.total_bytes - self.free_bytes)
+
+
+def held(visit: int, visits: int, options: RingOptions, safe: bool = False) -> int:
+    """Microbatches a visit holds where all take about the same time; `safe`: whatever happens."""
+    most = min(options.window_for(visits), options.microbatches)
+    if options.schedule == "gpipe":
+        return most
+    if safe:
+        return 1 if visit == visits - 1 else most
+    return min(most, 2 * (visits - 1 - visit) + 1)
+
+
+def held_in(simulated: Simulated, route: Route, options: RingOptions) -> tuple[int, ...]:
+    """By visit: what the simulation held, and one more where the window allows it."""
+    seen = {
+        visit.index: most
+        for node, each in enumerate(simulated.nodes)
+        for visit, most in zip(route.on(node), each.held, strict=True)
+    }
+    visits = len(route.visits)
+    return tuple(min(seen[index] + 1, held(index, visits, options, safe=True)) for index in range(visits))
+
+
+def segment_bytes(table: CostTable, first: int, stop: int, count: int, largest_stored: float) -> float:
+    """A visit's part of a node's memory when it holds `count` microbatches: all but process and working space."""
+    stage = table.stage(first, stop)
+    weights = stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
+    boundary = (count + 1) * (stage.input_bytes + (stage.output_bytes if stop < table.count else 0.0))
+    return weights + count * stage.stored_bytes + boundary + largest_stored
+
+
+def forecast(
+    table: CostTable,
+    route: Route,
+    devices: Sequence[Device],
+    counts: Sequence[int],
+    process_bytes: float = PROCESS_BYTES,
+) -> tuple[MemoryForecast, ...]:
+    """One forecast per node of the route. `counts`: microbatches held, by visit."""
+    found = []
+    for node, device in enumerate(devices):
+        weights = gradients = optimizer = stored = boundary = working = 0.0
+        for visit in route.on(node):
+            stage = table.stage(visit.first, visit.stop)
+            count = counts[visit.index]
+            weights += stage.weight_bytes
+            gradients += stage.gradient_bytes
+            optimizer += stage.optimizer_bytes
+            stored += count * stage.stored_bytes
+            boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
+            working = max(working, largest_stored(table, visit.first, visit.stop))
+        found.append(
+            MemoryForecast(
+                device.name,
+                device.memory_bytes,
+                process_bytes + device.extra_bytes,
+                weights,
+                gradients,
+                optimizer,
+                stored,
+                boundary,
+                working,
+            )
+        )
+    return tuple(found)
+
+
+def replica_forecast(
+    table: CostTable, device: Device, works: bool, process_bytes: float = PROCESS_BYTES
+) -> MemoryForecast:
+    """A node that holds the whole model: a data-parallel worker, or a server (which stores no activations). What it
+    receives of a model while it adds up counts as boundary."""
+    stage = table.stage(0, table.count)
+    stored = stage.stored_bytes if works else 0.0
+    working = largest_stored(table, 0, table.count) if works else 0.0
+    return MemoryForecast(
+        device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
+        stage.optimizer_bytes, stored, stage.gradient_bytes, working,
+    )  # fmt: skip
+
+
+def largest_stored(table: CostTable, first: int, stop: int) -> float:
+    return max((table.stored[index + 1] - table.stored[index] for index in range(first, stop)), default=0.0)
+
+
+def require_fit(forecasts: Sequence[MemoryForecast], microbatches: int) -> None:
+    """DoesNotFit with the missing bytes of every device that lacks some."""
+    short = [each for each in forecasts if each.missing_bytes > 0]
+    if not short:
+        return
+    listed = "; ".join(
+        f"{each.device} needs {bytes_text(each.total_bytes)} and has {bytes_text(each.free_bytes)} free, "
+        f"{round(each.missing_bytes)} bytes ({bytes_text(each.missing_bytes)}) too few"
+        for each in short
+    )
+    raise DoesNotFit(
+        f"{listed}: add a device, use more microbatches than {microbatches}, a smaller --window, or other --cuts"
+    )
+
+
+def refuse_single_layers(table: CostTable, devices: Sequence[Device], process_bytes: float = PROCESS_BYTES) -> None:
+    """DoesNotFit for a layer that no device could hold, even alone and with one microbatch in flight."""
+    roomiest = max(devices, key=lambda device: device.memory_bytes - device.extra_bytes)
+    for index, layer in enumerate(table.layers):
+        alone = segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
+        need = process_bytes + roomiest.extra_bytes + alone
+        if need > roomiest.memory_bytes:
+            raise DoesNotFit(
+                f"layer {index} ({layer.name}) alone needs {bytes_text(need)} ({round(need)} bytes) and the roomiest device, "
+                f"{roomiest.name}, has {bytes_text(roomiest.memory_bytes)} free: split the layer, or use a larger device or "
+                "more microbatches"
+            )

@@ -1,0 +1,303 @@
+"""From layer costs and devices to a plan: who takes part, in which order, who holds what, and what to expect.
+
+Pure. Where the devices are of few kinds (all rings of up to 8) every choice and order of them is weighed exactly by its
+bottleneck and the best few are simulated; else orders are searched and the gap to a lower bound is told. A device
+without which the ring is more than a hundredth faster is left out and named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ringtmp.errors import UsageError
+from ringtmp.plan.bottleneck import Candidate, Segments, every_multiset, given_order, states_of
+from ringtmp.plan.costs import CostTable
+from ringtmp.plan.device import Device, LayerCost, Paths, check_devices
+from ringtmp.plan.memory import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
+from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, step_s
+from ringtmp.plan.route import Route, plain_ring
+from ringtmp.plan.rule import Schedule
+from ringtmp.plan.simulate import Simulated
+from ringtmp.plan.simulate_ring import RingOptions, simulate_ring
+from ringtmp.units import bytes_text, seconds_text
+
+#: Multisets of workers that are weighed one by one: 7 different workers make 128.
+MOST_STATES = 256
+#: Simulated, of those weighed.
+FINALISTS = 5
+#: A device is left out only for a gain above this.
+LEAST_GAIN = 0.01
+#: Orders tried where there are too many to weigh.
+SEARCHED_ORDERS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    batch_size: int
+    microbatches: int
+    window: int | None = None
+    schedule: Schedule = "1f1b"
+    clip: bool = False
+    wire_ratio: float = 1.0  # bytes that travel per byte of float32
+    process_bytes: float = PROCESS_BYTES
+    keep_all: bool = False  # every device takes part, in the given order
+    cuts: tuple[tuple[int, int], ...] | None = None  # by hand: every device takes part, in the given order
+
+    @property
+    def ring(self) -> RingOptions:
+        return RingOptions(min(self.microbatches, self.batch_size), self.window, self.schedule, self.clip)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`devices` in the order of the ring: devices[n] is node n."""
+
+    layers: tuple[LayerCost, ...]
+    devices: tuple[Device, ...]
+    left_out: tuple[LeftOut, ...]
+    options: PlanOptions
+    bounds: tuple[tuple[int, int], ...]
+    window: int
+    simulated: Simulated
+    memory: tuple[MemoryForecast, ...]
+    gap: float  # how far the bottleneck may be from the best possible one, as a share of it; 0: it is the best
+
+    @property
+    def route(self) -> Route:
+        return plain_ring(len(self.devices), list(self.bounds))
+
+    @property
+    def step_s(self) -> float:
+        return self.simulated.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.options.batch_size / self.step_s
+
+    def layers_text(self, node: int) -> str:
+        """'0-2, 9'"""
+        held = [(visit.first, visit.stop) for visit in self.route.on(node)]
+        return ", ".join("loss" if a == b else str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in held)
+
+    def summary(self) -> tuple[str, str, str]:
+        """Three lines for people."""
+        tightest = max(self.memory, key=lambda each: each.total_bytes / each.free_bytes)
+        gone = (
+            f"; left out: {', '.join(each.device for each in self.left_out)} ({self.left_out[0].reason})"
+            if self.left_out
+            else ""
+        )
+        held = " | ".join(f"{device.name} {self.layers_text(node)}" for node, device in enumerate(self.devices))
+        return (
+            f"plan: {_count(len(self.devices), 'device')}, about {seconds_text(self.step_s)} a step "
+            f"({self.samples_per_s:.3g} samples/s), idle {self.simulated.idle_fraction:.0%}",
+            f"layers: {held}",
+            f"memory: {tightest.device} is tightest, {bytes_text(tightest.total_bytes)} of "
+            f"{bytes_text(tightest.free_bytes)}{gone}",
+        )
+
+
+def plan(
+    layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, paths: Paths | None = None
+) -> Plan:
+    """The plan with the shortest simulated step; the first device is the master.
+
+    DoesNotFit with the missing bytes by device; UsageError for devices or cuts that cannot be.
+    """
+    check_devices(tuple(devices))
+    ring = options.ring
+    table = CostTable(layers, options.batch_size / ring.microbatches, options.wire_ratio)
+    if options.cuts is not None:
+        _check_cuts(options.cuts, table.count, len(devices))
+        return _make(table, layers, devices, (), options, ring, options.cuts, 0.0, paths)
+    for each in _windows(ring, len(devices)):
+        # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
+        for safe in (False, True):
+            segments = Segments(table, each, options.process_bytes, safe)
+            found, gap = _candidates(segments, devices, options, paths)
+            if found:
+                return _chosen(segments, layers, devices, options, found, gap, paths)
+    refuse(segments, devices)
+    raise AssertionError("nothing fits, and nothing is missing")
+
+
+def _windows(ring: RingOptions, devices: int) -> list[RingOptions]:
+    """The window asked for or the default; where that does not fit and none was asked for, smaller ones."""
+    first = ring.window_for(devices + 1)
+    if ring.window is not None or ring.schedule == "gpipe":
+        return [ring]
+    smaller = {devices + 1, (devices + 1) // 2, 2, 1}
+    return [ring, *(replace(ring, window=each) for each in sorted(smaller, reverse=True) if 1 <= each < first)]
+
+
+def _candidates(
+    segments: Segments, devices: Sequence[Device], options: PlanOptions, paths: Paths | None
+) -> tuple[Found, float]:
+    gap = 0.0
+    if options.keep_all or len(devices) == 1:
+        found = _as_given(segments, devices, paths)
+    elif states_of(devices) <= MOST_STATES:
+        found = _weighed(segments, devices, paths)
+    else:
+        found, gap = _searched(segments, devices, paths)
+    return [each for each in found if math.isfinite(each[1])], gap
+
+
+def _chosen(
+    segments: Segments, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, found: Found,
+    gap: float, paths: Paths | None,
+) -> Plan:  # fmt: skip
+    fastest = min(took for _, took in found)
+    # Of those as good as the fastest, the one with most devices: more memory, and nobody turned away for nothing.
+    chosen, took = max(
+        (each for each in found if each[1] <= fastest * (1 + LEAST_GAIN)),
+        key=lambda each: (len(each[0].order), -each[1]),
+    )
+    gone = [each for i, each in enumerate(devices) if i not in chosen.order]
+    left_out = tuple(LeftOut(each.name, _reason(segments, found, chosen, took, each, len(devices))) for each in gone)
+    members = [devices[i] for i in chosen.order]
+    return _make(segments.table, layers, members, left_out, options, segments.options, chosen.bounds, gap, paths)
+
+
+def _make(
+    table: CostTable, layers: Sequence[LayerCost], devices: Sequence[Device], left_out: tuple[LeftOut, ...],
+    options: PlanOptions, ring: RingOptions, bounds: tuple[tuple[int, int], ...], gap: float, paths: Paths | None,
+) -> Plan:  # fmt: skip
+    route = plain_ring(len(devices), list(bounds))
+    # Under a quota a step depends on where in a period it begins: take the mean of a few.
+    steps = 5 if any(device.quota is not None for device in devices) else 2
+    simulated = simulate_ring(table, route, devices, replace(ring, steps=steps), paths)
+    memory = forecast(table, route, devices, held_in(simulated, route, ring), options.process_bytes)
+    require_fit(memory, ring.microbatches)
+    window = ring.window_for(len(bounds))
+    return Plan(tuple(layers), tuple(devices), left_out, options, bounds, window, simulated, memory, gap)
+
+
+Found = list[tuple[Candidate, float]]
+
+
+def _as_given(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
+    require_layers(segments.table, len(devices))
+    start = given_order(segments, devices) if len(devices) > 1 else alone(segments, devices)
+    return [] if start is None else [refine(segments, devices, start, paths, REFINE_ACTIONS)]
+
+
+def _weighed(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
+    """Every choice of workers by its bottleneck and its way; the best few are simulated."""
+    candidates = every_multiset(segments, devices)
+    ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each))
+    return _simulated(segments, devices, ranked[:FINALISTS], candidates, paths)
+
+
+def _simulated(
+    segments: Segments, devices: Sequence[Device], likely: Sequence[Candidate], known: Sequence[Candidate],
+    paths: Paths | None,
+) -> Found:  # fmt: skip
+    """The likely ones as they are; the two best of them, and the largest ring, with cuts moved; and the master alone."""
+    rough = [(each, step_s(segments, [devices[i] for i in each.order], each.bounds, paths)) for each in likely]
+    rough.sort(key=lambda each: each[1])
+    chosen = [each for each, _ in rough[:2]]
+    if known:
+        largest = min(known, key=lambda each: (-len(each.order), each.bottleneck))
+        chosen += [largest] if largest not in chosen else []
+    found = [refine(segments, [devices[i] for i in each.order], each, paths, REFINE_ACTIONS) for each in chosen]
+    if (single := alone(segments, devices)) is not None:
+        found.append(refine(segments, devices[:1], single, paths, REFINE_ACTIONS))
+    return found
+
+
+def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> tuple[Found, float]:
+    """Orders by rule of thumb and by exchanging pairs; then without the slowest one, two, four, ..."""
+    most = max(1, segments.table.count - segments.table.least_front - segments.table.least_tail)
+    workers = sorted(range(1, len(devices)), key=lambda i: -devices[i].pace)[:most]
+    best: Candidate | None = None
+    for order in (sorted(workers), workers, workers[::-1], sorted(workers, key=lambda i: devices[i].memory_bytes)):
+        best = _better(segments, devices, best, [0, *order])
+    for attempt in range(SEARCHED_ORDERS if best is not None else 0):
+        assert best is not None
+        order = list(best.order)
+        first = 1 + attempt % (len(order) - 1)
+        second = 1 + (first + len(order) // 2 + attempt // len(order)) % (len(order) - 1)
+        order[first], order[second] = order[second], order[first]
+        best = _better(segments, devices, best, order)
+    if best is None:
+        return [], 0.0
+    gap = best.bottleneck / _least_bottleneck(segments, devices, best.order) - 1
+    known = [best]
+    dropped = 1
+    while dropped < len(workers):
+        slow = set(workers[len(workers) - dropped :])
+        smaller = _better(segments, devices, None, [i for i in best.order if i not in slow])
+        known += [smaller] if smaller is not None else []
+        dropped *= 2
+    return _simulated(segments, devices, known, known, paths), gap
+
+
+def _better(
+    segments: Segments, devices: Sequence[Device], best: Candidate | None, order: Sequence[int]
+) -> Candidate | None:
+    found = given_order(segments, [devices[i] for i in order])
+    if found is None or (best is not None and found.bottleneck >= best.bottleneck):
+        return best
+    return replace(found, order=tuple(order))
+
+
+def _least_bottleneck(segments: Segments, devices: Sequence[Device], order: Sequence[int]) -> float:
+    """No cut is better than all work spread evenly over the paces, nor than the largest layer on the fastest."""
+    table = segments.table
+    paces = [devices[i].pace for i in order]
+    each = [
+        table.forward_s[i + 1] - table.forward_s[i] + table.backward_s[i + 1] - table.backward_s[i]
+        for i in range(table.count)
+    ]
+    return max(sum(each) / sum(paces), max(each) / max(paces))
+
+
+def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate) -> float:
+    """(microbatches - 1) * bottleneck + the way of one microbatch."""
+    table, way = segments.table, 0.0
+    numbers = (*each.order, each.order[0])
+    for number, (first, stop) in zip(numbers, each.bounds, strict=True):
+        device, stage = devices[number], table.stage(first, stop)
+        way += (stage.forward_s + stage.backward_s) / device.pace
+        way += 2 * table.cut_bytes[first] / min(device.link.up_bytes_per_s, device.link.down_bytes_per_s)
+        way += 4 * device.link.latency_s
+    return (segments.options.microbatches - 1) * each.bottleneck + way
+
+
+def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, device: Device, devices: int) -> str:
+    least = segments.process_bytes + device.extra_bytes
+    if device.memory_bytes <= least:
+        have, need = bytes_text(device.memory_bytes), bytes_text(least)
+        return f"its {have} do not hold a node, which takes {need} before its first layer"
+    most = max(len(each.order) for each, _ in found)
+    if most > len(chosen.order):
+        slower = min(other for each, other in found if len(each.order) == most)
+        who = f"all {devices}" if most == devices else str(most)
+        return f"with {who} a step would take {seconds_text(slower)} instead of {seconds_text(took)}"
+    table = segments.table
+    spare = table.count - table.least_front - table.least_tail
+    if devices > spare + 1:
+        return f"the model has only {table.count} layers, enough for {spare + 1} devices"
+    return f"no cuts fit with its {bytes_text(device.memory_bytes)}"
+
+
+def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, nodes: int) -> None:
+    visits = 1 if nodes == 1 else nodes + 1
+    edges = [0, *(stop for _, stop in cuts)]
+    if len(cuts) != visits or [first for first, _ in cuts] != edges[:-1] or edges[-1] != layers:
+        raise UsageError(f"cuts {cuts} do not hold each of {layers} layers once in {visits} visits")
+    if any(first >= stop for first, stop in cuts[:-1]):
+        raise UsageError(f"cuts {cuts}: only the tail may be empty")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number != 1 else ''}"
