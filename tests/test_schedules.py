@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Case:
         torch.manual_seed(SEED)
         return nn.Sequential(OrderedDict(self._layers()))
 
-    def built(self, folder: Path) -> Built:
+    def build(self, folder: Path) -> Built:
         return Built(folder, self._layers, lambda count: source(self.data).example(count)[0], [3, 4], seed=SEED)
 
     def run(self, built: Built, nodes: int, **how: Any) -> tuple[str, list[float]]:
@@ -56,6 +57,12 @@ class Case:
             built, recipe("sgd", SETTINGS, seed=SEED, clip_norm=CLIP, **more), self.batches, MICROBATCHES, self.loss,
             nodes, seed=nodes, **how,
         )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """Every model is exported once for all tests."""
+    return cache(lambda model: Case(model).build(tmp_path_factory.mktemp(model)))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -71,27 +78,24 @@ def plain_result(model: str, delayed: bool = False) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-def test_deferred_weight_gradients_change_no_bit(model: str, tmp_path: Path) -> None:
-    case = Case(model)
-    built = case.built(tmp_path)
+def test_deferred_weight_gradients_change_no_bit(model: str, built_of: Callable[[str], Built]) -> None:
+    case, built = Case(model), built_of(model)
     for nodes in (1, 3):
         assert case.run(built, nodes, schedule="zero-bubble") == plain_result(model), f"{nodes} nodes"
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-def test_delayed_gradients_give_the_bits_of_a_delayed_loop(model: str, tmp_path: Path) -> None:
-    case = Case(model)
-    built = case.built(tmp_path)
+def test_delayed_gradients_give_the_bits_of_a_delayed_loop(model: str, built_of: Callable[[str], Built]) -> None:
+    case, built = Case(model), built_of(model)
     expected = plain_result(model, delayed=True)
     assert expected[1] != plain_result(model)[1], "a delay that changes nothing would test nothing"
-    for nodes, schedule in ((1, "1f1b"), (3, "1f1b"), (3, "zero-bubble"), (2, "gpipe")):
+    for nodes, schedule in ((1, "1f1b"), (3, "zero-bubble"), (2, "gpipe")):
         assert case.run(built, nodes, schedule=schedule, staleness=1) == expected, f"{nodes} nodes, {schedule}"
 
 
-def test_delayed_steps_that_do_not_overlap_give_the_same_bits(tmp_path: Path) -> None:
+def test_delayed_steps_that_do_not_overlap_give_the_same_bits(built_of: Callable[[str], Built]) -> None:
     """So an evaluation, a checkpoint or a stream that brings no batch early changes nothing."""
-    case = Case("convnet")
-    built = case.built(tmp_path)
+    case, built = Case("convnet"), built_of("convnet")
     for window in (1, 4):
         got = case.run(built, 3, staleness=1, ahead=False, window=window)
         assert got == plain_result("convnet", delayed=True)
@@ -114,9 +118,8 @@ def test_a_delayed_run_resumes_and_regroups_with_the_bits_of_a_delayed_loop(tmp_
 
 
 @pytest.mark.parametrize("model", ["convnet", "gpt"])
-def test_laps_and_v_shapes_change_no_bit(model: str, tmp_path: Path) -> None:
-    case = Case(model)
-    built = case.built(tmp_path)
+def test_laps_and_v_shapes_change_no_bit(model: str, built_of: Callable[[str], Built]) -> None:
+    case, built = Case(model), built_of(model)
     for nodes, laps, shape in ((2, 2, "ring"), (3, 1, "v"), (1, 2, "ring")):
         holders = holders_of(nodes, laps, shape)
         for schedule in ("1f1b", "zero-bubble"):
@@ -128,10 +131,9 @@ def test_laps_and_v_shapes_change_no_bit(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["convnet", "resnet", "gpt"])
-def test_recomputed_activations_change_no_bit_and_no_buffer_twice(model: str, tmp_path: Path) -> None:
-    case = Case(model)
-    built = case.built(tmp_path)
-    for nodes, schedule in ((1, "1f1b"), (3, "1f1b"), (2, "gpipe"), (3, "zero-bubble")):
+def test_recomputed_activations_change_no_bit_and_no_buffer_twice(model: str, built_of: Callable[[str], Built]) -> None:
+    case, built = Case(model), built_of(model)
+    for nodes, schedule in ((3, "1f1b"), (2, "gpipe"), (3, "zero-bubble")):
         got = case.run(built, nodes, schedule=schedule, recompute="all")
         assert got == plain_result(model), f"{nodes} nodes, {schedule}"
     assert case.run(built, 3, recompute="all", staleness=1) == plain_result(model, delayed=True)
