@@ -193,7 +193,9 @@ class Stage:
         with saved_bytes([*held.entered, *self._parameters[self._side(step)]]) as saved:
             outputs = self._with_graph(held, step, microbatch, once_more=False)
         if all(layer.repeatable for layer in self._layers.values()) and self._recompute(saved.total):
-            self._repeating[key] = [each.requires_grad for each in outputs]
+            flags = self._repeating[key] = [each.requires_grad for each in outputs]
+            held.outputs, held.caught, held.later = None, [], None  # this one too: its graph is let go
+            return [each.detach().requires_grad_(flag) for each, flag in zip(outputs, flags, strict=True)]
         return outputs
 
     def _with_graph(self, held: _Held, step: int, microbatch: int, once_more: bool) -> list[torch.Tensor]:

@@ -123,6 +123,11 @@ class Gradients:
     def ready(self, layer: int, step: int, training: bool) -> bool:
         return layer not in self._bucket_of or self._updated[layer] >= step
 
+    def again(self, layer: int, step: int) -> bool:
+        return True
+
+    def used(self, layer: int) -> None: ...
+
     def overtaken(self, step: int) -> bool:
         return False
 

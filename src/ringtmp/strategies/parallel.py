@@ -19,6 +19,7 @@ from ringtmp.errors import LossNotFinite, NodeLost, UsageError
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
+from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import keys
 from ringtmp.plan.keys import Flat, Key
 from ringtmp.plan.route import MASTER
@@ -72,6 +73,8 @@ def plan(brief: Brief) -> ParallelPlan:
             f"a loss of your own runs on the master alone, and {name} needs it on every worker: use a named loss "
             f"({', '.join(LOSSES)}) or --strategy ring"
         )
+    if settings.get("fetch") == "layerwise":
+        refuse_unrepeatable(brief.layers)
     roles = catalog.roles(name, settings, nodes)
     for layer in brief.layers:
         for each in layer.tensors:

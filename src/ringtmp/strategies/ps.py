@@ -61,7 +61,7 @@ class PsMember:
         self.trainer: Trainer | None = None
         self._client: Client | None = None
         if works:
-            replica = Replica(plan.recipe, endpoint.node)
+            replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise")
             self._client = Client(endpoint, plan, settings, table, owners, recorder, replica)
             self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
             self.trainer.emit = lambda event: self.emit(event)
@@ -143,19 +143,31 @@ class Client:
         self._fresh = fresh
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
-        """Await w. Asks, where nothing has been asked for yet, for every layer from this one on."""
+        """Await w. Asks, where nothing has been asked for yet, for every layer from this one on (layerwise: one ahead)."""
         exact = not training and not self._settings.deterministic
-        if any(self._missing(key, step, exact) for key in self._layers[layer]):
-            for deeper in self._layers[layer:]:
-                for key in deeper:
-                    if self._missing(key, step, exact):
-                        self._ask(key, step, exact)
+        waiting = any(self._missing(key, step, exact) for key in self._layers[layer])
+        if waiting or self._layerwise:
+            for deeper in self._layers[layer : layer + 2 if self._layerwise else None]:
+                self._ask_for(deeper, step, exact)
+        if waiting:
             return False
         for key in self._layers[layer]:
             self._load(key)
         if training:
             self._used += [self._versions[key.number] for key in self._layers[layer]]
         return True
+
+    def again(self, layer: int, step: int) -> bool:
+        if not self._layerwise:
+            return True
+        for deeper in reversed(self._layers[max(0, layer - 1) : layer + 1]):
+            self._ask_for(deeper, step)
+        return not any(self._missing(key, step) for key in self._layers[layer])
+
+    def used(self, layer: int) -> None:
+        if self._layerwise:
+            self._replica.drop(layer)
+            self._answered.update({key.number: -1 for key in self._layers[layer]})
 
     def overtaken(self, step: int) -> bool:
         return self._settings.quorum is not None and max(self._versions.values()) > step
@@ -191,7 +203,16 @@ class Client:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _missing(self, key: Key, step: int, exact: bool) -> bool:
+    @property
+    def _layerwise(self) -> bool:
+        return self._settings.fetch == "layerwise"
+
+    def _ask_for(self, wanted: Sequence[Key], step: int, exact: bool = False) -> None:
+        for key in wanted:
+            if self._missing(key, step, exact):
+                self._ask(key, step, exact)
+
+    def _missing(self, key: Key, step: int, exact: bool = False) -> bool:
         return (self._versions if exact else self._answered)[key.number] < step
 
     def _ask(self, key: Key, step: int, exact: bool = False) -> None:
@@ -202,6 +223,9 @@ class Client:
         self.endpoint.post(self._owners[key.number], pull)
 
     def _load(self, key: Key) -> None:
+        if key.number not in self._incoming:
+            return
+        self._replica.hold(key.layer)
         values = self._replica.values[key.layer][key.start : key.stop]
         for change, tensor in self._incoming.pop(key.number, ()):
             if change:
@@ -218,7 +242,8 @@ class Client:
             self.endpoint.post(owner, push, tensors)
             if self._settings.replicas:
                 self._unconfirmed[key.number].append((push, tensors))
-            self._ask(key, step + 1 + self._settings.lag)
+            if not self._layerwise:
+                self._ask(key, step + 1 + self._settings.lag)
 
     def _encode(self, key: Key, gradient: torch.Tensor) -> list[torch.Tensor]:
         if self._plan.wire != "int8":

@@ -34,13 +34,17 @@ def flatten(layout: Flat, tensors: Sequence[torch.Tensor | None]) -> torch.Tenso
 
 
 class Replica:
-    def __init__(self, recipe: Recipe, node: int) -> None:
+    """With `layerwise` a layer's parameters are here only between `hold` and `drop`, and what is needed to go backward is
+    computed again from what entered the layer."""
+
+    def __init__(self, recipe: Recipe, node: int, layerwise: bool = False) -> None:
         self._recipe = recipe
         self._node = node
+        self._layerwise = layerwise
         self.layers: list[Layer] = []
         self.stages: list[Stage] = []
         self.layouts: list[Flat] = []
-        self.values: list[torch.Tensor] = []  # the flat parameters of every layer
+        self.values: list[torch.Tensor] = []  # the flat parameters of every layer; empty while they are not here
         self._parameters: list[list[torch.Tensor]] = []
 
     def place(
@@ -64,13 +68,31 @@ class Replica:
                 raise ProtocolError(f"layer {layer.name} came without its tensor {each.name}")
             else:
                 placed.append(tensor)
-        stage = Stage(Visit(index, self._node, index, index + 1), self._recipe)
+        recompute = (lambda saved_bytes: True) if self._layerwise else None
+        stage = Stage(Visit(index, self._node, index, index + 1), self._recipe, recompute=recompute)
         stage.place(index, layer, placed, state)
         self.layers.append(layer)
         self.stages.append(stage)
         self.layouts.append(layout)
         self.values.append(vector)
         self._parameters.append(mine)
+        if self._layerwise:
+            self.drop(index)
+
+    def hold(self, layer: int) -> None:
+        """Memory for the layer's parameters, if there is none."""
+        if self.values[layer].numel() < self.layouts[layer].size:
+            self.values[layer] = torch.empty(self.layouts[layer].size)
+            for parameter, view in zip(self._parameters[layer], self._views(layer), strict=True):
+                parameter.data = view
+
+    def drop(self, layer: int) -> None:
+        self.values[layer] = torch.empty(0)
+        for parameter in self._parameters[layer]:
+            parameter.data = self.values[layer]
+
+    def _views(self, layer: int) -> list[torch.Tensor]:
+        return views(self.layouts[layer], self.values[layer])
 
     def collect_gradients(self, layer: int) -> torch.Tensor:
         """A fresh flat vector in which the layer's gradients add up from now on."""
@@ -82,6 +104,11 @@ class Replica:
         """The layer's gradients are these."""
         for parameter, view in zip(self._parameters[layer], views(self.layouts[layer], vector), strict=True):
             parameter.grad = view
+
+    def let_go_of_gradients(self, layer: int) -> None:
+        """Whoever has the vector has them."""
+        for parameter in self._parameters[layer]:
+            parameter.grad = None
 
     def buffers(self, layer: int) -> list[torch.Tensor | None]:
         """The layer's tensors in its own order, without the trainable ones."""

@@ -39,6 +39,14 @@ class Exchange(Protocol):
         """Whether the layer's parameters are good for this step; if so they are in the replica now."""
         ...
 
+    def again(self, layer: int, step: int) -> bool:
+        """Whether the layer's parameters are there for its backward pass too."""
+        ...
+
+    def used(self, layer: int) -> None:
+        """A pass through the layer is over."""
+        ...
+
     def overtaken(self, step: int) -> bool:
         """Whether the others have finished this step without us."""
         ...
@@ -123,7 +131,11 @@ class Trainer:
             return False
         task = self._task
         assert task is not None
-        if task.position >= len(self.replica.stages):
+        layers = len(self.replica.stages)
+        if task.position >= layers:
+            if not self._exchange.again(2 * layers - 1 - task.position, task.work.step):
+                self.recorder.waiting_for(self._exchange.cause)
+                return False
             self._backward(task)
             return True
         if not self._exchange.ready(task.position, task.work.step, task.work.training):
@@ -169,6 +181,7 @@ class Trainer:
             last = layer == len(self.replica.stages) - 1
             task.values[position] = outputs if last else [each.detach() for each in outputs]
         task.position += 1
+        self._exchange.used(layer)
         if task.position == len(self.replica.stages):
             if work.training:
                 self._losses(task)
@@ -209,6 +222,8 @@ class Trainer:
         for position, number in enumerate(task.microbatches):
             task.gradients[position] = stage.backward(work.step, number, task.gradients[position])
         task.position += 1
+        self.replica.let_go_of_gradients(layer)
+        self._exchange.used(layer)
         self.recorder.end(started, "backward", layer, -1)
         self._exchange.gradient(layer, work.step, share, gradient)
         if task.position == 2 * layers:
