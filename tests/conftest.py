@@ -23,11 +23,12 @@ def pytest_configure() -> None:
     """A temporary folder of our own: what a test running beside this one leaves for a moment is not ours to judge."""
     folder = tempfile.mkdtemp(prefix="rt-")  # short: Unix sockets live below it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "cache")  # measured costs are no business of another run
 
 
 def pytest_unconfigure() -> None:
     folder, tempfile.tempdir = tempfile.gettempdir(), None
-    del os.environ["TMPDIR"]
+    del os.environ["TMPDIR"], os.environ["XDG_CACHE_HOME"]
     shutil.rmtree(folder, ignore_errors=True)
 
 

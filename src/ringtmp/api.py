@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,7 @@ class Silent:
     def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
     def evaluated(self, event: events.Evaluated) -> None: ...
     def warn(self, text: str) -> None: ...
+    def expect(self, lines: Sequence[str]) -> None: ...
     def tell(self, text: str) -> None: ...
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -25,14 +26,17 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
+from ringtmp.model.profile import ProfileCache, Profiler
+from ringtmp.plan.device import LayerCost
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S
 from ringtmp.ring.losses import LossFunction, check_loss
+from ringtmp.ring.optimizer import make_optimizer
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
-from ringtmp.strategies import catalog
+from ringtmp.strategies import catalog, ring
 from ringtmp.strategies.brief import Brief, Leader
 from ringtmp.wire.message import Crossing, Recipe
 
@@ -58,6 +62,7 @@ class Watcher(Protocol):
     def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
     def evaluated(self, event: events.Evaluated) -> None: ...
     def warn(self, text: str) -> None: ...
+    def expect(self, lines: Sequence[str]) -> None: ...
     def tell(self, text: str) -> None: ...
 
 
@@ -178,11 +183,11 @@ class Session:
         name = secrets.token_hex(8)
         writer = CheckpointWriter(run.checkpoints, name, Progress(0))
         names: list[str] = []
-        costs: list[float] = []
-        outputs: list[int] = []
+        costs: list[LayerCost] = []
         leaving: list[tuple[Crossing, ...]] = []
         try:
             sample = job.train.example
+            profiler = self._profiler(sample(sizes[-1])[0], sizes[-1])
             last = None
             for index, built in enumerate(
                 build_layers(job.model, job.config.training.seed, lambda count: sample(count)[0], sizes)
@@ -190,15 +195,14 @@ class Session:
                 run.write_layer(index, built.layer)
                 writer.add(index, built.layer, list(built.tensors.values()), {})
                 names.append(built.layer.name)
-                costs.append(built.cost_s)
-                outputs.append(built.output_bytes)
+                costs.append(profiler.cost(built))
                 leaving.append(_crossings(built.sample_outputs, sizes[-1]))
                 last = built
                 self._watcher.phase(f"reading the model: layer {index + 1}, {built.layer.name}")
             assert last is not None
             check_loss(job.loss, job.loss_name, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
             least = 1 if last.takes_one_sample else 2
-            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs), tuple(leaving), least))
+            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least))
             writer.commit()
         except OSError as error:
             writer.abandon()
@@ -206,6 +210,17 @@ class Session:
         except BaseException:
             writer.abandon()
             raise
+
+    def _profiler(self, inputs: Any, largest: int) -> Profiler:
+        training = self._job.config.training
+        return Profiler(
+            inputs,
+            [largest],
+            self._crew.threads,
+            lambda parameters: make_optimizer(training.optimizer, training.optimizer_settings, parameters),
+            f"{training.optimizer} {sorted(training.optimizer_settings.items())}",
+            ProfileCache(),
+        )
 
     def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
         index, layers = self._job.run.read_layers()
@@ -237,9 +252,11 @@ class Session:
         )
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe, self._progress.step, self._microbatches,
-            self._crew.addresses(),
+            self._batch_size, self._crew.addresses(), self._crew.devices(), self._crew.alike,
         )  # fmt: skip
+        brief, hellos = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase)
         plan = catalog.plan(brief)
+        self._watcher.expect(plan.lines)
         for warning in plan.warnings:
             self._warn(warning)
         job.run.write_config(
@@ -262,6 +279,7 @@ class Session:
                 )
             )  # fmt: skip
         self._master = master = plan.lead(endpoint, self._crew, self._log)
+        master.hellos.update(hellos)
         plan.start(master, checkpoint, self._watcher.phase)
         for share in plan.shares:
             self._log.write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -50,6 +50,10 @@ class Bar:
     def warn(self, text: str) -> None:
         self._console.print(f"warning: {text}", style="yellow", highlight=False)
 
+    def expect(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def tell(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -63,6 +67,8 @@ class Quiet:
 
     def warn(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr)
+
+    def expect(self, lines: Sequence[str]) -> None: ...
 
     def tell(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

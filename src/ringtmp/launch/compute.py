@@ -55,6 +55,7 @@ def main() -> int:
     from ringtmp.plan.route import MASTER
     from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
     from ringtmp.ring.endpoint import Endpoint
+    from ringtmp.ring.scout import answer
     from ringtmp.ring.worker import Worker
     from ringtmp.strategies.catalog import member
     from ringtmp.wire.message import Failed
@@ -63,7 +64,7 @@ def main() -> int:
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
     endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes)
-    worker = Worker(endpoint, orders.master, member)
+    worker = Worker(endpoint, orders.master, member, answer)
     code = 0
     try:
         while worker.stopped is None:

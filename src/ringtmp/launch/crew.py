@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ringtmp.plan.device import Device
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.wire.address import Address
 
@@ -13,6 +14,8 @@ class Crew(Protocol):
 
     nodes: int
     threads: int
+    #: All nodes run on this machine. Else each is tried before a plan is made, and one that slows the ring is left out.
+    alike: bool
 
     def start(self, ring: str, generation: int) -> Endpoint: ...
     def addresses(self) -> dict[int, Address]: ...
@@ -20,6 +23,10 @@ class Crew(Protocol):
     def advance(self) -> bool: ...
     def check(self, step: int) -> None: ...
     def stop(self) -> None: ...
+
+    def devices(self) -> tuple[Device, ...]:
+        """Of every node, the master first, as far as it is known without trying."""
+        ...
 
     def bury(self, node: int) -> None:
         """The run goes on without this one: it is not checked any more."""

@@ -16,14 +16,20 @@ from pathlib import Path
 import psutil
 
 from ringtmp.errors import NodeLost
+from ringtmp.launch import described
 from ringtmp.launch.child import end, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
+from ringtmp.launch.facts import usable_cores
+from ringtmp.plan.device import Device
+from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
 from ringtmp.wire.address import Address
 
 
 class LocalCrew:
+    alike = True
+
     def __init__(self, nodes: int, threads: int, logs: Path) -> None:
         self.nodes = nodes
         self.threads = threads
@@ -46,6 +52,9 @@ class LocalCrew:
     def addresses(self) -> dict[int, Address]:
         assert self._folder is not None, "not started"
         return {node: ipc_address(self._folder, node) for node in range(self.nodes)}
+
+    def devices(self) -> tuple[Device, ...]:
+        return described.local_processes(self.nodes, self.threads, usable_cores(), free_memory_bytes())
 
     def pids(self) -> dict[int, int]:
         return {node: child.pid for node, child in self._children.items()}

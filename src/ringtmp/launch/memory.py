@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 
 from ringtmp.errors import NodeLost
+from ringtmp.plan.device import Device
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.worker import Worker
 from ringtmp.strategies.catalog import member
@@ -20,6 +21,8 @@ Wrapper = Callable[[Transport], Transport]
 
 
 class MemoryCrew:
+    alike = True
+
     def __init__(
         self, nodes: int, seed: int = 0, wrap: Wrapper = lambda transport: transport, threads: int = 1
     ) -> None:
@@ -42,6 +45,9 @@ class MemoryCrew:
 
     def addresses(self) -> dict[int, Address]:
         return dict.fromkeys(range(self.nodes), NOWHERE)
+
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(Device("master" if node == 0 else f"node {node}") for node in range(self.nodes))
 
     def pids(self) -> dict[int, int]:
         return {}

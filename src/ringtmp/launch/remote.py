@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import psutil
+
 from ringtmp.errors import NodeLost, UsageError, WaitTimeout
 from ringtmp.launch import token as tokens
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
@@ -12,6 +14,8 @@ from ringtmp.launch.hub import Device, Hub
 from ringtmp.launch.keys import Rings
 from ringtmp.launch.speech import SILENCE_LIMIT_S, End, Prepare
 from ringtmp.launch.token import Token
+from ringtmp.plan import device as planned
+from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.transport.curve import new_key_pair
 from ringtmp.transport.slow import slowed
@@ -25,6 +29,8 @@ START_LIMIT_S = 60.0
 
 class RemoteCrew:
     """Waits for `nodes` - 1 devices, or after `wait_s` for as few as `start_with` - 1, and numbers them as they came."""
+
+    alike = False
 
     def __init__(
         self,
@@ -110,6 +116,17 @@ class RemoteCrew:
             assert device.started is not None
             found[node] = device.started.address
         return found
+
+    def devices(self) -> tuple[planned.Device, ...]:
+        """Under the names they gave themselves; two of one name are told apart by their number."""
+        rss = psutil.Process().memory_info().rss  # what this process has taken already counts as its own
+        found = [planned.Device("master", cores=usable_cores(), memory_bytes=free_memory_bytes() + rss)]
+        names = [device.facts.name for device in self._devices.values()]
+        for node, device in self._devices.items():
+            name = device.facts.name
+            unique = name if names.count(name) == 1 and name != "master" else f"{name} ({node})"
+            found.append(planned.Device(unique, cores=device.facts.cores, memory_bytes=device.facts.memory_bytes))
+        return tuple(found)
 
     def pids(self) -> dict[int, int]:
         return {node: device.started.pid for node, device in self._devices.items() if device.started is not None}

@@ -6,7 +6,6 @@ would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +16,15 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.execute import Program
 from ringtmp.model.export import EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of
-from ringtmp.model.portable import Graph, Layer
+from ringtmp.model.portable import Layer
 
 
 @dataclass(frozen=True)
 class BuiltLayer:
     layer: Layer
     tensors: dict[str, torch.Tensor]
-    cost_s: float
-    output_bytes: int
     sample_outputs: Any  # of the largest microbatch, in evaluation mode
     takes_one_sample: bool  # in training, as eager mode would
 
@@ -41,7 +37,6 @@ def build_layers(
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     example, small, large, single = sample(EXAMPLE_BATCH), sample(smallest), sample(largest), sample(1)
     one_sample = True
-    costs: dict[int, tuple[Graph, float]] = {}  # the graph is kept so that its id stays its own
     for name, module in layers_of(model, seed):
         _refuse_what_cannot_travel(name, module)
         _try_eager(name, module, small)
@@ -49,14 +44,9 @@ def build_layers(
         layer, tensors = exporter.export(name, module, example)
         if layer.train.changes_inputs or layer.evaluate.changes_inputs:
             _refuse_shared_inputs(name, module, example)
-        # Alike layers share their graphs, and so their cost.
-        key = id(layer.train)
-        if key not in costs:
-            costs[key] = (layer.train, _measure(layer, tensors, large))
         example, small, large, single = (_run(module.eval(), each) for each in (example, small, large, single))
         module.train()
-        output_bytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(large))
-        yield BuiltLayer(layer, tensors, costs[key][1], output_bytes, large, one_sample)
+        yield BuiltLayer(layer, tensors, large, one_sample)
 
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
@@ -105,26 +95,3 @@ def _takes(module: nn.Module, sample: Any) -> bool:
     except Exception:  # the layer is the user's: whatever it raises is a no
         return False
     return True
-
-
-def _measure(layer: Layer, tensors: dict[str, torch.Tensor], sample: Any) -> float:
-    """Seconds for one forward and backward of the largest microbatch: the best of two runs after a first."""
-    program = Program(layer.train)
-    owned = {each.name: tensors[each.name].clone() for each in layer.tensors}
-    for each in layer.tensors:
-        owned[each.name].requires_grad_(each.trainable)
-    best = float("inf")
-    for attempt in range(3):
-        leaves = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(sample)]
-        start = time.perf_counter()
-        with torch.random.fork_rng(devices=[]):
-            outputs = program.run([leaf.clone() for leaf in leaves] if program.changes_inputs else leaves, owned)
-        wanted = [each for each in outputs if each.requires_grad]
-        if wanted:
-            torch.autograd.backward(wanted, [torch.ones_like(each) for each in wanted])
-        took = time.perf_counter() - start
-        if attempt:
-            best = min(best, took)
-        elif took > 1:
-            return took
-    return best

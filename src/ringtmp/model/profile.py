@@ -95,25 +95,48 @@ def profile_layers(
     optimizer_name: str,
     cache: ProfileCache | None = None,
 ) -> Iterator[LayerCost]:
-    """One LayerCost per built layer, in order; nothing of a layer is kept. `inputs`: what enters the first layer, at
-    least max(sizes) samples; `make_optimizer` as the nodes use it, `optimizer_name` with its settings, for the cache."""
-    here = _device(threads)
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    seen: dict[str, Profile] = {}
-    trained = False  # the data wants no gradient, nor does what layers without parameters make of it
+    """One LayerCost per built layer, in order; nothing of a layer is kept."""
+    profiler = Profiler(inputs, sizes, threads, make_optimizer, optimizer_name, cache)
     for each in built:
-        leaves = pytree.tree_leaves(inputs)
-        wants = tuple(trained and leaf.is_floating_point() for leaf in leaves)
-        key = signature(each.layer, leaves, wants, sizes, f"{here} {optimizer_name}")
-        found = seen.get(key) or (cache.get(key) if cache is not None else None)
+        yield profiler.cost(each)
+
+
+class Profiler:
+    """`inputs`: what enters the first layer, at least max(sizes) samples; `make_optimizer` as the nodes use it,
+    `optimizer_name` with its settings, for the cache."""
+
+    def __init__(
+        self,
+        inputs: Any,
+        sizes: Sequence[int],
+        threads: int,
+        make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
+        optimizer_name: str,
+        cache: ProfileCache | None = None,
+    ) -> None:
+        self._inputs = inputs
+        self._sizes = sizes
+        self._make_optimizer = make_optimizer
+        self._here = f"{_device(threads)} {optimizer_name}"
+        self._clock = time.thread_time if threads == 1 else time.perf_counter
+        self._cache = cache
+        self._seen: dict[str, Profile] = {}
+        self._trained = False  # the data wants no gradient, nor does what layers without parameters make of it
+
+    def cost(self, each: BuiltLayer) -> LayerCost:
+        """Of the next layer."""
+        leaves = pytree.tree_leaves(self._inputs)
+        wants = tuple(self._trained and leaf.is_floating_point() for leaf in leaves)
+        key = signature(each.layer, leaves, wants, self._sizes, self._here)
+        found = self._seen.get(key) or (self._cache.get(key) if self._cache is not None else None)
         if found is None:
-            found = _measure(each.layer, each.tensors, leaves, wants, sizes, make_optimizer, clock)
-            if cache is not None:
-                cache.put(key, found)
-        seen[key] = found
-        yield layer_cost(each.layer, each.tensors, found)
-        inputs = each.sample_outputs
-        trained = trained or any(tensor.trainable for tensor in each.layer.tensors)
+            found = _measure(each.layer, each.tensors, leaves, wants, self._sizes, self._make_optimizer, self._clock)
+            if self._cache is not None:
+                self._cache.put(key, found)
+        self._seen[key] = found
+        self._inputs = each.sample_outputs
+        self._trained = self._trained or any(tensor.trainable for tensor in each.layer.tensors)
+        return layer_cost(each.layer, each.tensors, found)
 
 
 def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile) -> LayerCost:

@@ -17,6 +17,7 @@ from ringtmp.wire.message import (
     Bye,
     Copied,
     Copy,
+    Echo,
     Fetch,
     Gradients,
     Kept,
@@ -41,7 +42,7 @@ from ringtmp.wire.message import (
 _CHANNELS: dict[type, Channel] = {
     **dict.fromkeys((Activations, Gradients, Norms, Scale), Channel.TENSOR),
     **dict.fromkeys((Push, Pull, Pulled, Copy, Copied, Squares, Total, Part), Channel.TENSOR),
-    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept), Channel.BULK),
+    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept, Echo), Channel.BULK),
 }
 
 

@@ -22,16 +22,21 @@ from ringtmp.config import RunConfig
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
 from ringtmp.model import portable
 from ringtmp.model.portable import Layer
+from ringtmp.plan.device import LayerCost
 from ringtmp.wire.message import Crossing
 
 
 class LayerIndex(msgspec.Struct, frozen=True):
     run: str  # a name of its own, so that a checkpoint of another run is not taken for this one's
     names: tuple[str, ...]
-    cost_s: tuple[float, ...]
-    output_bytes: tuple[int, ...]
+    costs: tuple[LayerCost, ...]
     outputs: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer
     least_microbatch: int = 1  # samples the model needs at least to train
+
+    @property
+    def cost_s(self) -> tuple[float, ...]:
+        """Forward and backward of the largest microbatch, by layer."""
+        return tuple(each.measured[-1].forward_s + each.measured[-1].backward_s for each in self.costs)
 
 
 class SavedConfig(msgspec.Struct, frozen=True):

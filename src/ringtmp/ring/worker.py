@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +11,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.events import NodeEnded
 from ringtmp.plan.route import MASTER
 from ringtmp.resources import peak_rss_bytes
-from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import MakeMember, Member
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
@@ -18,10 +19,18 @@ from ringtmp.wire.message import Bye, Hello, Stop
 
 
 class Worker:
-    def __init__(self, endpoint: Endpoint, master_address: Address, make_member: MakeMember) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        master_address: Address,
+        make_member: MakeMember,
+        asked: Callable[[Endpoint, Mail], bool] = lambda endpoint, mail: False,
+    ) -> None:
+        """`asked` answers what a node can be asked before it has a plan."""
         self.endpoint = endpoint
         self.member: Member | None = None
         self._make_member = make_member
+        self._asked = asked
         self.stopped: str | None = None  # the reason, once told to stop
         endpoint.connect(MASTER, master_address)
         endpoint.post(MASTER, Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability()))
@@ -37,7 +46,7 @@ class Worker:
                 return True
             if self.member is not None:
                 self.member.handle(each)
-            else:
+            elif not self._asked(self.endpoint, each):
                 self.member = self._make_member(self.endpoint, each.message)
         worked = self.member.act() if self.member is not None else False
         return worked or bool(mail)

@@ -10,13 +10,14 @@ from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
 from ringtmp.metrics.events import EventLog, NodeEnded
 from ringtmp.model.portable import Layer
+from ringtmp.plan.device import Device
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S, Crew
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.rundir import LayerIndex
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Recipe
+from ringtmp.wire.message import Hello, Recipe
 
 #: The batch of a later step; None: not before the steps so far are done (an evaluation, a checkpoint, the end).
 Upcoming = Callable[[int], Batch | None]
@@ -38,7 +39,10 @@ class Brief:
     recipe: Recipe
     step: int  # steps already done
     microbatches: int
+    batch_size: int
     addresses: dict[int, Address]
+    devices: tuple[Device, ...]  # of every node, the master first
+    keep_all: bool  # every node takes part, in the order of their numbers
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Leader(Protocol):
     """The master of a run."""
 
     endpoint: Endpoint
+    hellos: dict[int, Hello]  # of the nodes that are there
 
     @property
     def committed(self) -> int:
@@ -76,6 +81,11 @@ class Plan(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]: ...
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What to expect, for people."""
+        ...
+
     @property
     def facts(self) -> dict[str, Any]: ...
     @property

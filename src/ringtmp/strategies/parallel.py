@@ -52,6 +52,7 @@ class ParallelPlan:
     table: tuple[Key, ...]
     owners: tuple[int, ...]  # the node that serves each key; empty where nobody serves
     warnings: tuple[str, ...]
+    lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
 
@@ -99,7 +100,7 @@ def plan(brief: Brief) -> ParallelPlan:
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
     )
-    return ParallelPlan(brief, enlist, roles, table, owners, (), facts, shares)
+    return ParallelPlan(brief, enlist, roles, table, owners, (), (), facts, shares)
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:

@@ -7,12 +7,14 @@ nodes do is in ring/; here the run's settings become a route.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
+from ringtmp.plan import planner
+from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
 from ringtmp.plan.rule import default_window
 from ringtmp.plan.spread import bounds_for
@@ -20,8 +22,10 @@ from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Crew
 from ringtmp.ring.master import Master
+from ringtmp.ring.scout import Scout, described, sample_of
 from ringtmp.strategies.brief import Brief, Share
-from ringtmp.wire.message import Setup
+from ringtmp.wire.lossy import wire_bytes
+from ringtmp.wire.message import Hello, Setup
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class RingPlan:
     brief: Brief
     setup: Setup
     warnings: tuple[str, ...]
+    lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
 
@@ -44,28 +49,69 @@ class RingPlan:
 
 def plan(brief: Brief) -> RingPlan:
     config, layers, index = brief.config, brief.layers, brief.index
-    route, warnings = _route(brief)
+    planned = _planned(brief)
+    route, warnings = _route(brief, planned)
     window = config.ring.window or default_window(
         len(route.visits), brief.microbatches, config.ring.schedule, brief.recipe.staleness
     )
+    if planned is not None:  # smaller where the usual one does not fit
+        window = min(window, planned.window) if brief.recipe.staleness == 0 else window
     setup = Setup(
         route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire,
     )  # fmt: skip
-    return RingPlan(
-        brief, setup, warnings, {"window": window}, tuple(_share(node, route, layers) for node in route.nodes())
+    lines = planned.summary() if planned is not None else ()
+    shares = tuple(_share(node, route, layers) for node in route.nodes())
+    return RingPlan(brief, setup, warnings, lines, {"window": window}, shares)
+
+
+def tried(
+    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None]
+) -> tuple[Brief, dict[int, Hello]]:
+    """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines."""
+    ring, index = brief.config.ring, brief.index
+    largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
+    sample = sample_of(brief.layers, index.cost_s, index.outputs, largest)
+    if brief.keep_all or ring.strategy != "ring" or ring.cuts is not None or sample is None:
+        return brief, {}
+    phase("measuring the devices")
+    scout = Scout(endpoint, crew, log)
+    seen = scout.look(range(1, len(brief.devices)), sample[1])
+    devices = described(brief.devices, seen, index.cost_s[sample[0]])
+    return replace(brief, devices=devices), scout.hellos
+
+
+def _planned(brief: Brief) -> Plan | None:
+    """Cuts by the planner, unless they were given by hand or the route is not a plain ring."""
+    ring = brief.config.ring
+    if ring.cuts is not None or ring.laps > 1 or ring.route != "ring":
+        return None
+    options = PlanOptions(
+        brief.batch_size,
+        brief.microbatches,
+        ring.window,
+        "gpipe" if ring.schedule == "gpipe" else "1f1b",
+        brief.recipe.clip_norm is not None,
+        wire_bytes(brief.config.training.wire, 1024) / 4096,
+        keep_all=brief.keep_all,
     )
+    return planner.plan(brief.index.costs, brief.devices, options)
 
 
-def _route(brief: Brief) -> tuple[Route, tuple[str, ...]]:
+def _route(brief: Brief, planned: Plan | None) -> tuple[Route, tuple[str, ...]]:
     ring = brief.config.ring
     nodes, cuts = ring.nodes, ring.cuts
     if ring.recompute == "all":
         refuse_unrepeatable(brief.layers)
     holders = holders_of(nodes, ring.laps, ring.route)
     has_parameters = [layer.parameters > 0 for layer in brief.layers]
-    if cuts is None:
+    if planned is not None:
+        numbers = {device.name: node for node, device in enumerate(brief.devices)}
+        members = [numbers[device.name] for device in planned.devices]
+        holders = [*members, MASTER] if len(members) > 1 else members
+        bounds = list(planned.bounds)
+    elif cuts is None:
         bounds = bounds_for(brief.index.cost_s, has_parameters, holders)
     else:
         bounds = parse_cuts(cuts, len(brief.layers), nodes, len(holders))

@@ -4,6 +4,7 @@ Between neighbours, during a pass (a training step or an evaluation):
     Activations  clockwise        Gradients  anticlockwise, exactly one per training Activations
     Norms        anticlockwise    Scale      clockwise; only when gradients are clipped
 Between the master and a node, outside passes:
+    Sample, Timed, Echo  before there is a plan
     Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
 Of the data-parallel strategies:
     Enlist       instead of Setup                Work, Did, Scored   a share of a batch, and what came of it
@@ -149,6 +150,25 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """Events of the sender, encoded as in events.jsonl."""
 
     events: tuple[bytes, ...]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
+    """A layer to run for a while, on made-up tensors: how fast is this device?"""
+
+    graph: bytes
+    inputs: tuple[Crossing, ...]
+    samples: int
+
+
+class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
+    seconds: float
+
+
+class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
+    """Bytes to try a line with; the answer says how fast they came and brings as many."""
+
+    bytes_per_s: float
+    tensors: Specs = ()
 
 
 class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
@@ -303,5 +323,6 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
     | Inspect | Inspected | Failed | Stop | Bye
+    | Sample | Timed | Echo
     | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
 )  # fmt: skip
