@@ -38,7 +38,18 @@ with open(sys.argv[1], "wb", buffering=2**20) as file:
 def test_nothing_readable_crosses_the_switch(tmp_path: Path) -> None:
     path = devices_file(tmp_path, *(device(name, link_mbps=500) for name in ("a", "b", "c")))
     process = begin(
-        "lab", "--devices", path, "--", "train", "--steps", 12, "--run-dir", tmp_path / "run", "--json", cwd=tmp_path
+        "lab",
+        "--devices",
+        path,
+        "--",
+        "train",
+        "--all-devices",
+        "--steps",
+        12,
+        "--run-dir",
+        tmp_path / "run",
+        "--json",
+        cwd=tmp_path,
     )
     switch = f"rtlab-{process.pid}-switch"
     limit = time.monotonic() + 20

@@ -60,7 +60,17 @@ class Ring:
 
     def master(self, nodes: int, *args: object, run: str = "run") -> subprocess.Popen[str]:
         process = self.begin(
-            "master", "train", "--listen", f"127.0.0.1:{self.port}", "--nodes", nodes, "--run-dir", run, *FLAGS, *args
+            "master",
+            "train",
+            "--listen",
+            f"127.0.0.1:{self.port}",
+            "--nodes",
+            nodes,
+            "--run-dir",
+            run,
+            "--all-devices",
+            *FLAGS,
+            *args,
         )
         self.token = self.until("master", r"rt1\.[\w-]+")
         return process
@@ -103,7 +113,9 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("alone")
-    digest: str = json.loads(ringtmp("train", "--nodes", 1, "--steps", 60, *FLAGS, cwd=folder).stdout)["weights_sha256"]
+    digest: str = json.loads(ringtmp("train", "--nodes", 1, "--steps", 150, *FLAGS, cwd=folder).stdout)[
+        "weights_sha256"
+    ]
     return digest
 
 
@@ -119,7 +131,7 @@ def crowd(ports: list[int]) -> list[socket.socket]:
 
 
 def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run(ring: Ring, expected: str) -> None:
-    process = ring.master(3, "--steps", 60)
+    process = ring.master(3, "--steps", 150)
     for name in ("alpha", "beta"):
         ring.device(name)
     ring.until("master", r"\d\. alpha: .* core")
@@ -153,14 +165,14 @@ def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run
         "--run-dir",
         "again",
         "--steps",
-        60,
+        150,
         *FLAGS,
     )
     assert ring.result()["weights_sha256"] == expected
 
 
 def test_a_device_revoked_in_mid_run_is_out_and_no_bit_changes(ring: Ring, expected: str) -> None:
-    process = ring.master(3, "--steps", 60)
+    process = ring.master(3, "--steps", 150)
     ring.device("alpha")
     ring.device("beta")
     wait_for_step(ring.folder / "run", 3, process)
@@ -205,7 +217,7 @@ def test_a_killed_compute_process_is_told_by_its_agent_which_lives_on(ring: Ring
 
 
 def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected: str) -> None:
-    ring.master(4, "--steps", 60, "--start-with", 2, "--wait", 1)
+    ring.master(4, "--steps", 150, "--start-with", 2, "--wait", 1)
     ring.device("alpha", "--once")
     assert ring.result()["weights_sha256"] == expected
     assert ring.processes["alpha"].wait(10) == 0
@@ -214,7 +226,7 @@ def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected
 def test_the_same_from_python(ring: Ring, expected: str) -> None:
     script = (
         "from ringtmp import Ring\n"
-        f"result = Ring(listen='127.0.0.1:{ring.port}', nodes=2, threads=1).fit('mlp', 'digits', steps=60, run_dir='run')\n"
+        f"result = Ring(listen='127.0.0.1:{ring.port}', nodes=2, all_devices=True, threads=1).fit('mlp', 'digits', steps=150, run_dir='run')\n"
         "print(result.summary.weights_sha256)\n"
     )
     with (ring.folder / "master.err").open("a") as log:

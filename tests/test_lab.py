@@ -105,7 +105,7 @@ def test_four_devices_at_100_mbit_train_the_bits_of_one_process(tmp_path: Path) 
     file = devices_file(tmp_path, *(device(name) for name in ("desk", "shelf", "attic", "shed")))
     flags = ["--steps", 20, "--seed", 3, "--json"]
     alone = begin("train", "--nodes", 1, "--threads", 1, *flags, "--run-dir", "alone", cwd=tmp_path)
-    lab = begin("lab", "--devices", file, "--", "train", *flags, "--run-dir", "lab", cwd=tmp_path)
+    lab = begin("lab", "--devices", file, "--", "train", "--all-devices", *flags, "--run-dir", "lab", cwd=tmp_path)
     out, err = finish(lab)
     emulated, single = json.loads(out), json.loads(finish(alone)[0])
     assert emulated["weights_sha256"] == single["weights_sha256"]
@@ -225,7 +225,7 @@ def test_the_inner_exit_code_and_error_come_through(tmp_path: Path) -> None:
 @needs_isolation
 def test_a_node_that_dies_before_it_joined_is_named_and_ends_the_lab(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("snail", cpu=0.02))
-    lab = begin("lab", "--devices", file, "--", "train", "--steps", 3, cwd=tmp_path)
+    lab = begin("lab", "--devices", file, "--", "train", "--all-devices", "--steps", 3, cwd=tmp_path)
 
     def snail() -> list[psutil.Process]:
         return [process for process in inside(lab.pid) if process.environ()["RINGTMP_DEVICE"] == "snail"]
@@ -238,7 +238,9 @@ def test_a_node_that_dies_before_it_joined_is_named_and_ends_the_lab(tmp_path: P
 @needs_isolation
 def test_ctrl_c_saves_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("b", cpu=1))
-    lab = begin("lab", "--devices", file, "--", "train", "--steps", 10**6, "--run-dir", "run", cwd=tmp_path)
+    lab = begin(
+        "lab", "--devices", file, "--", "train", "--all-devices", "--steps", 10**6, "--run-dir", "run", cwd=tmp_path
+    )
     log = tmp_path / "run" / "events.jsonl"
     wait_until(lambda: log.exists() and b'{"type":"step"' in log.read_bytes(), "step", lab)
     assert len(left(lab.pid)) >= 2 + 2 + 1 + 3, "namespaces, groups, a folder, processes"
@@ -250,7 +252,9 @@ def test_ctrl_c_saves_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
 @needs_isolation
 def test_after_a_kill_the_devices_die_and_the_next_start_cleans_up(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("b", cpu=1))
-    lab = begin("lab", "--devices", file, "--", "train", "--steps", 10**6, "--run-dir", "run", cwd=tmp_path)
+    lab = begin(
+        "lab", "--devices", file, "--", "train", "--all-devices", "--steps", 10**6, "--run-dir", "run", cwd=tmp_path
+    )
     # Master, agent and its compute process.
     wait_until(lambda: len(inside(lab.pid)) >= 3, "compute process", lab)
     lab.kill()
@@ -298,7 +302,9 @@ def test_exec_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
 def test_without_isolation_it_trains_and_says_what_is_not_emulated(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=64, memory_mb=10**6), device("b"))
     flags = ["--steps", 3, "--json", "--run-dir", "run"]
-    out, err = finish(begin("lab", "--no-isolation", "--devices", file, "--", "train", *flags, cwd=tmp_path))
+    out, err = finish(
+        begin("lab", "--no-isolation", "--devices", file, "--", "train", "--all-devices", *flags, cwd=tmp_path)
+    )
     assert json.loads(out)["nodes"] == 2
     assert "NOT emulated: CPU shares, memory caps, a network of their own" in err
 

@@ -95,7 +95,8 @@ class Ring:
     """A ring of `nodes`; this process is the master.
 
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
-    that join with the token the watcher is shown (`ringtmp node --join ...`). `strategy` and its `settings` are those of
+    that join with the token the watcher is shown (`ringtmp node --join ...`); one that would slow the ring is left out,
+    unless `all_devices`. `strategy` and its `settings` are those of
     `ringtmp strategies`; the same nodes then train in another way.
     """
 
@@ -103,6 +104,7 @@ class Ring:
         self,
         nodes: int = 3,
         *,
+        all_devices: bool = False,
         cuts: str | None = None,
         window: int | None = None,
         schedule: str = "1f1b",
@@ -113,7 +115,8 @@ class Ring:
         ring: str = "home",
     ) -> None:
         self._part = RingPart(
-            nodes=nodes, cuts=cuts, window=window, schedule=schedule,  # type: ignore[arg-type]
+            nodes=nodes,
+            all_devices=all_devices, cuts=cuts, window=window, schedule=schedule,  # type: ignore[arg-type]
             strategy=strategy, strategy_settings=dict(settings or {}),
         )  # fmt: skip
         self._threads = threads

@@ -50,6 +50,7 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str = "ring"
     strategy_settings: dict[str, Any] = {}
     nodes: int = 3
+    all_devices: bool = False  # also those that slow the ring
     cuts: str | None = None
     window: int | None = None
     schedule: Schedule = "1f1b"
@@ -152,6 +153,7 @@ RESUMABLE = (
     "epochs",
     "steps",
     "nodes",
+    "all_devices",
     "cuts",
     "window",
     "schedule",

@@ -252,7 +252,8 @@ class Session:
         )
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe, self._progress.step, self._microbatches,
-            self._batch_size, self._crew.addresses(), self._crew.devices(), self._crew.alike,
+            self._batch_size, self._crew.addresses(), self._crew.devices(),
+            self._crew.alike or config.ring.all_devices,
         )  # fmt: skip
         brief, hellos = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase)
         plan = catalog.plan(brief)
@@ -328,6 +329,7 @@ class Session:
             )  # fmt: skip
             assert self._log is not None
             self._log.write(done)
+            self._log.flush()
             if self._log.trouble is not None and not self._told_of_log:
                 self._told_of_log = True
                 self._watcher.warn(self._log.trouble)

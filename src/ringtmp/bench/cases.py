@@ -74,7 +74,16 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
         command = [*_ringtmp("lab", "exec"), *isolation, "--devices", "devices.toml", "--", *inner]
         files = {"devices.toml": devices_file(setting)}
     else:
-        train = ["train", *train_flags(work, count), *case.flags, "--run-dir", RUN, "--json", "--quiet"]
+        train = [
+            "train",
+            *train_flags(work, count),
+            *case.flags,
+            "--all-devices",
+            "--run-dir",
+            RUN,
+            "--json",
+            "--quiet",
+        ]
         if setting.emulated:
             command = [*_ringtmp("lab", "--devices", "devices.toml"), "--", *train]
             files = {"devices.toml": devices_file(setting)}

@@ -25,6 +25,9 @@ _DECLARED: tuple[Callable[[Any], Any], ...] = (
         "--with", "with_", multiple=True, metavar="KEY=VALUE", help="A setting of the strategy: see ringtmp strategies."
     ),
     click.option("--nodes", type=int, help="Members of the ring, the master included.  [3]"),
+    click.option(
+        "--all-devices", is_flag=True, default=None, help="Leave no device out, even one that slows the ring."
+    ),
     click.option("--epochs", type=int, help="Passes over the data.  [10]"),
     click.option("--steps", type=int, help="Updates, instead of --epochs."),
     click.option("--batch-size", type=int, help="Samples per update, over all nodes.  [32]"),

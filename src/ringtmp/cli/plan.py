@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     "--compare", metavar="WAY,WAY…",
     help="Other ways beside it: ps:bsp, ps:async, ps:ssp:3 (each with :K servers or :workers), allreduce:ring, allreduce:tree.",
 )  # fmt: skip
-@click.option("--all-devices", is_flag=True, help="Leave none out, and keep their order.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw one step of every node.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def command(
-    config: Path | None, file: Path | None, compare: str | None, all_devices: bool, as_json: bool, svg: Path | None,
+    config: Path | None, file: Path | None, compare: str | None, as_json: bool, svg: Path | None,
     quiet: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Who would hold what, how fast, with how much memory and energy; what limits it and what would help.
@@ -63,7 +62,7 @@ def command(
         work = planning.measure(settings, model, train, watcher.phase, ProfileCache())
         watcher.phase("planning")
         devices = planning.with_master_here(devices)
-        options = planning.options(settings, work, len(devices), all_devices or file is None)
+        options = planning.options(settings, work, len(devices), settings.ring.all_devices or file is None)
         made = plan(work.layers, devices, options)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.

@@ -34,6 +34,7 @@ FIELDS = {
     "strategy": ("ring", "strategy"),
     "with": ("ring", "strategy_settings"),
     "nodes": ("ring", "nodes"),
+    "all_devices": ("ring", "all_devices"),
     "cuts": ("ring", "cuts"),
     "window": ("ring", "window"),
     "schedule": ("ring", "schedule"),

@@ -27,6 +27,8 @@ STOP_LIMIT_S = 2.0
 class Crew(Protocol):
     """The other nodes of a run, wherever they live."""
 
+    alike: bool  # all on this machine
+
     def advance(self) -> bool:
         """Let nodes that live in this process work. True if any did."""
         ...

@@ -73,7 +73,7 @@ def tried(
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.cost_s, index.outputs, largest)
-    if brief.keep_all or ring.strategy != "ring" or ring.cuts is not None or sample is None:
+    if crew.alike or ring.strategy != "ring" or ring.cuts is not None or sample is None:
         return brief, {}
     phase("measuring the devices")
     scout = Scout(endpoint, crew, log)
