@@ -226,7 +226,8 @@ def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected
 def test_the_same_from_python(ring: Ring, expected: str) -> None:
     script = (
         "from ringtmp import Ring\n"
-        f"result = Ring(listen='127.0.0.1:{ring.port}', nodes=2, all_devices=True, threads=1).fit('mlp', 'digits', steps=150, run_dir='run')\n"
+        f"result = Ring(listen='127.0.0.1:{ring.port}', nodes=2, all_devices=True, threads=1)\n"
+        "result = result.fit('mlp', 'digits', steps=150, run_dir='run')\n"
         "print(result.summary.weights_sha256)\n"
     )
     with (ring.folder / "master.err").open("a") as log:

@@ -45,7 +45,9 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
     limit = time.monotonic() + 60
     while time.monotonic() < limit:
         if process.poll() is not None:
-            raise AssertionError(f"ended too early: {process.communicate()}")
+            said = [each.read_text() for each in run.parent.glob("master.err")]
+            said += [pipe.read() for pipe in (process.stdout, process.stderr) if pipe is not None]
+            raise AssertionError(f"ended too early with code {process.returncode}: {said}")
         log = run / "events.jsonl"
         if log.exists() and b'"type":"step","at"' in (content := log.read_bytes()):
             steps = [line for line in content.splitlines() if line.startswith(b'{"type":"step"')]

@@ -181,7 +181,13 @@ class ZeroMQTransport:
 
     @staticmethod
     def _put(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+        """A line that is down and not yet up again takes nothing: the packet is lost, and the link sends it again."""
         last = len(frames) - 1
         for position, frame in enumerate(frames):
             more = zmq.SNDMORE if position < last else 0
-            socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < ZERO_COPY_FROM_BYTES)
+            try:
+                socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < ZERO_COPY_FROM_BYTES)
+            except zmq.Again:
+                if position:
+                    raise  # a message half taken is taken whole
+                return
