@@ -102,6 +102,18 @@ def test_sending_to_nobody_does_not_block_or_raise(pair: tuple[Transport, Transp
     assert one.receive() == []
 
 
+def test_a_line_that_is_down_takes_nothing_and_raises_nothing(folder: str) -> None:
+    """A connection whose handshake failed leaves a socket without a line for a moment; a node must not die of it."""
+    transport = ZeroMQTransport(2, ipc_address(folder, 2).endpoints)
+    try:
+        transport.connect(1, ipc_address(folder, 1))
+        for (_, channel), dealer in transport._dealers.items():
+            dealer.disconnect(ipc_address(folder, 1).endpoints[channel])
+            transport.send(1, channel, [b"header", b"x" * 100_000])
+    finally:
+        transport.close()
+
+
 def test_waiting_ends_without_mail_after_its_time(pair: tuple[Transport, Transport]) -> None:
     one, _ = pair
     started = time.monotonic()
