@@ -17,6 +17,7 @@ import torch
 from ringtmp.errors import UsageError
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.transport.base import Arrival, Channel, Transport
+from ringtmp.transport.curve import new_key_pair
 from ringtmp.transport.memory import Hub
 from ringtmp.transport.shaped import Faults, Shaped
 from ringtmp.transport.slow import Slow
@@ -112,6 +113,29 @@ def test_a_line_that_is_down_takes_nothing_and_raises_nothing(folder: str) -> No
             transport.send(1, channel, [b"header", b"x" * 100_000])
     finally:
         transport.close()
+
+
+def test_who_connects_before_the_other_side_knows_its_key_gets_through_in_the_end() -> None:
+    """Everyone is told of its peers at the same time, and some hear of it later than others."""
+    one, two = (ZeroMQTransport(node, ("tcp://127.0.0.1:*",) * 3, new_key_pair()) for node in (1, 2))
+    try:
+        two.connect(1, one.address)
+        limit = time.monotonic() + 10
+        assert one._gatekeeper is not None
+        while one._gatekeeper.refused < 3:  # every channel has been turned away once
+            assert time.monotonic() < limit
+            two.wait(0.01)
+        one.connect(2, two.address)
+        arrived: list[Arrival] = []
+        while not arrived:
+            assert time.monotonic() < limit, "never let in"
+            two.send(1, Channel.TENSOR, [b"hello"])
+            one.wait(0.1)
+            arrived = one.receive()
+        assert bytes(arrived[0].frames[0]) == b"hello"
+    finally:
+        one.close()
+        two.close()
 
 
 def test_waiting_ends_without_mail_after_its_time(pair: tuple[Transport, Transport]) -> None:

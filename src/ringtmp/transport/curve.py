@@ -37,10 +37,15 @@ def is_key(text: str) -> bool:
         return False
 
 
+#: Final: the other side gives up. Or: come again, as someone must who was told of a peer before the peer was told of them.
+REFUSED, NOT_YET = b"400", b"300"
+
+
 class Gatekeeper:
     """Answers ZeroMQ's question "may this key connect to that domain?" for one context, in a thread of its own."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], refusal: bytes = REFUSED) -> None:
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._allowed: dict[str, dict[str, str]] = {}
         self._open: set[str] = set()
@@ -81,7 +86,7 @@ class Gatekeeper:
         name = self._name_of(request) if version == b"1.0" and len(request) == 7 else None
         if name is None:
             self.refused += 1
-            return [b"1.0", number, b"400", b"not admitted", b"", b""]
+            return [b"1.0", number, self._refusal, b"not admitted", b"", b""]
         return [b"1.0", number, b"200", b"OK", name.encode(), b""]
 
     def _name_of(self, request: list[bytes]) -> str | None:

@@ -17,7 +17,7 @@ import zmq
 
 from ringtmp.errors import UsageError
 from ringtmp.transport.base import Arrival, Channel, Frame
-from ringtmp.transport.curve import Gatekeeper, KeyPair, connect_securely, serve_securely
+from ringtmp.transport.curve import NOT_YET, Gatekeeper, KeyPair, connect_securely, serve_securely
 from ringtmp.wire.address import Address
 
 #: Below this a copy is cheaper than tracking the buffer.
@@ -54,7 +54,7 @@ class ZeroMQTransport:
         self.node = node
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gatekeeper = Gatekeeper(self._context) if keys is not None else None
+        self._gatekeeper = Gatekeeper(self._context, NOT_YET) if keys is not None else None
         self._poller = zmq.Poller()
         self._routers: dict[Channel, zmq.Socket[bytes]] = {}
         self._dealers: dict[tuple[int, Channel], zmq.Socket[bytes]] = {}
