@@ -364,17 +364,31 @@ def test_data_reaches_a_worker_once(tmp_path: Path) -> None:
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
+def check_overlap(run: Path) -> None:
+    """What a worker sends is still on its way while it computes its next step."""
+    steps = [each for each in events.read(run / "events.jsonl") if isinstance(each, events.NodeStep) and each.node > 0]
+    overlapping = 0
+    for node in {each.node for each in steps}:
+        spans = [span for each in steps if each.node == node for span in each.spans]
+        sends = [span for span in spans if span.kind == "send"]
+        work = [span for span in spans if span.kind in ("forward", "backward")]
+        overlapping += sum(any(a.start < b.end and b.start < a.end for b in work) for a in sends)
+    assert overlapping > 20
+
+
 @pytest.mark.parametrize(
     "flags", [["ps", "--with", "servers=2"], ["ps:ssp:2"], ["allreduce"]], ids=lambda flags: flags[0]
 )
 def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
-        [*CLI, "train", "--strategy", *flags, "--nodes", "4", "--epochs", "4", "--json", "--quiet"],
+        [*CLI, "train", "--strategy", *flags, "--nodes", "4", "--epochs", "8", "--json", "--quiet"],
         cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["accuracy"] > 0.85
+    if flags[0] == "ps:ssp:2":
+        check_overlap(tmp_path / summary["run_dir"])
     roles = [each["role"] for each in summary["per_node"]]
     assert roles == (["server"] * 2 + ["worker"] * 2 if "servers=2" in flags else roles)
 

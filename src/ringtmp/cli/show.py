@@ -17,6 +17,12 @@ from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.metrics.summary import NodeSummary, Summary
 from ringtmp.units import bytes_text, count_text, seconds_text
 
+_EXACTNESS = {
+    "bits": "exact to the bits",
+    "replay": "the same bits every time, those of one process to rounding",
+    "steps": "the same batches as one process, other rounding",
+}
+
 
 class Bar:
     """A progress bar with loss, speed, idle share and time left; plain lines where stderr is no terminal."""
@@ -127,7 +133,7 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
         table.add_row(*_row(node))
     console.print(table)
     console.print(
-        f"weights {summary.weights_sha256} (exact to the {summary.exactness})", highlight=False, soft_wrap=True
+        f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]})", highlight=False, soft_wrap=True
     )
     console.print(f"run {summary.run_dir}", highlight=False, soft_wrap=True)
 
