@@ -21,7 +21,7 @@ ORDER = [
     {"config"},
     {"ring", "strategies"},
     {"launch"},
-    {"session", "inference"},
+    {"session", "inference", "prepare", "recovery"},
     {"api"},
     {"cli", "bench", "__main__"},
 ]

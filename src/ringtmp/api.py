@@ -31,7 +31,7 @@ from ringtmp.launch.keys import Rings, checked_name
 from ringtmp.launch.local import LocalCrew
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.launch.remote import RemoteCrew
-from ringtmp.launch.speech import DEFAULT_PORT
+from ringtmp.launch.speech import DEFAULT_PORT, SILENCE_LIMIT_S
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary, summarise
 from ringtmp.model import zoo
@@ -276,6 +276,7 @@ def remote_crew(
     watcher: Watcher,
     start_with: int | None = None,
     wait_s: float = 0.0,
+    notice_s: float = SILENCE_LIMIT_S,
 ) -> Crew:
     """Devices that join this machine's ring over the network."""
     if nodes == 1:
@@ -284,7 +285,9 @@ def remote_crew(
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
     name = checked_name("ring", ring)
-    return RemoteCrew(Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell)
+    return RemoteCrew(
+        Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell, notice_s
+    )
 
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:

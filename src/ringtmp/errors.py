@@ -34,9 +34,11 @@ class DoesNotFit(RingError):  # noqa: N818
 class NodeLost(RingError):  # noqa: N818
     exit_code = 4
 
-    def __init__(self, text: str, node: int | None = None) -> None:
+    def __init__(self, text: str, node: int | None = None, notice_s: float = 0.0) -> None:
+        """`notice_s`: since it was last known to live, so at most this long after it was lost."""
         super().__init__(text)
         self.node = node
+        self.notice_s = notice_s
 
 
 class NodeFailed(RingError):  # noqa: N818

@@ -17,24 +17,25 @@ import msgspec
 from ringtmp import __version__
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
-from ringtmp.data.sources import Source, Stream, leaves
-from ringtmp.errors import CheckpointError, Interrupted, RingError, UsageError
+from ringtmp.data.sources import Source, Stream
+from ringtmp.errors import CheckpointError, Interrupted, NodeLost, RingError, UsageError
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
-from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
+from ringtmp.prepare import microbatch_sizes, write_model
+from ringtmp.recovery import Losses, lost_text, memory_need
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S
-from ringtmp.ring.losses import LossFunction, check_loss
+from ringtmp.ring.losses import LossFunction
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
 from ringtmp.strategies import catalog
 from ringtmp.strategies.brief import Brief, Leader
-from ringtmp.wire.message import Crossing, Recipe
+from ringtmp.wire.message import Recipe, Renew
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
@@ -97,6 +98,7 @@ class Session:
         self._told_of_log = False
         self._run_name = ""
         self._lr_schedule: dict[str, Any] = {}
+        self._losses = Losses()
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -113,14 +115,15 @@ class Session:
             self._log = EventLog(run.events)
             endpoint = self._crew.start(self._ring, self._generation)
             self._settle()
-            if not resuming:
-                self._build()
+            if self._job.model is not None:
+                sizes = microbatch_sizes(self._batches.sizes(), self._microbatches)
+                loss = self._job.loss, self._job.loss_name
+                seed = self._job.config.training.seed
+                write_model(run, self._job.model, self._job.train, loss, seed, sizes, self._watcher.phase)
             index, layers, checkpoint = self._open()
-            master = self._lay_out(endpoint, index, layers, checkpoint)
+            self._lay_out(endpoint, index, layers, checkpoint)
             self._interrupted.armed = True
-            outcome = self._steps(master, layers)
-            self._watcher.phase("saving")
-            self._save(self._master or master, layers, needed=True)  # a new generation has a master of its own
+            outcome = self._to_the_end(layers)
             checkpoint, _ = latest(run.checkpoints)
             digest = weights_sha256(checkpoint, layers)
         except Interrupted as interruption:
@@ -165,47 +168,6 @@ class Session:
         set_threads(threads)
 
     # -- before the first step ----------------------------------------------------------------------------------------
-
-    def _build(self) -> None:
-        """Layers become data; their first weights become the checkpoint of step 0. One layer at a time."""
-        job, run = self._job, self._job.run
-        assert job.model is not None
-        self._watcher.phase("reading the model")
-        sizes = sorted(
-            {-(-size // min(self._microbatches, size)) for size in self._batches.sizes()}
-            | {size // min(self._microbatches, size) for size in self._batches.sizes()}
-        )
-        name = secrets.token_hex(8)
-        writer = CheckpointWriter(run.checkpoints, name, Progress(0))
-        names: list[str] = []
-        costs: list[float] = []
-        outputs: list[int] = []
-        leaving: list[tuple[Crossing, ...]] = []
-        try:
-            sample = job.train.example
-            last = None
-            for index, built in enumerate(
-                build_layers(job.model, job.config.training.seed, lambda count: sample(count)[0], sizes)
-            ):
-                run.write_layer(index, built.layer)
-                writer.add(index, built.layer, list(built.tensors.values()), {})
-                names.append(built.layer.name)
-                costs.append(built.cost_s)
-                outputs.append(built.output_bytes)
-                leaving.append(_crossings(built.sample_outputs, sizes[-1]))
-                last = built
-                self._watcher.phase(f"reading the model: layer {index + 1}, {built.layer.name}")
-            assert last is not None
-            check_loss(job.loss, job.loss_name, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
-            least = 1 if last.takes_one_sample else 2
-            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(outputs), tuple(leaving), least))
-            writer.commit()
-        except OSError as error:
-            writer.abandon()
-            raise UsageError(f"the model's first weights cannot be written to {run.path}: {error.strerror}") from error
-        except BaseException:
-            writer.abandon()
-            raise
 
     def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
         index, layers = self._job.run.read_layers()
@@ -283,6 +245,55 @@ class Session:
 
     # -- step after step ----------------------------------------------------------------------------------------------
 
+    def _to_the_end(self, layers: list[Layer]) -> str:
+        """All steps and what is kept of them; again from the last whole state whenever a node is lost."""
+        while True:
+            assert self._master is not None
+            try:
+                outcome = self._steps(self._master, layers)
+                self._watcher.phase("saving")
+                assert self._master is not None
+                self._save(self._master, layers, needed=True)  # a new generation has a master of its own
+                return outcome
+            except NodeLost as lost:
+                self._heal(lost)
+
+    def _heal(self, lost: NodeLost) -> None:
+        """A new generation from the last whole state: those who live stay as they are, somebody takes the lost one's
+        place, the steps since are done again. A loss meanwhile begins it anew."""
+        assert self._log is not None
+        noticed, reached = time.monotonic(), self._progress.step
+        self._losses.begin()
+        while True:
+            if self._job.config.keep.protect == "off" or not self._losses.bear(lost):
+                raise lost
+            self._watcher.warn(f"{lost}; healing")
+            self._log.write(events.Warned(time.monotonic(), str(lost)))
+            try:
+                self._revive()
+                break
+            except NodeLost as another:
+                lost = another
+        losses, now = self._losses, time.monotonic()
+        event = events.Regrouped(
+            now, self._progress.step, self._generation, losses.reason, self._crew.nodes, now - noticed,
+            losses.nodes, losses.notice_s, reached - self._progress.step, "checkpoint",
+        )  # fmt: skip
+        self._log.write(event)
+        self._watcher.tell(lost_text(event))
+
+    def _revive(self) -> None:
+        assert self._master is not None
+        self._generation += 1
+        endpoint = self._master.endpoint
+        config = self._job.config
+        index, layers, checkpoint = self._open()
+        need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
+        living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
+        endpoint.renew(self._generation, Renew(self._generation), living)
+        self._settle()
+        self._lay_out(endpoint, index, layers, checkpoint)
+
     def _steps(self, master: Leader, layers: list[Layer]) -> str:
         job, training = self._job, self._job.config.training
         total = self._total_steps()
@@ -314,6 +325,7 @@ class Session:
                 self._told_of_log = True
                 self._watcher.warn(self._log.trouble)
             step += 1
+            self._losses.step_done(step)
             self._progress = msgspec.structs.replace(self._progress, step=step)
             self._watcher.step(step, total, done, self._log.idle_share)
             if master.committed > step:
@@ -362,12 +374,15 @@ class Session:
         started = time.monotonic()
         self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
         self._save(master, layers, needed=True)
-        master.stop("a new generation begins")
-        self._generation += 1
-        endpoint = self._crew.regroup(self._ring, self._generation)
-        self._settle()
-        index, layers, checkpoint = self._open()
-        master = self._lay_out(endpoint, index, layers, checkpoint)
+        if self._crew.all_anew():
+            master.stop("a new generation begins")
+            self._generation += 1
+            endpoint = self._crew.regroup(self._ring, self._generation)
+            self._settle()
+            self._lay_out(endpoint, *self._open())
+        else:
+            self._revive()
+        assert self._master is not None
         self._log.write(
             events.Regrouped(
                 time.monotonic(),
@@ -378,7 +393,7 @@ class Session:
                 time.monotonic() - started,
             )
         )
-        return master
+        return self._master
 
     def _evaluate(self, master: Leader, epoch: int) -> float | None:
         """The test loss, if there is a test part."""
@@ -436,6 +451,7 @@ class Session:
             writer.abandon()
             raise
         self._saved_step, self._saved_at = self._progress.step, time.monotonic()
+        self._batches.forget(self._saved_step)
         self._log.write(
             events.CheckpointSaved(time.monotonic(), self._progress.step, time.monotonic() - started, writer.bytes)
         )
@@ -444,20 +460,3 @@ class Session:
         self._watcher.warn(text)
         if self._log is not None:
             self._log.write(events.Warned(time.monotonic(), text))
-
-
-def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
-    """What leaves a layer for `samples` samples, as the plan knows it."""
-    found = []
-    for leaf in leaves(outputs):
-        per_sample = leaf.dim() > 0 and leaf.shape[0] == samples
-        rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
-        found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
-    return tuple(found)
-
-
-def len_of(outputs: Any) -> int:
-    """Samples in a (nested) output."""
-    while isinstance(outputs, tuple | list):
-        outputs = outputs[0]
-    return len(outputs)

@@ -60,6 +60,8 @@ from ringtmp.errors import UsageError
 )
 @click.option("--seed", type=int, help="Of weights, batches and dropout.  [0]")
 @click.option("--checkpoint-every", type=int, metavar="STEPS", help="[at the end of epochs, at most every 30 s]")
+@click.option("--protect", help="Of a lost node: auto, memory, disk, checkpoint or off.  [auto]")
+@click.option("--notice", "notice_s", type=float, metavar="S", help="Seconds until a silent node is lost.  [3]")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the run.  [runs/TIME]")
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in DIR, with the same bits."
@@ -96,7 +98,8 @@ def command(
         crew = None
         if listen is not None:
             nodes, threads = settings.ring.nodes, settings.training.threads
-            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s)
+            notice_s = settings.keep.notice_s
+            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s, notice_s)
         elif start_with is not None:
             raise UsageError("--start-with goes with --listen: processes on this machine all come")
         if resume is not None:

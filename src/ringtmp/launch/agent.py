@@ -43,7 +43,6 @@ from ringtmp.transport.curve import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
 KNOCK_AGAIN_S = 2.0
-BOUND_LIMIT_S = 30.0
 
 
 def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_S) -> str:
@@ -130,6 +129,7 @@ class Agent:
         self._socket.connect(hub)
         self._child: subprocess.Popen[bytes] | None = None
         self._generation = 0
+        self._starting = False  # the compute process has not said its first line
         self._log: Path | None = None
         self._ended = 0  # runs served
 
@@ -145,8 +145,15 @@ class Agent:
                 raise UsageError(
                     "the master no longer knows this device: it was revoked, or the ring was made anew; ask for a fresh token"
                 )
-            if self._socket.poll(200):
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            if self._starting and self._child is not None and self._child.stdout is not None:
+                poller.register(self._child.stdout.fileno(), zmq.POLLIN)
+            ready = dict(poller.poll(200))
+            if self._socket in ready:
                 self._take(speech.decode(speech.from_master, self._socket.recv()))
+            elif ready:
+                self._hear_child()
             self._watch_child()
 
     def close(self) -> None:
@@ -181,10 +188,14 @@ class Agent:
         self._log = Path(path)
         os.close(descriptor)
         self._child = spawn(orders, self._log)
+        self._starting = True
+
+    def _hear_child(self) -> None:
+        """Its first line says where it listens. Signs of life go on meanwhile."""
+        assert self._child is not None
         assert self._child.stdout is not None
-        poller = zmq.Poller()
-        poller.register(self._child.stdout.fileno(), zmq.POLLIN)
-        line = self._child.stdout.readline() if poller.poll(round(BOUND_LIMIT_S * 1000)) else b""
+        self._starting = False
+        line = self._child.stdout.readline()
         if line:
             bound = msgspec.json.decode(line, type=Bound)
             self._tell(Started(self._generation, bound.address, self._child.pid))

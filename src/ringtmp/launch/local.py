@@ -11,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -31,6 +33,8 @@ class LocalCrew:
         self._folder: str | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._transport: ZeroMQTransport | None = None
+        self._checked = time.monotonic()
+        self._stopped: set[int] = set()
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
@@ -39,8 +43,7 @@ class LocalCrew:
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
         for node in range(1, self.nodes):
-            orders = Orders(ring, generation, node, addresses[node].endpoints, addresses[0], self.threads)
-            self._children[node] = spawn(orders, self._log(node))
+            self._spawn(node, ring, generation)
         return Endpoint(self._transport, ring, generation)
 
     def addresses(self) -> dict[int, Address]:
@@ -60,7 +63,29 @@ class LocalCrew:
         self.stop()
         return self.start(ring, generation)
 
+    def all_anew(self) -> bool:
+        return False
+
+    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+        """A fresh process takes the place of each that has died, at its number."""
+        living = {node for node, child in self._children.items() if child.poll() is None} - self._stopped
+        for node in range(1, self.nodes):
+            if node not in living:
+                if node in self._children:
+                    self._children[node].kill()
+                    end(self._children[node])
+                self._spawn(node, ring, generation)
+        self._stopped.clear()
+        return living
+
+    def _spawn(self, node: int, ring: str, generation: int) -> None:
+        addresses = self.addresses()
+        orders = Orders(ring, generation, node, addresses[node].endpoints, addresses[0], self.threads)
+        self._children[node] = spawn(orders, self._log(node))
+
     def check(self, step: int) -> None:
+        now = time.monotonic()
+        since, self._checked = now - self._checked, now
         for node, child in self._children.items():
             code = child.poll()
             if code is not None:
@@ -69,6 +94,7 @@ class LocalCrew:
                     f"node {node} (process {child.pid}) {_how_it_died(code)} in step {step}; its log is {self._log(node)}"
                     + (f" (last line: {words})" if words else ""),
                     node,
+                    since,
                 )
 
     def bury(self, node: int) -> None:

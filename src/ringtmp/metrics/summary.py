@@ -115,6 +115,9 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         elif isinstance(event, Regrouped):
             recoveries.append(event)
             nodes = {node: each for node, each in nodes.items() if each.generation == event.generation}
+            # What is done again counts once.
+            steps = [each for each in steps if each.step < event.step]
+            node_steps = {node: [each for each in done if each.step < event.step] for node, done in node_steps.items()}
         elif isinstance(event, Warned):
             warnings.append(event.text)
         else:

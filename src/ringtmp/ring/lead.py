@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -96,7 +95,7 @@ class Lead:
             self._take(each)
         worked = self._member.act() if self._member is not None else False
         helped = self._crew.advance()
-        now = time.monotonic()
+        now = self.endpoint.clock()
         if now - self._last_watch > WATCH_EVERY_S:
             self._last_watch = now
             self._watch()

@@ -1,4 +1,4 @@
-"""A worker's life: say hello, be set up, get layers, work until told to stop."""
+"""A worker's life: say hello, be set up, get layers, work until told to stop; when another is lost, begin again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.member import MakeMember, Member
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Bye, Hello, Stop
+from ringtmp.wire.message import Bye, Hello, Renew, Stop
 
 
 class Worker:
@@ -24,12 +24,15 @@ class Worker:
         self._make_member = make_member
         self.stopped: str | None = None  # the reason, once told to stop
         endpoint.connect(MASTER, master_address)
-        endpoint.post(MASTER, Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability()))
+        self._say_hello()
 
     def turn(self) -> bool:
         """One piece of work; False when there is none."""
         mail = self.endpoint.collect()
         for each in mail:
+            if isinstance(each.message, Renew):
+                self._renew(each.message.generation)
+                return True  # the rest of the mail is of the generation that has ended
             if isinstance(each.message, Stop):
                 self.stopped = each.message.reason
                 last = self.member.farewell() if self.member is not None else farewell(self.endpoint)
@@ -41,6 +44,16 @@ class Worker:
                 self.member = self._make_member(self.endpoint, each.message)
         worked = self.member.act() if self.member is not None else False
         return worked or bool(mail)
+
+    def _renew(self, generation: int) -> None:
+        if generation > self.endpoint.generation:
+            self.member = None
+            self.endpoint.renew(generation)
+            self._say_hello()
+
+    def _say_hello(self) -> None:
+        hello = Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability())
+        self.endpoint.post(MASTER, hello)
 
     @property
     def step(self) -> int:

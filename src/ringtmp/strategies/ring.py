@@ -6,9 +6,11 @@ nodes do is in ring/; here the run's settings become a route.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable import Layer
@@ -45,6 +47,7 @@ class RingPlan:
 def plan(brief: Brief) -> RingPlan:
     config, layers, index = brief.config, brief.layers, brief.index
     route, warnings = _route(brief)
+    route = _numbered(route, sorted(brief.addresses))
     window = config.ring.window or default_window(
         len(route.visits), brief.microbatches, config.ring.schedule, brief.recipe.staleness
     )
@@ -76,6 +79,11 @@ def _route(brief: Brief) -> tuple[Route, tuple[str, ...]]:
     if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
         warnings.append("the front has no layer with parameters: the raw inputs leave the master")
     return route_over(holders, bounds), tuple(warnings)
+
+
+def _numbered(route: Route, members: Sequence[int]) -> Route:
+    """The same route over the nodes that are there: where one was lost, the numbers have a hole."""
+    return Route(tuple(msgspec.structs.replace(visit, node=members[visit.node]) for visit in route.visits))
 
 
 def _share(node: int, route: Route, layers: list[Layer]) -> Share:

@@ -5,6 +5,7 @@ Between neighbours, during a pass (a training step or an evaluation):
     Norms        anticlockwise    Scale      clockwise; only when gradients are clipped
 Between the master and a node, outside passes:
     Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
+    Renew        a node was lost: drop your part and say hello again, in the next generation
 Of the data-parallel strategies:
     Enlist       instead of Setup                Work, Did, Scored   a share of a batch, and what came of it
     Store, Kept  keys move in, and out again     Push, Pull, Pulled  between workers and servers
@@ -282,8 +283,14 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     reason: str
 
 
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """Everyone's part in the run so far is over; the process lives on. Said in the generation that ends."""
+
+    generation: int  # the one that begins
+
+
 Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
-    | Inspect | Inspected | Failed | Stop | Bye
+    | Inspect | Inspected | Failed | Stop | Bye | Renew
     | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
 )  # fmt: skip
