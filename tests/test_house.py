@@ -21,7 +21,7 @@ ORDER = [
     {"config"},
     {"ring", "strategies"},
     {"launch"},
-    {"session", "inference", "prepare", "recovery"},
+    {"session", "inference", "prepare", "recovery", "job"},
     {"api"},
     {"cli", "bench", "__main__"},
 ]

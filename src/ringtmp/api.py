@@ -25,6 +25,7 @@ from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.factory import is_factory, load_factory
 from ringtmp.inference import Inference
+from ringtmp.job import Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.launch.facts import parse_listen
 from ringtmp.launch.keys import Rings, checked_name
@@ -40,7 +41,7 @@ from ringtmp.model.revive import revive
 from ringtmp.ring.checkpoint import latest, named_weights
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
-from ringtmp.session import EVALUATION_FACTOR, Job, Session, Watcher
+from ringtmp.session import EVALUATION_FACTOR, Session
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 

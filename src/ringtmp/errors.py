@@ -8,6 +8,7 @@ RingError                     1
   LossNotFinite               1
   ProtocolError               1   received bytes that no honest peer of this version sends
   CheckpointError             1   no readable checkpoint
+  SnapshotUnusable            1   a layer of it is missing or damaged; healing then goes back to the checkpoint
   WaitTimeout                 1   a wait came to its limit; says for whom and in which step
   Interrupted               130   stopped by the user, checkpoint saved
 """
@@ -54,6 +55,10 @@ class ProtocolError(RingError):
 
 
 class CheckpointError(RingError):
+    pass
+
+
+class SnapshotUnusable(RingError):  # noqa: N818
     pass
 
 

@@ -8,71 +8,41 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from ringtmp import __version__
-from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
-from ringtmp.data.sources import Source, Stream
-from ringtmp.errors import CheckpointError, Interrupted, NodeLost, RingError, UsageError
+from ringtmp.data.sources import Stream
+from ringtmp.errors import CheckpointError, Interrupted, NodeLost, RingError, SnapshotUnusable, UsageError
+from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
-from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
+from ringtmp.plan.route import MASTER
 from ringtmp.prepare import microbatch_sizes, write_model
 from ringtmp.recovery import Losses, lost_text, memory_need
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.lead import STOP_LIMIT_S
-from ringtmp.ring.losses import LossFunction
+from ringtmp.ring.lead import STOP_LIMIT_S, Lead
+from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.recipe import checked_schedule, learning_rate
-from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
+from ringtmp.ring.rundir import LayerIndex, SavedConfig
 from ringtmp.strategies import catalog
 from ringtmp.strategies.brief import Brief, Leader
-from ringtmp.wire.message import Recipe, Renew
+from ringtmp.wire.message import Hello, Recipe, Renew
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
 FAILED_STOP_LIMIT_S = 0.5
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
-
-
-class Interruption(Protocol):
-    """Whether the user wants to stop. Armed while there is something to save."""
-
-    armed: bool
-
-    def __call__(self) -> bool: ...
-
-
-class Watcher(Protocol):
-    """Someone who looks on: a progress bar, or nobody."""
-
-    def phase(self, text: str) -> None: ...
-    def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
-    def evaluated(self, event: events.Evaluated) -> None: ...
-    def warn(self, text: str) -> None: ...
-    def tell(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train, besides the settings."""
-
-    config: RunConfig
-    model: Model | None  # None: the layers are in the run directory already
-    train: Source
-    test: Source | None
-    loss: LossFunction
-    loss_name: str
-    run: RunDirectory
 
 
 class Session:
@@ -99,6 +69,10 @@ class Session:
         self._run_name = ""
         self._lr_schedule: dict[str, Any] = {}
         self._losses = Losses()
+        ring, keep = job.config.ring, job.config.keep
+        protect = keep.protect if ring.strategy == "ring" else "checkpoint"
+        self._protection = Protection(protect, training.staleness)
+        self._kept = -1  # the step of the last snapshot that was recorded
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -182,7 +156,10 @@ class Session:
         self._saved_step = checkpoint.progress.step
         return index, layers, checkpoint
 
-    def _lay_out(self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint) -> Leader:
+    def _lay_out(
+        self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint,
+        hellos: Mapping[int, Hello] = MappingProxyType({}), snapshot: Snapshot | None = None,
+    ) -> None:  # fmt: skip
         job, config = self._job, self._job.config
         assert self._log is not None
         steps = self._total_steps()
@@ -224,6 +201,9 @@ class Session:
                 )
             )  # fmt: skip
         self._master = master = plan.lead(endpoint, self._crew, self._log)
+        master.hellos.update(hellos)
+        master.snapshot, master.protection = snapshot, self._protection
+        self._protection.renew(self._progress.step, self._crew.nodes)
         plan.start(master, checkpoint, self._watcher.phase)
         for share in plan.shares:
             self._log.write(
@@ -234,7 +214,6 @@ class Session:
             )  # fmt: skip
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
         self._log.flush()
-        return master
 
     def _total_steps(self) -> int | None:
         training = self._job.config.training
@@ -267,23 +246,24 @@ class Session:
         while True:
             if self._job.config.keep.protect == "off" or not self._losses.bear(lost):
                 raise lost
-            self._watcher.warn(f"{lost}; healing")
-            self._log.write(events.Warned(time.monotonic(), str(lost)))
+            self._warn(f"{lost}; healing")
             try:
-                self._revive()
+                source = self._revive()
                 break
             except NodeLost as another:
                 lost = another
         losses, now = self._losses, time.monotonic()
         event = events.Regrouped(
             now, self._progress.step, self._generation, losses.reason, self._crew.nodes, now - noticed,
-            losses.nodes, losses.notice_s, reached - self._progress.step, "checkpoint",
+            losses.nodes, losses.notice_s, reached - self._progress.step, source,
         )  # fmt: skip
         self._log.write(event)
         self._watcher.tell(lost_text(event))
 
-    def _revive(self) -> None:
+    def _revive(self) -> str:
+        """The next generation, from the newest state that is whole; returns what that was."""
         assert self._master is not None
+        assert self._log is not None
         self._generation += 1
         endpoint = self._master.endpoint
         config = self._job.config
@@ -292,7 +272,18 @@ class Session:
         living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
         endpoint.renew(self._generation, Renew(self._generation), living)
         self._settle()
-        self._lay_out(endpoint, index, layers, checkpoint)
+        scout = Lead(endpoint, self._crew, self._log)
+        scout.gather([node for node in self._crew.addresses() if node != MASTER])
+        snapshot = self._protection.newest(scout.hellos, endpoint.shelf.contents(), layers, checkpoint.progress.step)
+        if snapshot is not None:
+            self._progress = snapshot.progress
+        try:
+            self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)
+        except SnapshotUnusable as problem:
+            self._protection.spoil()
+            self._warn(f"{problem}; going back to the checkpoint of step {checkpoint.progress.step}")
+            return self._revive()
+        return "checkpoint" if snapshot is None else "snapshot"
 
     def _steps(self, master: Leader, layers: list[Layer]) -> str:
         job, training = self._job, self._job.config.training
@@ -311,6 +302,7 @@ class Session:
                 return "done"
             self._refuse_too_small(batch)
             started = time.monotonic()
+            self._protection.progress = self._progress
             loss = master.train_step(step, batch, fresh, self._upcoming)
             fresh = False
             now = time.monotonic()
@@ -326,6 +318,7 @@ class Session:
                 self._watcher.warn(self._log.trouble)
             step += 1
             self._losses.step_done(step)
+            self._protect(done.wall_s)
             self._progress = msgspec.structs.replace(self._progress, step=step)
             self._watcher.step(step, total, done, self._log.idle_share)
             if master.committed > step:
@@ -356,8 +349,22 @@ class Session:
         every, total = self._job.config.keep.checkpoint_every, self._total_steps()
         if (total is not None and step >= total) or (every is not None and step % every == 0):
             return None
+        if self._protection.due(step):
+            return None
         leaving = self._interrupted() or self._crew.changed() is not None
         return None if leaving else self._batches.early(step)
+
+    def _protect(self, step_s: float) -> None:
+        """What a finished step means for the snapshots."""
+        protection, log = self._protection, self._log
+        protection.step_took(step_s)
+        whole = protection.whole
+        if whole is not None and whole.step > self._kept and log is not None:
+            self._kept = whole.step
+            self._batches.forget(whole.step)
+            log.write(events.SnapshotWhole(time.monotonic(), whole.step, protection.interval))
+        if (trouble := protection.lapse()) is not None:
+            self._warn(f"no more snapshots: {trouble}; a lost node now means going back to the last checkpoint")
 
     def _refuse_too_small(self, batch: Batch) -> None:
         """A table's sizes are checked before the start; a stream may bring any."""

@@ -111,6 +111,14 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
     source: str = ""
 
 
+class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot"):
+    """Every node's state before `step` is held by its neighbour too; the next comes `interval` steps later."""
+
+    at: float
+    step: int
+    interval: int
+
+
 class Warned(msgspec.Struct, frozen=True, tag="warning"):
     at: float
     text: str
@@ -145,6 +153,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | Regrouped
+    | SnapshotWhole
     | Warned
     | NodeEnded
     | RunEnded

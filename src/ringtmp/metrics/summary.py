@@ -17,6 +17,7 @@ from ringtmp.metrics.events import (
     Regrouped,
     RunEnded,
     RunStarted,
+    SnapshotWhole,
     StepDone,
     Warned,
 )  # fmt: skip
@@ -121,7 +122,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         elif isinstance(event, Warned):
             warnings.append(event.text)
         else:
-            assert isinstance(event, CheckpointSaved)
+            assert isinstance(event, CheckpointSaved | SnapshotWhole)
     if started is None:
         return None
     per_node = tuple(_node(nodes[node], node_steps.get(node, []), ends.get(node)) for node in sorted(nodes))

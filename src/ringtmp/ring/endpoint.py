@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ringtmp.resources import free_memory_bytes
+from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.wire.address import Address
 from ringtmp.wire.link import Counters, Delivery, Link
@@ -19,6 +20,7 @@ from ringtmp.wire.message import (
     Copy,
     Fetch,
     Gradients,
+    Keep,
     Kept,
     LayerState,
     Message,
@@ -29,6 +31,8 @@ from ringtmp.wire.message import (
     Pull,
     Pulled,
     Push,
+    Recall,
+    Restore,
     Scale,
     Squares,
     Stop,
@@ -41,7 +45,7 @@ from ringtmp.wire.message import (
 _CHANNELS: dict[type, Channel] = {
     **dict.fromkeys((Activations, Gradients, Norms, Scale), Channel.TENSOR),
     **dict.fromkeys((Push, Pull, Pulled, Copy, Copied, Squares, Total, Part), Channel.TENSOR),
-    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept), Channel.BULK),
+    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept, Keep, Recall, Restore), Channel.BULK),
 }
 
 
@@ -70,12 +74,15 @@ class Endpoint:
         generation: int,
         clock: Callable[[], float] = time.monotonic,
         limit_bytes: int | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         """No message may bring more than `limit_bytes`: the memory that is free now, unless told otherwise."""
         self.limit_bytes = limit_bytes or free_memory_bytes()
         self.node = transport.node
         self.clock = clock
         self._transport = transport
+        #: What outlives a generation.
+        self.shelf = shelf or Shelf()
         self._ring = ring
         self._generation = generation
         self._links: dict[tuple[int, Channel], Link] = {}
@@ -211,6 +218,7 @@ class Endpoint:
         return total
 
     def close(self) -> None:
+        self.shelf.close()
         self._transport.close()
 
     def _acknowledge(self) -> None:

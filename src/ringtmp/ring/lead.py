@@ -12,6 +12,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import Member
+from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.worker import farewell
 from ringtmp.wire.message import Bye, Failed, Hello, LayerState, Placed, Report, Stop
 
@@ -47,6 +48,8 @@ class Lead:
         self.hellos: dict[int, Hello] = {}
         self._crew = crew
         self._log = log
+        self.protection = Protection("off")  # a run that heals from snapshots sets its own
+        self.snapshot: Snapshot | None = None  # what to lay out instead of a checkpoint
         self._member: Member | None = None
         self._placed: set[int] = set()
         self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender

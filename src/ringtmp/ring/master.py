@@ -16,7 +16,7 @@ import torch
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LossNotFinite
+from ringtmp.errors import LossNotFinite, SnapshotUnusable
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.export import nest
@@ -27,7 +27,21 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import WAIT_S, Crew, Lead
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
-from ringtmp.wire.message import Activations, Failed, Fetch, Inspect, Inspected, Place, Setup
+from ringtmp.ring.protect import places
+from ringtmp.wire.message import (
+    Activations,
+    Failed,
+    Fetch,
+    Held,
+    Inspect,
+    Inspected,
+    Missing,
+    Place,
+    Recall,
+    Restore,
+    Setup,
+    Whole,
+)  # fmt: skip
 
 
 class NotFinite(Exception):  # noqa: N818
@@ -63,7 +77,8 @@ class Master(Lead):
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     def lay_out(self, setup: Setup, checkpoint: Checkpoint) -> None:
-        """Send everyone the plan, and every layer to its holder, one at a time."""
+        """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
+        whoever has it in the last whole snapshot, which mostly is the holder itself."""
         everyone = setup.addresses
         for node in setup.route.nodes():
             near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
@@ -73,12 +88,19 @@ class Master(Lead):
                 node_here.emit = self._log.write
             else:
                 self.endpoint.post(node, theirs)
+        here = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for index, layer in enumerate(self._layers):
-            tensors, state = checkpoint.layer(index, layer)
-            place = Place(index, portable.encode(layer), tuple(state))
             holder = setup.route.holder(index).node
-            self.endpoint.post(holder, place, [*tensors, *state.values()])
-            del tensors, state
+            if self.snapshot is not None and holder in here.get(index, ()):
+                self.endpoint.post(holder, Restore(self.snapshot.step, index, portable.encode(layer)))
+            else:
+                if self.snapshot is not None and layer.tensors:
+                    tensors, state = self._asked(here[index][0], Recall(self.snapshot.step, index), index)
+                else:
+                    tensors, state = checkpoint.layer(index, layer)
+                place = Place(index, portable.encode(layer), tuple(state))
+                self.endpoint.post(holder, place, [*tensors, *state.values()])
+                del tensors, state
             self._until(
                 lambda index=index: index in self._placed,  # type: ignore[misc]
                 lambda index=index, holder=holder: f"node {holder} to take layer {index}",  # type: ignore[misc]
@@ -107,7 +129,7 @@ class Master(Lead):
         """
         started = self.endpoint.clock()
         if step not in self._steps:
-            self._begin_step(step, batch, fresh)
+            self._begin_step(step, batch, fresh, self.protection.due(step))  # nothing is under way: the ring is at rest
         if upcoming is not None and self.node.setup.recipe.staleness and step + 1 not in self._steps:
             following = upcoming(step + 1)
             if following is not None:
@@ -119,8 +141,10 @@ class Master(Lead):
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
         return self._steps.pop(step).loss
 
-    def _begin_step(self, step: int, batch: Batch, fresh: bool) -> None:
-        self._steps[step] = _Step(batch, self._begin_pass(step, batch, training=True, fresh=fresh))
+    def _begin_step(self, step: int, batch: Batch, fresh: bool, keep: bool = False) -> None:
+        if keep:
+            self.protection.begin([index for index, layer in enumerate(self._layers) if layer.tensors])
+        self._steps[step] = _Step(batch, self._begin_pass(step, batch, True, fresh, keep))
         self._committed = step + 1
 
     def evaluate(self, batches: Sequence[Batch] | Any, step: int, bytes_model: bool) -> Score:
@@ -165,14 +189,14 @@ class Master(Lead):
             current.loss += value * weight
             return loss * weight
 
-    def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool) -> int:
+    def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool, keep: bool = False) -> int:
         """Put a batch at the front. The number of its pass."""
         self._turn += 1
         turn, now = self._turn, self.endpoint.clock()
         for microbatch, inputs in enumerate(batch.inputs):
             tensors: list[torch.Tensor | None] = list(leaves(inputs))
             message = Activations(
-                turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors)
+                turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors), keep=keep
             )  # fmt: skip
             self.node.handle(Mail(MASTER, message, tensors, 0, now, now))
         return turn
@@ -196,22 +220,32 @@ class Master(Lead):
         visit = self.node.route.holder(index)
         if visit.node == MASTER:
             return self.node.visits[visit.index].stage.layer_state(index)
+        return self._asked(visit.node, Fetch(index), index)
+
+    def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
         self._states.clear()
-        self.endpoint.post(visit.node, Fetch(index))
+        self.endpoint.post(node, question)
         self._until(
-            lambda: visit.node in self._states,
-            lambda: f"node {visit.node} to send layer {index}",
+            lambda: node in self._states,
+            lambda: f"node {node} to send layer {index}",
             self._stall_limit(),
         )
-        message, given = self._states[visit.node]
+        message, given = self._states[node]
         own = len(self._layers[index].tensors)
         return given[:own], dict(zip(message.state, given[own:], strict=True))
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Inspected):
             self._inspected[mail.sender] = mail.message
-            return True
-        return False
+        elif isinstance(mail.message, Held):
+            if self.protection.held(mail.message, mail.sender):
+                for node in self.node.route.nodes():
+                    self.endpoint.post(node, Whole(mail.message.step))
+        elif isinstance(mail.message, Missing):
+            raise SnapshotUnusable(f"node {mail.sender}: {mail.message.why}")
+        else:
+            return False
+        return True
 
     def _waiting_for(self, step: int) -> str:
         for index, state in sorted(self.node.visits.items()):

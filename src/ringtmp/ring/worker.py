@@ -52,7 +52,8 @@ class Worker:
             self._say_hello()
 
     def _say_hello(self) -> None:
-        hello = Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability())
+        kept = self.endpoint.shelf.contents()
+        hello = Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability(), kept)
         self.endpoint.post(MASTER, hello)
 
     @property

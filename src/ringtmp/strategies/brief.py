@@ -14,9 +14,10 @@ from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S, Crew
 from ringtmp.ring.losses import LossFunction, Score
+from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.rundir import LayerIndex
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Recipe
+from ringtmp.wire.message import Hello, Recipe
 
 #: The batch of a later step; None: not before the steps so far are done (an evaluation, a checkpoint, the end).
 Upcoming = Callable[[int], Batch | None]
@@ -55,6 +56,9 @@ class Leader(Protocol):
     """The master of a run."""
 
     endpoint: Endpoint
+    hellos: dict[int, Hello]  # of the nodes that are there
+    protection: Protection
+    snapshot: Snapshot | None
 
     @property
     def committed(self) -> int:

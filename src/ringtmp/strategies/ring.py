@@ -54,6 +54,7 @@ def plan(brief: Brief) -> RingPlan:
     setup = Setup(
         route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
+        config.keep.protect,
     )  # fmt: skip
     return RingPlan(
         brief, setup, warnings, {"window": window}, tuple(_share(node, route, layers) for node in route.nodes())
