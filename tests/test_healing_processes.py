@@ -61,3 +61,33 @@ def test_a_killed_worker_is_replaced_and_no_bit_changes(victim: int, tmp_path: P
     assert healed["notice_s"] < 1
     print(healed)
     assert_all_gone(list(workers.values()))
+
+
+def test_a_stopped_worker_is_lost_after_the_limit_and_snapshots_on_disk_leave_nothing(
+    tmp_path: Path, expected: str
+) -> None:
+    process = start(tmp_path, "--notice", 1, "--protect", "disk")
+    wait_for_step(tmp_path / "run", 60, process)
+    workers = workers_of(process)
+    workers[1].suspend()
+    summary = ended(process)
+    assert summary["weights_sha256"] == expected
+    (healed,) = summary["recoveries"]
+    assert 1 <= healed["notice_s"] < 2.5
+    assert healed["source"] == "snapshot"
+    assert not (tmp_path / "run" / "snapshots").exists()
+    assert_all_gone(list(workers.values()))
+
+
+def test_a_killed_master_is_resumed_with_the_same_bits(tmp_path: Path, expected: str) -> None:
+    process = start(tmp_path, "--checkpoint-every", 20)
+    wait_for_step(tmp_path / "run", 50, process)
+    workers = list(workers_of(process).values())
+    refused = ringtmp("train", "--resume", tmp_path / "run", "--quiet", cwd=tmp_path, code=2)
+    assert f"is in use by process {process.pid}" in refused.stderr
+    process.kill()
+    process.communicate()
+    assert_all_gone(workers)
+    done = ringtmp("train", "--resume", tmp_path / "run", "--json", "--quiet", cwd=tmp_path)
+    assert json.loads(done.stdout)["weights_sha256"] == expected
+    assert not (tmp_path / "run" / "snapshots").exists()

@@ -18,15 +18,16 @@ from pathlib import Path
 import psutil
 
 from ringtmp.errors import NodeLost
-from ringtmp.launch.child import end, last_words, let_go, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
 from ringtmp.wire.address import Address
 
 
 class LocalCrew:
-    def __init__(self, nodes: int, threads: int, logs: Path) -> None:
+    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0) -> None:
         self.nodes = nodes
         self.threads = threads
         self._logs = logs
@@ -34,7 +35,9 @@ class LocalCrew:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._transport: ZeroMQTransport | None = None
         self._checked = time.monotonic()
+        self._notice_s = notice_s
         self._stopped: set[int] = set()
+        self._stopped_at: dict[int, float] = {}
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
@@ -44,7 +47,7 @@ class LocalCrew:
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
         for node in range(1, self.nodes):
             self._spawn(node, ring, generation)
-        return Endpoint(self._transport, ring, generation)
+        return Endpoint(self._transport, ring, generation, shelf=Shelf(self._shelf(0)))
 
     def addresses(self) -> dict[int, Address]:
         assert self._folder is not None, "not started"
@@ -76,17 +79,23 @@ class LocalCrew:
                     end(self._children[node])
                 self._spawn(node, ring, generation)
         self._stopped.clear()
+        self._stopped_at.clear()
         return living
 
     def _spawn(self, node: int, ring: str, generation: int) -> None:
         addresses = self.addresses()
-        orders = Orders(ring, generation, node, addresses[node].endpoints, addresses[0], self.threads)
+        shutil.rmtree(self._shelf(node), ignore_errors=True)  # of the one before
+        orders = Orders(
+            ring, generation, node, addresses[node].endpoints, addresses[0], self.threads,
+            shelf=str(self._shelf(node)),
+        )  # fmt: skip
         self._children[node] = spawn(orders, self._log(node))
 
     def check(self, step: int) -> None:
         now = time.monotonic()
         since, self._checked = now - self._checked, now
         for node, child in self._children.items():
+            self._check_stopped(node, child, step, now)
             code = child.poll()
             if code is not None:
                 words = last_words(self._log(node))
@@ -97,8 +106,21 @@ class LocalCrew:
                     since,
                 )
 
+    def _check_stopped(self, node: int, child: subprocess.Popen[bytes], step: int, now: float) -> None:
+        """Stopped for longer than the limit is lost. Slow is not: a slow process is not stopped."""
+        if not is_stopped(child.pid):
+            self._stopped_at.pop(node, None)
+        elif (silent := now - self._stopped_at.setdefault(node, now)) > self._notice_s:
+            self._stopped.add(node)
+            raise NodeLost(
+                f"node {node} (process {child.pid}) has been stopped for {silent:.1f} s in step {step}", node, silent
+            )
+
     def bury(self, node: int) -> None:
         end(self._children.pop(node))
+
+    def _shelf(self, node: int) -> Path:
+        return self._logs.parent / "snapshots" / str(node)
 
     def _log(self, node: int) -> Path:
         return self._logs / f"node-{node}.log"
@@ -116,6 +138,7 @@ class LocalCrew:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+            shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
 
 
 def _how_it_died(code: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 from ringtmp.errors import NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
@@ -14,6 +17,7 @@ from ringtmp.launch.speech import SILENCE_LIMIT_S, End, Prepare
 from ringtmp.launch.token import Token
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.curve import new_key_pair
 from ringtmp.transport.slow import slowed
 from ringtmp.transport.zeromq import ZeroMQTransport
@@ -62,6 +66,7 @@ class RemoteCrew:
         self._started = False
         self._revoked: set[str] = set()
         self._released: set[str] = set()
+        self._shelf = Shelf()
         self._places: dict[str, int] = {}  # keys of devices whose compute process is linked, and its number
         self._seen: set[str] = set()
         self._wanted = nodes
@@ -94,6 +99,7 @@ class RemoteCrew:
     def regroup(self, ring: str, generation: int) -> Endpoint:
         assert self._transport is not None
         self._transport.close()
+        self._shelf.close()
         self._drop_the_gone()
         self._generation = generation
         everyone = [*self._devices.values(), *self._spares()]
@@ -212,7 +218,8 @@ class RemoteCrew:
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
         self._await_compute(self._devices)
-        return Endpoint(slowed(self._transport), ring, generation)
+        self._shelf = Shelf(Path(tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")))
+        return Endpoint(slowed(self._transport), ring, generation, shelf=self._shelf)
 
     def addresses(self) -> dict[int, Address]:
         assert self._transport is not None, "not started"
@@ -264,6 +271,7 @@ class RemoteCrew:
             self._hub.close()
             self._hub = None
         self._devices.clear()
+        self._shelf.close()
         if self._transport is not None:
             self._transport.close()
             self._transport = None
