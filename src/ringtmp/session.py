@@ -95,7 +95,10 @@ class Session:
                 seed = self._job.config.training.seed
                 write_model(run, self._job.model, self._job.train, loss, seed, sizes, self._watcher.phase)
             index, layers, checkpoint = self._open()
-            self._lay_out(endpoint, index, layers, checkpoint)
+            try:
+                self._lay_out(endpoint, index, layers, checkpoint)
+            except NodeLost as lost:
+                self._heal(lost)
             self._interrupted.armed = True
             outcome = self._to_the_end(layers)
             checkpoint, _ = latest(run.checkpoints)

@@ -16,7 +16,7 @@ import torch
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LossNotFinite, SnapshotUnusable
+from ringtmp.errors import LossNotFinite, NodeLost, SnapshotUnusable, WaitTimeout
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.export import nest
@@ -42,6 +42,8 @@ from ringtmp.wire.message import (
     Setup,
     Whole,
 )  # fmt: skip
+
+ANSWER_LIMIT_S = 5.0
 
 
 class NotFinite(Exception):  # noqa: N818
@@ -202,11 +204,22 @@ class Master(Lead):
         return turn
 
     def _finish_pass(self, turn: int, step: int) -> None:
-        self._until(
-            lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
-            lambda: self._waiting_for(step),
-            self._stall_limit(),
-        )
+        try:
+            self._until(
+                lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
+                lambda: self._waiting_for(step),
+                self._stall_limit(),
+            )
+        except WaitTimeout as stalled:
+            raise self._blame(stalled, step) from None
+
+    def _blame(self, stalled: WaitTimeout, step: int) -> NodeLost | WaitTimeout:
+        """Who does not answer a question any more holds the ring up, and is as good as lost."""
+        mute = self._ask_everyone(0)
+        if not mute:
+            return stalled
+        self._crew.bury(mute[0])
+        return NodeLost(f"node {mute[0]} is there and answers nobody in step {step}: {stalled}", mute[0])
 
     # -- layers back to the disk --------------------------------------------------------------------------------------
 
@@ -258,19 +271,24 @@ class Master(Lead):
                 )
         return f"node {self.node.route.node(self.node.route.last - 1)} in step {step}"
 
-    def _diagnose(self, found: NotFinite) -> LossNotFinite:
-        """Ask everyone where values first stopped being finite."""
+    def _ask_everyone(self, microbatch: int) -> list[int]:
+        """Where are values not finite? Returns the nodes that do not answer."""
         others = [node for node in self.node.route.nodes() if node != MASTER]
         self._inspected.clear()
         for node in others:
-            self.endpoint.post(node, Inspect(found.microbatch))
-        limit = self.endpoint.clock() + 5.0
+            self.endpoint.post(node, Inspect(microbatch))
+        limit = self.endpoint.clock() + ANSWER_LIMIT_S
         while len(self._inspected) < len(others) and self.endpoint.clock() < limit:
             for mail in self.endpoint.collect():
                 if isinstance(mail.message, Inspected | Failed):
                     self._take(mail)
             if not self._crew.advance():
                 self.endpoint.wait(WAIT_S)
+        return [node for node in others if node not in self._inspected]
+
+    def _diagnose(self, found: NotFinite) -> LossNotFinite:
+        """Ask everyone where values first stopped being finite."""
+        self._ask_everyone(found.microbatch)
         bad = [visit for each in self._inspected.values() for visit in each.bad]
         bad += [index for index, state in self.node.visits.items() if not state.stage.finite(found.microbatch)]
         where = "in the loss itself, on the master"

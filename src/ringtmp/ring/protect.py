@@ -21,6 +21,7 @@ BUDGET = 0.035
 #: Steps whose times are known before the first snapshot.
 FIRST_AFTER = 3
 REMEMBERED_STEPS = 50
+EASING = 8
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Protection:
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         # Where steps overlap the ring comes to rest for a snapshot, which costs about a step.
         cost_s = max(now.seconds.values()) + (step_s if self._rests else 0.0)
-        self.interval = interval_steps(cost_s, step_s)
+        # The first ones are the dearest (nothing is warm), so what they cost is believed only little by little.
+        self.interval = min(interval_steps(cost_s, step_s), 2 * self.interval + EASING)
         self._next = max(self._next, now.snapshot.step + self.interval)
         return True
 

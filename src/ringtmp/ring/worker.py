@@ -10,7 +10,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.events import NodeEnded
 from ringtmp.plan.route import MASTER
 from ringtmp.resources import peak_rss_bytes
-from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import MakeMember, Member
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
@@ -23,6 +23,7 @@ class Worker:
         self.member: Member | None = None
         self._make_member = make_member
         self.stopped: str | None = None  # the reason, once told to stop
+        self._early: list[Mail] = []  # what overtook the plan: channels keep no order among one another
         endpoint.connect(MASTER, master_address)
         self._say_hello()
 
@@ -40,14 +41,21 @@ class Worker:
                 return True
             if self.member is not None:
                 self.member.handle(each)
+                continue
+            self.member = self._make_member(self.endpoint, each.message)
+            if self.member is None:
+                self._early.append(each)
             else:
-                self.member = self._make_member(self.endpoint, each.message)
+                for early in self._early:
+                    self.member.handle(early)
+                self._early.clear()
         worked = self.member.act() if self.member is not None else False
         return worked or bool(mail)
 
     def _renew(self, generation: int) -> None:
         if generation > self.endpoint.generation:
             self.member = None
+            self._early.clear()
             self.endpoint.renew(generation)
             self._say_hello()
 
