@@ -9,19 +9,28 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
+from ringtmp.errors import RingError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.ring import protect
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.keeping import Keeping
 from ringtmp.ring.node import Node
+from ringtmp.ring.protect import Protection
+from ringtmp.ring.stage import Stage
 from ringtmp.transport.base import Transport
 from ringtmp.transport.shaped import Faults, Shaped
+from ringtmp.wire import link
+from ringtmp.wire.message import Held
 from test_healing import Ticking
 from test_session import blobs, stack
 
@@ -45,9 +54,39 @@ class Simulated(MemoryCrew):
         self.left = luck.randint(1, 3)
         self.crashes = 0
         self.owners: dict[tuple[int, int], int] = {}
-        self._next = luck.randint(1, 300)
+        self._next = luck.randint(1, 200)
+        self._master: Endpoint | None = None
+        self.announced: tuple[int, int] | None = None  # generation and step of the last whole snapshot
+
+    def start(self, ring: str, generation: int) -> Endpoint:
+        self._master = super().start(ring, generation)
+        return self._master
+
+    def announce(self, step: int) -> None:
+        assert self._master is not None
+        self.announced = (self._master.generation, step)
+        self.check_held()
+
+    def check_held(self) -> None:
+        """What was announced as whole can be had after the loss of any one node."""
+        if self.announced is None or self._dead or self._master is None:
+            return
+        generation, step = self.announced
+        if any(each.endpoint.generation != generation for each in self._workers):
+            return
+        shelves = {each.endpoint.node: each.endpoint.shelf.contents() for each in self._workers}
+        shelves[0] = self._master.shelf.contents()
+        for worker in self._workers:
+            member = worker.member
+            assert isinstance(member, Node)
+            for state in member.visits.values():
+                for layer, staged in state.stage._layers.items():
+                    if staged.layer.tensors:
+                        found = [node for node, contents in shelves.items() if (step, layer) in contents]
+                        assert len(found) >= 2, f"layer {layer} of step {step} is on {found} alone"
 
     def advance(self) -> bool:
+        self.check_held()
         self._next -= 1
         if self._next <= 0 and self.left and self._workers:
             self.left -= 1
@@ -108,7 +147,18 @@ def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
     luck = random.Random(seed)
     base, nodes = luck.choice(bases), luck.choice([2, 3, 4])
     crew = Simulated(nodes, seed)
-    result = base.run(f"seed-{seed}-{time.monotonic_ns()}", crew, luck.choice([3, 100]))
+    whole = Protection.held
+
+    def watched(self: Protection, message: Held, holder: int) -> bool:
+        done = whole(self, message, holder)
+        if done:
+            assert self.whole is not None
+            crew.announce(self.whole.step)
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Protection, "held", watched)
+        result = base.run(f"seed-{seed}-{time.monotonic_ns()}", crew, luck.choice([3, 100]))
     summary = result.summary
     assert summary.weights_sha256 == base.digest, f"seed {seed}: other bits"
     assert summary.steps == STEPS
@@ -139,6 +189,43 @@ def test_crashes_and_faults_by_seed_change_no_bit(bases: list[Base]) -> None:
 def test_two_thousand_seeds_change_no_bit(bases: list[Base]) -> None:
     for seed in range(10_000, 10_000 + LONG_SEEDS):
         simulate(bases, seed)
+
+
+class Anything(int):
+    """A number that equals every other."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def no_generation_check(patch: pytest.MonkeyPatch) -> None:
+    decode = link.decode_packet
+    patch.setattr(link, "decode_packet", lambda frame: msgspec.structs.replace(decode(frame), generation=Anything()))
+
+
+def no_holder_acknowledgement(patch: pytest.MonkeyPatch) -> None:
+    """Whole as soon as the first layer is held."""
+    begin = Protection.begin
+    patch.setattr(Protection, "begin", lambda self, layers: begin(self, list(layers)[:1]))
+
+
+def freeing_before_completion(patch: pytest.MonkeyPatch) -> None:
+    take = Keeping.take
+
+    def hasty(self: Keeping, step: int, stage: Stage) -> None:
+        self._endpoint.shelf.free(step)
+        take(self, step, stage)
+
+    patch.setattr(Keeping, "take", hasty)
+
+
+@pytest.mark.parametrize("mutant", [no_generation_check, no_holder_acknowledgement, freeing_before_completion])
+def test_a_broken_rule_is_found_by_the_simulation(
+    mutant: Callable[[pytest.MonkeyPatch], None], bases: list[Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, RingError)):
+        [simulate(bases, seed) for seed in range(40)]
 
 
 def test_the_same_seed_gives_the_same_story(bases: list[Base]) -> None:
