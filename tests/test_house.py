@@ -21,7 +21,7 @@ ORDER = [
     {"config"},
     {"ring", "strategies"},
     {"launch"},
-    {"session", "inference", "planning"},
+    {"session", "inference", "planning", "prepare", "recovery", "job"},
     {"api"},
     {"cli", "bench", "__main__"},
 ]

@@ -149,7 +149,7 @@ def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run
         for each in strangers:
             each.close()
     assert summary["weights_sha256"] == expected
-    assert summary["nodes"] == 3
+    assert summary["nodes"] == 3, ring.said("master")
     secret = ring.token[20:60]
     for path in (ring.folder / "run").rglob("*"):
         assert not path.is_file() or secret not in path.read_text(errors="ignore"), f"the token is in {path}"
@@ -194,8 +194,8 @@ def test_a_device_revoked_in_mid_run_is_out_and_no_bit_changes(ring: Ring, expec
     assert "1 admitted, 1 revoked" in listed.stdout
 
 
-def test_a_device_that_leaves_is_named_and_ends_the_run_with_code_4(ring: Ring) -> None:
-    process = ring.master(2, "--epochs", 500)
+def test_unprotected_a_device_that_leaves_is_named_and_ends_the_run_with_code_4(ring: Ring) -> None:
+    process = ring.master(2, "--epochs", 500, "--protect", "off")
     device = ring.device("alpha")
     wait_for_step(ring.folder / "run", 3, process)
     device.send_signal(signal.SIGINT)
@@ -205,15 +205,47 @@ def test_a_device_that_leaves_is_named_and_ends_the_run_with_code_4(ring: Ring) 
     assert "node 1 (alpha)" in ring.said("master")
 
 
-def test_a_killed_compute_process_is_told_by_its_agent_which_lives_on(ring: Ring) -> None:
-    process = ring.master(2, "--epochs", 500)
+def test_a_killed_compute_process_is_started_again_by_its_agent(ring: Ring, expected: str) -> None:
+    process = ring.master(3, "--steps", 60)
     device = ring.device("alpha")
+    ring.device("beta")
     wait_for_step(ring.folder / "run", 3, process)
     (compute,) = psutil.Process(device.pid).children()
     compute.kill()
-    assert process.wait(10) == 4
-    assert "node 1 (alpha): its compute process ended with code -9" in ring.said("master")
+    summary = ring.result()
+    assert "(alpha): its compute process ended with code -9" in ring.said("master")
     assert device.poll() is None
+    assert summary["weights_sha256"] == expected
+    assert summary["nodes"] == 3
+
+
+def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_back(ring: Ring) -> None:
+    steps = 400
+    process = ring.master(3, "--steps", steps, "--checkpoint-every", 50)
+    first, _ = ring.device("alpha"), ring.device("beta")
+    wait_for_step(ring.folder / "run", 10, process)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(10) == 0
+    ring.until("master", r"nodes go on")
+    ring.device("alpha")
+    summary = ring.result()
+    alone = ringtmp("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
+    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    lost, back = summary["recoveries"]  # type: ignore[misc]
+    assert (lost["nodes"], back["nodes"]) == (2, 3)
+    assert back["reason"] == "alpha joined"
+
+
+def test_a_released_device_sits_out_the_run(ring: Ring, expected: str) -> None:
+    process = ring.master(3, "--steps", 60)
+    ring.device("alpha")
+    ring.device("beta")
+    wait_for_step(ring.folder / "run", 3, process)
+    subprocess.run([*CLI, "ring", "release", "beta"], env=ring.environment("master"), check=True)
+    summary = ring.result()
+    assert summary["weights_sha256"] == expected
+    (change,) = summary["recoveries"]  # type: ignore[misc]
+    assert (change["reason"], change["nodes"]) == ("beta was released", 2)
 
 
 def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected: str) -> None:

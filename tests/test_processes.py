@@ -104,7 +104,7 @@ def test_python_gives_the_same_bits_with_processes_as_without(tmp_path: Path) ->
 
 def test_a_killed_worker_is_named_with_its_step_within_five_seconds(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = begin("train", "--nodes", 3, "--epochs", 500, "--run-dir", run, cwd=tmp_path)
+    process = begin("train", "--nodes", 3, "--epochs", 500, "--protect", "off", "--run-dir", run, cwd=tmp_path)
     wait_for_step(run, 5, process)
     workers = workers_of(process)
     killed = time.monotonic()

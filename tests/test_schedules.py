@@ -20,12 +20,13 @@ from ringtmp.config import KeepPart, RingPart, resolve
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import Interrupted, UsageError
+from ringtmp.job import Job
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
 from ringtmp.ring.losses import cross_entropy, loss_named, next_byte
 from ringtmp.ring.rundir import RunDirectory
-from ringtmp.session import Job, Session
+from ringtmp.session import Session
 from test_exact import MICROBATCHES, MODELS, batches_of, source
 from test_recompute import Centred
 from test_session import blobs, resume, settings, stack, train

@@ -20,6 +20,7 @@ from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPar
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, ProtocolError, UsageError
+from ringtmp.job import Job
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
@@ -28,7 +29,7 @@ from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.losses import cross_entropy, loss_named
 from ringtmp.ring.node import Node
 from ringtmp.ring.rundir import RunDirectory
-from ringtmp.session import Job, Session
+from ringtmp.session import Session
 from ringtmp.transport.memory import Hub
 from ringtmp.transport.shaped import Tapped
 from ringtmp.wire.message import Activations, Recipe, Setup

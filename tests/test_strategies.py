@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ringtmp import api
-from ringtmp.config import RingPart, RunConfig, TrainingPart
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import NodeLost, RingError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
@@ -83,6 +83,7 @@ def model() -> nn.Sequential:
 
 
 def train(case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = None, **training: Any) -> api.Result:
+    keep = KeepPart(protect=training.pop("protect", "auto"))
     part = {"batch_size": 64, "microbatches": 8, "optimizer_settings": {"lr": 4e-3}, "epochs": 9, **training}
     if "steps" in training:
         part["epochs"] = None
@@ -94,6 +95,7 @@ def train(case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = Non
             strategy_settings=case.settings,
             cuts=CUTS[case.nodes][0] if case.strategy == "ring" else None,
         ),
+        keep=keep,
     )
     torch.manual_seed(0)
     return api.start(config, model(), None, None, folder / "run", api.Silent(), crew or MemoryCrew(case.nodes, seed))
@@ -299,7 +301,7 @@ def test_with_replicas_and_async_a_lost_server_costs_no_gradient(tmp_path: Path)
 def test_without_replicas_a_lost_server_is_a_clear_error_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
     case = Case("ps", 4, {"servers": 2})
     with pytest.raises(NodeLost, match="node 1"):
-        train(case, tmp_path, crew=Dying(4, 1, 5, 0))
+        train(case, tmp_path, crew=Dying(4, 1, 5, 0), protect="off")
     checkpoint, problems = latest(tmp_path / "run" / "checkpoints")
     assert checkpoint.progress.step == 0
     assert not problems

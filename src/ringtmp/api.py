@@ -25,13 +25,14 @@ from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.factory import is_factory, load_factory
 from ringtmp.inference import Inference
+from ringtmp.job import Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.launch.facts import parse_listen
 from ringtmp.launch.keys import Rings, checked_name
 from ringtmp.launch.local import LocalCrew
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.launch.remote import RemoteCrew
-from ringtmp.launch.speech import DEFAULT_PORT
+from ringtmp.launch.speech import DEFAULT_PORT, SILENCE_LIMIT_S
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary, summarise
 from ringtmp.model import zoo
@@ -40,7 +41,7 @@ from ringtmp.model.revive import revive
 from ringtmp.ring.checkpoint import latest, named_weights
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
-from ringtmp.session import EVALUATION_FACTOR, Job, Session, Watcher
+from ringtmp.session import EVALUATION_FACTOR, Session
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 
@@ -280,6 +281,7 @@ def remote_crew(
     watcher: Watcher,
     start_with: int | None = None,
     wait_s: float = 0.0,
+    notice_s: float = SILENCE_LIMIT_S,
 ) -> Crew:
     """Devices that join this machine's ring over the network."""
     if nodes == 1:
@@ -288,7 +290,9 @@ def remote_crew(
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
     name = checked_name("ring", ring)
-    return RemoteCrew(Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell)
+    return RemoteCrew(
+        Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell, notice_s
+    )
 
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
@@ -308,7 +312,8 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
 def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
-        crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, job.run.logs)
+        notice_s = job.config.keep.notice_s
+        crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, job.run.logs, notice_s)
     with interruptible() as interruption:
         Session(job, crew, watcher, interruption).train()
 

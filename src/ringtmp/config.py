@@ -7,7 +7,7 @@ bits is never a function of the number of nodes, of a device or of timing.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -17,6 +17,10 @@ from ringtmp.wire.protocol import WIRES
 
 DEFAULT_MICROBATCHES = 8
 DEFAULT_EPOCHS = 10
+
+
+Protect = Literal["auto", "memory", "disk", "checkpoint", "off"]
+PROTECT: tuple[Protect, ...] = get_args(Protect)
 
 
 class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +66,8 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_every: int | None = None  # steps; None: at the end of epochs, at most every 30 s
     detailed_steps: int = 32  # steps whose every span is recorded
+    protect: Protect = "auto"  # what a lost node's layers are made again from
+    notice_s: float = 3.0  # a silent or stopped node is taken for lost after this
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +107,10 @@ def resolve(config: RunConfig) -> RunConfig:
             raise UsageError(f"{name} {value} must be at least {least}")
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v goes out and back once: leave out --laps")
+    if config.keep.protect not in PROTECT:
+        raise unknown("protection", config.keep.protect, PROTECT)
+    if not 0.5 <= config.keep.notice_s <= 3600:
+        raise UsageError(f"--notice {config.keep.notice_s:g} must be from 0.5 to 3600 seconds")
     if training.staleness not in (0, 1):
         raise UsageError(f"--staleness {training.staleness} is not supported: use 0 or 1")
     if not -(2**62) < training.seed < 2**62:
@@ -161,6 +171,8 @@ RESUMABLE = (
     "route",
     "checkpoint_every",
     "detailed_steps",
+    "protect",
+    "notice_s",
 )
 
 

@@ -8,6 +8,7 @@ RingError                     1
   LossNotFinite               1
   ProtocolError               1   received bytes that no honest peer of this version sends
   CheckpointError             1   no readable checkpoint
+  SnapshotUnusable            1   a layer of it is missing or damaged; healing then goes back to the checkpoint
   WaitTimeout                 1   a wait came to its limit; says for whom and in which step
   Interrupted               130   stopped by the user, checkpoint saved
 """
@@ -34,9 +35,11 @@ class DoesNotFit(RingError):  # noqa: N818
 class NodeLost(RingError):  # noqa: N818
     exit_code = 4
 
-    def __init__(self, text: str, node: int | None = None) -> None:
+    def __init__(self, text: str, node: int | None = None, notice_s: float = 0.0) -> None:
+        """`notice_s`: since it was last known to live, so at most this long after it was lost."""
         super().__init__(text)
         self.node = node
+        self.notice_s = notice_s
 
 
 class NodeFailed(RingError):  # noqa: N818
@@ -52,6 +55,10 @@ class ProtocolError(RingError):
 
 
 class CheckpointError(RingError):
+    pass
+
+
+class SnapshotUnusable(RingError):  # noqa: N818
     pass
 
 

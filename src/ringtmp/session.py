@@ -8,75 +8,41 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from ringtmp import __version__
-from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
-from ringtmp.data.sources import Source, Stream, leaves
-from ringtmp.errors import CheckpointError, Interrupted, RingError, UsageError
+from ringtmp.data.sources import Stream
+from ringtmp.errors import CheckpointError, Interrupted, NodeLost, RingError, SnapshotUnusable, UsageError
+from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
-from ringtmp.model.build import build_layers
-from ringtmp.model.layers import Model
 from ringtmp.model.portable import Layer
-from ringtmp.model.profile import ProfileCache, Profiler
-from ringtmp.plan.device import LayerCost
+from ringtmp.plan.route import MASTER
+from ringtmp.prepare import microbatch_sizes, write_model
+from ringtmp.recovery import Losses, lost_text, memory_need
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.lead import STOP_LIMIT_S
-from ringtmp.ring.losses import LossFunction, check_loss
-from ringtmp.ring.optimizer import make_optimizer
+from ringtmp.ring.lead import STOP_LIMIT_S, Lead
+from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.recipe import checked_schedule, learning_rate
-from ringtmp.ring.rundir import LayerIndex, RunDirectory, SavedConfig
+from ringtmp.ring.rundir import LayerIndex, SavedConfig
 from ringtmp.strategies import catalog, ring
 from ringtmp.strategies.brief import Brief, Leader
-from ringtmp.wire.message import Crossing, Recipe
+from ringtmp.wire.message import Hello, Recipe, Renew
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
 FAILED_STOP_LIMIT_S = 0.5
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
-
-
-class Interruption(Protocol):
-    """Whether the user wants to stop. Armed while there is something to save."""
-
-    armed: bool
-
-    def __call__(self) -> bool: ...
-
-
-class Watcher(Protocol):
-    """Someone who looks on: a progress bar, or nobody."""
-
-    def phase(self, text: str) -> None: ...
-    def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
-    def evaluated(self, event: events.Evaluated) -> None: ...
-    def warn(self, text: str) -> None: ...
-    def expect(self, lines: Sequence[str]) -> None: ...
-    def tell(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train, besides the settings."""
-
-    config: RunConfig
-    model: Model | None  # None: the layers are in the run directory already
-    train: Source
-    test: Source | None
-    loss: LossFunction
-    loss_name: str
-    run: RunDirectory
 
 
 class Session:
@@ -102,6 +68,11 @@ class Session:
         self._told_of_log = False
         self._run_name = ""
         self._lr_schedule: dict[str, Any] = {}
+        self._losses = Losses()
+        ring, keep = job.config.ring, job.config.keep
+        protect = keep.protect if ring.strategy == "ring" else "checkpoint"
+        self._protection = Protection(protect, training.staleness)
+        self._kept = -1  # the step of the last snapshot that was recorded
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -118,14 +89,17 @@ class Session:
             self._log = EventLog(run.events)
             endpoint = self._crew.start(self._ring, self._generation)
             self._settle()
-            if not resuming:
-                self._build()
+            if self._job.model is not None:
+                sizes = microbatch_sizes(self._batches.sizes(), self._microbatches)
+                loss = self._job.loss, self._job.loss_name
+                write_model(run, self._job.model, self._job.train, loss, self._recipe(), sizes, self._watcher.phase)
             index, layers, checkpoint = self._open()
-            master = self._lay_out(endpoint, index, layers, checkpoint)
+            try:
+                self._lay_out(endpoint, index, layers, checkpoint)
+            except NodeLost as lost:
+                self._heal(lost)
             self._interrupted.armed = True
-            outcome = self._steps(master, layers)
-            self._watcher.phase("saving")
-            self._save(self._master or master, layers, needed=True)  # a new generation has a master of its own
+            outcome = self._to_the_end(layers)
             checkpoint, _ = latest(run.checkpoints)
             digest = weights_sha256(checkpoint, layers)
         except Interrupted as interruption:
@@ -171,57 +145,6 @@ class Session:
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        """Layers become data; their first weights become the checkpoint of step 0. One layer at a time."""
-        job, run = self._job, self._job.run
-        assert job.model is not None
-        self._watcher.phase("reading the model")
-        sizes = sorted(
-            {-(-size // min(self._microbatches, size)) for size in self._batches.sizes()}
-            | {size // min(self._microbatches, size) for size in self._batches.sizes()}
-        )
-        name = secrets.token_hex(8)
-        writer = CheckpointWriter(run.checkpoints, name, Progress(0))
-        names: list[str] = []
-        costs: list[LayerCost] = []
-        leaving: list[tuple[Crossing, ...]] = []
-        try:
-            sample = job.train.example
-            profiler = self._profiler(sample(sizes[-1])[0], sizes[-1])
-            last = None
-            for index, built in enumerate(
-                build_layers(job.model, job.config.training.seed, lambda count: sample(count)[0], sizes)
-            ):
-                run.write_layer(index, built.layer)
-                writer.add(index, built.layer, list(built.tensors.values()), {})
-                names.append(built.layer.name)
-                costs.append(profiler.cost(built))
-                leaving.append(_crossings(built.sample_outputs, sizes[-1]))
-                last = built
-                self._watcher.phase(f"reading the model: layer {index + 1}, {built.layer.name}")
-            assert last is not None
-            check_loss(job.loss, job.loss_name, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
-            least = 1 if last.takes_one_sample else 2
-            run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least))
-            writer.commit()
-        except OSError as error:
-            writer.abandon()
-            raise UsageError(f"the model's first weights cannot be written to {run.path}: {error.strerror}") from error
-        except BaseException:
-            writer.abandon()
-            raise
-
-    def _profiler(self, inputs: Any, largest: int) -> Profiler:
-        training = self._job.config.training
-        return Profiler(
-            inputs,
-            [largest],
-            self._crew.threads,
-            lambda parameters: make_optimizer(training.optimizer, training.optimizer_settings, parameters),
-            f"{training.optimizer} {sorted(training.optimizer_settings.items())}",
-            ProfileCache(),
-        )
-
     def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
         index, layers = self._job.run.read_layers()
         checkpoint, problems = latest(self._job.run.checkpoints)
@@ -235,27 +158,21 @@ class Session:
         self._saved_step = checkpoint.progress.step
         return index, layers, checkpoint
 
-    def _lay_out(self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint) -> Leader:
+    def _lay_out(
+        self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint,
+        hellos: Mapping[int, Hello] = MappingProxyType({}), snapshot: Snapshot | None = None,
+    ) -> None:  # fmt: skip
         job, config = self._job, self._job.config
         assert self._log is not None
-        steps = self._total_steps()
         training = config.training
-        self._lr_schedule = schedule = checked_schedule(training.lr_schedule, steps)
-        recipe = Recipe(
-            training.seed,
-            self._crew.threads,
-            training.optimizer,
-            training.optimizer_settings,
-            schedule,
-            training.clip_norm,
-            training.staleness,
-        )
+        schedule = self._lr_schedule = checked_schedule(training.lr_schedule, self._total_steps())
+        recipe = self._recipe()
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe, self._progress.step, self._microbatches,
             self._batch_size, self._crew.addresses(), self._crew.devices(),
             self._crew.alike or config.ring.all_devices,
         )  # fmt: skip
-        brief, hellos = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase)
+        brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
         plan = catalog.plan(brief)
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
@@ -280,7 +197,9 @@ class Session:
                 )
             )  # fmt: skip
         self._master = master = plan.lead(endpoint, self._crew, self._log)
-        master.hellos.update(hellos)
+        master.hellos.update(found)
+        master.snapshot, master.protection = snapshot, self._protection
+        self._protection.renew(self._progress.step, self._crew.nodes)
         plan.start(master, checkpoint, self._watcher.phase)
         for share in plan.shares:
             self._log.write(
@@ -291,7 +210,13 @@ class Session:
             )  # fmt: skip
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
         self._log.flush()
-        return master
+
+    def _recipe(self) -> Recipe:
+        training = self._job.config.training
+        return Recipe(
+            training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, self._lr_schedule,
+            training.clip_norm, training.staleness,
+        )  # fmt: skip
 
     def _total_steps(self) -> int | None:
         training = self._job.config.training
@@ -301,6 +226,67 @@ class Session:
         return per_epoch * training.epochs if per_epoch is not None and training.epochs is not None else None
 
     # -- step after step ----------------------------------------------------------------------------------------------
+
+    def _to_the_end(self, layers: list[Layer]) -> str:
+        """All steps and what is kept of them; again from the last whole state whenever a node is lost."""
+        while True:
+            assert self._master is not None
+            try:
+                outcome = self._steps(self._master, layers)
+                self._watcher.phase("saving")
+                assert self._master is not None
+                self._save(self._master, layers, needed=True)  # a new generation has a master of its own
+                return outcome
+            except NodeLost as lost:
+                self._heal(lost)
+
+    def _heal(self, lost: NodeLost) -> None:
+        """A new generation from the last whole state: those who live stay as they are, somebody takes the lost one's
+        place, the steps since are done again. A loss meanwhile begins it anew."""
+        assert self._log is not None
+        noticed, reached = time.monotonic(), self._progress.step
+        self._losses.begin()
+        while True:
+            if self._job.config.keep.protect == "off" or not self._losses.bear(lost):
+                raise lost
+            self._warn(f"{lost}; healing")
+            try:
+                source = self._revive()
+                break
+            except NodeLost as another:
+                lost = another
+        losses, now = self._losses, time.monotonic()
+        event = events.Regrouped(
+            now, self._progress.step, self._generation, losses.reason, self._crew.nodes, now - noticed,
+            losses.nodes, losses.notice_s, reached - self._progress.step, source,
+        )  # fmt: skip
+        self._log.write(event)
+        self._watcher.tell(lost_text(event))
+
+    def _revive(self) -> str:
+        """The next generation, from the newest state that is whole; returns what that was."""
+        assert self._master is not None
+        assert self._log is not None
+        self._generation += 1
+        endpoint = self._master.endpoint
+        config = self._job.config
+        index, layers, checkpoint = self._open()
+        need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
+        living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
+        endpoint.renew(self._generation, Renew(self._generation), living)
+        self._settle()
+        scout = Lead(endpoint, self._crew, self._log)
+        scout.gather([node for node in self._crew.addresses() if node != MASTER])
+        snapshot = self._protection.newest(scout.hellos, endpoint.shelf.contents(), layers, checkpoint.progress.step)
+        if snapshot is not None:
+            self._progress = snapshot.progress
+        try:
+            self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)
+        except SnapshotUnusable as problem:
+            self._protection.spoil()
+            self._warn(f"{problem}; going back to the checkpoint of step {checkpoint.progress.step}")
+            return self._revive()
+        return "checkpoint" if snapshot is None else "snapshot"
 
     def _steps(self, master: Leader, layers: list[Layer]) -> str:
         job, training = self._job, self._job.config.training
@@ -319,6 +305,7 @@ class Session:
                 return "done"
             self._refuse_too_small(batch)
             started = time.monotonic()
+            self._protection.progress = self._progress
             loss = master.train_step(step, batch, fresh, self._upcoming)
             fresh = False
             now = time.monotonic()
@@ -334,6 +321,8 @@ class Session:
                 self._told_of_log = True
                 self._watcher.warn(self._log.trouble)
             step += 1
+            self._losses.step_done(step)
+            self._protect(done.wall_s)
             self._progress = msgspec.structs.replace(self._progress, step=step)
             self._watcher.step(step, total, done, self._log.idle_share)
             if master.committed > step:
@@ -364,8 +353,22 @@ class Session:
         every, total = self._job.config.keep.checkpoint_every, self._total_steps()
         if (total is not None and step >= total) or (every is not None and step % every == 0):
             return None
+        if self._protection.due(step):
+            return None
         leaving = self._interrupted() or self._crew.changed() is not None
         return None if leaving else self._batches.early(step)
+
+    def _protect(self, step_s: float) -> None:
+        """What a finished step means for the snapshots."""
+        protection, log = self._protection, self._log
+        protection.step_took(step_s)
+        whole = protection.whole
+        if whole is not None and whole.step > self._kept and log is not None:
+            self._kept = whole.step
+            self._batches.forget(whole.step)
+            log.write(events.SnapshotWhole(time.monotonic(), whole.step, protection.interval))
+        if (trouble := protection.lapse()) is not None:
+            self._warn(f"no more snapshots: {trouble}; a lost node now means going back to the last checkpoint")
 
     def _refuse_too_small(self, batch: Batch) -> None:
         """A table's sizes are checked before the start; a stream may bring any."""
@@ -382,12 +385,15 @@ class Session:
         started = time.monotonic()
         self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
         self._save(master, layers, needed=True)
-        master.stop("a new generation begins")
-        self._generation += 1
-        endpoint = self._crew.regroup(self._ring, self._generation)
-        self._settle()
-        index, layers, checkpoint = self._open()
-        master = self._lay_out(endpoint, index, layers, checkpoint)
+        if self._crew.all_anew():
+            master.stop("a new generation begins")
+            self._generation += 1
+            endpoint = self._crew.regroup(self._ring, self._generation)
+            self._settle()
+            self._lay_out(endpoint, *self._open())
+        else:
+            self._revive()
+        assert self._master is not None
         self._log.write(
             events.Regrouped(
                 time.monotonic(),
@@ -398,7 +404,7 @@ class Session:
                 time.monotonic() - started,
             )
         )
-        return master
+        return self._master
 
     def _evaluate(self, master: Leader, epoch: int) -> float | None:
         """The test loss, if there is a test part."""
@@ -456,6 +462,7 @@ class Session:
             writer.abandon()
             raise
         self._saved_step, self._saved_at = self._progress.step, time.monotonic()
+        self._batches.forget(self._saved_step)
         self._log.write(
             events.CheckpointSaved(time.monotonic(), self._progress.step, time.monotonic() - started, writer.bytes)
         )
@@ -464,20 +471,3 @@ class Session:
         self._watcher.warn(text)
         if self._log is not None:
             self._log.write(events.Warned(time.monotonic(), text))
-
-
-def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
-    """What leaves a layer for `samples` samples, as the plan knows it."""
-    found = []
-    for leaf in leaves(outputs):
-        per_sample = leaf.dim() > 0 and leaf.shape[0] == samples
-        rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
-        found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
-    return tuple(found)
-
-
-def len_of(outputs: Any) -> int:
-    """Samples in a (nested) output."""
-    while isinstance(outputs, tuple | list):
-        outputs = outputs[0]
-    return len(outputs)

@@ -48,6 +48,17 @@ def list_(ring: str | None) -> None:
 @command.command()
 @click.argument("node")
 @click.option("--ring", default="home", show_default=True)
+def release(node: str, ring: str) -> None:
+    """Take NODE (a name or key) out of the run under way, at the end of its step. It stays admitted."""
+    from ringtmp.launch.keys import Rings
+
+    found = Rings().release(ring, node)
+    print(f"{found.name} ({found.key}) is released from the run of ring {ring}")
+
+
+@command.command()
+@click.argument("node")
+@click.option("--ring", default="home", show_default=True)
 def revoke(node: str, ring: str) -> None:
     """Shut NODE (a name or key) out for good. A run it is part of notices within a second."""
     from ringtmp.launch.keys import Rings

@@ -42,6 +42,8 @@ FIELDS = {
     "route": ("ring", "route"),
     "recompute": ("ring", "recompute"),
     "checkpoint_every": ("keep", "checkpoint_every"),
+    "protect": ("keep", "protect"),
+    "notice_s": ("keep", "notice_s"),
 }
 
 

@@ -50,7 +50,8 @@ def command(
         crew = None
         if listen is not None:
             nodes, threads = settings.ring.nodes, settings.training.threads
-            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s)
+            notice_s = settings.keep.notice_s
+            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s, notice_s)
         elif start_with is not None:
             raise UsageError("--start-with goes with --listen: processes on this machine all come")
         if resume is not None:

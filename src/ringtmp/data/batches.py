@@ -60,6 +60,7 @@ class TrainingBatches:
         self._arrived = 0
         self._epoch = 0
         self._early: tuple[int, Batch] | None = None
+        self._spool: dict[int, Batch] = {}  # of a stream, which cannot be asked twice
         if isinstance(source, Table) and batch_size > source.size:
             raise UsageError(f"batch size {batch_size} is above the {source.size} training samples of {source.name}")
 
@@ -80,7 +81,14 @@ class TrainingBatches:
         """None when a stream has ended for good."""
         source = self._source
         if isinstance(source, Stream):
-            return self._arrive(source, step)
+            if step in self._spool:
+                return self._spool[step]
+            if step < self._arrived:
+                raise UsageError(f"the batch of step {step} is needed again, and {source.name} gives it only once")
+            batch = self._arrive(source, step)
+            if batch is not None:
+                self._spool[step] = batch
+            return batch
         if self._early is not None and self._early[0] == step:
             return self._early[1]
         per_epoch = -(-source.size // self._size)
@@ -91,6 +99,16 @@ class TrainingBatches:
         index = self._order[1][position * self._size : (position + 1) * self._size]
         inputs, targets = split_batch(*source.take(index), self._microbatches)
         return Batch(epoch, inputs, targets, len(index), index.tensor_split(len(targets)))
+
+    def forget(self, before: int) -> None:
+        """Nobody will ask again for a step before this one."""
+        for step in [each for each in self._spool if each < before]:
+            del self._spool[step]
+
+    @property
+    def spooled_bytes(self) -> int:
+        """Of a stream's batches that may be asked for again."""
+        return sum(leaf.nbytes for batch in self._spool.values() for each in batch.inputs for leaf in leaves(each))
 
     def early(self, step: int) -> Batch | None:
         """The batch of a step whose turn has not come; None at the start of an epoch, and from a stream, where asking

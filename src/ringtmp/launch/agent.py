@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 import time
@@ -21,12 +22,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp.errors import ProtocolError, RingError, UsageError
 from ringtmp.launch import speech
-from ringtmp.launch.child import end, last_words, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, spawn
 from ringtmp.launch.compute import Bound, Orders
 from ringtmp.launch.facts import address_towards
 from ringtmp.launch.speech import (
     BEAT_S,
     MAX_BYTES,
+    SILENCE_LIMIT_S,
     Died,
     End,
     Facts,
@@ -43,7 +45,6 @@ from ringtmp.transport.curve import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
 KNOCK_AGAIN_S = 2.0
-BOUND_LIMIT_S = 30.0
 
 
 def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_S) -> str:
@@ -130,7 +131,10 @@ class Agent:
         self._socket.connect(hub)
         self._child: subprocess.Popen[bytes] | None = None
         self._generation = 0
+        self._stopped_at: float | None = None
+        self._starting = False  # the compute process has not said its first line
         self._log: Path | None = None
+        self._shelf: Path | None = None
         self._ended = 0  # runs served
 
     def run(self, once: bool) -> None:
@@ -145,8 +149,15 @@ class Agent:
                 raise UsageError(
                     "the master no longer knows this device: it was revoked, or the ring was made anew; ask for a fresh token"
                 )
-            if self._socket.poll(200):
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            if self._starting and self._child is not None and self._child.stdout is not None:
+                poller.register(self._child.stdout.fileno(), zmq.POLLIN)
+            ready = dict(poller.poll(200))
+            if self._socket in ready:
                 self._take(speech.decode(speech.from_master, self._socket.recv()))
+            elif ready:
+                self._hear_child()
             self._watch_child()
 
     def close(self) -> None:
@@ -175,29 +186,49 @@ class Agent:
         endpoint = f"tcp://{self._listen}:*"
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
-            message.threads, secure=True, memory_bytes=self._memory_bytes,
+            message.threads, secure=True, memory_bytes=self._memory_bytes, shelf=tempfile.mkdtemp(prefix="ringtmp-node-"),
         )  # fmt: skip
+        self._shelf = Path(orders.shelf)
         descriptor, path = tempfile.mkstemp(prefix="ringtmp-node-", suffix=".log")
         self._log = Path(path)
         os.close(descriptor)
         self._child = spawn(orders, self._log)
+        self._starting = True
+
+    def _hear_child(self) -> None:
+        """Its first line says where it listens. Signs of life go on meanwhile."""
+        assert self._child is not None
         assert self._child.stdout is not None
-        poller = zmq.Poller()
-        poller.register(self._child.stdout.fileno(), zmq.POLLIN)
-        line = self._child.stdout.readline() if poller.poll(round(BOUND_LIMIT_S * 1000)) else b""
+        self._starting = False
+        line = self._child.stdout.readline()
         if line:
             bound = msgspec.json.decode(line, type=Bound)
             self._tell(Started(self._generation, bound.address, self._child.pid))
 
     def _watch_child(self) -> None:
         child = self._child
-        if child is None or child.poll() is None:
+        if child is None:
+            return
+        if child.poll() is None:
+            self._watch_stopped(child)
             return
         if child.returncode != 0:
             self._say(f"the compute process ended with code {child.returncode}: {last_words(self._log)}")
         self._tell(Died(self._generation, child.returncode, last_words(self._log)))
         self._end_child()
         self._ended += 1
+
+    def _watch_stopped(self, child: subprocess.Popen[bytes]) -> None:
+        """One that was stopped cannot say so itself, and would hold up the ring."""
+        if not is_stopped(child.pid):
+            self._stopped_at = None
+            return
+        now = time.monotonic()
+        self._stopped_at = self._stopped_at or now
+        if now - self._stopped_at > SILENCE_LIMIT_S:
+            self._stopped_at = None
+            child.kill()
+            child.wait()
 
     def _end_child(self) -> None:
         child, self._child = self._child, None
@@ -207,6 +238,9 @@ class Agent:
         if self._log is not None:
             self._log.unlink(missing_ok=True)
             self._log = None
+        if self._shelf is not None:
+            shutil.rmtree(self._shelf, ignore_errors=True)
+            self._shelf = None
 
     def _tell(self, message: Here | Started | Died | Leaving) -> None:
         with contextlib.suppress(zmq.Again):  # nobody is listening; the next beat will tell

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from ringtmp.errors import UsageError
 from ringtmp.launch.compute import Orders
@@ -56,6 +57,14 @@ def end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
     if child.stdout is not None:
         child.stdout.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody stopped it (SIGSTOP, Ctrl-Z, a debugger)."""
+    try:
+        return bool(psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+    except psutil.Error:
+        return False
 
 
 def last_words(log: Path | None) -> str:

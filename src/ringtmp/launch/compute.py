@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from pathlib import Path
 
 import msgspec
 
@@ -26,6 +27,7 @@ class Orders(msgspec.Struct, frozen=True):
     threads: int
     secure: bool = False
     memory_bytes: int = 0  # what this device lends; 0: what is free
+    shelf: str = ""  # a folder for snapshots; whoever gives the orders removes it
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -56,6 +58,7 @@ def main() -> int:
     from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
     from ringtmp.ring.endpoint import Endpoint
     from ringtmp.ring.scout import answer
+    from ringtmp.ring.shelf import Shelf
     from ringtmp.ring.worker import Worker
     from ringtmp.strategies.catalog import member
     from ringtmp.wire.message import Failed
@@ -63,7 +66,8 @@ def main() -> int:
     set_threads(orders.threads)
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
-    endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes)
+    shelf = Shelf(Path(orders.shelf)) if orders.shelf else Shelf()
+    endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, shelf=shelf)
     worker = Worker(endpoint, orders.master, member, answer)
     code = 0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from ringtmp.plan.device import Device
@@ -32,10 +33,20 @@ class Crew(Protocol):
         """The run goes on without this one: it is not checked any more."""
         ...
 
+    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+        """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
+        they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.
+        Where all together have less memory than `need_bytes`, waits for another to come."""
+        ...
+
     def changed(self) -> str | None:
         """Why the ring must be laid out anew at the next step boundary; None while it need not."""
         ...
 
+    def all_anew(self) -> bool:
+        """Whether the change needs every process started anew, so that nobody holds a key of before."""
+        ...
+
     def regroup(self, ring: str, generation: int) -> Endpoint:
-        """Start the next generation with those who are left. The one before has been told to stop."""
+        """Start everyone who is left anew, for the next generation. The one before has been told to stop."""
         ...

@@ -21,6 +21,7 @@ from ringtmp.launch.speech import (
     BEAT_S,
     HUB_PORT_OFFSET,
     MAX_BYTES,
+    SILENCE_LIMIT_S,
     Died,
     End,
     Facts,
@@ -78,7 +79,7 @@ class Hub:
         self.refresh()  # before anyone can knock: ZeroMQ never retries a refused handshake
         try:
             self._table.bind(f"tcp://{host}:{port + HUB_PORT_OFFSET}")
-            self._door = Door(ring, rings, host, port, self.refresh)
+            self.open_door()
         except zmq.ZMQError as error:
             self.close()
             raise UsageError(
@@ -121,7 +122,15 @@ class Hub:
 
     def present(self) -> list[Device]:
         now = time.monotonic()
-        return [each for each in self.devices.values() if not each.left and now - each.last_heard < 5 * BEAT_S]
+        return [each for each in self.devices.values() if not each.left and now - each.last_heard < SILENCE_LIMIT_S]
+
+    def admits(self, key: str) -> bool:
+        return key in self._admitted
+
+    def open_door(self) -> None:
+        """Whoever has a token may join."""
+        if self._door is None:
+            self._door = Door(self.ring, self._rings, self._host, self._port, self.refresh)
 
     def close_door(self) -> None:
         """Nobody else may join."""

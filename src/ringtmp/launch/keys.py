@@ -61,6 +61,7 @@ class RingFile(msgspec.Struct, frozen=True):
     revoked: tuple[str, ...] = ()
     tokens: tuple[OpenToken, ...] = ()
     address: str = ""  # host:port the ring last listened on
+    released: tuple[str, ...] = ()  # keys of devices that sit out the run under way
 
     @property
     def keys(self) -> KeyPair:
@@ -139,10 +140,7 @@ class Rings:
     def revoke(self, name: str, node: str) -> Admitted:
         """Take a node's key off the list for good. Its name frees up; its key never comes back."""
         with self._change(name) as (ring, save):
-            found = next((each for each in ring.nodes if node in (each.name, each.key)), None)
-            if found is None:
-                known = ", ".join(each.name for each in ring.nodes) or "none"
-                raise UsageError(f"ring {name} has no node {node!r}: its nodes are {known}")
+            found = _find(name, ring, node)
             save(
                 msgspec.structs.replace(
                     ring,
@@ -151,6 +149,18 @@ class Rings:
                 )
             )
         return found
+
+    def release(self, name: str, node: str) -> Admitted:
+        """Let a node go from the run under way; it stays admitted."""
+        with self._change(name) as (ring, save):
+            found = _find(name, ring, node)
+            save(msgspec.structs.replace(ring, released=(*ring.released, found.key)))
+        return found
+
+    def take_back(self, name: str) -> None:
+        """A new run begins: whoever was released may come again."""
+        with self._change(name) as (ring, save):
+            save(msgspec.structs.replace(ring, released=()))
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{checked_name('ring', name)}.json"
@@ -166,6 +176,14 @@ class Rings:
                 _write(path, msgspec.json.encode(ring))
 
             yield _read(path, RingFile), save
+
+
+def _find(name: str, ring: RingFile, node: str) -> Admitted:
+    found = next((each for each in ring.nodes if node in (each.name, each.key)), None)
+    if found is None:
+        known = ", ".join(each.name for each in ring.nodes) or "none"
+        raise UsageError(f"ring {name} has no node {node!r}: its nodes are {known}")
+    return found
 
 
 def _objection(ring: RingFile, secret: bytes, key: str) -> str | None:

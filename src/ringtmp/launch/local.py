@@ -11,18 +11,21 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
 
 from ringtmp.errors import NodeLost
 from ringtmp.launch import described
-from ringtmp.launch.child import end, last_words, let_go, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
 from ringtmp.plan.device import Device
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
 from ringtmp.wire.address import Address
 
@@ -30,13 +33,17 @@ from ringtmp.wire.address import Address
 class LocalCrew:
     alike = True
 
-    def __init__(self, nodes: int, threads: int, logs: Path) -> None:
+    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0) -> None:
         self.nodes = nodes
         self.threads = threads
         self._logs = logs
         self._folder: str | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._transport: ZeroMQTransport | None = None
+        self._checked = time.monotonic()
+        self._notice_s = notice_s
+        self._stopped: set[int] = set()
+        self._stopped_at: dict[int, float] = {}
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
@@ -45,9 +52,8 @@ class LocalCrew:
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
         for node in range(1, self.nodes):
-            orders = Orders(ring, generation, node, addresses[node].endpoints, addresses[0], self.threads)
-            self._children[node] = spawn(orders, self._log(node))
-        return Endpoint(self._transport, ring, generation)
+            self._spawn(node, ring, generation)
+        return Endpoint(self._transport, ring, generation, shelf=Shelf(self._shelf(0)))
 
     def addresses(self) -> dict[int, Address]:
         assert self._folder is not None, "not started"
@@ -69,8 +75,36 @@ class LocalCrew:
         self.stop()
         return self.start(ring, generation)
 
+    def all_anew(self) -> bool:
+        return False
+
+    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+        """A fresh process takes the place of each that has died, at its number."""
+        living = {node for node, child in self._children.items() if child.poll() is None} - self._stopped
+        for node in range(1, self.nodes):
+            if node not in living:
+                if node in self._children:
+                    self._children[node].kill()
+                    end(self._children[node])
+                self._spawn(node, ring, generation)
+        self._stopped.clear()
+        self._stopped_at.clear()
+        return living
+
+    def _spawn(self, node: int, ring: str, generation: int) -> None:
+        addresses = self.addresses()
+        shutil.rmtree(self._shelf(node), ignore_errors=True)  # of the one before
+        orders = Orders(
+            ring, generation, node, addresses[node].endpoints, addresses[0], self.threads,
+            shelf=str(self._shelf(node)),
+        )  # fmt: skip
+        self._children[node] = spawn(orders, self._log(node))
+
     def check(self, step: int) -> None:
+        now = time.monotonic()
+        since, self._checked = now - self._checked, now
         for node, child in self._children.items():
+            self._check_stopped(node, child, step, now)
             code = child.poll()
             if code is not None:
                 words = last_words(self._log(node))
@@ -78,10 +112,24 @@ class LocalCrew:
                     f"node {node} (process {child.pid}) {_how_it_died(code)} in step {step}; its log is {self._log(node)}"
                     + (f" (last line: {words})" if words else ""),
                     node,
+                    since,
                 )
+
+    def _check_stopped(self, node: int, child: subprocess.Popen[bytes], step: int, now: float) -> None:
+        """Stopped for longer than the limit is lost. Slow is not: a slow process is not stopped."""
+        if not is_stopped(child.pid):
+            self._stopped_at.pop(node, None)
+        elif (silent := now - self._stopped_at.setdefault(node, now)) > self._notice_s:
+            self._stopped.add(node)
+            raise NodeLost(
+                f"node {node} (process {child.pid}) has been stopped for {silent:.1f} s in step {step}", node, silent
+            )
 
     def bury(self, node: int) -> None:
         end(self._children.pop(node))
+
+    def _shelf(self, node: int) -> Path:
+        return self._logs.parent / "snapshots" / str(node)
 
     def _log(self, node: int) -> Path:
         return self._logs / f"node-{node}.log"
@@ -99,6 +147,7 @@ class LocalCrew:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+            shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
 
 
 def _how_it_died(code: int) -> str:

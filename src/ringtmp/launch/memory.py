@@ -6,7 +6,8 @@ Used by `--nodes 1`, where there is nobody to talk to, and by everything that wa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 
 from ringtmp.errors import NodeLost
 from ringtmp.plan.device import Device
@@ -24,8 +25,14 @@ class MemoryCrew:
     alike = True
 
     def __init__(
-        self, nodes: int, seed: int = 0, wrap: Wrapper = lambda transport: transport, threads: int = 1
+        self,
+        nodes: int,
+        seed: int = 0,
+        wrap: Wrapper = lambda transport: transport,
+        threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.nodes = nodes
         self.threads = threads
         self._hub = Hub()
@@ -37,11 +44,24 @@ class MemoryCrew:
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """The master's endpoint; the workers are made."""
-        endpoint = Endpoint(self._wrap(self._hub.transport(0)), ring, generation)
+        endpoint = Endpoint(self._wrap(self._hub.transport(0)), ring, generation, self._clock)
         for node in range(1, self.nodes):
-            worker_endpoint = Endpoint(self._wrap(self._hub.transport(node)), ring, generation)
-            self._workers.append(Worker(worker_endpoint, NOWHERE, member))
+            self._make(node, ring, generation)
         return endpoint
+
+    def _make(self, node: int, ring: str, generation: int) -> None:
+        endpoint = Endpoint(self._wrap(self._hub.transport(node)), ring, generation, self._clock)
+        self._workers.append(Worker(endpoint, NOWHERE, member))
+
+    def all_anew(self) -> bool:
+        return True
+
+    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+        living = {worker.endpoint.node for worker in self._workers}
+        for node in set(range(1, self.nodes)) - living:
+            self._make(node, ring, generation)
+        self._dead.clear()
+        return living
 
     def addresses(self) -> dict[int, Address]:
         return dict.fromkeys(range(self.nodes), NOWHERE)

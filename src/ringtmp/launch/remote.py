@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import psutil
 
-from ringtmp.errors import NodeLost, UsageError, WaitTimeout
+from ringtmp.errors import NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import Device, Hub
@@ -17,6 +20,7 @@ from ringtmp.launch.token import Token
 from ringtmp.plan import device as planned
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.curve import new_key_pair
 from ringtmp.transport.slow import slowed
 from ringtmp.transport.zeromq import ZeroMQTransport
@@ -25,6 +29,8 @@ from ringtmp.wire.address import Address
 
 JOIN_LIMIT_S = 3600.0
 START_LIMIT_S = 60.0
+#: An agent that starts a compute process waits for its first line, and says nothing meanwhile.
+SILENCE_WHILE_STARTING_S = 35.0
 
 
 class RemoteCrew:
@@ -44,7 +50,9 @@ class RemoteCrew:
         wait_s: float,
         phase: Callable[[str], None],
         tell: Callable[[str], None],
+        notice_s: float = SILENCE_LIMIT_S,
     ) -> None:
+        self._notice_s = notice_s
         self.nodes = nodes
         self.threads = threads or 1
         self._given_threads = threads
@@ -62,11 +70,17 @@ class RemoteCrew:
         self._generation = 0
         self._started = False
         self._revoked: set[str] = set()
+        self._released: set[str] = set()
+        self._shelf = Shelf()
+        self._places: dict[str, int] = {}  # keys of devices whose compute process is linked, and its number
+        self._seen: set[str] = set()
+        self._wanted = nodes
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Show the line to type, wait for the devices, let each start its compute process."""
         self._generation = generation
         self._rings.open(self._ring, create=True)
+        self._rings.take_back(self._ring)
         address = f"{self._host}:{self._port}"
         self._hub = Hub(self._ring, self._rings, self._host, self._port)
         self._rings.set_address(self._ring, address)
@@ -74,24 +88,125 @@ class RemoteCrew:
         return self._begin(ring)
 
     def changed(self) -> str | None:
-        """A revoked device works on to the end of its step, then the ring goes on without it."""
-        gone = [f"{device.facts.name} was revoked" for device in self._devices.values() if device.key in self._revoked]
-        return " and ".join(gone) or None
+        """A revoked or released device works on to the end of its step, then the ring goes on without it; one that waits
+        for a place gets it then."""
+        words = [
+            f"{device.facts.name} was {'revoked' if device.key in self._revoked else 'released'}"
+            for device in self._devices.values()
+            if device.key in self._revoked or device.key in self._released
+        ]
+        words += [f"{device.facts.name} joined" for device in self._spares()]
+        return " and ".join(words) or None
+
+    def all_anew(self) -> bool:
+        return bool(self._revoked)
 
     def regroup(self, ring: str, generation: int) -> Endpoint:
-        assert self._hub is not None
         assert self._transport is not None
         self._transport.close()
-        staying = []
-        for device in self._devices.values():
-            if device.key in self._revoked:
-                self._hub.tell(device, End(self._generation))
-            else:
-                staying.append(device)
+        self._shelf.close()
+        self._drop_the_gone()
         self._generation = generation
-        self.nodes = len(staying) + 1
-        self._devices = {index + 1: device for index, device in enumerate(staying)}
+        everyone = [*self._devices.values(), *self._spares()]
+        self.nodes = len(everyone) + 1
+        self._devices = {index + 1: device for index, device in enumerate(everyone)}
         return self._begin(ring)
+
+    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+        """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
+        numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""
+        assert self._hub is not None
+        assert self._transport is not None
+        self._hub.poll()
+        self._drop_the_gone()
+        self._generation = generation
+        self._gather_spares(need_bytes)
+        if compact:
+            self._close_ranks()
+        living = {node for node, device in self._devices.items() if self._lives(node, device)}
+        fresh = {node: device for node, device in self._devices.items() if node not in living}
+        self.nodes = len(self._devices) + 1
+        for node, device in fresh.items():
+            self._places.pop(device.key, None)
+            device.started = device.died = None
+            self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
+        self._await_compute(fresh)
+        self._mind_the_door()
+        return living
+
+    def _drop_the_gone(self) -> None:
+        assert self._hub is not None
+        for node, device in list(self._devices.items()):
+            gone = self._hub.devices.get(device.key) is not device or device.left
+            if gone or self._silent_s(device) > self._notice_s or device.key in (self._revoked | self._released):
+                self._end(device)
+                self._places.pop(device.key, None)
+                del self._devices[node]
+
+    def _lives(self, node: int, device: Device) -> bool:
+        """Whether its compute process is there, has this number, and is known to the master's links."""
+        return device.died is None and device.started is not None and self._places.get(device.key) == node
+
+    def _close_ranks(self) -> None:
+        for hole in range(1, len(self._devices) + 1):
+            if hole not in self._devices:
+                self._devices[hole] = self._devices.pop(max(self._devices))
+
+    def _gather_spares(self, need_bytes: int) -> None:
+        """Waiting devices get a place. If the memory of all is too little, the run pauses until more come."""
+        assert self._hub is not None
+        limit, told = time.monotonic() + JOIN_LIMIT_S, False
+        while True:
+            for device in self._spares():
+                node = next(number for number in range(1, self._wanted) if number not in self._devices)
+                self._devices[node] = device
+            missing = need_bytes - self._room_bytes()
+            if missing <= 0:
+                return
+            if not told:
+                told = True
+                self._tell(
+                    f"paused: those who are left lack {bytes_text(missing)} of memory; the run goes on when a device joins "
+                    "(ringtmp ring token prints a token)"
+                )
+            if time.monotonic() > limit:
+                raise NodeLost(f"nobody came within an hour, and {bytes_text(missing)} of memory are missing")
+            self._mind_the_door()
+            self._hub.poll(0.2)
+            self._hub.refresh()
+
+    def _room_bytes(self) -> int:
+        """What the devices said they have free, less what torch takes, and what is free here."""
+        others = sum(max(0, device.facts.memory_bytes - TORCH_BYTES) for device in self._devices.values())
+        return others + free_memory_bytes()
+
+    def _mind_the_door(self) -> None:
+        """Open while a place is free."""
+        assert self._hub is not None
+        if len(self._devices) + 1 < self._wanted:
+            self._hub.open_door()
+        else:
+            self._hub.close_door()
+
+    def _spares(self) -> list[Device]:
+        """Devices that wait for a place, as many as there are places."""
+        assert self._hub is not None
+        used = {device.key for device in self._devices.values()}
+        waiting = [
+            each
+            for each in self._hub.present()
+            if each.key not in used | self._released and self._fits(each, self._seen)
+        ]
+        return waiting[: self._wanted - 1 - len(self._devices)]
+
+    def _silent_s(self, device: Device) -> float:
+        return time.monotonic() - device.last_heard
+
+    def _end(self, device: Device) -> None:
+        """Its compute process is known by the generation it was started in, not by those it lived through."""
+        assert self._hub is not None
+        if device.started is not None:
+            self._hub.tell(device, End(device.started.generation))
 
     def _begin(self, ring: str) -> Endpoint:
         """Fresh link keys for everyone, and a compute process on every device."""
@@ -103,11 +218,13 @@ class RemoteCrew:
             cores = [usable_cores(), *(device.facts.cores for device in self._devices.values())]
             self.threads = self._given_threads or min(cores)
             self._started = True
+        self._places.clear()
         for node, device in self._devices.items():
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
-        self._await_compute()
-        return Endpoint(slowed(self._transport), ring, generation)
+        self._await_compute(self._devices)
+        self._shelf = Shelf(Path(tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")))
+        return Endpoint(slowed(self._transport), ring, generation, shelf=self._shelf)
 
     def addresses(self) -> dict[int, Address]:
         assert self._transport is not None, "not started"
@@ -139,35 +256,38 @@ class RemoteCrew:
         assert self._hub is not None
         self._hub.poll()
         self._hub.refresh()
-        self._revoked = {device.key for device in self._devices.values() if device.key not in self._hub.devices}
+        self._revoked = {device.key for device in self._devices.values() if not self._hub.admits(device.key)}
+        self._released = set(self._rings.open(self._ring).released)
         for node, device in self._devices.items():
             who = f"node {node} ({device.facts.name})"
             if device.key in self._revoked:
                 continue
-            if device.died is not None and device.died.generation == self._generation:
+            if device.died is not None and device.started is not None:
                 words = f": {device.died.last_words}" if device.died.last_words else ""
                 raise NodeLost(
                     f"{who}: its compute process ended with code {device.died.code} in step {step}{words}", node
                 )
             if device.left:
                 raise NodeLost(f"{who} left in step {step}", node)
-            silent = time.monotonic() - device.last_heard
-            if silent > SILENCE_LIMIT_S:
+            if self._hub.devices.get(device.key) is not device:
+                raise NodeLost(f"{who} was started anew in step {step}", node)
+            silent = self._silent_s(device)
+            if silent > self._notice_s:
                 raise NodeLost(
-                    f"{who} has not been heard for {silent:.0f} s in step {step}: power, cable, Wi-Fi?", node
+                    f"{who} has not been heard for {silent:.1f} s in step {step}: power, cable, Wi-Fi?", node, silent
                 )
 
     def bury(self, node: int) -> None:
-        assert self._hub is not None
-        self._hub.tell(self._devices.pop(node), End(self._generation))
+        self._end(self._devices.pop(node))
 
     def stop(self) -> None:
         if self._hub is not None:
             for device in self._devices.values():
-                self._hub.tell(device, End(self._generation))
+                self._end(device)
             self._hub.close()
             self._hub = None
         self._devices.clear()
+        self._shelf.close()
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -177,7 +297,7 @@ class RemoteCrew:
         secret = self._rings.new_secret(self._ring, self.nodes - 1)
         line = tokens.encode(Token(self._ring, address, self._rings.open(self._ring).public, secret))
         self._tell(f"on each device, run:\n\n    ringtmp node --join {line}\n")
-        seen: set[str] = set()
+        seen = self._seen
         began = time.monotonic()
         while True:
             self._hub.poll(0.05)
@@ -196,10 +316,10 @@ class RemoteCrew:
                     f"{len(here)} of {self.nodes - 1} devices came within an hour: start again, or use --start-with"
                 )
             self._phase(f"{len(here)} of {self.nodes - 1} devices are here")
-        self._hub.close_door()
         chosen = here[: self.nodes - 1]
-        self.nodes = len(chosen) + 1
+        self._wanted, self.nodes = self.nodes, len(chosen) + 1
         self._devices = {index + 1: device for index, device in enumerate(chosen)}
+        self._mind_the_door()
 
     def _fits(self, device: Device, seen: set[str]) -> bool:
         if device.facts.memory_bytes >= TORCH_BYTES:
@@ -212,21 +332,26 @@ class RemoteCrew:
             )
         return False
 
-    def _await_compute(self) -> None:
+    def _await_compute(self, devices: Mapping[int, Device]) -> None:
         assert self._hub is not None
         assert self._transport is not None
         limit = time.monotonic() + START_LIMIT_S
-        waiting = dict(self._devices)
+        waiting = dict(devices)
         while waiting:
             self._hub.poll(0.05)
             for node, device in list(waiting.items()):
                 if device.started is not None and device.started.generation == self._generation:
                     self._transport.connect(node, device.started.address)
+                    self._places[device.key] = node
                     del waiting[node]
-                elif device.died is not None:
-                    raise UsageError(
-                        f"node {node} ({device.facts.name}) could not start its compute process (code {device.died.code}): "
-                        f"{device.died.last_words or 'it said nothing'}"
+                elif device.died is not None or device.left:
+                    code = device.died.code if device.died is not None else 0
+                    said = device.died.last_words if device.died is not None else "it left"
+                    text = f"node {node} ({device.facts.name}) could not start its compute process (code {code}): "
+                    raise NodeLost(text + (said or "it said nothing"), node)
+                elif self._silent_s(device) > max(self._notice_s, SILENCE_WHILE_STARTING_S):
+                    raise NodeLost(
+                        f"node {node} ({device.facts.name}) fell silent before its compute process had started", node
                     )
             if time.monotonic() > limit:
                 names = ", ".join(f"node {node} ({device.facts.name})" for node, device in waiting.items())

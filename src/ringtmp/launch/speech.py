@@ -11,9 +11,9 @@ from ringtmp.wire.address import Address
 
 MAX_BYTES = 4096
 DEFAULT_PORT = 47100
-BEAT_S = 1.0
+BEAT_S = 0.5
 #: A device silent for this long is taken for lost.
-SILENCE_LIMIT_S = 10.0
+SILENCE_LIMIT_S = 3.0
 HUB_PORT_OFFSET = 1
 
 
@@ -43,7 +43,7 @@ class Knock(msgspec.Struct, frozen=True, tag="knock"):
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """Said once a second: I live. `incarnation` tells two processes with one key apart."""
+    """Said every BEAT_S: I live. `incarnation` tells two processes with one key apart."""
 
     incarnation: str
     facts: Facts

@@ -102,7 +102,21 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
     generation: int
     reason: str
     nodes: int
-    seconds: float
+    seconds: float  # from noticing, or wanting it, to the ring laid out again
+    #: Of a loss: who, how long after it was last known to live it was noticed, how many finished steps are done again,
+    #: and what everyone went back to (snapshot or checkpoint).
+    lost: tuple[int, ...] = ()
+    notice_s: float = 0.0
+    repeated: int = 0
+    source: str = ""
+
+
+class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot"):
+    """Every node's state before `step` is held by its neighbour too; the next comes `interval` steps later."""
+
+    at: float
+    step: int
+    interval: int
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warning"):
@@ -139,6 +153,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | Regrouped
+    | SnapshotWhole
     | Warned
     | NodeEnded
     | RunEnded

@@ -17,6 +17,7 @@ from ringtmp.metrics.events import (
     Regrouped,
     RunEnded,
     RunStarted,
+    SnapshotWhole,
     StepDone,
     Warned,
 )  # fmt: skip
@@ -115,10 +116,13 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         elif isinstance(event, Regrouped):
             recoveries.append(event)
             nodes = {node: each for node, each in nodes.items() if each.generation == event.generation}
+            # What is done again counts once.
+            steps = [each for each in steps if each.step < event.step]
+            node_steps = {node: [each for each in done if each.step < event.step] for node, done in node_steps.items()}
         elif isinstance(event, Warned):
             warnings.append(event.text)
         else:
-            assert isinstance(event, CheckpointSaved)
+            assert isinstance(event, CheckpointSaved | SnapshotWhole)
     if started is None:
         return None
     per_node = tuple(_node(nodes[node], node_steps.get(node, []), ends.get(node)) for node in sorted(nodes))

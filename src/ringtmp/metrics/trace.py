@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ringtmp.metrics.events import Event, NodeStarted, NodeStep, RunStarted, Span
+from ringtmp.metrics.events import Event, NodeStarted, NodeStep, Regrouped, RunStarted, Span
 
 _GROUPS = ("compute", "send", "receive")
 
@@ -17,14 +17,17 @@ _GROUPS = ("compute", "send", "receive")
 def chrome_trace(stream: Iterable[Event]) -> dict[str, Any]:
     """Of the last start in the log. Times in microseconds from its first span."""
     names: dict[int, str] = {}
+    marks: list[Regrouped] = []
     spans: dict[int, list[tuple[int, Span]]] = {}
     for event in stream:
         if isinstance(event, RunStarted):
-            names, spans = {}, {}
+            names, spans, marks = {}, {}, []
         elif isinstance(event, NodeStarted):
             names[event.node] = f"{'master' if event.node == 0 else f'node {event.node}'}: {', '.join(event.segments)}"
         elif isinstance(event, NodeStep):
             spans.setdefault(event.node, []).extend((event.step, span) for span in event.spans)
+        elif isinstance(event, Regrouped):
+            marks.append(event)
     origin = min((span.start for each in spans.values() for _, span in each), default=0.0)
     rows: list[dict[str, Any]] = []
     for node, each in sorted(spans.items()):
@@ -39,6 +42,11 @@ def chrome_trace(stream: Iterable[Event]) -> dict[str, Any]:
                 rows.append(
                     {"ph": "M", "name": "thread_name", "pid": node, "tid": order * 100 + lane, "args": {"name": label}}
                 )
+    rows += [
+        {"ph": "i", "s": "g", "name": f"generation {mark.generation}: {mark.reason}", "pid": 0, "tid": 0,
+         "ts": (mark.at - origin) * 1e6}
+        for mark in marks
+    ]  # fmt: skip
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ringtmp.resources import free_memory_bytes
-from ringtmp.transport.base import Channel, Transport
+from ringtmp.ring.shelf import Shelf
+from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.wire.address import Address
-from ringtmp.wire.link import Counters, Link
+from ringtmp.wire.link import Counters, Delivery, Link
 from ringtmp.wire.message import (
     Activations,
     Bye,
@@ -20,6 +21,7 @@ from ringtmp.wire.message import (
     Echo,
     Fetch,
     Gradients,
+    Keep,
     Kept,
     LayerState,
     Message,
@@ -30,6 +32,8 @@ from ringtmp.wire.message import (
     Pull,
     Pulled,
     Push,
+    Recall,
+    Restore,
     Scale,
     Squares,
     Stop,
@@ -43,6 +47,7 @@ _CHANNELS: dict[type, Channel] = {
     **dict.fromkeys((Activations, Gradients, Norms, Scale), Channel.TENSOR),
     **dict.fromkeys((Push, Pull, Pulled, Copy, Copied, Squares, Total, Part), Channel.TENSOR),
     **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept, Echo), Channel.BULK),
+    **dict.fromkeys((Keep, Recall, Restore), Channel.BULK),
 }
 
 
@@ -71,22 +76,54 @@ class Endpoint:
         generation: int,
         clock: Callable[[], float] = time.monotonic,
         limit_bytes: int | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         """No message may bring more than `limit_bytes`: the memory that is free now, unless told otherwise."""
         self.limit_bytes = limit_bytes or free_memory_bytes()
         self.node = transport.node
         self.clock = clock
         self._transport = transport
+        #: What outlives a generation.
+        self.shelf = shelf or Shelf()
         self._ring = ring
         self._generation = generation
         self._links: dict[tuple[int, Channel], Link] = {}
         self._local: list[Mail] = []
         self._forgotten: set[int] = set()
+        #: Links of ended generations to peers not heard in this one: what was said last may not have reached them.
+        self._parting: dict[int, list[Link]] = {}
+        self._retired: list[tuple[Channel, Counters]] = []
         self._looked_at = 0.0
         #: Sees every arriving message before memory is taken for it. A node with a plan sets its own.
         self.inspect: Callable[[Message], None] = lambda message: None
         #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
         self.sent: list[tuple[int, float, float, int]] = []
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def renew(self, generation: int, word: Message | None = None, to: Collection[int] = ()) -> None:
+        """The next generation begins, on the same transport: whatever was under way is dropped, and what is still to come
+        of it will be too. `word` goes to each of `to` in the generation that ends, until it is heard in this one."""
+        assert generation > self._generation, "generations only grow"
+        now = self.clock()
+        parting = {}
+        for peer in to:
+            assert word is not None
+            links = [*self._parting.get(peer, ()), self._link(peer, Channel.CONTROL)]
+            for link in links:
+                link.send(word, (), now)
+                self._flush(peer, Channel.CONTROL, link)
+            parting[peer] = links
+        self._parting = parting
+        self._retired += [(channel, link.counters) for (_, channel), link in self._links.items()]
+        self._links.clear()
+        self._local.clear()
+        self._forgotten.clear()
+        self.sent.clear()
+        self.inspect = lambda message: None
+        self._generation = generation
 
     def connect(self, peer: int, address: Address) -> None:
         self._transport.connect(peer, address)
@@ -116,7 +153,7 @@ class Endpoint:
             key = (arrival.peer, arrival.channel)
             link = touched[key] = self._link(*key)
             now = self.clock()
-            delivery = link.receive(arrival.frames, now)
+            delivery = self._receive(link, arrival, now)
             if delivery is not None:
                 mail.append(
                     Mail(key[0], delivery.message, delivery.tensors, delivery.payload_bytes, delivery.first_at, now)
@@ -125,6 +162,10 @@ class Endpoint:
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
             touched = self._links  # nobody's news for a while may be news too
+            for peer, links in self._parting.items():
+                for link in links:
+                    link.tick(now)
+                    self._flush(peer, Channel.CONTROL, link)
         for (peer, channel), link in touched.items():
             link.tick(now)
             if link.outbox:
@@ -133,6 +174,19 @@ class Endpoint:
                 self.sent += [(peer, *each) for each in link.delivered if each[2]]
                 link.delivered.clear()
         return mail
+
+    def _receive(self, link: Link, arrival: Arrival, now: float) -> Delivery | None:
+        parting = self._parting.get(arrival.peer) if self._parting and arrival.channel is Channel.CONTROL else None
+        foreign = link.counters.foreign
+        delivery = link.receive(arrival.frames, now)
+        if parting is not None:
+            if link.counters.foreign == foreign:
+                del self._parting[arrival.peer]  # it has come along
+            else:
+                for old in parting:
+                    old.receive(arrival.frames, now)  # nobody listens any more; only acknowledgements count
+                    self._flush(arrival.peer, Channel.CONTROL, old)
+        return delivery
 
     def wait(self, timeout_s: float) -> None:
         """Until something arrives, at most this long."""
@@ -155,16 +209,18 @@ class Endpoint:
         self._forgotten.add(peer)
 
     def counters(self, *channels: Channel) -> Counters:
-        """Sums over all links of these channels (all channels if none is named)."""
+        """Sums over all links of these channels (all channels if none is named), of all generations."""
         total = Counters()
-        for (_, channel), link in self._links.items():
+        now = [(channel, link.counters) for (_, channel), link in self._links.items()]
+        for channel, counters in (*self._retired, *now):
             if channels and channel not in channels:
                 continue
             for name in vars(total):
-                setattr(total, name, getattr(total, name) + getattr(link.counters, name))
+                setattr(total, name, getattr(total, name) + getattr(counters, name))
         return total
 
     def close(self) -> None:
+        self.shelf.close()
         self._transport.close()
 
     def _acknowledge(self) -> None:

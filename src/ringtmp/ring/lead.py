@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +12,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import Member
+from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.worker import farewell
 from ringtmp.wire.message import Bye, Failed, Hello, LayerState, Placed, Report, Stop
 
@@ -50,6 +50,8 @@ class Lead:
         self.hellos: dict[int, Hello] = {}
         self._crew = crew
         self._log = log
+        self.protection = Protection("off")  # a run that heals from snapshots sets its own
+        self.snapshot: Snapshot | None = None  # what to lay out instead of a checkpoint
         self._member: Member | None = None
         self._placed: set[int] = set()
         self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender
@@ -98,7 +100,7 @@ class Lead:
             self._take(each)
         worked = self._member.act() if self._member is not None else False
         helped = self._crew.advance()
-        now = time.monotonic()
+        now = self.endpoint.clock()
         if now - self._last_watch > WATCH_EVERY_S:
             self._last_watch = now
             self._watch()

@@ -16,7 +16,7 @@ import torch
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LossNotFinite
+from ringtmp.errors import LossNotFinite, NodeLost, SnapshotUnusable, WaitTimeout
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.export import nest
@@ -27,7 +27,23 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import WAIT_S, Crew, Lead
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
-from ringtmp.wire.message import Activations, Failed, Fetch, Inspect, Inspected, Place, Setup
+from ringtmp.ring.protect import places
+from ringtmp.wire.message import (
+    Activations,
+    Failed,
+    Fetch,
+    Held,
+    Inspect,
+    Inspected,
+    Missing,
+    Place,
+    Recall,
+    Restore,
+    Setup,
+    Whole,
+)  # fmt: skip
+
+ANSWER_LIMIT_S = 5.0
 
 
 class NotFinite(Exception):  # noqa: N818
@@ -63,7 +79,8 @@ class Master(Lead):
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     def lay_out(self, setup: Setup, checkpoint: Checkpoint) -> None:
-        """Send everyone the plan, and every layer to its holder, one at a time."""
+        """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
+        whoever has it in the last whole snapshot, which mostly is the holder itself."""
         everyone = setup.addresses
         for node in setup.route.nodes():
             near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
@@ -73,12 +90,19 @@ class Master(Lead):
                 node_here.emit = self._log.write
             else:
                 self.endpoint.post(node, theirs)
+        here = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for index, layer in enumerate(self._layers):
-            tensors, state = checkpoint.layer(index, layer)
-            place = Place(index, portable.encode(layer), tuple(state))
             holder = setup.route.holder(index).node
-            self.endpoint.post(holder, place, [*tensors, *state.values()])
-            del tensors, state
+            if self.snapshot is not None and holder in here.get(index, ()):
+                self.endpoint.post(holder, Restore(self.snapshot.step, index, portable.encode(layer)))
+            else:
+                if self.snapshot is not None and layer.tensors:
+                    tensors, state = self._asked(here[index][0], Recall(self.snapshot.step, index), index)
+                else:
+                    tensors, state = checkpoint.layer(index, layer)
+                place = Place(index, portable.encode(layer), tuple(state))
+                self.endpoint.post(holder, place, [*tensors, *state.values()])
+                del tensors, state
             self._until(
                 lambda index=index: index in self._placed,  # type: ignore[misc]
                 lambda index=index, holder=holder: f"node {holder} to take layer {index}",  # type: ignore[misc]
@@ -107,7 +131,7 @@ class Master(Lead):
         """
         started = self.endpoint.clock()
         if step not in self._steps:
-            self._begin_step(step, batch, fresh)
+            self._begin_step(step, batch, fresh, self.protection.due(step))  # nothing is under way: the ring is at rest
         if upcoming is not None and self.node.setup.recipe.staleness and step + 1 not in self._steps:
             following = upcoming(step + 1)
             if following is not None:
@@ -119,8 +143,10 @@ class Master(Lead):
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
         return self._steps.pop(step).loss
 
-    def _begin_step(self, step: int, batch: Batch, fresh: bool) -> None:
-        self._steps[step] = _Step(batch, self._begin_pass(step, batch, training=True, fresh=fresh))
+    def _begin_step(self, step: int, batch: Batch, fresh: bool, keep: bool = False) -> None:
+        if keep:
+            self.protection.begin([index for index, layer in enumerate(self._layers) if layer.tensors])
+        self._steps[step] = _Step(batch, self._begin_pass(step, batch, True, fresh, keep))
         self._committed = step + 1
 
     def evaluate(self, batches: Sequence[Batch] | Any, step: int, bytes_model: bool) -> Score:
@@ -165,24 +191,35 @@ class Master(Lead):
             current.loss += value * weight
             return loss * weight
 
-    def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool) -> int:
+    def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool, keep: bool = False) -> int:
         """Put a batch at the front. The number of its pass."""
         self._turn += 1
         turn, now = self._turn, self.endpoint.clock()
         for microbatch, inputs in enumerate(batch.inputs):
             tensors: list[torch.Tensor | None] = list(leaves(inputs))
             message = Activations(
-                turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors)
+                turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors), keep=keep
             )  # fmt: skip
             self.node.handle(Mail(MASTER, message, tensors, 0, now, now))
         return turn
 
     def _finish_pass(self, turn: int, step: int) -> None:
-        self._until(
-            lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
-            lambda: self._waiting_for(step),
-            self._stall_limit(),
-        )
+        try:
+            self._until(
+                lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
+                lambda: self._waiting_for(step),
+                self._stall_limit(),
+            )
+        except WaitTimeout as stalled:
+            raise self._blame(stalled, step) from None
+
+    def _blame(self, stalled: WaitTimeout, step: int) -> NodeLost | WaitTimeout:
+        """Who does not answer a question any more holds the ring up, and is as good as lost."""
+        mute = self._ask_everyone(0)
+        if not mute:
+            return stalled
+        self._crew.bury(mute[0])
+        return NodeLost(f"node {mute[0]} is there and answers nobody in step {step}: {stalled}", mute[0])
 
     # -- layers back to the disk --------------------------------------------------------------------------------------
 
@@ -196,22 +233,32 @@ class Master(Lead):
         visit = self.node.route.holder(index)
         if visit.node == MASTER:
             return self.node.visits[visit.index].stage.layer_state(index)
+        return self._asked(visit.node, Fetch(index), index)
+
+    def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
         self._states.clear()
-        self.endpoint.post(visit.node, Fetch(index))
+        self.endpoint.post(node, question)
         self._until(
-            lambda: visit.node in self._states,
-            lambda: f"node {visit.node} to send layer {index}",
+            lambda: node in self._states,
+            lambda: f"node {node} to send layer {index}",
             self._stall_limit(),
         )
-        message, given = self._states[visit.node]
+        message, given = self._states[node]
         own = len(self._layers[index].tensors)
         return given[:own], dict(zip(message.state, given[own:], strict=True))
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Inspected):
             self._inspected[mail.sender] = mail.message
-            return True
-        return False
+        elif isinstance(mail.message, Held):
+            if self.protection.held(mail.message, mail.sender):
+                for node in self.node.route.nodes():
+                    self.endpoint.post(node, Whole(mail.message.step))
+        elif isinstance(mail.message, Missing):
+            raise SnapshotUnusable(f"node {mail.sender}: {mail.message.why}")
+        else:
+            return False
+        return True
 
     def _waiting_for(self, step: int) -> str:
         for index, state in sorted(self.node.visits.items()):
@@ -224,19 +271,24 @@ class Master(Lead):
                 )
         return f"node {self.node.route.node(self.node.route.last - 1)} in step {step}"
 
-    def _diagnose(self, found: NotFinite) -> LossNotFinite:
-        """Ask everyone where values first stopped being finite."""
+    def _ask_everyone(self, microbatch: int) -> list[int]:
+        """Where are values not finite? Returns the nodes that do not answer."""
         others = [node for node in self.node.route.nodes() if node != MASTER]
         self._inspected.clear()
         for node in others:
-            self.endpoint.post(node, Inspect(found.microbatch))
-        limit = self.endpoint.clock() + 5.0
+            self.endpoint.post(node, Inspect(microbatch))
+        limit = self.endpoint.clock() + ANSWER_LIMIT_S
         while len(self._inspected) < len(others) and self.endpoint.clock() < limit:
             for mail in self.endpoint.collect():
                 if isinstance(mail.message, Inspected | Failed):
                     self._take(mail)
             if not self._crew.advance():
                 self.endpoint.wait(WAIT_S)
+        return [node for node in others if node not in self._inspected]
+
+    def _diagnose(self, found: NotFinite) -> LossNotFinite:
+        """Ask everyone where values first stopped being finite."""
+        self._ask_everyone(found.microbatch)
         bad = [visit for each in self._inspected.values() for visit in each.bad]
         bad += [index for index, state in self.node.visits.items() if not state.stage.finite(found.microbatch)]
         where = "in the loss itself, on the master"

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ringtmp.errors import ProtocolError
+from ringtmp.errors import ProtocolError, SnapshotUnusable
 from ringtmp.metrics import events
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
@@ -19,6 +19,7 @@ from ringtmp.plan.route import MASTER
 from ringtmp.plan.rule import Action, Schedule, next_action, places
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.keeping import Keeping
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.ring.worker import farewell
@@ -31,10 +32,12 @@ from ringtmp.wire.message import (
     Inspected,
     LayerState,
     Message,
+    Missing,
     Norms,
     Place,
     Placed,
     Report,
+    Restore,
     Scale,
     Setup,
     fits,
@@ -71,6 +74,8 @@ class Node:
             for visit in setup.route.on(self.me)
         }
         self._owner = owner
+        endpoint.shelf.keep_only(setup.step)
+        self.keeping = Keeping(endpoint, setup.route, setup.keep)
         self._news = True
         self._work: dict[str, Callable[[VisitState], None]] = {
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
@@ -96,11 +101,12 @@ class Node:
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
         if not self._news:
-            return False  # nothing was runnable, and nothing has come since
+            return self.keeping.send_some(idle=True)  # nothing was runnable, and nothing has come since
         ready = [state.ready(self._clip, self._in_flight(state)) for state in self.visits.values()]
         action = next_action(ready, self.setup.window, self._schedule)
         if action is not None:
             self._perform(action)
+            self.keeping.send_some(idle=False)
             return True
         self._news = False
         self.recorder.waiting_for(self._cause())
@@ -134,6 +140,10 @@ class Node:
             self._scale(state, state.pass_of(message.turn), mail.tensors[0])
         elif isinstance(message, Place):
             self._place(message, mail.tensors)
+        elif isinstance(message, Restore):
+            self._restore(message)
+        elif self.keeping.handle(mail):
+            pass
         elif isinstance(message, Fetch):
             self._send_layer(message.layer)
         elif isinstance(message, Inspect):
@@ -192,6 +202,8 @@ class Node:
     def _forward(self, state: VisitState) -> None:
         mail = state.activations.popleft()
         message = cast(Activations, mail.message)
+        if message.keep and state.begins(message):
+            self.keeping.take(message.step, state.stage)
         current = state.begin(message)
         inputs = [each for each in mail.tensors if each is not None]
         outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
@@ -216,7 +228,7 @@ class Node:
     def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
         onward = Activations(
             message.turn, message.step, state.visit.index + 1, message.microbatch, message.microbatches,
-            message.training, message.fresh, tuple(each.requires_grad for each in outputs),
+            message.training, message.fresh, tuple(each.requires_grad for each in outputs), keep=message.keep,
         )  # fmt: skip
         self._post(state.visit.index + 1, onward, [each.detach() for each in outputs], message.training)
 
@@ -286,6 +298,16 @@ class Node:
                 f"layer {layer.name} came with {len(given)} tensors instead of {own + len(message.state)}"
             )
         state.stage.place(message.layer, layer, given[:own], dict(zip(message.state, given[own:], strict=True)))
+        self.endpoint.post(MASTER, Placed(message.layer))
+
+    def _restore(self, message: Restore) -> None:
+        try:
+            tensors, state = self.keeping.recalled(message.step, message.layer)
+        except SnapshotUnusable as error:
+            self.endpoint.post(MASTER, Missing(message.layer, str(error)))
+            return
+        stage = self.visits[self.route.holder(message.layer).index].stage
+        stage.place(message.layer, portable.decode(message.graph), tensors, state)
         self.endpoint.post(MASTER, Placed(message.layer))
 
     def _send_layer(self, index: int) -> None:

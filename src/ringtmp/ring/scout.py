@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,11 +99,10 @@ def _rate(mail: Mail) -> float:
     return (mail.payload_bytes - 256 * 1024) / took if took > 0 else float("inf")
 
 
-def described(devices: Sequence[Device], seen: Mapping[int, Seen], profiled_s: float) -> tuple[Device, ...]:
+def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float) -> tuple[Device, ...]:
     """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it."""
     found = []
-    for node, device in enumerate(devices):
-        look = seen[node]
+    for device, look in zip(devices, seen, strict=True):
         link = Link(
             look.up_bytes_per_s or math.inf,
             look.down_bytes_per_s or math.inf,

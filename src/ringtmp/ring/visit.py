@@ -59,6 +59,10 @@ class VisitState:
                 return each
         raise ProtocolError(f"visit {self.visit.index} is not in pass {turn}, for which something came")
 
+    def begins(self, message: Activations) -> bool:
+        """Whether this forward is the first of its pass."""
+        return not self.passes or self.passes[-1].turn != message.turn
+
     def begin(self, message: Activations) -> Pass:
         """The pass a forward belongs to, begun if this is its first."""
         if self.passes and self.passes[-1].turn == message.turn:
@@ -100,4 +104,6 @@ class VisitState:
     def _may_go_forward(self, message: Activations) -> bool:
         if not self.passes or self.passes[-1].turn == message.turn:
             return True
+        if message.keep:
+            return False  # a snapshot is of a stage at rest
         return message.training and self.passes[-1].training and len(self.passes) <= self.staleness

@@ -1,4 +1,4 @@
-"""A worker's life: say hello, be set up, get layers, work until told to stop."""
+"""A worker's life: say hello, be set up, get layers, work until told to stop; when another is lost, begin again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import MakeMember, Member
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Bye, Hello, Stop
+from ringtmp.wire.message import Bye, Hello, Renew, Stop
 
 
 class Worker:
@@ -32,13 +32,17 @@ class Worker:
         self._make_member = make_member
         self._asked = asked
         self.stopped: str | None = None  # the reason, once told to stop
+        self._early: list[Mail] = []  # what overtook the plan: channels keep no order among one another
         endpoint.connect(MASTER, master_address)
-        endpoint.post(MASTER, Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability()))
+        self._say_hello()
 
     def turn(self) -> bool:
         """One piece of work; False when there is none."""
         mail = self.endpoint.collect()
         for each in mail:
+            if isinstance(each.message, Renew):
+                self._renew(each.message.generation)
+                return True  # the rest of the mail is of the generation that has ended
             if isinstance(each.message, Stop):
                 self.stopped = each.message.reason
                 last = self.member.farewell() if self.member is not None else farewell(self.endpoint)
@@ -46,10 +50,30 @@ class Worker:
                 return True
             if self.member is not None:
                 self.member.handle(each)
-            elif not self._asked(self.endpoint, each):
-                self.member = self._make_member(self.endpoint, each.message)
+                continue
+            if self._asked(self.endpoint, each):
+                continue
+            self.member = self._make_member(self.endpoint, each.message)
+            if self.member is None:
+                self._early.append(each)
+            else:
+                for early in self._early:
+                    self.member.handle(early)
+                self._early.clear()
         worked = self.member.act() if self.member is not None else False
         return worked or bool(mail)
+
+    def _renew(self, generation: int) -> None:
+        if generation > self.endpoint.generation:
+            self.member = None
+            self._early.clear()
+            self.endpoint.renew(generation)
+            self._say_hello()
+
+    def _say_hello(self) -> None:
+        kept = self.endpoint.shelf.contents()
+        hello = Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability(), kept)
+        self.endpoint.post(MASTER, hello)
 
     @property
     def step(self) -> int:

@@ -15,6 +15,7 @@ from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S, Crew
 from ringtmp.ring.losses import LossFunction, Score
+from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.rundir import LayerIndex
 from ringtmp.wire.address import Address
 from ringtmp.wire.message import Hello, Recipe
@@ -60,6 +61,8 @@ class Leader(Protocol):
 
     endpoint: Endpoint
     hellos: dict[int, Hello]  # of the nodes that are there
+    protection: Protection
+    snapshot: Snapshot | None
 
     @property
     def committed(self) -> int:

@@ -6,9 +6,11 @@ nodes do is in ring/; here the run's settings become a route.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable import Layer
@@ -51,6 +53,7 @@ def plan(brief: Brief) -> RingPlan:
     config, layers, index = brief.config, brief.layers, brief.index
     planned = _planned(brief)
     route, warnings = _route(brief, planned)
+    route = _numbered(route, sorted(brief.addresses))
     window = config.ring.window or default_window(
         len(route.visits), brief.microbatches, config.ring.schedule, brief.recipe.staleness
     )
@@ -59,7 +62,7 @@ def plan(brief: Brief) -> RingPlan:
     setup = Setup(
         route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire,
+        config.training.wire, config.keep.protect,
     )  # fmt: skip
     lines = planned.summary() if planned is not None else ()
     shares = tuple(_share(node, route, layers) for node in route.nodes())
@@ -67,18 +70,22 @@ def plan(brief: Brief) -> RingPlan:
 
 
 def tried(
-    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None]
-) -> tuple[Brief, dict[int, Hello]]:
-    """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines."""
+    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
+    hellos: Mapping[int, Hello],
+) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+    """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
+    `hellos` of those who have said it already; returned with those who said it meanwhile."""
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.cost_s, index.outputs, largest)
     if crew.alike or ring.strategy != "ring" or ring.cuts is not None or sample is None:
-        return brief, {}
+        return brief, dict(hellos)
     phase("measuring the devices")
     scout = Scout(endpoint, crew, log)
-    seen = scout.look(range(1, len(brief.devices)), sample[1])
-    devices = described(brief.devices, seen, index.cost_s[sample[0]])
+    scout.hellos.update(hellos)
+    numbers = sorted(brief.addresses)
+    seen = scout.look(numbers[1:], sample[1])
+    devices = described(brief.devices, [seen[node] for node in numbers], index.cost_s[sample[0]])
     return replace(brief, devices=devices), scout.hellos
 
 
@@ -123,6 +130,11 @@ def _route(brief: Brief, planned: Plan | None) -> tuple[Route, tuple[str, ...]]:
     if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
         warnings.append("the front has no layer with parameters: the raw inputs leave the master")
     return route_over(holders, bounds), tuple(warnings)
+
+
+def _numbered(route: Route, members: Sequence[int]) -> Route:
+    """The same route over the nodes that are there: where one was lost, the numbers have a hole."""
+    return Route(tuple(msgspec.structs.replace(visit, node=members[visit.node]) for visit in route.visits))
 
 
 def _share(node: int, route: Route, layers: list[Layer]) -> Share:

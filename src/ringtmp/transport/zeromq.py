@@ -61,6 +61,8 @@ class ZeroMQTransport:
         self._sources: dict[zmq.Socket[bytes], tuple[int | None, Channel]] = {}
         self._routes: dict[tuple[int, Channel], bytes] = {}  # who was last heard on which connection
         self._introduced = 0.0
+        self._known: dict[int, str] = {}  # link keys by peer
+        self._addresses: dict[int, Address] = {}  # of those we connect to
         bound = []
         try:
             for channel, endpoint in zip(Channel, endpoints, strict=True):
@@ -77,27 +79,46 @@ class ZeroMQTransport:
     def connect(self, peer: int, address: Address) -> None:
         """Know a peer. Only the higher number connects; the lower one listens, so each pair has one line per channel."""
         if self._gatekeeper is not None:
+            before = self._known.get(peer)
+            if before is not None and before != address.key:
+                self._gatekeeper.forbid(DOMAIN, before)
+                for channel in Channel:
+                    self._routes.pop((peer, channel), None)
+            self._known[peer] = address.key
             self._gatekeeper.allow(DOMAIN, address.key, f"n{peer}")
+        self._hang_up(peer)  # what waits for one who is gone must not reach the one who takes its place
         if peer > self.node:
             return
-        for channel, endpoint in zip(Channel, address.endpoints, strict=True):
-            dealer = self._socket(zmq.DEALER)
-            dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-            if self._keys is not None:
-                connect_securely(dealer, self._keys, address.key, DOMAIN)
-            else:
-                dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % self.node)
-            dealer.connect(endpoint)
-            self._dealers[peer, channel] = dealer
-            self._watch(dealer, peer, channel)
-            if self._keys is not None:
-                self._put(dealer, [INTRODUCTION])
+        self._addresses[peer] = address
+        for channel in Channel:
+            self._dial(peer, channel)
+
+    def _dial(self, peer: int, channel: Channel) -> None:
+        address = self._addresses[peer]
+        dealer = self._socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        if self._keys is not None:
+            connect_securely(dealer, self._keys, address.key, DOMAIN)
+        else:
+            dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % self.node)
+        dealer.connect(address.endpoints[channel])
+        self._dealers[peer, channel] = dealer
+        self._watch(dealer, peer, channel)
+        if self._keys is not None:
+            self._put(dealer, [INTRODUCTION])
+
+    def _hang_up(self, peer: int, *channels: Channel) -> None:
+        for channel in channels or Channel:
+            dealer = self._dealers.pop((peer, channel), None)
+            if dealer is not None:
+                self._poller.unregister(dealer)
+                del self._sources[dealer]
+                dealer.close(linger=0)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
-        dealer = self._dealers.get((peer, channel))
-        if dealer is not None:
-            self._put(dealer, frames)
+        if (peer, channel) in self._dealers:
+            self._call(peer, channel, frames)
             return
         route = self._routes.get((peer, channel)) if self._keys is not None else b"n%d" % peer
         if route is not None:
@@ -123,8 +144,17 @@ class ZeroMQTransport:
         now = time.monotonic()
         if self._keys is not None and now - self._introduced > INTRODUCE_EVERY_S:
             self._introduced = now
-            for dealer in self._dealers.values():
-                self._put(dealer, [INTRODUCTION])
+            for peer, channel in list(self._dealers):
+                self._call(peer, channel, [INTRODUCTION])
+
+    def _call(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
+        """A peer that did not know our key yet has refused us, which is final for ZeroMQ: it drops the connection, and
+        with no limit on queues that is the only way a send can fail. So dial again; the link above sends again."""
+        try:
+            self._put(self._dealers[peer, channel], frames)
+        except zmq.Again:
+            self._hang_up(peer, channel)
+            self._dial(peer, channel)
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))

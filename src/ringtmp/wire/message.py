@@ -6,6 +6,8 @@ Between neighbours, during a pass (a training step or an evaluation):
 Between the master and a node, outside passes:
     Sample, Timed, Echo  before there is a plan
     Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
+    Keep         a piece of a snapshot, to the neighbour that holds it; Held, Whole, Recall, Restore, Missing: about them
+    Renew        a node was lost: drop your part and say hello again, in the next generation
 Of the data-parallel strategies:
     Enlist       instead of Setup                Work, Did, Scored   a share of a batch, and what came of it
     Store, Kept  keys move in, and out again     Push, Pull, Pulled  between workers and servers
@@ -38,6 +40,7 @@ class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations
     fresh: bool  # no training step came directly before: waiting for this one is not idleness
     wants: tuple[bool, ...]  # which tensors need a gradient in return
     tensors: Specs = ()
+    keep: bool = False  # take a snapshot before this step
 
 
 class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
@@ -66,6 +69,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     pid: int
     torch: str
     capability: str
+    kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every parcel it has
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -119,6 +123,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     crossings: dict[int, tuple[Crossing, ...]] = {}  # what enters each visit but the first
     recompute: str = "none"  # or all, auto: compute activations again instead of storing them
     wire: str = "float32"
+    keep: str = "off"  # or auto, memory, disk: where snapshots are kept
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
@@ -144,6 +149,54 @@ class LayerState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     layer: int
     state: tuple[tuple[str, str], ...]
     tensors: Specs = ()
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+    """A piece of a layer's state on its way to the neighbour that holds it."""
+
+    step: int
+    layer: int
+    start: int
+    seconds: float  # the owner has spent on it
+    label: bytes  # with the first piece
+    tensors: Specs = ()
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    """A layer of a snapshot has arrived whole at its holder; or why it was not kept."""
+
+    step: int
+    layer: int
+    owner: int
+    owner_s: float
+    holder_s: float
+    trouble: str = ""
+
+
+class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
+    """Every layer of the snapshot is held: older ones may go."""
+
+    step: int
+
+
+class Recall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
+    """Send a layer as it was before a step; the answer is LayerState or Missing."""
+
+    step: int
+    layer: int
+
+
+class Restore(msgspec.Struct, frozen=True, array_like=True, tag="restore"):
+    """A layer moves in from the receiver's own snapshots; the answer is Placed or Missing."""
+
+    step: int
+    layer: int
+    graph: bytes
+
+
+class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
+    layer: int
+    why: str
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
@@ -320,9 +373,16 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     reason: str
 
 
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """Everyone's part in the run so far is over; the process lives on. Said in the generation that ends."""
+
+    generation: int  # the one that begins
+
+
 Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
-    | Inspect | Inspected | Failed | Stop | Bye
+    | Inspect | Inspected | Failed | Stop | Bye | Renew
+    | Keep | Held | Whole | Recall | Restore | Missing
     | Sample | Timed | Echo
     | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
 )  # fmt: skip

@@ -1,0 +1,96 @@
+"""A model becomes data in a run directory: layers, measured costs, and its first weights as the checkpoint of step 0."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ringtmp.data.sources import Source, leaves
+from ringtmp.errors import UsageError
+from ringtmp.model.build import build_layers
+from ringtmp.model.layers import Model
+from ringtmp.model.profile import ProfileCache, Profiler
+from ringtmp.plan.device import LayerCost
+from ringtmp.ring.checkpoint import CheckpointWriter, Progress
+from ringtmp.ring.losses import LossFunction, check_loss
+from ringtmp.ring.optimizer import make_optimizer
+from ringtmp.ring.rundir import LayerIndex, RunDirectory
+from ringtmp.wire.message import Crossing, Recipe
+
+
+def write_model(
+    run: RunDirectory,
+    model: Model,
+    train: Source,
+    loss: tuple[LossFunction, str],
+    recipe: Recipe,
+    sizes: list[int],
+    phase: Callable[[str], None],
+) -> None:
+    """One layer at a time: the whole model is never in memory. `sizes` are those of the microbatches to come."""
+    phase("reading the model")
+    name = secrets.token_hex(8)
+    writer = CheckpointWriter(run.checkpoints, name, Progress(0))
+    names: list[str] = []
+    costs: list[LayerCost] = []
+    leaving: list[tuple[Crossing, ...]] = []
+    try:
+        sample = train.example
+        profiler = _profiler(recipe, sample(sizes[-1])[0], sizes[-1])
+        last = None
+        for index, built in enumerate(build_layers(model, recipe.seed, lambda count: sample(count)[0], sizes)):
+            run.write_layer(index, built.layer)
+            writer.add(index, built.layer, list(built.tensors.values()), {})
+            names.append(built.layer.name)
+            costs.append(profiler.cost(built))
+            leaving.append(_crossings(built.sample_outputs, sizes[-1]))
+            last = built
+            phase(f"reading the model: layer {index + 1}, {built.layer.name}")
+        assert last is not None
+        check_loss(*loss, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
+        least = 1 if last.takes_one_sample else 2
+        run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least))
+        writer.commit()
+    except OSError as error:
+        writer.abandon()
+        raise UsageError(f"the model's first weights cannot be written to {run.path}: {error.strerror}") from error
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _profiler(recipe: Recipe, inputs: Any, largest: int) -> Profiler:
+    name, settings = recipe.optimizer, recipe.optimizer_settings
+    return Profiler(
+        inputs,
+        [largest],
+        recipe.threads,
+        lambda parameters: make_optimizer(name, settings, parameters),
+        f"{name} {sorted(settings.items())}",
+        ProfileCache(),
+    )
+
+
+def microbatch_sizes(batch_sizes: Iterable[int], microbatches: int) -> list[int]:
+    """Every size a microbatch may have, in order."""
+    sizes = set(batch_sizes)
+    parts = {size: min(microbatches, size) for size in sizes}
+    return sorted({-(-size // parts[size]) for size in sizes} | {size // parts[size] for size in sizes})
+
+
+def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
+    """What leaves a layer for `samples` samples, as the plan knows it."""
+    found = []
+    for leaf in leaves(outputs):
+        per_sample = leaf.dim() > 0 and leaf.shape[0] == samples
+        rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
+        found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
+    return tuple(found)
+
+
+def len_of(outputs: Any) -> int:
+    """Samples in a (nested) output."""
+    while isinstance(outputs, tuple | list):
+        outputs = outputs[0]
+    return len(outputs)

@@ -1,0 +1,67 @@
+"""What a run remembers of the nodes it lost, and says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringtmp.errors import NodeLost
+from ringtmp.metrics.events import Regrouped
+from ringtmp.model.portable import Layer
+
+#: So many losses in a row without a step further than ever before: something kills them, and would go on.
+MOST_IN_A_ROW = 8
+#: Bytes an optimizer keeps per byte of parameters, and the gradient.
+_STATE = {"sgd": 1, "adam": 2, "adamw": 2}
+
+
+def memory_need(layers: Sequence[Layer], optimizer: str, nodes: int) -> int:
+    """Bytes that all nodes together need at least: weights, gradients, optimizer state. Nothing is kept twice here, and
+    activations are not counted: what is short of this cannot go on, what is above it is tried."""
+    if nodes == 1:
+        return 0
+    parameters = sum(layer.parameters for layer in layers) * 4
+    return parameters * (2 + _STATE.get(optimizer, 2))
+
+
+class Losses:
+    """The losses of one healing, and whether there were too many without any progress between them."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._furthest = 0
+        self._now: list[NodeLost] = []
+
+    def begin(self) -> None:
+        self._now = []
+
+    def bear(self, lost: NodeLost) -> bool:
+        """Whether to go on after one more."""
+        self._now.append(lost)
+        self._in_a_row += 1
+        return lost.node is not None and self._in_a_row <= MOST_IN_A_ROW
+
+    def step_done(self, steps: int) -> None:
+        if steps > self._furthest:
+            self._furthest, self._in_a_row = steps, 0
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(map(str, self._now))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(each.node for each in self._now if each.node is not None))
+
+    @property
+    def notice_s(self) -> float:
+        return max((each.notice_s for each in self._now), default=0.0)
+
+
+def lost_text(event: Regrouped) -> str:
+    """One line for whoever looks on."""
+    who = " and ".join(f"node {node}" for node in event.lost)
+    steps = "no step" if not event.repeated else f"{event.repeated} step{'s' if event.repeated > 1 else ''}"
+    return (
+        f"{who} lost, noticed within {event.notice_s:.1f} s; back to the {event.source} of step {event.step}, {steps} to do "
+        f"again; {event.nodes} nodes go on after {event.seconds:.1f} s (generation {event.generation})"
+    )

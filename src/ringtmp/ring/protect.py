@@ -1,0 +1,132 @@
+"""Which snapshot is whole, which is under way, and when the next is due.
+
+Pure: what happened comes in, what to do goes out. A snapshot costs the busiest node some seconds; with K steps between two
+it slows training by seconds / (K * step), and K is the smallest that keeps this within the budget. One at a time: the next
+begins when everyone holds the one before.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ringtmp.model.portable import Layer
+from ringtmp.ring.checkpoint import Progress
+from ringtmp.wire.message import Held, Hello
+
+BUDGET = 0.035
+#: Steps whose times are known before the first snapshot.
+FIRST_AFTER = 3
+REMEMBERED_STEPS = 50
+EASING = 8
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A whole one: every layer as it was before `step`."""
+
+    progress: Progress
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+
+@dataclass
+class _UnderWay:
+    snapshot: Snapshot
+    waiting: set[int]  # layers nobody holds yet
+    seconds: dict[int, float]  # spent by each node
+
+
+class Protection:
+    def __init__(self, mode: str, staleness: int = 0) -> None:
+        self.mode = mode
+        self.whole: Snapshot | None = None
+        self.trouble: str | None = None
+        self.interval = 1
+        self.progress = Progress(0)  # of the run, before the step to come; the run sets it
+        self._rests = staleness > 0
+        self._alone = False
+        self._told = False
+        self._under_way: _UnderWay | None = None
+        self._next = FIRST_AFTER
+        self._steps_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+
+    @property
+    def on(self) -> bool:
+        return self.mode in ("auto", "memory", "disk") and self.trouble is None and not self._alone
+
+    def due(self, step: int) -> bool:
+        """Whether to take a snapshot before this step."""
+        return self.on and self._under_way is None and step >= self._next
+
+    def begin(self, layers: Iterable[int]) -> None:
+        self._under_way = _UnderWay(Snapshot(self.progress), set(layers), {})
+        self._next = self.progress.step + 1
+
+    def held(self, message: Held, holder: int) -> bool:
+        """A holder has a layer. True if that makes the snapshot whole."""
+        now = self._under_way
+        if now is None or message.step != now.snapshot.step:
+            return False
+        if message.trouble:
+            self.trouble, self._under_way = message.trouble, None
+            return False
+        for node, seconds in ((message.owner, message.owner_s), (holder, message.holder_s)):
+            now.seconds[node] = now.seconds.get(node, 0.0) + seconds
+        now.waiting.discard(message.layer)
+        if now.waiting:
+            return False
+        self.whole, self._under_way = now.snapshot, None
+        step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
+        # Where steps overlap the ring comes to rest for a snapshot, which costs about a step.
+        cost_s = max(now.seconds.values()) + (step_s if self._rests else 0.0)
+        # The first ones are the dearest (nothing is warm), so what they cost is believed only little by little.
+        self.interval = min(interval_steps(cost_s, step_s), 2 * self.interval + EASING)
+        self._next = max(self._next, now.snapshot.step + self.interval)
+        return True
+
+    def step_took(self, seconds: float) -> None:
+        self._steps_s.append(seconds)
+
+    def renew(self, step: int, nodes: int) -> None:
+        """A new generation begins at this step: what was under way is void, and the next comes at once."""
+        self._under_way = None
+        self._alone = nodes == 1
+        self._next = step if self._steps_s else step + FIRST_AFTER
+
+    def lapse(self) -> str | None:
+        """Why there are no more snapshots, the first time it is asked for."""
+        told, self._told = self._told, self.trouble is not None
+        return None if told else self.trouble
+
+    def newest(
+        self, hellos: Mapping[int, Hello], here: Sequence[tuple[int, int]], layers: Sequence[Layer], saved_step: int
+    ) -> Snapshot | None:
+        """The whole snapshot, if those who are there have all of it and no checkpoint is newer."""
+        if self.whole is None or self.whole.step <= saved_step:
+            return None
+        found = places(self.whole.step, hellos, here)
+        return self.whole if all(index in found for index, layer in enumerate(layers) if layer.tensors) else None
+
+    def spoil(self) -> None:
+        """The whole one turned out not to be."""
+        self.whole = None
+
+
+def interval_steps(cost_s: float, step_s: float) -> int:
+    return max(1, math.ceil(cost_s / (BUDGET * step_s))) if step_s > 0 else 1
+
+
+def places(step: int, hellos: Mapping[int, Hello], here: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Layer -> the nodes that have it as of this step; `here` is what the master has."""
+    found: dict[int, list[int]] = {}
+    for node, kept in ((0, here), *((node, hello.kept) for node, hello in sorted(hellos.items()))):
+        for at, layer in kept:
+            if at == step:
+                found.setdefault(layer, []).append(node)
+    return found

@@ -1,0 +1,158 @@
+"""A node vanishes in mid-run, in memory: the ring heals and the bits are those of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from ringtmp import api
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
+from ringtmp.data.sources import from_python, tensors
+from ringtmp.errors import NodeLost
+from ringtmp.launch.memory import MemoryCrew
+from ringtmp.metrics import events
+from ringtmp.metrics.trace import chrome_trace
+from test_session import blobs, stack
+
+STEPS = 12
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"clip_norm": 0.5, "lr_schedule": {"kind": "cosine", "total": STEPS}},
+    "delayed": {"staleness": 1, "clip_norm": 0.5},
+    "zero-bubble": {"schedule": "zero-bubble"},
+}
+
+
+class Ticking:
+    """A clock that moves when it is read: the same run takes the same time on every machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.002
+        return self.now
+
+
+class Death(NamedTuple):
+    node: int
+    step: int  # that it has come to
+    turns: int = 0  # of the crew, from there on
+    generation: int = 1  # not before
+
+
+class Mortal(MemoryCrew):
+    """Nodes that stop without a word, one after the other."""
+
+    def __init__(self, nodes: int, *deaths: Death, seed: int = 0) -> None:
+        super().__init__(nodes, seed, clock=Ticking())
+        self._deaths = list(deaths)
+        self._turns = 0
+
+    def advance(self) -> bool:
+        if self._deaths:
+            node, step, turns, generation = self._deaths[0]
+            there = any(
+                each.endpoint.node == node and each.step >= step and each.endpoint.generation >= generation
+                for each in self._workers
+            )
+            self._turns += there
+            if there and self._turns > turns:
+                del self._deaths[0]
+                self._turns = 0
+                self.kill(node)
+        return super().advance()
+
+
+def run(folder: Path, crew: MemoryCrew, keep: KeepPart | None = None, data: Any = None, **training: Any) -> api.Result:
+    schedule = training.pop("schedule", "1f1b")
+    base = {"batch_size": 16, "microbatches": 4, "optimizer": "adamw", "optimizer_settings": {"lr": 0.01}}
+    config = RunConfig(
+        training=TrainingPart(data="given", steps=STEPS, **{**base, **training}),
+        ring=RingPart(nodes=crew.nodes, schedule=schedule),
+        keep=keep or KeepPart(checkpoint_every=4),
+    )
+    data = data or (tensors("t", *blobs()), tensors("t", *blobs(30)))
+    return api.start(config, stack(), data, None, folder, api.Silent(), crew)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_nodes_die_and_the_bits_are_those_of_an_undisturbed_run(case: str, tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(4), **CASES[case])
+    crew = Mortal(4, Death(2, 3, 5), Death(1, 7, 1))
+    hit = run(tmp_path / "hit", crew, **CASES[case])
+    assert len(hit.summary.recoveries) == 2
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    assert hit.summary.loss == calm.summary.loss
+    assert [each.lost for each in hit.summary.recoveries] == [(2,), (1,)]
+
+
+def test_what_is_done_again_counts_once_and_is_marked_in_the_trace(tmp_path: Path) -> None:
+    hit = run(tmp_path / "hit", Mortal(3, Death(1, 5)), KeepPart(protect="checkpoint"))
+    (event,) = hit.summary.recoveries
+    assert event.step == 0
+    assert event.repeated > 0
+    log = list(events.read(hit.run_dir / "events.jsonl"))
+    assert sum(isinstance(each, events.StepDone) for each in log) == STEPS + event.repeated
+    assert hit.summary.steps == STEPS
+    for node in hit.summary.per_node:
+        assert node.idle_s >= 0
+    marks = [row for row in chrome_trace(log)["traceEvents"] if row["ph"] == "i"]
+    assert len(marks) == 1
+
+
+def test_a_loss_while_healing_begins_the_healing_anew(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(4))
+    hit = run(tmp_path / "hit", Mortal(4, Death(2, 5), Death(3, 0, 0, 2), Death(2, 0, 3, 3)))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    (healed,) = hit.summary.recoveries
+    assert healed.lost == (2, 3)
+    assert healed.generation == 4, "one after each loss"
+
+
+def test_a_node_that_always_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    crew = Mortal(3, *[Death(1, 5)] * 20)
+    with pytest.raises(NodeLost, match="node 1"):
+        run(tmp_path / "hit", crew)
+
+
+def test_with_protection_off_a_loss_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NodeLost, match="node 2"):
+        run(tmp_path / "hit", Mortal(3, Death(2, 2)), KeepPart(protect="off"))
+
+
+def test_a_streams_batches_are_kept_until_nobody_can_ask_for_them(tmp_path: Path) -> None:
+    inputs, labels = blobs(16 * STEPS)
+
+    def stream() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for step in range(STEPS):
+            part = slice(16 * step, 16 * step + 16)
+            yield inputs[part], labels[part]
+
+    calm = run(tmp_path / "calm", MemoryCrew(3), data=(from_python(stream()), None))
+    hit = run(tmp_path / "hit", Mortal(3, Death(1, 6)), data=(from_python(stream()), None))
+    assert len(hit.summary.recoveries) == 1
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_the_other_strategies_heal_too(strategy: str, tmp_path: Path) -> None:
+    """Statistics of a BatchNorm are each worker's own and their mean is kept, so a model without one."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+    results = []
+    for name, crew in (("calm", MemoryCrew(3)), ("hit", Mortal(3, Death(1, 6)))):
+        config = RunConfig(
+            training=TrainingPart(data="given", steps=STEPS, batch_size=16, microbatches=4),
+            ring=RingPart(nodes=3, strategy=strategy),
+            keep=KeepPart(checkpoint_every=4),
+        )
+        data = tensors("t", *blobs()), None
+        results.append(api.start(config, model, data, None, tmp_path / name, api.Silent(), crew))
+    assert len(results[1].summary.recoveries) == 1
+    assert results[0].summary.weights_sha256 == results[1].summary.weights_sha256

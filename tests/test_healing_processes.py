@@ -1,0 +1,93 @@
+"""Real processes killed with the real signal: the run heals by itself and ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_processes import assert_all_gone, begin, ringtmp, wait_for_step, workers_of
+
+#: Dropout, BatchNorm, AdamW, clipping and a schedule, all of which remember something.
+MODEL = """
+from torch import nn
+
+def model():
+    yield nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.BatchNorm1d(128))
+    for _ in range(4):
+        yield nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2))
+    yield nn.Linear(128, 10)
+"""
+FLAGS = (
+    "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--lr-schedule", "cosine:warmup=5",
+    "--steps", 250, "--json", "--quiet",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "mine.py").write_text(MODEL)
+    digest: str = json.loads(ringtmp("train", "--nodes", 1, *FLAGS, cwd=folder).stdout)["weights_sha256"]
+    return digest
+
+
+def start(folder: Path, *more: object) -> subprocess.Popen[str]:
+    (folder / "mine.py").write_text(MODEL)
+    return begin("train", *FLAGS, "--nodes", 3, "--run-dir", folder / "run", *more, cwd=folder)
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, said = process.communicate(timeout=90)
+    assert process.returncode == 0, said
+    assert "healing" in said
+    summary: dict[str, Any] = json.loads(out)
+    return summary
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_worker_is_replaced_and_no_bit_changes(victim: int, tmp_path: Path, expected: str) -> None:
+    process = start(tmp_path)
+    wait_for_step(tmp_path / "run", 40, process)
+    workers = workers_of(process)
+    workers[victim].kill()
+    summary = ended(process)
+    assert summary["weights_sha256"] == expected
+    (healed,) = summary["recoveries"]
+    assert healed["lost"] == [victim]
+    assert healed["notice_s"] < 1
+    print(healed)
+    assert_all_gone(list(workers.values()))
+
+
+def test_a_stopped_worker_is_lost_after_the_limit_and_snapshots_on_disk_leave_nothing(
+    tmp_path: Path, expected: str
+) -> None:
+    process = start(tmp_path, "--notice", 1, "--protect", "disk")
+    wait_for_step(tmp_path / "run", 60, process)
+    workers = workers_of(process)
+    workers[1].suspend()
+    summary = ended(process)
+    assert summary["weights_sha256"] == expected
+    (healed,) = summary["recoveries"]
+    assert 1 <= healed["notice_s"] < 2.5
+    assert healed["source"] == "snapshot"
+    assert not (tmp_path / "run" / "snapshots").exists()
+    assert_all_gone(list(workers.values()))
+
+
+def test_a_killed_master_is_resumed_with_the_same_bits(tmp_path: Path, expected: str) -> None:
+    process = start(tmp_path, "--checkpoint-every", 20)
+    wait_for_step(tmp_path / "run", 50, process)
+    workers = list(workers_of(process).values())
+    refused = ringtmp("train", "--resume", tmp_path / "run", "--quiet", cwd=tmp_path, code=2)
+    assert f"is in use by process {process.pid}" in refused.stderr
+    process.kill()
+    process.communicate()
+    assert_all_gone(workers)
+    done = ringtmp("train", "--resume", tmp_path / "run", "--json", "--quiet", cwd=tmp_path)
+    assert json.loads(done.stdout)["weights_sha256"] == expected
+    assert not (tmp_path / "run" / "snapshots").exists()

@@ -1,0 +1,199 @@
+"""Snapshots: taken at a step boundary, held by the neighbour, whole or not at all, and what healing takes from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringtmp import api
+from ringtmp.config import KeepPart
+from ringtmp.errors import SnapshotUnusable
+from ringtmp.launch.memory import MemoryCrew
+from ringtmp.metrics import events
+from ringtmp.ring import protect
+from ringtmp.ring.checkpoint import Progress
+from ringtmp.ring.parcel import Parcel, pack
+from ringtmp.ring.protect import BUDGET, Protection, interval_steps
+from ringtmp.ring.shelf import Shelf
+from ringtmp.wire.message import Held
+from test_healing import CASES, Death, Mortal, run
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots as often as they can be had, whatever they cost."""
+    monkeypatch.setattr(protect, "BUDGET", 1e9)
+
+
+def parcel(step: int = 3, layer: int = 1) -> Parcel:
+    state = {("weight", "step"): torch.tensor(4.0), ("weight", "exp_avg"): torch.randn(5, 3).t()}
+    return pack(step, layer, [torch.randn(5, 3).t(), torch.arange(4)], state).sealed()
+
+
+def test_a_parcel_gives_back_bits_strides_and_boundaries() -> None:
+    tensors = [torch.randn(5, 3).t(), torch.randn(7)[1:], torch.arange(4)]
+    state = {("weight", "step"): torch.tensor(4.0)}
+    given, states = pack(3, 1, tensors, state).sealed().unpack()
+    for before, after in zip([*tensors, *state.values()], [*given, *states.values()], strict=True):
+        assert before.equal(after)
+        assert before.stride() == after.stride()
+        assert after.data_ptr() % 64 == 0
+    assert list(states) == list(state)
+
+
+def test_a_parcel_with_one_bit_changed_is_refused() -> None:
+    made = parcel()
+    made.body[7] ^= 1
+    with pytest.raises(SnapshotUnusable, match="layer 1 in the snapshot of step 3 does not match its digest"):
+        made.unpack()
+
+
+@pytest.mark.parametrize("mode", ["memory", "disk"])
+def test_a_shelf_keeps_parcels_until_they_may_go(mode: str, tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "shelf")
+    for step in (3, 6):
+        assert shelf.put(parcel(step), mode) is None
+    assert shelf.contents() == ((3, 1), (6, 1))
+    found = shelf.get(3, 1)
+    assert found is not None
+    found.unpack()
+    shelf.free(before=6)
+    assert shelf.contents() == ((6, 1),)
+    assert shelf.get(3, 1) is None
+    assert len(list(tmp_path.rglob("*-1"))) == (1 if mode == "disk" else 0)
+    shelf.close()
+    assert not (tmp_path / "shelf").exists()
+
+
+def test_auto_takes_memory_where_there_is_room_then_the_disk_then_nothing(tmp_path: Path) -> None:
+    roomy, tight = Shelf(tmp_path / "a", lambda: 2**30), Shelf(tmp_path / "b", lambda: 100)
+    assert roomy.put(parcel(), "auto") is None
+    assert not (tmp_path / "a").exists()
+    assert tight.put(parcel(), "auto") is None
+    assert (tmp_path / "b" / "3-1").exists()
+    assert Shelf(None, lambda: 100).put(parcel(), "auto") == "there is neither memory nor a disk for it"
+    (tmp_path / "file").write_text("in the way")
+    assert Shelf(tmp_path / "file" / "c").put(parcel(), "disk") == "Not a directory"
+
+
+def test_the_interval_keeps_the_cost_within_the_budget() -> None:
+    for cost, step in ((0.001, 0.1), (0.1, 0.1), (2.0, 0.05)):
+        interval = interval_steps(cost, step)
+        assert cost / (interval * step) <= BUDGET
+        assert interval == 1 or cost / ((interval - 1) * step) > BUDGET
+
+
+def begun(layers: list[int], step: int = 5) -> Protection:
+    protection = Protection("memory")
+    protection.step_took(0.1)
+    protection.progress = Progress(step)
+    assert protection.due(step)
+    protection.begin(layers)
+    return protection
+
+
+def test_a_snapshot_is_whole_when_every_layer_is_held_and_the_next_waits_for_it() -> None:
+    protection = begun([0, 2])
+    assert not protection.due(6)
+    assert not protection.held(Held(5, 0, 1, 0.001, 0.002), 2)
+    assert protection.whole is None
+    assert not protection.held(Held(4, 2, 1, 0.0, 0.0), 2), "of another snapshot"
+    assert protection.held(Held(5, 2, 1, 0.001, 0.002), 2)
+    assert protection.whole is not None
+    assert protection.whole.step == 5
+    assert protection.interval == interval_steps(0.004, 0.1) == 2
+    assert [protection.due(step) for step in (6, 7)] == [False, True]
+
+
+def test_one_that_cannot_be_kept_ends_the_snapshots_and_is_told_once() -> None:
+    protection = begun([0, 2])
+    assert not protection.held(Held(5, 0, 1, 0.0, 0.0, "No space left on device"), 2)
+    assert not protection.due(100)
+    assert protection.lapse() == "No space left on device"
+    assert protection.lapse() is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_loss_goes_back_to_a_snapshot_and_the_bits_stay(case: str, tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(4), KeepPart(protect="off"), **CASES[case])
+    hit = run(tmp_path / "hit", Mortal(4, Death(2, 7, 4), Death(3, 10, 1)), KeepPart(), **CASES[case])
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    assert [each.source for each in hit.summary.recoveries] == ["snapshot", "snapshot"]
+    assert all(each.step >= 3 for each in hit.summary.recoveries)
+
+
+def test_an_owner_lost_with_its_holder_means_the_checkpoint(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(4))
+
+    class Both(Mortal):
+        def kill(self, node: int) -> None:
+            super().kill(node)
+            if node == 1:
+                super().kill(2)
+
+    hit = run(tmp_path / "hit", Both(4, Death(1, 9)), KeepPart(checkpoint_every=4))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    (healed,) = hit.summary.recoveries
+    assert (healed.source, healed.step) == ("checkpoint", 8)
+
+
+class Rotting(Mortal):
+    """Whatever a node holds changes a bit the moment another dies."""
+
+    def kill(self, node: int) -> None:
+        for worker in self._workers:
+            for step, layer in worker.endpoint.shelf.contents():
+                found = worker.endpoint.shelf.get(step, layer)
+                assert found is not None
+                found.body[0] ^= 1
+        super().kill(node)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_damaged_snapshot_is_refused_and_the_checkpoint_taken(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(4))
+    hit = run(tmp_path / "hit", Rotting(4, Death(2, 7)), KeepPart(checkpoint_every=5))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    (healed,) = hit.summary.recoveries
+    assert (healed.source, healed.step) == ("checkpoint", 5)
+    assert any("does not match its digest" in text for text in hit.summary.warnings)
+
+
+class Full(Mortal):
+    """A node without memory or disk for snapshots."""
+
+    def _make(self, node: int, ring: str, generation: int) -> None:
+        super()._make(node, ring, generation)
+        self._workers[-1].endpoint.shelf = Shelf(None, lambda: 0)
+
+
+def test_without_room_training_goes_on_protected_by_checkpoints_and_says_so_once(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(3))
+    hit = run(tmp_path / "hit", Full(3, Death(1, 7)), KeepPart(checkpoint_every=5))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    assert hit.summary.recoveries[0].source == "checkpoint"
+    assert sum("no more snapshots" in text for text in hit.summary.warnings) == 1
+
+
+def snapshots(result: api.Result) -> list[Any]:
+    return [each for each in events.read(result.run_dir / "events.jsonl") if isinstance(each, events.SnapshotWhole)]
+
+
+@pytest.mark.usefixtures("often")
+def test_older_snapshots_go_when_a_newer_one_is_whole(tmp_path: Path) -> None:
+    most: list[int] = []
+
+    class Counting(Mortal):
+        def advance(self) -> bool:
+            for worker in self._workers:
+                most.append(len({step for step, _ in worker.endpoint.shelf.contents()}))
+            return super().advance()
+
+    result = run(tmp_path / "run", Counting(3), KeepPart(protect="memory"))
+    steps = [each.step for each in snapshots(result)]
+    assert len(steps) >= 2
+    assert steps == sorted(set(steps)), "each completes once and in order"
+    assert max(most) == 2, "the whole one and the one under way"
