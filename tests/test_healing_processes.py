@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from test_processes import assert_all_gone, begin, ringtmp, wait_for_step, workers_of
@@ -59,7 +60,6 @@ def test_a_killed_worker_is_replaced_and_no_bit_changes(victim: int, tmp_path: P
     (healed,) = summary["recoveries"]
     assert healed["lost"] == [victim]
     assert healed["notice_s"] < 1
-    print(healed)
     assert_all_gone(list(workers.values()))
 
 
@@ -91,3 +91,28 @@ def test_a_killed_master_is_resumed_with_the_same_bits(tmp_path: Path, expected:
     done = ringtmp("train", "--resume", tmp_path / "run", "--json", "--quiet", cwd=tmp_path)
     assert json.loads(done.stdout)["weights_sha256"] == expected
     assert not (tmp_path / "run" / "snapshots").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_same_node_killed_ten_times_costs_neither_memory_nor_open_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    flags = [*FLAGS[: FLAGS.index("--steps")], "--steps", 1500, "--json", "--quiet"]
+    process = begin("train", *flags, "--nodes", 3, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    master = psutil.Process(process.pid)
+    used: list[tuple[int, int]] = []
+    survivor = None
+    for kill in range(10):
+        wait_for_step(tmp_path / "run", 100 * (kill + 1), process)
+        others = {each.pid: each for each in master.children()}
+        survivor = survivor or others[min(others)]
+        newest = others[max(others)]
+        used.append((master.num_fds() + survivor.num_fds(), master.memory_info().rss + survivor.memory_info().rss))
+        newest.kill()
+    summary = ended(process)
+    assert len(summary["recoveries"]) == 10
+    alone = ringtmp("train", *flags, "--nodes", 1, cwd=tmp_path)
+    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    files, memory = zip(*used, strict=True)
+    assert files[-1] <= files[2] + 2, files
+    assert memory[-1] <= memory[2] * 1.1, memory

@@ -236,6 +236,46 @@ def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_ba
     assert back["reason"] == "alpha joined"
 
 
+def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring: Ring) -> None:
+    """As with a pulled cable: neither the agent nor its compute process says anything, and then both go on."""
+    steps = 400
+    process = ring.master(3, "--steps", steps)
+    zombie, _ = ring.device("alpha"), ring.device("beta")
+    wait_for_step(ring.folder / "run", 20, process)
+    family = [psutil.Process(zombie.pid), *psutil.Process(zombie.pid).children()]
+    for each in family:
+        each.suspend()
+    try:
+        ring.until("master", r"alpha\) has not been heard for 3\.\d s")
+        ring.until("master", r"nodes go on")
+    finally:
+        for each in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
+    summary = ring.result()
+    alone = ringtmp("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
+    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    lost, back = summary["recoveries"]  # type: ignore[misc]
+    assert 3 <= lost["notice_s"] < 4
+    assert (back["reason"], back["nodes"]) == ("alpha joined", 3)
+
+
+def test_a_killed_master_finds_its_devices_again(ring: Ring, expected: str) -> None:
+    process = ring.master(3, "--steps", 60, "--checkpoint-every", 10)
+    ring.device("alpha")
+    ring.device("beta")
+    wait_for_step(ring.folder / "run", 15, process)
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+    listen = ("--listen", f"127.0.0.1:{ring.port}")
+    ring.begin("master", "train", "--resume", "run", *listen, "--nodes", 3, *FLAGS)
+    summary = ring.result()
+    assert summary["weights_sha256"] == expected
+    assert summary["nodes"] == 3
+
+
 def test_a_released_device_sits_out_the_run(ring: Ring, expected: str) -> None:
     process = ring.master(3, "--steps", 60)
     ring.device("alpha")

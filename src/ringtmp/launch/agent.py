@@ -1,4 +1,4 @@
-"""A device's agent: joins with a token, says every second that it lives, starts a compute process for each run.
+"""A device's agent: joins with a token, says twice a second that it lives, starts a compute process for each run.
 
 No torch here, about 30 MiB: a compute process that crashes or is killed for its memory costs neither the device's
 identity nor its place in the ring.
@@ -184,11 +184,11 @@ class Agent:
     def _start(self, message: Prepare) -> None:
         self._generation = message.generation
         endpoint = f"tcp://{self._listen}:*"
+        self._shelf = Path(tempfile.gettempdir()) / f"ringtmp-node-{secrets.token_hex(6)}"
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
-            message.threads, secure=True, memory_bytes=self._memory_bytes, shelf=tempfile.mkdtemp(prefix="ringtmp-node-"),
+            message.threads, secure=True, memory_bytes=self._memory_bytes, shelf=str(self._shelf),
         )  # fmt: skip
-        self._shelf = Path(orders.shelf)
         descriptor, path = tempfile.mkstemp(prefix="ringtmp-node-", suffix=".log")
         self._log = Path(path)
         os.close(descriptor)

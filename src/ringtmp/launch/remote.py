@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -223,7 +224,7 @@ class RemoteCrew:
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
         self._await_compute(self._devices)
-        self._shelf = Shelf(Path(tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")))
+        self._shelf = Shelf(Path(tempfile.gettempdir()) / f"ringtmp-{os.getpid()}-{secrets.token_hex(6)}")
         return Endpoint(slowed(self._transport), ring, generation, shelf=self._shelf)
 
     def addresses(self) -> dict[int, Address]:

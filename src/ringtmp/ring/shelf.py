@@ -41,7 +41,7 @@ class Shelf:
         if self._folder is None:
             return "there is neither memory nor a disk for it"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path(*key).write_bytes(raw_bytes(parcel.body) if parcel.body.numel() else b"")
         except OSError as error:
             with contextlib.suppress(OSError):
