@@ -41,6 +41,8 @@ from ringtmp.wire.message import Hello, Recipe, Renew
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
 FAILED_STOP_LIMIT_S = 0.5
+#: A stream's batches since the last whole state are kept; when they are more than this, a checkpoint lets them go.
+SPOOL_LIMIT_BYTES = 256 * 2**20
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
 
@@ -328,7 +330,7 @@ class Session:
             if master.committed > step:
                 continue  # work beyond this step has been given out, so nothing can pause here
             every = job.config.keep.checkpoint_every
-            if every is not None and step % every == 0:
+            if (every is not None and step % every == 0) or self._batches.spooled_bytes > SPOOL_LIMIT_BYTES:
                 self._save(master, layers)
                 fresh = True
             if (reason := self._crew.changed()) is not None:
@@ -362,6 +364,8 @@ class Session:
         """What a finished step means for the snapshots."""
         protection, log = self._protection, self._log
         protection.step_took(step_s)
+        if protection.mode == "off":
+            self._batches.forget(self._progress.step + 1)
         whole = protection.whole
         if whole is not None and whole.step > self._kept and log is not None:
             self._kept = whole.step
