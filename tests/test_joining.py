@@ -206,7 +206,7 @@ def test_unprotected_a_device_that_leaves_is_named_and_ends_the_run_with_code_4(
 
 
 def test_a_killed_compute_process_is_started_again_by_its_agent(ring: Ring, expected: str) -> None:
-    process = ring.master(3, "--steps", 60)
+    process = ring.master(3, "--steps", 150)
     device = ring.device("alpha")
     ring.device("beta")
     wait_for_step(ring.folder / "run", 3, process)
@@ -261,7 +261,7 @@ def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring:
 
 
 def test_a_killed_master_finds_its_devices_again(ring: Ring, expected: str) -> None:
-    process = ring.master(3, "--steps", 60, "--checkpoint-every", 10)
+    process = ring.master(3, "--steps", 150, "--checkpoint-every", 10)
     ring.device("alpha")
     ring.device("beta")
     wait_for_step(ring.folder / "run", 15, process)
@@ -277,7 +277,7 @@ def test_a_killed_master_finds_its_devices_again(ring: Ring, expected: str) -> N
 
 
 def test_a_released_device_sits_out_the_run(ring: Ring, expected: str) -> None:
-    process = ring.master(3, "--steps", 60)
+    process = ring.master(3, "--steps", 150)
     ring.device("alpha")
     ring.device("beta")
     wait_for_step(ring.folder / "run", 3, process)
