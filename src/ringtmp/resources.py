@@ -20,20 +20,35 @@ def peak_rss_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """What this process may still take: the machine's free memory, or less under a control group."""
+    """What this process may still take: the machine's free memory, or less under a control group or a limit of its own."""
+    free = machine_free_bytes()
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    taken = _private_bytes()
+    return free if limit == resource.RLIM_INFINITY or taken is None else max(0, min(free, limit - taken))
+
+
+def machine_free_bytes() -> int:
+    """What processes here may still take together."""
     free = int(psutil.virtual_memory().available)
     group = group_limits().memory_free_bytes
     return max(0, free if group is None else min(free, group))
 
 
-def limit_memory(more_bytes: int) -> None:
-    """From here on this process gets at most this much more private memory: the system refuses what a received graph or
-    tensor would take beyond it, before it is taken. Linux counts it; elsewhere nothing is limited."""
+def _private_bytes() -> int | None:
+    """What the system counts against a limit of private memory; None where it does not tell."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
+        return None
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
+
+
+def limit_memory(more_bytes: int) -> None:
+    """From here on this process gets at most this much more private memory: the system refuses what a received graph or
+    tensor would take beyond it, before it is taken. Linux counts it; elsewhere nothing is limited."""
+    used = _private_bytes()
+    if used is None:
         return
-    used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = used + more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
