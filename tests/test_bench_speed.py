@@ -252,7 +252,7 @@ def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path:
     words = ("--workloads", "mlp", "--settings", "two", "--cases", "ring,ddp", "--steps", "3")
     first, said = bench(tmp_path, *words)
     assert [row["case"] for row in first["rows"]] == ["one", "ring", "ddp"]
-    assert all(row["step_s"]["middle"] > 0 and row["failed"] == 0 for row in first["rows"])
+    assert all(row["step_s"] is not None and row["failed"] == 0 for row in first["rows"]), said
     assert "3/3" in said
     learned = losses(tmp_path)
     assert len(learned) == 3

@@ -35,7 +35,8 @@ from test_healing import Ticking
 from test_session import blobs, stack
 
 STEPS = 8
-QUICK_S = 30.0
+QUICK_S = 15.0
+QUICK_SEEDS = 20
 LONG_SEEDS = 2000
 
 
@@ -175,12 +176,11 @@ def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
 
 def test_crashes_and_faults_by_seed_change_no_bit(bases: list[Base]) -> None:
     began, seed, healed = time.monotonic(), 0, 0
-    while time.monotonic() - began < QUICK_S:
+    while seed < QUICK_SEEDS or time.monotonic() - began < QUICK_S:  # a slow machine takes its time
         _, result = simulate(bases, seed)
         healed += len(result.summary.recoveries)
         seed += 1
     print(f"{seed} seeds, {healed} healings")
-    assert seed >= 20
     assert healed >= seed // 2
 
 

@@ -79,6 +79,8 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
             *train_flags(work, count),
             *case.flags,
             "--all-devices",
+            "--protect",
+            "off",
             "--run-dir",
             RUN,
             "--json",

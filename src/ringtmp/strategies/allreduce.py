@@ -84,6 +84,7 @@ class AllReduceMember:
 
     def handle(self, mail: Mail) -> None:
         message = mail.message
+        self._recorder.heard(mail.arrived_at)
         if isinstance(message, Part):
             self._recorder.received(message.bucket, message.chunk, mail.first_at, mail.arrived_at, mail.payload_bytes)
             self._algorithm.part(mail)

@@ -53,7 +53,7 @@ class PsMember:
         self.endpoint = endpoint
         self._servers = roles.servers
         self.emit: Callable[[events.Event], None] = self._report
-        recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
+        self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
         table = keys.cut(plan.sizes, len(roles.servers))
         owners = [roles.servers[server] for server in keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
@@ -77,6 +77,7 @@ class PsMember:
 
     def handle(self, mail: Mail) -> None:
         message = mail.message
+        self._recorder.heard(mail.arrived_at)
         if isinstance(message, Lost):
             self.lose(message.node)
         elif isinstance(message, Pulled) and self._client is not None:
@@ -90,7 +91,11 @@ class PsMember:
 
     def act(self) -> bool:
         served = self.server.act() if self.server is not None else False
-        return (self.trainer.act() if self.trainer is not None else False) or served
+        if self.trainer is not None:
+            return self.trainer.act() or served
+        if not served:
+            self._recorder.waiting_for("gradients")
+        return served
 
     def lose(self, node: int) -> None:
         """A server is gone: its replica answers for it."""

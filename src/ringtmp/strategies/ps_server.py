@@ -58,8 +58,6 @@ class Server:
         self._total: Total | None = None  # the norm of the newest step
         self._changed = False
         self._fresh_step = -1
-        if self.me not in roles.workers:
-            recorder.waiting_for("gradients")
 
     def handle(self, mail: Mail) -> bool:
         message, started = mail.message, None
