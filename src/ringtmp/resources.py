@@ -27,6 +27,11 @@ def free_memory_bytes() -> int:
     return free if limit == resource.RLIM_INFINITY or taken is None else max(0, min(free, limit - taken))
 
 
+def own_memory_bytes() -> int:
+    """What this process has taken and may still take."""
+    return free_memory_bytes() + int(psutil.Process().memory_info().rss)
+
+
 def machine_free_bytes() -> int:
     """What processes here may still take together."""
     free = int(psutil.virtual_memory().available)

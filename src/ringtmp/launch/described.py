@@ -10,15 +10,10 @@ from collections.abc import Sequence
 
 from ringtmp.launch import devices as devices_file
 from ringtmp.launch.cgroups import quota
-from ringtmp.plan.device import Device, Link, Quota
+from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, PLAIN_BYTE_CPU_S, Device, Link, Quota
 
 #: Of a full Ethernet frame (1538 bytes with gap and preamble) this is payload; the rest is headers.
 PAYLOAD_SHARE = 0.94
-#: One message through node, codec and link at one end: Python's work, whatever the size.
-MESSAGE_CPU_S = 250e-6
-#: Copying, encrypting and the kernel's part, per byte and end.
-CURVE_BYTE_CPU_S = 0.6e-9
-PLAIN_BYTE_CPU_S = 0.2e-9
 #: Unix sockets between processes: 1 MiB in 283 us.
 LOCAL_BYTES_PER_S = 3.5e9
 LOCAL_LATENCY_S = 60e-6

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-import psutil
-
 from ringtmp.errors import NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
@@ -19,7 +17,7 @@ from ringtmp.launch.keys import Rings
 from ringtmp.launch.speech import SILENCE_LIMIT_S, End, Prepare
 from ringtmp.launch.token import Token
 from ringtmp.plan import device as planned
-from ringtmp.resources import free_memory_bytes
+from ringtmp.resources import free_memory_bytes, own_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.curve import new_key_pair
@@ -237,8 +235,7 @@ class RemoteCrew:
 
     def devices(self) -> tuple[planned.Device, ...]:
         """Under the names they gave themselves; two of one name are told apart by their number."""
-        rss = psutil.Process().memory_info().rss  # what this process has taken already counts as its own
-        found = [planned.Device("master", cores=usable_cores(), memory_bytes=free_memory_bytes() + rss)]
+        found = [planned.Device("master", cores=usable_cores(), memory_bytes=own_memory_bytes())]
         names = [device.facts.name for device in self._devices.values()]
         for node, device in self._devices.items():
             name = device.facts.name

@@ -19,7 +19,7 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import Device, Link
+from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link
 from ringtmp.ring.edges import run_backward
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
@@ -29,9 +29,6 @@ MEASURE_S = 0.4
 LEAST_RUNS = 2
 LINES_S = 1.5
 ECHO_BYTES = 512 * 1024
-#: What one message and one byte cost a processor of pace 1, encrypted, at one end.
-MESSAGE_CPU_S = 250e-6
-BYTE_CPU_S = 0.6e-9
 
 
 @dataclass(frozen=True)
@@ -103,17 +100,16 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
     """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it."""
     found = []
     for device, look in zip(devices, seen, strict=True):
+        pace = profiled_s / look.run_s
+        # Work of the node itself around its layers takes as much longer as the layers do.
         link = Link(
             look.up_bytes_per_s or math.inf,
             look.down_bytes_per_s or math.inf,
             look.latency_s,
-            MESSAGE_CPU_S,
-            BYTE_CPU_S,
+            MESSAGE_CPU_S / pace,
+            CURVE_BYTE_CPU_S / pace,
         )
-        pace = profiled_s / look.run_s
-        # Work of the node itself around its layers takes as much longer as the layers do.
-        slowed = replace(link, message_cpu_s=MESSAGE_CPU_S / pace, byte_cpu_s=BYTE_CPU_S / pace)
-        found.append(replace(device, speed=pace, quota=None, link=slowed))
+        found.append(replace(device, speed=pace, quota=None, link=link))
     return tuple(found)
 
 

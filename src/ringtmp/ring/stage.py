@@ -147,10 +147,6 @@ class Stage:
         self._states.clear()
 
     @property
-    def parameter_count(self) -> int:
-        return sum(layer.layer.parameters for layer in self._layers.values())
-
-    @property
     def parameter_bytes(self) -> int:
         return sum(each.nbytes for each in self._parameters[self._newest])
 

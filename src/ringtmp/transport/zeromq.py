@@ -62,7 +62,6 @@ class ZeroMQTransport:
         self._routes: dict[tuple[int, Channel], bytes] = {}  # who was last heard on which connection
         self._introduced = 0.0
         self._known: dict[int, str] = {}  # link keys by peer
-        self._addresses: dict[int, Address] = {}  # of those we connect to
         bound = []
         try:
             for channel, endpoint in zip(Channel, endpoints, strict=True):
@@ -89,27 +88,22 @@ class ZeroMQTransport:
         self._hang_up(peer)  # what waits for one who is gone must not reach the one who takes its place
         if peer > self.node:
             return
-        self._addresses[peer] = address
+        for channel, endpoint in zip(Channel, address.endpoints, strict=True):
+            dealer = self._socket(zmq.DEALER)
+            dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+            if self._keys is not None:
+                connect_securely(dealer, self._keys, address.key, DOMAIN)
+            else:
+                dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % self.node)
+            dealer.connect(endpoint)
+            self._dealers[peer, channel] = dealer
+            self._watch(dealer, peer, channel)
+            if self._keys is not None:
+                self._put(dealer, [INTRODUCTION])
+
+    def _hang_up(self, peer: int) -> None:
         for channel in Channel:
-            self._dial(peer, channel)
-
-    def _dial(self, peer: int, channel: Channel) -> None:
-        address = self._addresses[peer]
-        dealer = self._socket(zmq.DEALER)
-        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-        if self._keys is not None:
-            connect_securely(dealer, self._keys, address.key, DOMAIN)
-        else:
-            dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % self.node)
-        dealer.connect(address.endpoints[channel])
-        self._dealers[peer, channel] = dealer
-        self._watch(dealer, peer, channel)
-        if self._keys is not None:
-            self._put(dealer, [INTRODUCTION])
-
-    def _hang_up(self, peer: int, *channels: Channel) -> None:
-        for channel in channels or Channel:
             dealer = self._dealers.pop((peer, channel), None)
             if dealer is not None:
                 self._poller.unregister(dealer)
@@ -117,8 +111,9 @@ class ZeroMQTransport:
                 dealer.close(linger=0)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
-        if (peer, channel) in self._dealers:
-            self._call(peer, channel, frames)
+        dealer = self._dealers.get((peer, channel))
+        if dealer is not None:
+            self._put(dealer, frames)
             return
         route = self._routes.get((peer, channel)) if self._keys is not None else b"n%d" % peer
         if route is not None:
@@ -144,17 +139,8 @@ class ZeroMQTransport:
         now = time.monotonic()
         if self._keys is not None and now - self._introduced > INTRODUCE_EVERY_S:
             self._introduced = now
-            for peer, channel in list(self._dealers):
-                self._call(peer, channel, [INTRODUCTION])
-
-    def _call(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
-        """A peer that did not know our key yet has refused us, which is final for ZeroMQ: it drops the connection, and
-        with no limit on queues that is the only way a send can fail. So dial again; the link above sends again."""
-        try:
-            self._put(self._dealers[peer, channel], frames)
-        except zmq.Again:
-            self._hang_up(peer, channel)
-            self._dial(peer, channel)
+            for dealer in self._dealers.values():
+                self._put(dealer, [INTRODUCTION])
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
