@@ -22,7 +22,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.keeping import Keeping
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
-from ringtmp.ring.worker import farewell
+from ringtmp.ring.worker import farewell, report
 from ringtmp.wire import lossy
 from ringtmp.wire.message import (
     Activations,
@@ -36,7 +36,6 @@ from ringtmp.wire.message import (
     Norms,
     Place,
     Placed,
-    Report,
     Restore,
     Scale,
     Setup,
@@ -359,4 +358,4 @@ class Node:
         return self.visits[visit]
 
     def _report(self, event: events.Event) -> None:
-        self.endpoint.post(MASTER, Report((events.encode(event),)))
+        report(self.endpoint, event)

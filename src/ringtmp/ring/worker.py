@@ -15,7 +15,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import MakeMember, Member
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Bye, Hello, Renew, Stop
+from ringtmp.wire.message import Bye, Hello, Renew, Report, Stop
 
 
 class Worker:
@@ -78,6 +78,11 @@ class Worker:
     @property
     def step(self) -> int:
         return self.member.step if self.member is not None else 0
+
+
+def report(endpoint: Endpoint, event: events.Event) -> None:
+    """An event of this node, for the master's log."""
+    endpoint.post(MASTER, Report((events.encode(event),)))
 
 
 def farewell(endpoint: Endpoint) -> NodeEnded:

@@ -31,12 +31,12 @@ from ringtmp.metrics import events
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.worker import farewell
+from ringtmp.ring.worker import farewell, report
 from ringtmp.strategies.replica import Replica
 from ringtmp.strategies.settings import AllReduceSettings, Roles
 from ringtmp.strategies.trainer import Trainer
 from ringtmp.wire import lossy
-from ringtmp.wire.message import Enlist, Part, Report
+from ringtmp.wire.message import Enlist, Part
 
 #: Layers are exchanged together until they have this many values: a message has its price.
 BUCKET = 1 << 16
@@ -100,7 +100,7 @@ class AllReduceMember:
         return farewell(self.endpoint)
 
     def _report(self, event: events.Event) -> None:
-        self.endpoint.post(MASTER, Report((events.encode(event),)))
+        report(self.endpoint, event)
 
 
 class Gradients:

@@ -37,13 +37,13 @@ from ringtmp.plan import keys
 from ringtmp.plan.keys import Key
 from ringtmp.plan.route import MASTER
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.worker import farewell
+from ringtmp.ring.worker import farewell, report
 from ringtmp.strategies.ps_server import Server, following
 from ringtmp.strategies.replica import Replica
 from ringtmp.strategies.settings import PsSettings, Roles
 from ringtmp.strategies.trainer import Trainer
 from ringtmp.wire import lossy
-from ringtmp.wire.message import Enlist, Lost, Pull, Pulled, Push, Report
+from ringtmp.wire.message import Enlist, Lost, Pull, Pulled, Push
 
 
 class PsMember:
@@ -112,7 +112,7 @@ class PsMember:
         return last if self.server is None else self.server.counted(last)
 
     def _report(self, event: events.Event) -> None:
-        self.endpoint.post(MASTER, Report((events.encode(event),)))
+        report(self.endpoint, event)
 
 
 class Client:
