@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import struct
 import sysconfig
@@ -153,7 +154,11 @@ def _python_source() -> bytes:
     """The running Python's own standard library, tests and installed packages left out."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    paths = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    paths = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = set(inside) - skipped  # not even looked into: installed packages are many times the rest
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    paths.sort()
     if not paths:
         raise UsageError(f"data pysource: no Python source under {root}; use --data text:PATH")
     return b"\n".join(path.read_bytes() for path in paths)
