@@ -43,8 +43,11 @@ def command(
         raise UsageError("--resume goes with neither --run-dir nor a settings file: the run has its own")
     settings = build(config, chosen)
 
-    from ringtmp import api
-    from ringtmp.cli import show
+    from ringtmp.resources import loading
+
+    with loading():
+        from ringtmp import api
+        from ringtmp.cli import show
 
     with show.watcher(quiet) as watcher:
         crew = None

@@ -54,14 +54,16 @@ def main() -> int:
         sys.stdout.buffer.write(msgspec.json.encode(Bound(transport.address)) + b"\n")
         sys.stdout.buffer.flush()
 
-    from ringtmp.plan.route import MASTER
-    from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
-    from ringtmp.ring.endpoint import Endpoint
-    from ringtmp.ring.scout import answer
-    from ringtmp.ring.shelf import Shelf
-    from ringtmp.ring.worker import Worker
-    from ringtmp.strategies.catalog import member
-    from ringtmp.wire.message import Failed
+    from ringtmp.resources import free_memory_bytes, limit_memory, loading, set_threads
+
+    with loading():
+        from ringtmp.plan.route import MASTER
+        from ringtmp.ring.endpoint import Endpoint
+        from ringtmp.ring.scout import answer
+        from ringtmp.ring.shelf import Shelf
+        from ringtmp.ring.worker import Worker
+        from ringtmp.strategies.catalog import member
+        from ringtmp.wire.message import Failed
 
     set_threads(orders.threads)
     if orders.secure:

@@ -6,6 +6,7 @@ mode. Layers that are alike down to their plain attributes share one export: a s
 
 from __future__ import annotations
 
+import importlib
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ringtmp.errors import UsageError
 from ringtmp.model.operators import ASSERTIONS, ATEN_OVERLOADS, SIZE_FUNCTIONS
 from ringtmp.model.portable import Graph, Input, Items, Layer, Named, Op, OutputTree, OwnedTensor, Ref, Value
+from ringtmp.resources import loading
 
 #: Batch size of the example a layer is exported with: not 0 or 1, which export would freeze, and rarely a layer's
 #: own width, so that a frozen batch is noticed.
@@ -30,6 +32,8 @@ class Exporter:
     """Exports layers one at a time and remembers the graphs of those it has seen."""
 
     def __init__(self) -> None:
+        with loading():
+            importlib.import_module("torch.export._trace")  # which the first export would load
         self._seen: dict[object, tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor]]] = {}
 
     def export(self, name: str, module: nn.Module, example: Any) -> tuple[Layer, dict[str, torch.Tensor]]:
