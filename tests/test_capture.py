@@ -13,7 +13,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from test_lab import begin, device, devices_file, needs_isolation
+from commands import begin
+from test_lab import device, devices_file, needs_isolation
 
 SNIFFER = """
 import socket, sys

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from test_processes import ringtmp
+from commands import here, ringtmp
 
 
 def test_help_answers_at_once_and_without_torch(tmp_path: Path) -> None:
     took = []
     for _ in range(3):
-        started = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = ringtmp("--help", cwd=tmp_path)
-        took.append(time.monotonic() - started)
-    assert min(took) < 0.5
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(took) < 0.5, "seconds of a processor: what others do meanwhile does not count"
     assert all(verb in done.stdout for verb in ("train", "evaluate", "predict", "trace"))
     verbs = ", ".join(f"ringtmp.cli.{verb}" for verb in ("train", "evaluate", "predict", "trace"))
     check = f"import sys, {verbs}; print('torch' in sys.modules)"
@@ -68,7 +69,7 @@ def test_refusals_that_need_the_model_start_nothing_and_leave_nothing(
     tmp_path: Path, args: list[str], says: str
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    done = ringtmp(*args, cwd=tmp_path, code=2)
+    done = (ringtmp if "mlpp" in args else here)(*args, cwd=tmp_path, code=2)
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.glob("runs/*"))

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from commands import ringtmp
 from ringtmp.launch import agent, doctor, knock
 from ringtmp.launch import token as tokens
 from ringtmp.launch.doctor import Finding
@@ -25,7 +26,6 @@ from ringtmp.launch.speech import Here
 from ringtmp.launch.token import Token
 from ringtmp.limits import Limits, group_limits
 from ringtmp.transport.curve import new_key_pair
-from test_processes import ringtmp
 from test_security import HOST, Master, free_port
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from test_processes import assert_all_gone, begin, ringtmp, wait_for_step, workers_of
+from commands import assert_all_gone, begin, here, wait_for_step, workers_of
 
 #: Dropout, BatchNorm, AdamW, clipping and a schedule, all of which remember something.
 MODEL = """
@@ -32,7 +32,7 @@ FLAGS = (
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("alone")
     (folder / "mine.py").write_text(MODEL)
-    digest: str = json.loads(ringtmp("train", "--nodes", 1, *FLAGS, cwd=folder).stdout)["weights_sha256"]
+    digest: str = json.loads(here("train", "--nodes", 1, *FLAGS, cwd=folder).stdout)["weights_sha256"]
     return digest
 
 
@@ -83,12 +83,13 @@ def test_a_killed_master_is_resumed_with_the_same_bits(tmp_path: Path, expected:
     process = start(tmp_path, "--checkpoint-every", 20)
     wait_for_step(tmp_path / "run", 50, process)
     workers = list(workers_of(process).values())
-    refused = ringtmp("train", "--resume", tmp_path / "run", "--quiet", cwd=tmp_path, code=2)
+    psutil.Process(process.pid).suspend()  # or it might be done before the other has begun
+    refused = here("train", "--resume", tmp_path / "run", "--quiet", cwd=tmp_path, code=2)
     assert f"is in use by process {process.pid}" in refused.stderr
     process.kill()
     process.communicate()
     assert_all_gone(workers)
-    done = ringtmp("train", "--resume", tmp_path / "run", "--json", "--quiet", cwd=tmp_path)
+    done = here("train", "--resume", tmp_path / "run", "--json", "--quiet", cwd=tmp_path)
     assert json.loads(done.stdout)["weights_sha256"] == expected
     assert not (tmp_path / "run" / "snapshots").exists()
 
@@ -111,7 +112,7 @@ def test_the_same_node_killed_ten_times_costs_neither_memory_nor_open_files(tmp_
         newest.kill()
     summary = ended(process)
     assert len(summary["recoveries"]) == 10
-    alone = ringtmp("train", *flags, "--nodes", 1, cwd=tmp_path)
+    alone = here("train", *flags, "--nodes", 1, cwd=tmp_path)
     assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
     files, memory = zip(*used, strict=True)
     assert files[-1] <= files[2] + 2, files

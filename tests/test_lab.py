@@ -19,12 +19,12 @@ import click
 import psutil
 import pytest
 
+from commands import begin
 from ringtmp.cli import lab as verb
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.lab import LEAST_MEMORY_MB
 from ringtmp.launch.remote import TORCH_BYTES
 
-CLI = [sys.executable, "-m", "ringtmp"]
 needs_isolation = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
     reason="needs root on Linux and iproute2",
@@ -43,17 +43,6 @@ def devices_file(folder: Path, *devices: dict[str, Any]) -> Path:
 
 def device(name: str, cpu: float = 0.5, memory_mb: float = 2000, link_mbps: float = 100) -> dict[str, Any]:
     return {"name": name, "cpu": cpu, "memory_mb": memory_mb, "link_mbps": link_mbps}
-
-
-def begin(*args: object, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*CLI, *map(str, args)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from commands import ringtmp
 from costs import device, devices, layers
 from ringtmp import planning
 from ringtmp.cli import ringtmp as verbs
@@ -25,7 +26,6 @@ from ringtmp.plan.gantt import svg, tick_count, tick_s
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
 from ringtmp.plan.simulate_ps import ServerOptions
-from test_processes import ringtmp
 
 FOUR = """
 [[device]]

@@ -11,69 +11,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
+from commands import assert_all_gone, begin, here, ringtmp, wait_for_step, workers_of
 from ringtmp import Ring
-
-CLI = [sys.executable, "-m", "ringtmp"]
-
-
-def ringtmp(*args: object, cwd: Path, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*CLI, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=100, check=False, **options
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-def begin(*args: object, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*CLI, *map(str, args)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the run's events tell of this step."""
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit:
-        if process.poll() is not None:
-            said = [each.read_text() for each in run.parent.glob("master.err")]
-            said += [pipe.read() for pipe in (process.stdout, process.stderr) if pipe is not None]
-            raise AssertionError(f"ended too early with code {process.returncode}: {said}")
-        log = run / "events.jsonl"
-        if log.exists() and b'"type":"step","at"' in (content := log.read_bytes()):
-            steps = [line for line in content.splitlines() if line.startswith(b'{"type":"step"')]
-            if len(steps) > step:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} within a minute")
-
-
-def workers_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    """Children in the order they were started: node 1, 2, ..."""
-    children = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-    return {index + 1: child for index, child in enumerate(children)}
-
-
-def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _gone, alive = psutil.wait_procs(processes, timeout=5)
-    assert not alive, f"orphans: {alive}"
 
 
 def test_one_digest_for_one_two_and_four_processes(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(Path(__file__).read_bytes())
     digests = set()
-    for nodes in (1, 2, 4):
-        done = ringtmp(
+    for nodes, run in ((1, here), (2, here), (4, ringtmp)):
+        done = run(
             "train", "--model", "gpt", "--set", "width=32", "--set", "context=32", "--set", "dropout=0.1", "--data",
-            "pysource", "--clip-norm", "1", "--nodes", nodes, "--steps", "5", "--json", "--quiet", cwd=tmp_path,
+            "text:text", "--clip-norm", "1", "--nodes", nodes, "--steps", "5", "--json", "--quiet", cwd=tmp_path,
         )  # fmt: skip
         summary = json.loads(done.stdout)
         assert summary["nodes"] == nodes
@@ -83,7 +34,7 @@ def test_one_digest_for_one_two_and_four_processes(tmp_path: Path) -> None:
 
 
 def test_a_workers_process_never_imports_the_users_file(tmp_path: Path, factory_file: Path) -> None:
-    done = ringtmp(
+    done = here(
         "train", "--model", f"{factory_file}:model", "--data", f"{factory_file}:data", "--nodes", 3, "--epochs", 3,
         "--json", "--quiet", cwd=tmp_path,
     )  # fmt: skip
@@ -149,7 +100,7 @@ def model():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), FailsLater(), nn.Linear(64, 10))
 """
     )
-    done = ringtmp(
+    done = here(
         "train", "--model", "late.py:model", "--cuts", "0-1,2,3", "--nodes", 2, "--epochs", 2, cwd=tmp_path, code=1
     )
     assert "node 1 failed in step 2: IndexError" in done.stderr
@@ -166,8 +117,8 @@ def test_ctrl_c_saves_and_the_run_goes_on_with_the_same_bits(tmp_path: Path) -> 
     assert process.returncode == 130
     assert f"go on with ringtmp train --resume {run}" in said
     assert_all_gone(workers)
-    resumed = json.loads(ringtmp("train", "--resume", run, "--nodes", 2, "--json", "--quiet", cwd=tmp_path).stdout)
-    whole = json.loads(ringtmp("train", "--nodes", 1, "--steps", 120, "--json", "--quiet", cwd=tmp_path).stdout)
+    resumed = json.loads(here("train", "--resume", run, "--nodes", 2, "--json", "--quiet", cwd=tmp_path).stdout)
+    whole = json.loads(here("train", "--nodes", 1, "--steps", 120, "--json", "--quiet", cwd=tmp_path).stdout)
     assert resumed["steps"] == 120
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
@@ -240,6 +191,6 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(tmp_path: Path, small
     )
     assert "Traceback" not in done.stderr
     assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["step-00000000"]
-    done = ringtmp("train", "--set", "width=600", "--run-dir", small_disk / "large", *flags, cwd=tmp_path, code=2)
+    done = here("train", "--set", "width=600", "--run-dir", small_disk / "large", *flags, cwd=tmp_path, code=2)
     assert "the model's first weights cannot be written" in done.stderr
     assert not (small_disk / "large").exists()
