@@ -25,7 +25,7 @@ lint: setup
 	$(BIN)/mypy
 
 quick: setup
-	$(BIN)/pytest -m "not long" -n 2
+	$(BIN)/pytest -m "not long" -n 2 --dist worksteal
 
 test: lint quick
 
