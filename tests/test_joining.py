@@ -50,7 +50,7 @@ class Ring:
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.err").read_text()
 
-    def until(self, name: str, pattern: str, seconds: float = 40) -> str:
+    def until(self, name: str, pattern: str, seconds: float = 90) -> str:
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             if found := re.search(pattern, self.said(name)):
