@@ -85,7 +85,7 @@ def model() -> nn.Sequential:
 
 def train(case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = None, **training: Any) -> api.Result:
     keep = KeepPart(protect=training.pop("protect", "auto"))
-    part = {"batch_size": 64, "microbatches": 5, "optimizer_settings": {"lr": 4e-3}, "epochs": 9, **training}
+    part = {"batch_size": 64, "microbatches": 8, "optimizer_settings": {"lr": 4e-3}, "epochs": 9, **training}
     if "steps" in training:
         part["epochs"] = None
     config = RunConfig(
