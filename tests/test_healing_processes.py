@@ -24,7 +24,7 @@ def model():
 """
 FLAGS = (
     "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--lr-schedule", "cosine:warmup=5",
-    "--steps", 250, "--json", "--quiet",
+    "--steps", 160, "--json", "--quiet",
 )  # fmt: skip
 
 
