@@ -26,6 +26,8 @@ INSTEAD = "or use --no-isolation, which emulates neither links nor caps"
 COMMAND_LIMIT_S = 30.0
 #: What a full queue holds, as in a home router. Beyond it packets are dropped and TCP slows down.
 QUEUE_MS = 50
+#: The most that TCP hands to a card at once, and its headers.
+SEGMENT_BYTES = 68_000
 _NAME = re.compile(PREFIX + r"(\d+)-[a-z0-9-]+")
 
 
@@ -84,8 +86,11 @@ def labs() -> set[int]:
 
 
 def burst_bytes(link_mbps: float) -> int:
-    """What may pass at once: 2 ms worth, but no less than ten full frames."""
-    return max(15_140, round(link_mbps * 1e6 / 8 * 0.002))
+    """What may pass at once: 2 ms worth, but no less than ten full frames, and one whole segment where that is at most 6 ms:
+    else every packet wakes the receiver for itself, which costs an emulated device what a network card would spare it."""
+    bytes_per_ms = link_mbps * 1e6 / 8 / 1000
+    segment = SEGMENT_BYTES if SEGMENT_BYTES <= 6 * bytes_per_ms else 0
+    return max(15_140, segment, round(2 * bytes_per_ms))
 
 
 def _limit(interface: str, link_mbps: float) -> str:
