@@ -16,6 +16,7 @@ ORDER = [
     {"units", "errors", "untrusted", "resources", "factory", "platforms", "limits", "__init__"},
     {"data"},
     {"model", "plan", "metrics"},
+    {"report"},
     {"wire"},
     {"transport"},
     {"config"},
