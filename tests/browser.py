@@ -16,7 +16,9 @@ LIMIT_S = 40.0
 
 
 def chromium() -> str | None:
-    return next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    return next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
 
 
 class Browser:
@@ -82,7 +84,9 @@ class Browser:
         """Load a file at this size and in this colour scheme, and wait until it is there."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         self._events.clear()
         self.send("Page.navigate", url=path.resolve().as_uri())
         limit = time.monotonic() + LIMIT_S

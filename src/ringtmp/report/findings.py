@@ -57,6 +57,8 @@ class Figure(msgspec.Struct, frozen=True):
     marks: tuple[Mark, ...] = ()
     log_x: bool = False
     log_y: bool = False
+    #: Lines whose values begin at nothing: speeds, shares. Bars always do.
+    from_zero: bool = False
     #: What it shows in a sentence; a reader who cannot see the figure gets the title and this.
     caption: str = ""
     #: A limit, a target, an ideal: across the values.

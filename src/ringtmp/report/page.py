@@ -157,8 +157,7 @@ def _grid(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...] | list[tup
     kinds = [' class="words"' if each else "" for each in words]
     head = "".join(f'<th scope="col"{kind}>{escape(each)}</th>' for kind, each in zip(kinds, columns, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(_cell(kind, cell) for kind, cell in zip(kinds, row, strict=True)) + "</tr>" for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
@@ -166,8 +165,13 @@ def _grid(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...] | list[tup
     )  # fmt: skip
 
 
+def _cell(kind: str, cell: str) -> str:
+    kind = ' class="long"' if len(cell) > _LONG_FACT else kind
+    return f"<td{kind}>{escape(cell)}</td>"
+
+
 def _is_word(cell: str) -> bool:
-    return bool(cell) and not any(letter.isdigit() for letter in cell) and cell not in ("-", "–", "—", "?")
+    return bool(re.match(r"[^\W\d]|\d+-\d", cell))
 
 
 def _skipped(skipped: tuple[Skipped, ...]) -> str:
