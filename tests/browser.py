@@ -99,7 +99,10 @@ class Browser:
         return result["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        """The whole page, from top to bottom."""
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        whole = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def fetched(self) -> list[str]:

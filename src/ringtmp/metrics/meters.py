@@ -5,8 +5,8 @@
     pmic     `vcgencmd pmic_read_adc` of a Raspberry Pi 5: volts and amperes of its rails; less than what the plug sees.
     nvml     `nvidia-smi`: a GPU's watts. Nodes compute on processors, so it is read only when asked for.
 
-Tested on recorded trees and outputs; none has been tried on its hardware, except where docs/energy.md says so. Counters
-are read when asked; watts are sampled by a thread and added up.
+Tested on recorded trees and outputs; only nvml has been tried on its hardware. Counters are read when asked; watts are
+sampled by a thread and added up.
 """
 
 from __future__ import annotations
