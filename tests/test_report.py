@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ def node_step(node: int, number: int, start: float) -> NodeStep:
 
 
 def ended(node: int) -> NodeEnded:
-    return NodeEnded(node, 300 * 2**20, 0, 0, 0, 0, 0, power=Power("given", Watts(2.0, 6.0, 1e6), 0.5, f"host{node}"))
+    power = Power("given", Watts(2.0, 6.0, 1e6), 0.5, f"host{node}")
+    return NodeEnded(node, 300 * 2**20, 0, 0, 0, 0, 0, power=power, sent_to={1: 3100} if node == 0 else {0: 1600})
 
 
 def known_events() -> list[Event]:
@@ -92,7 +94,13 @@ def test_known_idle_bytes_and_joules_come_back_exactly() -> None:
     assert idle == {"activations": {"master": 0.0, "node 1": 37.5}, "gradients": {"master": 25.0, "node 1": 12.5}}
     busy = {series.name: dict(zip(series.x, series.y, strict=True)) for series in shown["busy"].series}
     assert busy["forward"] == pytest.approx({"master": 75.0, "node 1": 30.0})
-    assert [(row.name, row.y) for row in shown["bytes"].series] == [("master", (3000, 1500)), ("node 1", (1500, 3000))]
+    assert [(each.name, each.y) for each in shown["bytes"].series] == [
+        ("sent", (3000, 1500)),
+        ("received", (1500, 3000)),
+    ]
+    links = {row.name: dict(zip(row.x, row.y, strict=True)) for row in shown["links"].series}
+    assert (links["master"]["node 1"], links["node 1"]["master"]) == (3100, 1600)
+    assert math.isnan(links["master"]["master"])
     training, test = shown["loss-bytes"].series
     assert (training.x, training.y) == ((1500.0, 3000.0, 4500.0), (3.0, 2.0, 1.0))
     assert (test.x, test.y) == ((4500.0,), (0.5,))
@@ -332,19 +340,8 @@ def test_a_real_runs_report_is_whole_and_legible_in_a_browser_and_on_a_phone(
     path = tmp_path / "run/report/report.html"
     assert request.config.cache is not None
     shots = request.config.cache.mkdir("screenshots")
-    of_a_run = {
-        "loss-steps",
-        "loss-seconds",
-        "loss-bytes",
-        "loss-joules",
-        "idle",
-        "busy",
-        "gantt",
-        "speed",
-        "energy",
-        "bytes",
-        "memory",
-    }
+    of_a_run = {f"loss-{axis}" for axis in ("steps", "seconds", "bytes", "joules")}
+    of_a_run |= {"idle", "busy", "gantt", "speed", "energy", "links", "bytes", "memory"}
     expected = {path: of_a_run, written: {figure.name for figure in every_kind()}}
     with Browser(tmp_path / "browser") as browser:
         for page, names in expected.items():

@@ -5,6 +5,7 @@ Pure: events in, Page out. Steps that were done again after a loss count once, e
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -69,7 +70,7 @@ def page(run: Run) -> Page:
     sections = [
         Section("loss", "Loss", figures=tuple(_loss(run))),
         Section("time", "Where the time goes", _idle_text(summary), figures=tuple(_time(run))),
-        Section("nodes", "Nodes", figures=(_bytes(summary), *_memory(summary)), tables=(_table(summary),)),
+        Section("nodes", "Nodes", figures=(*_bytes(summary), *_memory(summary)), tables=(_table(summary),)),
     ]
     if any(each.energy_j is not None for each in summary.per_node):
         sections.insert(2, Section("energy", "Energy", _energy_text(summary), figures=tuple(_energy(run))))
@@ -309,12 +310,21 @@ def _energy_text(summary: Summary) -> str:
 # -- nodes --------------------------------------------------------------------------------------------------------------
 
 
-def _bytes(summary: Summary) -> Figure:
-    rows = tuple(
-        Series(name_of(each.node), ("sent", "received"), (float(each.bytes_sent), float(each.bytes_received)))
-        for each in summary.per_node
-    )
-    return Figure("bytes", "Bytes by node", "heat", "", "", rows, caption="Tensor payload in training steps.")
+def _bytes(summary: Summary) -> Iterable[Figure]:
+    nodes = [each.node for each in summary.per_node]
+    names = tuple(map(name_of, nodes))
+    if any(each.sent_to for each in summary.per_node):
+        rows = tuple(
+            Series(name_of(each.node), names, tuple(float(each.sent_to.get(to, 0)) or math.nan for to in nodes))
+            for each in summary.per_node
+        )
+        caption = "Tensor payload from the node of the row to that of the column, evaluations included."
+        yield Figure("links", "Bytes by link", "heat", "to", "from", rows, caption=caption)
+    sent = Series("sent", names, tuple(float(each.bytes_sent) for each in summary.per_node))
+    received = Series("received", names, tuple(float(each.bytes_received) for each in summary.per_node))
+    if any((*sent.y, *received.y)):
+        caption = "Tensor payload in training steps."
+        yield Figure("bytes", "Bytes by node", "bars", "node", "bytes", (sent, received), caption=caption)
 
 
 def _memory(summary: Summary) -> Iterable[Figure]:
