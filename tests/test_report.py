@@ -201,7 +201,8 @@ def whole_page() -> Page:
                 (Verdict("Idle less?", "It idles less.", "yes", "31 %"), Verdict("Energy?", "More.", "no"),
                  Verdict("Scale?", "Both.", "mixed", "x"), Verdict("Hold?", "Unknown.", "open")),
                 every_kind(),
-                (Table("T", ("node", "idle"), (("master", "3 %"),), "note"),),
+                (Table("T", ("node", "idle"), (("master", "3 %"),), "note"), Table("None", ("a",), ()),
+                 Table("Long", ("a", "b"), tuple((str(row), "words " * 12) for row in range(20)))),
                 (Skipped("ps", "needs root"),),
             ),
         ),
@@ -238,6 +239,8 @@ def test_the_page_is_one_file_without_scripts_addresses_or_unescaped_text(writte
     assert all(each.startswith(("#", "data:")) for each in addresses)
     assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert text.index('id="verdicts"') < text.index('id="first"') < text.index('id="facts"')
+    assert "Nothing was measured." in text
+    assert "<summary>20 rows</summary>" in text
     names = re.findall(r' id="([^"]+)"', text)
     assert len(names) == len(set(names)), "a name is there twice"
     bars = every_kind()[1]

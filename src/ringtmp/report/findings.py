@@ -7,7 +7,7 @@ The values of a Series by kind of Figure:
     stacked   as bars, but series stand on top of each other
     heat      one series per row of cells, x the names of the columns (the same in every row), y the values
     map       as heat; values are ratios, coloured by their logarithm around 1
-    gantt     no series: `spans`, one row per node
+    gantt     no series: `spans`, one row per node; the x axis says its own unit
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ _HOLDS: dict[Holds, str] = {"yes": "✓ holds", "no": "✗ does not hold", "mixe
 #: A figure's numbers are in the page too, unless they are more than this.
 _MOST_ROWS = 60
 _LONG_FACT = 44
+#: A longer table is folded.
+_MOST_OPEN_ROWS = 16
 
 
 def write(page: Page, folder: Path) -> Path:
@@ -148,7 +150,13 @@ def _readable(cell: str) -> str:
 
 def _table(table: Table) -> str:
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return f"<h3>{escape(table.title)}</h3>\n{_grid(table.columns, table.rows)}{note}"
+    title = f"<h3>{escape(table.title)}</h3>\n"
+    if not table.rows:
+        return f'{title}<p class="note">Nothing was measured.</p>{note}'
+    grid = _grid(table.columns, table.rows)
+    if len(table.rows) > _MOST_OPEN_ROWS:
+        grid = f"<details><summary>{len(table.rows)} rows</summary>{grid}</details>"
+    return f"{title}{grid}{note}"
 
 
 def _grid(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...] | list[tuple[str, ...]]) -> str:

@@ -6,6 +6,7 @@ Every colour is one of theme.py; strength is opacity, so that it fades towards t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,7 +168,7 @@ def _cells(axes: Any, figure: Figure, wide: bool) -> None:
     from matplotlib.patches import Rectangle
 
     columns = _columns_of(figure)
-    names = [_cut(each.name, 20) for each in figure.series]
+    names = [_cut(each.name, 34 if wide else 20) for each in figure.series]
     room = ((WIDE_IN if wide else WIDTH_IN) * INCH - 20 - 4.6 * longest(names)) / max(1, len(columns))
     values = [value for series in figure.series for value in series.y if math.isfinite(value)]
     most = max(values, default=0.0)
@@ -227,7 +228,7 @@ def _gantt(axes: Any, figure: Figure) -> None:
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     _numbers(axes.xaxis, False, 6)
-    axes.set_xlabel(figure.x_label or unit, fontsize=_FONT, color=LIGHT["muted"])
+    axes.set_xlabel(unit, fontsize=_FONT, color=LIGHT["muted"])
 
 
 # -- parts --------------------------------------------------------------------------------------------------------------
@@ -323,7 +324,13 @@ def _fitting(value: float, letters: float) -> str:
 
 
 def _gantt_rows(figure: Figure) -> list[str]:
-    return list(dict.fromkeys(span.row for span in figure.spans))
+    """The master or the servers first, then by number; names without one stay in their order."""
+
+    def place(row: str) -> tuple[bool, int]:
+        numbers = re.findall(r"\d+", row)
+        return not row.startswith(("master", "server")), int(numbers[-1]) if numbers else 0
+
+    return sorted(dict.fromkeys(span.row for span in figure.spans), key=place)
 
 
 def _name(value: float | str) -> str:
