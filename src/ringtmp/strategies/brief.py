@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
-from ringtmp.metrics.events import EventLog, NodeEnded
+from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import Device
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter
@@ -63,6 +63,7 @@ class Leader(Protocol):
     hellos: dict[int, Hello]  # of the nodes that are there
     protection: Protection
     snapshot: Snapshot | None
+    survived: Callable[[Regrouped], None]  # told of a node whose loss needed no new generation
 
     @property
     def committed(self) -> int:
@@ -75,6 +76,10 @@ class Leader(Protocol):
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score: ...
     def save(self, writer: CheckpointWriter) -> None: ...
+    def leave(self) -> dict[int, float]:
+        """The generation ends. Losses of steps that are done and not counted yet."""
+        ...
+
     def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None: ...
     def farewell(self) -> NodeEnded: ...
 

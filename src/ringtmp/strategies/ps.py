@@ -51,7 +51,7 @@ class PsMember:
 
     def __init__(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> None:
         self.endpoint = endpoint
-        self._servers = roles.servers
+        self._roles = roles
         self.emit: Callable[[events.Event], None] = self._report
         self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
         table = keys.cut(plan.sizes, len(roles.servers))
@@ -98,14 +98,22 @@ class PsMember:
         return served
 
     def lose(self, node: int) -> None:
-        """A server is gone: its replica answers for it."""
+        """A node is gone. Of a server the replica answers; of a worker nothing more is awaited."""
         self.endpoint.forget(node)
-        heir = following(self._servers, node)
-        self._servers = tuple(each for each in self._servers if each != node)
+        servers, workers = self._roles.servers, self._roles.workers
+        self._roles = self._roles.without(node)
+        if self.server is not None and node in workers:
+            self.server.lose_worker(node)
+        if node not in servers:
+            return
+        heir = following(servers, node)
         if self.server is not None:
             self.server.lose(node, heir)
         if self._client is not None:
             self._client.lose(node, heir)
+
+    def leave(self) -> None:
+        """Keys may be of different steps: a new generation begins with a checkpoint."""
 
     def farewell(self) -> events.NodeEnded:
         last = farewell(self.endpoint)

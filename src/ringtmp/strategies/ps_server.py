@@ -238,11 +238,27 @@ class Server:
                 slot.copied = slot.applied
                 self._slots[number] = slot
             self._replicas = {}
-        self._roles = Roles(tuple(each for each in self._roles.servers if each != node), self._roles.workers)
+        self._roles = self._roles.without(node)
         self._changed = True
         self._squares.clear()
         if self._plan.recipe.clip_norm is not None:
             self._offer_squares()
+
+    def lose_worker(self, node: int) -> None:
+        """The mean is over the workers that are left, from the first step on that is not complete with the lost one's
+        gradient. What it sent of such a step is left out, so that no gradient counts for a whole batch's worth twice."""
+        self._roles = self._roles.without(node)
+        self._quorum = min(self._quorum, len(self._roles.workers))
+        self._waiting = [each for each in self._waiting if each[0] != node]
+        self._copying = [each for each in self._copying if each[1] != node]
+        self._answers.pop(node, None)
+        for slot in (*self._slots.values(), *self._replicas.values()):
+            slot.leave_out(node)
+        if self._settings.gathered:
+            for slot in self._slots.values():
+                self._update_if_complete(slot)
+        self._changed = True
+        self._close()
 
     # -- keys come and go ---------------------------------------------------------------------------------------------
 

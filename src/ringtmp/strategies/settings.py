@@ -17,6 +17,9 @@ class Roles(msgspec.Struct, frozen=True):
     servers: tuple[int, ...]
     workers: tuple[int, ...]
 
+    def without(self, node: int) -> Roles:
+        return Roles(*(tuple(each for each in group if each != node) for group in (self.servers, self.workers)))
+
 
 class PsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     servers: int | str = 1  # a number, or "workers"
