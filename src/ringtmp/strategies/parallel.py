@@ -36,7 +36,7 @@ from ringtmp.strategies.ps import PsMember
 from ringtmp.strategies.ps_server import following
 from ringtmp.strategies.replica import flatten, layer_flat, views
 from ringtmp.strategies.rows import Ledger
-from ringtmp.strategies.settings import PsSettings, Roles
+from ringtmp.strategies.settings import PsSettings, Roles, fitted
 from ringtmp.transport.base import Channel
 from ringtmp.wire.message import Did, Enlist, Fetch, Kept, Lost, Place, Restore, Scored, Store, Work
 
@@ -76,6 +76,11 @@ def plan(brief: Brief) -> ParallelPlan:
             f"a loss of your own runs on the master alone, and {name} needs it on every worker: use a named loss "
             f"({', '.join(LOSSES)}) or --strategy ring"
         )
+    warnings: tuple[str, ...] = ()
+    if name == "ps":
+        given, settings = settings, fitted(settings, nodes)
+        if given.get("replicas") and not settings["replicas"]:
+            warnings = ("with one server left there are no replicas",)
     if settings.get("fetch") == "layerwise":
         refuse_unrepeatable(brief.layers)
     roles = catalog.roles(name, settings, nodes)
@@ -102,7 +107,7 @@ def plan(brief: Brief) -> ParallelPlan:
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
     )
-    return ParallelPlan(brief, enlist, roles, table, owners, (), (), facts, shares)
+    return ParallelPlan(brief, enlist, roles, table, owners, warnings, (), facts, shares)
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:
@@ -126,8 +131,7 @@ class ParallelLead(Lead):
         self._servers = plan.roles.servers
         self._unprotected: set[int] = set()  # servers whose loss would lose something
         self._laid_out = False
-        settings = plan.brief.config.ring.strategy_settings
-        self._settings = PsSettings(**settings) if plan.enlist.strategy == "ps" else None
+        self._settings = PsSettings(**plan.enlist.settings) if plan.enlist.strategy == "ps" else None
         self._ledgers = {worker: Ledger() for worker in self._workers}
         self._committed = plan.brief.step
         self._done = plan.brief.step

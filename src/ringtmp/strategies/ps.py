@@ -102,14 +102,12 @@ class PsMember:
         self.endpoint.forget(node)
         servers, workers = self._roles.servers, self._roles.workers
         self._roles = self._roles.without(node)
+        heir = following(servers, node) if node in servers else None
+        if self.server is not None and heir is not None:
+            self.server.lose(node, heir)
         if self.server is not None and node in workers:
             self.server.lose_worker(node)
-        if node not in servers:
-            return
-        heir = following(servers, node)
-        if self.server is not None:
-            self.server.lose(node, heir)
-        if self._client is not None:
+        if self._client is not None and heir is not None:
             self._client.lose(node, heir)
 
     def leave(self) -> None:
