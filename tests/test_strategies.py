@@ -83,7 +83,9 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def train(case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = None, **training: Any) -> api.Result:
+def train(
+    case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = None, loss: Any = None, **training: Any
+) -> api.Result:
     keep = KeepPart(protect=training.pop("protect", "auto"))
     part = {"batch_size": 64, "microbatches": 8, "optimizer_settings": {"lr": 4e-3}, "epochs": 9, **training}
     if "steps" in training:
@@ -99,7 +101,7 @@ def train(case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = Non
         keep=keep,
     )
     torch.manual_seed(0)
-    return api.start(config, model(), None, None, folder / "run", api.Silent(), crew or MemoryCrew(case.nodes, seed))
+    return api.start(config, model(), None, loss, folder / "run", api.Silent(), crew or MemoryCrew(case.nodes, seed))
 
 
 def logged(result: api.Result, kind: type) -> list[Any]:
@@ -215,6 +217,44 @@ def test_after_fifty_steps_it_agrees_with_one_process(
     alone = weights(train(Case("ring", 1), tmp_path / "alone", **more))
     together = weights(train(case, tmp_path / "together", **more))
     assert float((alone - together).norm() / alone.norm()) < 1e-5
+
+
+class Patient(nn.Module):
+    """A loss of somebody's own: the rarer half of the digits counts more, and the target is softened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(1, 2, 10))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        likely = outputs.log_softmax(-1)
+        chosen = likely.gather(1, targets[:, None])[:, 0]
+        return -(self.weight[targets] * (0.9 * chosen + 0.1 * likely.mean(-1))).mean()
+
+
+@pytest.mark.parametrize("case", [Case("ps", 3), Case("allreduce", 3)], ids=lambda case: case.name)
+def test_a_loss_of_ones_own_travels_to_the_workers_as_data(case: Case, tmp_path: Path) -> None:
+    alone = train(Case("ring", 1), tmp_path / "alone", loss=Patient(), steps=20)
+    together = train(case, tmp_path / "together", loss=Patient(), steps=20)
+    assert float((weights(alone) - weights(together)).norm() / weights(alone).norm()) < 1e-5
+    assert together.summary.loss.last == pytest.approx(alone.summary.loss.last, rel=1e-4)
+    assert together.summary.test_loss == pytest.approx(alone.summary.test_loss, rel=1e-4)
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.scale * nn.functional.cross_entropy(outputs, targets)
+
+
+def test_a_loss_with_parameters_or_one_that_cannot_travel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RingError, match="put them into the model"):
+        train(Case("ps", 3), tmp_path / "learned", loss=Learned(), steps=1)
+    with pytest.raises(RingError, match="layer 'loss'"):
+        train(Case("ps", 3), tmp_path / "number", loss=lambda out, to: out.mean() * float(out.sum()), steps=1)
 
 
 def test_a_bound_of_zero_has_the_bits_of_bsp_and_every_interleaving_too(tmp_path: Path) -> None:

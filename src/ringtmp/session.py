@@ -23,6 +23,7 @@ from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
+from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import microbatch_sizes, write_model
@@ -59,6 +60,7 @@ class Session:
         size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
         self._batch_size = size
         self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
+        self._targets = job.train.example(EXAMPLE_BATCH)[1]
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._log: EventLog | None = None
@@ -172,7 +174,7 @@ class Session:
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe,
             snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
-            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices,
+            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices, self._targets,
         )  # fmt: skip
         brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
         plan = catalog.plan(brief)

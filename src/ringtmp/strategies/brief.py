@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
 from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
@@ -44,6 +46,7 @@ class Brief:
     addresses: dict[int, Address]
     devices: tuple[Device, ...]  # of every node, the master first
     keep_all: bool  # every node takes part, in the order of their numbers
+    targets: torch.Tensor  # of a few samples
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ringtmp.errors import LossNotFinite, NodeLost, UsageError
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
+from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import keys
 from ringtmp.plan.keys import Flat, Key
@@ -32,6 +33,7 @@ from ringtmp.ring.protect import places
 from ringtmp.strategies import catalog
 from ringtmp.strategies.allreduce import AllReduceMember
 from ringtmp.strategies.brief import Brief, Share, Upcoming, nothing_ahead
+from ringtmp.strategies.criterion import exported
 from ringtmp.strategies.ps import PsMember
 from ringtmp.strategies.ps_server import following
 from ringtmp.strategies.replica import flatten, layer_flat, views
@@ -57,6 +59,7 @@ class ParallelPlan:
     lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
+    loss: tuple[Layer, list[torch.Tensor]] | None  # one of the user's own, which every worker needs
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> ParallelLead:
         return ParallelLead(endpoint, crew, log, self)
@@ -71,11 +74,9 @@ class ParallelPlan:
 def plan(brief: Brief) -> ParallelPlan:
     config, name = brief.config, brief.config.ring.strategy
     settings, nodes = config.ring.strategy_settings, config.ring.nodes
+    loss = None
     if brief.loss_name not in LOSSES:
-        raise UsageError(
-            f"a loss of your own runs on the master alone, and {name} needs it on every worker: use a named loss "
-            f"({', '.join(LOSSES)}) or --strategy ring"
-        )
+        loss = exported(brief.loss, brief.layers[-1], brief.index.outputs[-1], brief.targets)
     warnings: tuple[str, ...] = ()
     if name == "ps":
         given, settings = settings, fitted(settings, nodes)
@@ -107,7 +108,7 @@ def plan(brief: Brief) -> ParallelPlan:
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
     )
-    return ParallelPlan(brief, enlist, roles, table, owners, warnings, (), facts, shares)
+    return ParallelPlan(brief, enlist, roles, table, owners, warnings, (), facts, shares, loss)
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:
@@ -183,6 +184,10 @@ class ParallelLead(Lead):
                     moving = [each.clone() if each is not None else None for each in moving]
                 self.endpoint.post(worker, Place(index, portable.encode(layer), names), moving)
             self._settle(PLACING_BYTES)
+        if self._plan.loss is not None:
+            layer, tensors = self._plan.loss
+            for worker in self._workers:
+                self.endpoint.post(worker, Place(len(self._layers), portable.encode(layer), ()), tensors)
         self._settle(0)
         self._laid_out = True
 

@@ -22,7 +22,8 @@ from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.ring.checkpoint import StateName
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.losses import Score, loss_named
+from ringtmp.ring.losses import LOSSES, Score
+from ringtmp.strategies.criterion import Criterion, not_there
 from ringtmp.strategies.replica import Replica
 from ringtmp.strategies.rows import Rows
 from ringtmp.wire.message import Did, Enlist, Fetch, LayerState, Place, Placed, Restore, Scored, Work
@@ -88,7 +89,7 @@ class Trainer:
         self.emit: Callable[[events.Event], None]
         self._plan = plan
         self._exchange = exchange
-        self._loss = loss_named(plan.loss)
+        self._loss = LOSSES.get(plan.loss, not_there)
         self._rows = Rows()
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
@@ -104,6 +105,9 @@ class Trainer:
         elif isinstance(message, Place):
             layer = portable.decode(message.graph)
             own = len(layer.tensors)
+            if message.layer == len(self._plan.sizes):
+                self._loss = Criterion(layer, mail.tensors)
+                return True
             state = [each for each in mail.tensors[own:] if each is not None]
             self._move_in(message.layer, layer, mail.tensors[:own], dict(zip(message.state, state, strict=True)))
         elif isinstance(message, Restore):

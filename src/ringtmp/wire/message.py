@@ -127,7 +127,8 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
-    """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key)."""
+    """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key). To a worker
+    of a data-parallel strategy the layer behind the last is a loss of the user's own."""
 
     layer: int
     graph: bytes
