@@ -349,10 +349,13 @@ def killed(folder: Path, victim: int, *flags: object) -> dict[str, Any]:
     process = begin(
         "train", "--nodes", 4, "--steps", 200, "--json", "--quiet", "--run-dir", folder / "run", *flags, cwd=folder
     )
-    wait_for_step(folder / "run", 40, process)
-    workers = workers_of(process)
-    workers[victim].kill()
-    out, said = process.communicate(timeout=90)
+    try:
+        wait_for_step(folder / "run", 40, process)
+        workers = workers_of(process)
+        workers[victim].kill()
+        out, said = process.communicate(timeout=90)
+    finally:
+        process.kill()
     assert process.returncode == 0, said
     assert_all_gone(list(workers.values()))
     summary: dict[str, Any] = json.loads(out)

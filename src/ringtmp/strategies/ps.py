@@ -21,7 +21,8 @@ applied as it comes, as the mean over the worker's own samples at its share of t
 the weights about as far as in bsp; and a worker does not await its own newest gradient before it goes on (that is what
 hides the exchange behind the computation), so what it reads lacks at most S steps of others and one of its own. Batches
 are dealt by the master in the same order under every strategy. BatchNorm statistics are each worker's own, and their mean
-is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass.
+is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass. Nobody
+waits for a lost worker: a step's gradient is then the mean over the others' shares.
 """
 
 from __future__ import annotations
