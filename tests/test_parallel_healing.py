@@ -35,7 +35,7 @@ from test_session import blobs
 
 STEPS = 12
 #: Turns of the crew into the step: before, between and after the parts of the exchange.
-MOMENTS = [0, 4, 9, 14]
+MOMENTS = [2, 7, 14]
 MORE_MOMENTS = [each for each in range(30) if each not in MOMENTS]
 
 
@@ -272,14 +272,14 @@ def test_a_lost_server_is_told_of_too_and_a_worker_may_go_after_it(base: Base) -
     assert counted(hit) == Counter(range(1, STEPS))
 
 
+@pytest.mark.parametrize("turns", [3, *(pytest.param(each, marks=pytest.mark.long) for each in range(4, 30))])
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1"])
-def test_a_node_that_serves_and_works_may_go_where_there_are_replicas(consistency: str, base: Base) -> None:
+def test_a_node_that_serves_and_works_may_go_where_there_are_replicas(consistency: str, turns: int, base: Base) -> None:
     settings = {"servers": "workers", "replicas": 1, "consistency": consistency}
-    for turns in MOMENTS:
-        hit = base.run(Mortal(4, Death(2, 5, turns), seed=turns), "ps", settings, clip_norm=1.0)
-        (healed,) = hit.summary.recoveries
-        assert (healed.source, healed.repeated) == ("replica", 0)
-        assert counted(hit) == Counter(range(1, STEPS))
+    hit = base.run(Mortal(4, Death(2, 5, turns), seed=turns), "ps", settings, clip_norm=1.0)
+    (healed,) = hit.summary.recoveries
+    assert (healed.source, healed.repeated) == ("replica", 0)
+    assert counted(hit) == Counter(range(1, STEPS))
 
 
 def test_settings_are_fitted_to_the_nodes_that_are_left() -> None:
@@ -363,6 +363,7 @@ def killed(folder: Path, victim: int, *flags: object) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.long
 def test_a_killed_allreduce_process_is_replaced_by_one_that_gets_its_state_from_a_survivor(tmp_path: Path) -> None:
     flags = "--strategy", "allreduce", "--optimizer", "adamw"
     summary = killed(tmp_path, 2, *flags)
