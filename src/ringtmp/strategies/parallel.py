@@ -284,7 +284,7 @@ class ParallelLead(Lead):
                 share += taken[-1].share
             self._carried += share - 1
         else:
-            taken = [did for _, did in sorted(self._dids.pop(step, []), key=lambda each: each[0]) if not did.skipped]
+            taken = [did for _, did in sorted(self._dids.pop(step, []), key=lambda each: each[0])]
             self._done = step + 1
         self._last_loss = _mean_loss(taken, self._last_loss)
         return self._last_loss
@@ -295,8 +295,8 @@ class ParallelLead(Lead):
                 self._take(mail)
         super().leave()
         told = self.snapshot.told if self.snapshot is not None else {}
-        heard = {step: [did for _, did in dids if not did.skipped] for step, dids in self._dids.items()}
-        return {**told, **{step: _mean_loss(dids, math.nan) for step, dids in heard.items() if dids}}
+        heard = {step: _mean_loss([did for _, did in dids], math.nan) for step, dids in self._dids.items()}
+        return {**told, **{step: loss for step, loss in heard.items() if math.isfinite(loss)}}
 
     def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
         for worker in self._workers:
@@ -428,7 +428,7 @@ class ParallelLead(Lead):
         return True
 
     def _survive(self, lost: NodeLost) -> bool:
-        """Of a parameter server a worker may go, if it is not the last; so may a dedicated server with a replica."""
+        """Of a parameter server a worker may go, if it is not the last; so may a server with a replica."""
         node, started = lost.node, self.endpoint.clock()
         if node is None or self._settings is None or not self._laid_out:
             return False
@@ -464,8 +464,9 @@ class ParallelLead(Lead):
 
 
 def _mean_loss(dids: Sequence[Did], otherwise: float) -> float:
-    share = sum(did.share for did in dids)
-    return sum(did.loss * did.share for did in dids) / share if share else otherwise
+    done = [did for did in dids if not did.skipped]
+    share = sum(did.share for did in done)
+    return sum(did.loss * did.share for did in done) / share if share else otherwise
 
 
 def _mean(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
