@@ -67,5 +67,6 @@ def lost_text(event: Regrouped) -> str:
         return f"{lost}; the servers have the parameters, no step to do again; {after}"
     if event.source == "replica":
         return f"{lost}; the next server has its keys, no step to do again; {after}"
-    source = "what the survivors have" if event.source == "survivors" else f"the {event.source}"
-    return f"{lost}; back to {source} of step {event.step}, {steps} to do again; {after}"
+    if event.source == "survivors":
+        return f"{lost}; on from step {event.step} with what the survivors have, {steps} to do again; {after}"
+    return f"{lost}; back to the {event.source} of step {event.step}, {steps} to do again; {after}"
