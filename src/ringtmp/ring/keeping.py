@@ -25,18 +25,58 @@ from ringtmp.transport.base import Channel
 from ringtmp.wire.message import Held, Keep, LayerState, Missing, Recall, Whole
 from ringtmp.wire.tensors import raw_bytes
 
-PIECE_BYTES = 256 * 1024
+#: A piece takes a line about PIECE_S, so that activations behind it wait no longer.
+PIECE_S = 0.005
+FIRST_PIECE_BYTES = 64 * 1024
+LEAST_PIECE_BYTES = 16 * 1024
+MOST_PIECE_BYTES = 256 * 1024
+#: Of a slow line's time pieces take this share while there are any; a line that carries one in FAST_S is not slow.
+LINE_SHARE = 0.25
+FAST_S = 0.002
+#: Pieces a line's rate is known from: the fastest of them, since a busy holder answers late.
+REMEMBERED_PIECES = 16
 #: A node that is never idle still sends a piece this often.
 BUSY_PIECE_S = 0.05
 
 
 @dataclass
 class _Going:
-    """A parcel on its way to the holder."""
+    """A parcel on its way to the holder, from where it is kept."""
 
-    parcel: Parcel
+    label: Label
     seconds: float
+    parcel: Parcel | None = None  # in memory from its first piece to its last
     sent: int = 0
+
+
+class Pace:
+    """How large a piece the line to the holder takes, and when the next may go. Pure."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=REMEMBERED_PIECES)
+        self._posted_at = 0.0
+        self._size = 0
+        self._measured = True
+
+    def posted(self, now: float, size: int) -> None:
+        self._posted_at, self._size, self._measured = now, size, False
+
+    def arrived(self, now: float) -> None:
+        """Nothing is on its way any more."""
+        # What a small one takes is the answer's way, and says nothing of the rate.
+        if not self._measured and now > self._posted_at and self._size >= LEAST_PIECE_BYTES:
+            self._rates.append(self._size / (now - self._posted_at))
+        self._measured = True
+
+    @property
+    def piece_bytes(self) -> int:
+        if not self._rates:
+            return FIRST_PIECE_BYTES
+        return int(min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, PIECE_S * max(self._rates))))
+
+    def may_send(self, now: float) -> bool:
+        took = self._size / max(self._rates) if self._rates else 0.0
+        return took < FAST_S or now >= self._posted_at + took / LINE_SHARE
 
 
 @dataclass
@@ -56,22 +96,33 @@ class Keeping:
         self._going: deque[_Going] = deque()
         self._coming: dict[tuple[int, int], _Coming] = {}
         self._last_piece = 0.0
+        self._pace = Pace()
 
     def take(self, step: int, stage: Stage) -> None:
         """Copy what lies here, as it is before `step`."""
-        self._going = deque(each for each in self._going if each.parcel.label.step == step)
+        self._going = deque(each for each in self._going if each.label.step == step)
         for layer in stage.visit.layers:
             began = self._endpoint.clock()
-            parcel = pack(step, layer, *stage.layer_state(layer))
-            if not parcel.label.size:
+            tensors, state = stage.layer_state(layer)
+            size = sum(each.nbytes for each in (*tensors, *state.values()))
+            if not size:
                 continue
-            parcel = parcel.sealed()
-            trouble = self._endpoint.shelf.put(parcel, self._mode)
+            label, trouble = None, self._endpoint.shelf.refuses(size)
+            if trouble is None:
+                parcel = pack(step, layer, tensors, state).sealed()
+                label, trouble = parcel.label, self._endpoint.shelf.put(parcel, self._mode)
+                del parcel  # on the shelf, perhaps in a file
             seconds = self._endpoint.clock() - began
+            if trouble is not None:
+                self._endpoint.shelf.discard(step)
+                self._going.clear()
             if trouble is not None or self.holder is None:
                 self._endpoint.post(MASTER, Held(step, layer, self._endpoint.node, seconds, 0.0, trouble or ""))
             else:
-                self._going.append(_Going(parcel, seconds))
+                assert label is not None
+                self._going.append(_Going(label, seconds))
+            if trouble is not None:
+                return
 
     def send_some(self, idle: bool) -> bool:
         """The next piece, if the one before has arrived and training has a gap. True if one went out."""
@@ -82,9 +133,19 @@ class Keeping:
             return False
         if self._endpoint.in_flight_bytes(self.holder, Channel.BULK):
             return False
+        self._pace.arrived(now)
+        if not self._pace.may_send(now):
+            return False
         going = self._going[0]
-        label, start = going.parcel.label, going.sent
-        piece = going.parcel.body[start : start + PIECE_BYTES]
+        label, start = going.label, going.sent
+        if going.parcel is None:
+            going.parcel = self._endpoint.shelf.get(label.step, label.layer)
+        if going.parcel is None:
+            self._going.clear()
+            trouble = f"layer {label.layer} as of step {label.step} cannot be read back"
+            self._endpoint.post(MASTER, Held(label.step, label.layer, self._endpoint.node, 0.0, 0.0, trouble))
+            return False
+        piece = going.parcel.body[start : start + self._pace.piece_bytes]
         going.sent += piece.numel()
         going.seconds += self._endpoint.clock() - now
         last = going.sent == label.size
@@ -92,6 +153,7 @@ class Keeping:
             label.step, label.layer, start, going.seconds, msgspec.msgpack.encode(label) if not start else b""
         )
         self._endpoint.post(self.holder, message, [piece])
+        self._pace.posted(now, piece.numel())
         if last:
             self._going.popleft()
         self._last_piece = now
@@ -126,9 +188,16 @@ class Keeping:
         piece = mail.present()[0]
         if message.start == 0:
             label = msgspec.msgpack.decode(message.label, type=Label)
+            if (trouble := self._endpoint.shelf.refuses(label.size)) is not None:
+                self._endpoint.post(MASTER, Held(label.step, label.layer, mail.sender, message.seconds, 0.0, trouble))
+                self._endpoint.shelf.discard(label.step)
+                self._coming.pop(key, None)
+                return
             body = piece if label.size == piece.numel() else torch.empty(label.size, dtype=torch.uint8)
             self._coming[key] = _Coming(label, body)
-        coming = self._coming[key]
+        coming = self._coming.get(key)
+        if coming is None:
+            return  # of a parcel that was refused
         if coming.body is not piece:
             raw_bytes(coming.body)[message.start : message.start + piece.numel()] = raw_bytes(piece)
         if message.start + piece.numel() == coming.label.size:
