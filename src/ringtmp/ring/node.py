@@ -20,6 +20,7 @@ from ringtmp.plan.rule import Action, Schedule, next_action, places
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.keeping import Keeping
+from ringtmp.ring.scout import answer
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.ring.worker import farewell, report
@@ -141,7 +142,7 @@ class Node:
             self._place(message, mail.tensors)
         elif isinstance(message, Restore):
             self._restore(message)
-        elif self.keeping.handle(mail):
+        elif self.keeping.handle(mail) or answer(self.endpoint, mail):
             pass
         elif isinstance(message, Fetch):
             self._send_layer(message.layer)

@@ -38,6 +38,7 @@ class RingPlan:
     lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
+    planned: Plan | None = None  # None: cuts by hand or by cost alone
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
         return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
@@ -66,7 +67,7 @@ def plan(brief: Brief) -> RingPlan:
     )  # fmt: skip
     lines = planned.summary() if planned is not None else ()
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    return RingPlan(brief, setup, warnings, lines, {"window": window}, shares)
+    return RingPlan(brief, setup, warnings, lines, {"window": window}, shares, planned)
 
 
 def tried(
@@ -102,6 +103,7 @@ def _planned(brief: Brief) -> Plan | None:
         brief.recipe.clip_norm is not None,
         wire_bytes(brief.config.training.wire, 1024) / 4096,
         keep_all=brief.keep_all,
+        protect=brief.config.keep.protect,
     )
     return planner.plan(brief.index.costs, brief.devices, options)
 
