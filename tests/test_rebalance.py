@@ -29,7 +29,9 @@ from ringtmp.plan import rebalance
 from ringtmp.plan.device import Device, LayerCost, Link
 from ringtmp.plan.planner import Plan, PlanOptions, plan
 from ringtmp.plan.rebalance import ASK_EVERY_S, WATCH_S, Balance, Move, at_pace
+from ringtmp.rebalancing import Rebalancing
 from ringtmp.ring.node import Node
+from ringtmp.ring.protect import Protection
 from ringtmp.ring.stage import Stage
 from test_lab import begin, device, devices_file, finish, needs_isolation
 from test_session import blobs
@@ -280,6 +282,22 @@ def test_a_throttled_node_gets_fewer_layers_and_the_bits_stay(
     assert throttled.layers[moved.generation] < throttled.layers[1]
     log = list(events.read(hit.run_dir / "events.jsonl"))
     assert sum(isinstance(each, events.StepDone) for each in log) == STEPS + moved.repeated
+
+
+def test_lines_tried_between_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = train(tmp_path / "calm", MemoryCrew(1))
+    tried: list[dict[int, tuple[float, float]]] = []
+
+    def at_rest(self: Rebalancing, leader: Any, protection: Protection) -> bool:
+        if protection.quiet and len(tried) < 3:
+            tried.append(leader.try_lines())
+        return True
+
+    monkeypatch.setattr(Rebalancing, "at_rest", at_rest)
+    hit = train(tmp_path / "hit", MemoryCrew(3), rebalance=False)
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    assert tried
+    assert all(set(rates) == {1, 2} and min(map(min, rates.values())) > 0 for rates in tried)
 
 
 @pytest.mark.parametrize("how", [{"rebalance": False}, {"cuts": "0-1,2-4,5-6,7"}])

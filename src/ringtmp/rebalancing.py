@@ -74,19 +74,16 @@ class Rebalancing:
         self._not_before = self._moved_at + self._pause_s
         balance.hold(self._not_before)
 
-    def at_rest(self, leader: Leader, protection: Protection) -> None:
-        """The ring stands still: a moment to try lines that are suspected."""
-        if (
-            self._alike
-            or self._move is not None
-            or self._balance is None
-            or not isinstance(leader, Master)
-            or not protection.quiet
-        ):
-            return
-        if self._balance.suspects_lines(self._clock()):
-            rates = leader.try_lines()
-            self._balance.lines_found(self._clock(), rates)
+    def at_rest(self, leader: Leader, protection: Protection) -> bool:
+        """The ring stands still: a moment to try lines that are suspected. True if it was taken."""
+        balance = self._balance
+        if balance is None or self._alike or self._move is not None or not protection.quiet:
+            return False
+        if not isinstance(leader, Master) or not balance.suspects_lines(self._clock()):
+            return False
+        rates = leader.try_lines()
+        balance.lines_found(self._clock(), rates)
+        return True
 
     def ready(self, protection: Protection) -> str:
         """What to lay out from, now: 'snapshot', or 'checkpoint' (to be saved first); '' while there is no move or its

@@ -344,7 +344,7 @@ class Session:
             if (reason := self._crew.changed()) is not None:
                 master = self._regroup(master, layers, reason)
                 fresh = True
-            self._rebalancing.at_rest(master, self._protection)
+            fresh = self._rebalancing.at_rest(master, self._protection) or fresh
             if source := self._rebalancing.ready(self._protection):
                 master = self._rebalance(master, layers, source)
                 fresh, step, epoch = True, self._progress.step, self._progress.epochs_done

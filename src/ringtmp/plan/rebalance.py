@@ -36,8 +36,9 @@ LEAST_STEPS = 6
 WARM_UP_STEPS = 2
 LEAST_GAIN = 0.1
 REPAID = 2.0
-#: Planning takes a moment: after a no it is not asked again at once.
+#: Planning takes a moment: after a no it is not asked again at once, nor about the same.
 ASK_EVERY_S = 15.0
+NEWS = 0.1
 #: Between two moves at least.
 PAUSE_S = 60.0
 
@@ -71,6 +72,7 @@ class Balance:
         self._steps = _Window()
         self._usual_s: float | None = None  # a step, when the lines were last known
         self._slow_line: str | None = None
+        self._asked: tuple[list[float], str | None] | None = None  # what no move followed from
 
     @property
     def step_s(self) -> float:
@@ -101,11 +103,12 @@ class Balance:
         if not self.watched:
             return None
         reason = self._slow_line or self._straying()
-        if reason is None:
+        ratios = [newer for _, newer in self._ratios()]
+        if reason is None or self._answered(ratios):
             return None
         self._not_before = now + ASK_EVERY_S
         made, options = self._plan, self._plan.options
-        factors = {device.name: ratio for device, (_, ratio) in zip(made.devices, self._ratios(), strict=True)}
+        factors = {device.name: ratio for device, ratio in zip(made.devices, ratios, strict=True)}
         usual = statistics.median(factors.values())
         devices = tuple(at_pace(device, factors.get(device.name, usual)) for device in self._everyone)
         named = {device.name: device for device in devices}
@@ -119,6 +122,16 @@ class Balance:
         if gain < LEAST_GAIN or gain * self.step_s * steps_left < REPAID * move_s:
             return None
         return Move(devices, best, reason, self.step_s, gain)
+
+    def _answered(self, ratios: list[float]) -> bool:
+        """Whether about the same was asked before: the answer was no, and planning takes a moment."""
+        before, self._asked = self._asked, (ratios, self._slow_line)
+        if before is None or before[1] != self._slow_line:
+            return False
+        same = all(abs(new / old - 1) < NEWS for new, old in zip(ratios, before[0], strict=True))
+        if same:
+            self._asked = before
+        return same
 
     def suspects_lines(self, now: float) -> bool:
         """Whether steps are longer than they were, and no processor is the reason."""
