@@ -40,15 +40,20 @@ from ringtmp.wire.message import (
     Missing,
     Place,
     Recall,
+    Recipe,
     Restore,
     Setup,
     Whole,
 )  # fmt: skip
 
 ANSWER_LIMIT_S = 5.0
-#: Of a layer's parameters, while it passes through on its way to a checkpoint: themselves, up to three of optimizer state
-#: and delayed weights, and as much again where a file is written from a copy.
-CHECKPOINT_COPIES = 8
+
+
+def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
+    """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
+    weights, and the latter two once more as the bytes of a file."""
+    state = (1 if recipe.optimizer == "sgd" else 2) + recipe.staleness
+    return max(layer.parameters for layer in layers) * 4 * (1 + 2 * state)
 
 
 class NotFinite(Exception):  # noqa: N818
@@ -88,8 +93,7 @@ class Master(Lead):
         """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
         whoever has it in the last whole snapshot, which mostly is the holder itself."""
         everyone = setup.addresses
-        largest = max(layer.parameters for layer in self._layers)
-        self.endpoint.shelf.reserve_bytes = largest * 4 * CHECKPOINT_COPIES
+        self.endpoint.shelf.reserve_bytes = checkpoint_bytes(self._layers, setup.recipe)
         for node in setup.route.nodes():
             near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
             theirs = msgspec.structs.replace(setup, addresses=near)
