@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,33 +147,26 @@ def test_one_slow_step_by_chance_does_not_end_the_snapshots() -> None:
 
 
 def carried(rate: float, answers_after_s: float = 0.0, seconds: float = 10.0) -> tuple[int, float]:
-    """Bytes that a paced sender puts on a line of this rate, and the longest time one piece takes it."""
-    pace, now, total, longest = Pace(), 0.0, 0, 0.0
+    """Bytes that a paced sender puts on a line of this rate, and the time one piece takes it."""
+    pace, now, total = Pace(rate), 0.0, 0
     while now < seconds:
         now += 0.0005
         if pace.may_send(now):
-            size = pace.piece_bytes
-            pace.posted(now, size)
-            now += size / rate + answers_after_s
-            pace.arrived(now)
-            total, longest = total + size, max(longest, size / rate)
-    return total, longest
+            pace.posted(now, pace.piece_bytes)
+            now += pace.piece_bytes / rate + answers_after_s
+            total += pace.piece_bytes
+    return total, pace.piece_bytes / rate
 
 
 def test_a_slow_line_is_left_to_training_for_most_of_the_time() -> None:
-    total, longest = carried(12.5e6)
-    assert total / 12.5e6 <= 10 * LINE_SHARE
-    assert total / 12.5e6 >= 10 * LINE_SHARE / 2, "and not for nothing"
-    assert longest <= 0.006
+    total, piece_s = carried(12.5e6)
+    assert 10 * LINE_SHARE / 2 <= total / 12.5e6 <= 10 * LINE_SHARE
+    assert piece_s <= 0.006
 
 
-def test_a_fast_line_is_not_paced_and_a_busy_holder_is_no_slow_line() -> None:
-    assert carried(1e9)[0] / 1e9 > 2.0
-    pace = Pace()
-    for answer_s in (0.2, 0.001, 0.2, 0.2):
-        pace.posted(0.0, 65536)
-        pace.arrived(answer_s)
-    assert pace.may_send(0.2)
+def test_a_fast_line_is_not_held_back_nor_one_whose_rate_nobody_knows() -> None:
+    assert carried(1e9)[0] / 1e9 > 1.0
+    assert carried(math.inf)[0] > 1e9
 
 
 def test_what_a_checkpoint_needs_is_left_free(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ free older <-------------------------------------------- Whole(step), to everyon
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -27,14 +28,10 @@ from ringtmp.wire.tensors import raw_bytes
 
 #: A piece takes a line about PIECE_S, so that activations behind it wait no longer.
 PIECE_S = 0.005
-FIRST_PIECE_BYTES = 64 * 1024
 LEAST_PIECE_BYTES = 16 * 1024
 MOST_PIECE_BYTES = 256 * 1024
-#: Of a slow line's time pieces take this share while there are any; a line that carries one in FAST_S is not slow.
+#: Of a line's time pieces take at most this share. What an answer takes says little of the line: a holder may be busy.
 LINE_SHARE = 0.25
-FAST_S = 0.002
-#: Pieces a line's rate is known from: the fastest of them, since a busy holder answers late.
-REMEMBERED_PIECES = 16
 #: A node that is never idle still sends a piece this often.
 BUSY_PIECE_S = 0.05
 
@@ -50,33 +47,18 @@ class _Going:
 
 
 class Pace:
-    """How large a piece the line to the holder takes, and when the next may go. Pure."""
+    """How large a piece the line to the holder takes, and when the next may go. Pure. `rate`: bytes per second."""
 
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=REMEMBERED_PIECES)
-        self._posted_at = 0.0
-        self._size = 0
-        self._measured = True
-
-    def posted(self, now: float, size: int) -> None:
-        self._posted_at, self._size, self._measured = now, size, False
-
-    def arrived(self, now: float) -> None:
-        """Nothing is on its way any more."""
-        # What a small one takes is the answer's way, and says nothing of the rate.
-        if not self._measured and now > self._posted_at and self._size >= LEAST_PIECE_BYTES:
-            self._rates.append(self._size / (now - self._posted_at))
-        self._measured = True
-
-    @property
-    def piece_bytes(self) -> int:
-        if not self._rates:
-            return FIRST_PIECE_BYTES
-        return int(min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, PIECE_S * max(self._rates))))
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._next_at = 0.0
+        self.piece_bytes = int(min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, PIECE_S * rate)))
 
     def may_send(self, now: float) -> bool:
-        took = self._size / max(self._rates) if self._rates else 0.0
-        return took < FAST_S or now >= self._posted_at + took / LINE_SHARE
+        return now >= self._next_at
+
+    def posted(self, now: float, size: int) -> None:
+        self._next_at = now + size / self._rate / LINE_SHARE
 
 
 @dataclass
@@ -87,7 +69,8 @@ class _Coming:
 
 
 class Keeping:
-    def __init__(self, endpoint: Endpoint, route: Route, mode: str) -> None:
+    def __init__(self, endpoint: Endpoint, route: Route, mode: str, rate: float = math.inf) -> None:
+        """`rate`: bytes per second that the line to the holder carries."""
         self._endpoint = endpoint
         self._mode = mode
         mine = route.on(endpoint.node)
@@ -96,7 +79,7 @@ class Keeping:
         self._going: deque[_Going] = deque()
         self._coming: dict[tuple[int, int], _Coming] = {}
         self._last_piece = 0.0
-        self._pace = Pace()
+        self._pace = Pace(rate)
 
     def take(self, step: int, stage: Stage) -> None:
         """Copy what lies here, as it is before `step`."""
@@ -129,12 +112,9 @@ class Keeping:
         if not self._going or self.holder is None:
             return False
         now = self._endpoint.clock()
-        if not idle and now - self._last_piece < BUSY_PIECE_S:
+        if not self._pace.may_send(now) or (not idle and now - self._last_piece < BUSY_PIECE_S):
             return False
         if self._endpoint.in_flight_bytes(self.holder, Channel.BULK):
-            return False
-        self._pace.arrived(now)
-        if not self._pace.may_send(now):
             return False
         going = self._going[0]
         label, start = going.label, going.sent

@@ -6,6 +6,7 @@ steps and evaluations) strictly in order; within a pass microbatches come and go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -75,7 +76,7 @@ class Node:
         }
         self._owner = owner
         endpoint.shelf.keep_only(setup.step)
-        self.keeping = Keeping(endpoint, setup.route, setup.keep)
+        self.keeping = Keeping(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
         self._news = True
         self._work: dict[str, Callable[[VisitState], None]] = {
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
