@@ -356,6 +356,11 @@ class Lab:
             time.sleep(0.2)
         return found
 
+    def moves_since(self, at: float) -> list[events.Regrouped]:
+        """Because of the device that was throttled: on a busy machine others may stray before."""
+        moves = [each for each in self.events() if isinstance(each, events.Regrouped) and each.at > at]
+        return [each for each in moves if each.reason.startswith("attic takes ")]
+
     def first_step(self) -> float:
         found = self.until(lambda: [each for each in self.events() if isinstance(each, events.StepDone)], 90)
         return float(found[0].at)
@@ -375,9 +380,7 @@ def test_a_device_throttled_four_times_is_rebalanced_within_90_s_to_85_percent_o
         before_s = slowed.step_s(slowed.first_step(), BEFORE_S)
         throttle(slowed.process.pid, "attic", 0.1)
         throttled_at = time.monotonic()
-        (moved,) = slowed.until(
-            lambda: [each for each in slowed.events() if isinstance(each, events.Regrouped)], REBALANCED_S
-        )
+        moved = slowed.until(lambda: slowed.moves_since(throttled_at), REBALANCED_S)[0]
         after_s = slowed.step_s(moved.at + 3, AFTER_S)
         said = slowed.stop()
     finally:
@@ -399,7 +402,6 @@ def test_a_device_throttled_four_times_is_rebalanced_within_90_s_to_85_percent_o
         f"{moved.seconds:.1f} s, {moved.repeated} steps again, from a {moved.source}"
     )
     assert moved.kind == "rebalanced"
-    assert moved.reason.startswith("attic takes ")
     assert "rebalanced: attic takes " in said
     assert best_s / after_s >= 0.85
     steps = max(each.step for each in slowed.events() if isinstance(each, events.StepDone)) + 1
