@@ -356,6 +356,13 @@ class Lab:
             time.sleep(0.2)
         return found
 
+    def layers(self) -> list[str]:
+        return [
+            f"{each.generation}: {each.node} {', '.join(part.split()[0] for part in each.segments)}"
+            for each in self.events()
+            if isinstance(each, events.NodeStarted)
+        ]
+
     def moves_since(self, at: float) -> list[events.Regrouped]:
         """Because of the device that was throttled: on a busy machine others may stray before."""
         moves = [each for each in self.events() if isinstance(each, events.Regrouped) and each.at > at]
@@ -399,7 +406,8 @@ def test_a_device_throttled_four_times_is_rebalanced_within_90_s_to_85_percent_o
     print(
         f"a step took {before_s:.3f} s, throttled {during_s:.3f} s, rebalanced {after_s:.3f} s, with a plan for the slowed "
         f"device from the start {best_s:.3f} s; moved {moved.at - throttled_at:.1f} s after it was slowed, in "
-        f"{moved.seconds:.1f} s, {moved.repeated} steps again, from a {moved.source}"
+        f"{moved.seconds:.1f} s, {moved.repeated} steps again, from a {moved.source}; layers {slowed.layers()} and "
+        f"{known.layers()}"
     )
     assert moved.kind == "rebalanced"
     assert "rebalanced: attic takes " in said

@@ -184,6 +184,19 @@ def test_what_a_checkpoint_needs_is_left_free(tmp_path: Path) -> None:
     assert shelf.contents() == ()
 
 
+def test_one_that_is_wanted_at_once_comes_when_the_one_under_way_is_whole() -> None:
+    protection = begun([0])
+    protection.hasten()
+    assert not protection.due(6)
+    protection.held(Held(5, 0, 1, 50.0, 0.0), 2)
+    assert protection.interval > 1
+    assert protection.due(6)
+    protection.progress = Progress(6)
+    protection.begin([0])
+    protection.held(Held(6, 0, 1, 50.0, 0.0), 2)
+    assert not protection.due(7), "once"
+
+
 def test_one_that_cannot_be_kept_ends_the_snapshots_and_is_told_once() -> None:
     protection = begun([0, 2])
     assert not protection.held(Held(5, 0, 1, 0.0, 0.0, "No space left on device"), 2)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
 from ringtmp.plan.rebalance import PAUSE_S, Balance, Move
 from ringtmp.ring.master import Master
-from ringtmp.ring.protect import Protection, Snapshot
+from ringtmp.ring.protect import Protection
 from ringtmp.strategies.brief import Brief, Leader, Plan
 from ringtmp.strategies.ring import RingPlan
 
@@ -32,7 +32,7 @@ class Rebalancing:
         self._unproven: Move | None = None
         self._moved_at = 0.0
         self._decided_at = 0.0
-        self._known: Snapshot | None = None  # the whole one when the move was decided
+        self._from_step = 0  # a snapshot of this step or later will do
         self._not_before = 0.0
         self._pause_s = PAUSE_S
         self._move_s = MOVE_S
@@ -61,7 +61,7 @@ class Rebalancing:
         again_s = protection.travel_steps * took_s
         self._move = self._balance.decide(now, steps_left, self._move_s + again_s)
         if self._move is not None:
-            self._decided_at, self._known = now, protection.whole
+            self._decided_at, self._from_step = now, protection.progress.step
             protection.hasten()
 
     def _prove(self, balance: Balance) -> None:
@@ -92,7 +92,7 @@ class Rebalancing:
             return ""
         if not protection.on or self._clock() - self._decided_at > SNAPSHOT_LIMIT_S:
             return "checkpoint"
-        return "snapshot" if protection.whole is not self._known else ""
+        return "snapshot" if protection.whole is not None and protection.whole.step >= self._from_step else ""
 
     def devices_for(self, brief: Brief) -> Brief | None:
         """With the devices as the run has measured them; None if nothing is to move, or others are there than were."""

@@ -61,7 +61,7 @@ class Protection:
         self._steps_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._quiet_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)  # of this generation, without a snapshot
         self._loud_s: list[float] = []  # of steps during which the newest was under way
-        self._loud = False
+        self._loud = self._hasty = False
         self._slowdowns_s: deque[float] = deque(maxlen=REMEMBERED_SLOWDOWNS)
         self._most_interval = EASING
 
@@ -81,16 +81,16 @@ class Protection:
 
     def due(self, step: int) -> bool:
         """Whether to take a snapshot before this step."""
-        return self.on and self._under_way is None and step >= self._next
+        return self.on and self._under_way is None and (self._hasty or step >= self._next)
 
     def hasten(self) -> None:
-        """The next one is wanted as soon as may be."""
-        self._next = 0
+        """The next one is wanted as soon as the one under way, if there is one, is whole."""
+        self._hasty = True
 
     def begin(self, layers: Iterable[int]) -> None:
         self._under_way = _UnderWay(Snapshot(self.progress), set(layers), {})
         self._next = self.progress.step + 1
-        self._loud, self._loud_s = True, []
+        self._loud, self._loud_s, self._hasty = True, [], False
 
     def held(self, message: Held, holder: int) -> bool:
         """A holder has a layer. True if that makes the snapshot whole."""
@@ -138,7 +138,7 @@ class Protection:
     def renew(self, step: int, nodes: int) -> None:
         """A new generation begins at this step: what was under way is void, and the next comes at once."""
         self._under_way = None
-        self._loud = False
+        self._loud = self._hasty = False
         self._quiet_s.clear()
         self._slowdowns_s.clear()
         self._alone = nodes == 1
