@@ -19,7 +19,7 @@ from ringtmp.strategies.ring import RingPlan
 
 #: What a new generation costs, until one has been seen.
 MOVE_S = 2.0
-SNAPSHOT_LIMIT_S = 30.0
+SNAPSHOT_LIMIT_S = 15.0
 #: A ring that gained less than half of what was promised is left alone for longer and longer, up to this.
 LONGEST_PAUSE_S = 16 * PAUSE_S
 

@@ -169,13 +169,16 @@ class Balance:
         return found
 
     def _straying(self) -> str | None:
-        """Who is furthest off, if anybody is."""
-        worst, reason = TOLERANCE, None
+        """Who is off, the furthest first; None if nobody is."""
+        found = []
         for device, (older, newer) in zip(self._plan.devices, self._ratios(), strict=True):
             strays = min(_off(older), _off(newer)) if (older > 1) == (newer > 1) else 0.0
-            if strays > worst:
-                worst, reason = strays, f"{device.name} takes {newer:.2g} times as long as planned"
-        return reason
+            if strays > TOLERANCE:
+                found.append((-strays, device.name, f"{newer:.2g} times"))
+        if not found:
+            return None
+        (_, name, times), *others = sorted(found)
+        return f"{name} takes {times} as long as planned" + "".join(f", {who} {much}" for _, who, much in others)
 
 
 class _Window:

@@ -32,7 +32,7 @@ LEAST_PIECE_BYTES = 16 * 1024
 MOST_PIECE_BYTES = 256 * 1024
 #: Of a line's time pieces take at most this share. What an answer takes says little of the line: a holder may be busy.
 LINE_SHARE = 0.25
-#: A node that is never idle still sends a piece this often.
+#: A node that is never idle still sends a large piece this often, and a smaller one more often.
 BUSY_PIECE_S = 0.05
 
 
@@ -47,18 +47,27 @@ class _Going:
 
 
 class Pace:
-    """How large a piece the line to the holder takes, and when the next may go. Pure. `rate`: bytes per second."""
+    """How large a piece the line to the holder takes, and when the next may go. Pure. `rate`: bytes per second.
+
+    Pieces are as small as they may be, so that activations wait little; after a long piece of work, when there was no turn
+    to send, one is as large as the line's share in that time."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
-        self._next_at = 0.0
-        self.piece_bytes = int(min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, PIECE_S * rate)))
+        self._least = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, PIECE_S * rate))
+        self._posted_at: float | None = None
+        self._size = 0
 
     def may_send(self, now: float) -> bool:
-        return now >= self._next_at
+        return self._posted_at is None or now >= self._posted_at + self._size / self._rate / LINE_SHARE
+
+    def piece_bytes(self, now: float) -> int:
+        if self._posted_at is None:
+            return int(self._least)
+        return int(min(MOST_PIECE_BYTES, max(self._least, LINE_SHARE * self._rate * (now - self._posted_at))))
 
     def posted(self, now: float, size: int) -> None:
-        self._next_at = now + size / self._rate / LINE_SHARE
+        self._posted_at, self._size = now, size
 
 
 @dataclass
@@ -78,7 +87,7 @@ class Keeping:
         self.holder = route.node(mine[0].index + 1) if endpoint.node != MASTER and mine else None
         self._going: deque[_Going] = deque()
         self._coming: dict[tuple[int, int], _Coming] = {}
-        self._last_piece = 0.0
+        self._last_at = self._last_share = 0.0
         self._pace = Pace(rate)
 
     def take(self, step: int, stage: Stage) -> None:
@@ -112,7 +121,7 @@ class Keeping:
         if not self._going or self.holder is None:
             return False
         now = self._endpoint.clock()
-        if not self._pace.may_send(now) or (not idle and now - self._last_piece < BUSY_PIECE_S):
+        if not self._pace.may_send(now) or (not idle and now - self._last_at < BUSY_PIECE_S * self._last_share):
             return False
         if self._endpoint.in_flight_bytes(self.holder, Channel.BULK):
             return False
@@ -125,7 +134,7 @@ class Keeping:
             trouble = f"layer {label.layer} as of step {label.step} cannot be read back"
             self._endpoint.post(MASTER, Held(label.step, label.layer, self._endpoint.node, 0.0, 0.0, trouble))
             return False
-        piece = going.parcel.body[start : start + self._pace.piece_bytes]
+        piece = going.parcel.body[start : start + self._pace.piece_bytes(now)]
         going.sent += piece.numel()
         going.seconds += self._endpoint.clock() - now
         last = going.sent == label.size
@@ -136,7 +145,7 @@ class Keeping:
         self._pace.posted(now, piece.numel())
         if last:
             self._going.popleft()
-        self._last_piece = now
+        self._last_at, self._last_share = now, piece.numel() / MOST_PIECE_BYTES
         return True
 
     def handle(self, mail: Mail) -> bool:
