@@ -162,6 +162,41 @@ def test_a_forecast_is_the_sum_of_its_parts() -> None:
     assert second.missing_bytes == 0
 
 
+def snapshots(protect: str, memory_bytes: float = math.inf) -> list[float]:
+    """Three nodes with 2 + 1, 3 and 1 layers of 12 bytes that a snapshot holds."""
+    each = replace(layer(weights=4), optimizer_bytes=8)
+    there = [replace(one, memory_bytes=memory_bytes) for one in devices(3)]
+    route = plain_ring(3, [(0, 2), (2, 5), (5, 6), (6, 7)])
+    found = forecast(CostTable([each] * 7, 1), route, there, [1] * 4, 0.0, protect)
+    without = forecast(CostTable([each] * 7, 1), route, there, [1] * 4, 0.0)
+    for with_them, one in zip(found, without, strict=True):
+        assert with_them.total_bytes == one.total_bytes + with_them.snapshot_bytes
+    return [one.snapshot_bytes for one in found]
+
+
+def test_snapshots_count_twice_for_a_node_and_for_the_neighbour_it_holds_them_of() -> None:
+    assert snapshots("memory") == [2 * 12 * (3 + 1), 2 * 12 * 3, 2 * 12 * (1 + 3)]
+    assert snapshots("disk") == [24, 12, 24], "a layer of each while it is written or sent"
+    assert snapshots("off") == snapshots("checkpoint") == [0, 0, 0]
+
+
+def test_what_is_kept_automatically_is_what_there_is_room_for() -> None:
+    assert snapshots("auto") == snapshots("memory")
+    need = 3 * 16.0  # of node 1, without snapshots
+    assert snapshots("auto", need + 2 * 12 * 3)[1] == 2 * 12 * 3
+    assert snapshots("auto", need + 2 * 12 * 3 - 1)[1] == 12
+    assert snapshots("auto", need + 11)[1] == 0
+
+
+def test_a_plan_leaves_room_for_the_snapshots_it_is_told_of() -> None:
+    model = [replace(layer(f"l{i}", weights=100), optimizer_bytes=200) for i in range(6)]
+    there = [replace(each, memory_bytes=2000.0) for each in devices(3)]
+    assert plan(model, there, PlanOptions(1, 1, process_bytes=0.0)).memory[0].snapshot_bytes == 0
+    assert plan(model, there, PlanOptions(1, 1, process_bytes=0.0, protect="disk")).memory[1].snapshot_bytes > 0
+    with pytest.raises(DoesNotFit, match="--protect checkpoint"):
+        plan(model, there, PlanOptions(1, 1, process_bytes=0.0, protect="memory"))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("window", [None, 2, 16])
 def test_a_full_window_is_the_most_any_visit_holds(schedule: str, window: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.ring import protect
 from ringtmp.ring.checkpoint import Progress
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.keeping import LINE_SHARE, Pace
 from ringtmp.ring.parcel import Parcel, pack
 from ringtmp.ring.protect import BUDGET, Protection, interval_steps
 from ringtmp.ring.shelf import Shelf
@@ -108,6 +111,93 @@ def test_a_snapshot_is_whole_when_every_layer_is_held_and_the_next_waits_for_it(
     assert [protection.due(step) for step in (6, 7)] == [False, True]
 
 
+def slowed(per_snapshot_s: float, steps: int = 2000, step_s: float = 0.1) -> list[float]:
+    """Steps of a run whose snapshots cost nodes no work and slow the two steps during which they travel."""
+    protection, took = Protection("memory"), []
+    for step in range(steps):
+        protection.progress = Progress(step)
+        began = protection.due(step)
+        if began:
+            protection.begin([0])
+        elif protection._under_way is not None:
+            protection.held(Held(protection._under_way.snapshot.step, 0, 1, 0.0, 0.0), 2)
+        loud = protection._loud
+        took.append(step_s + per_snapshot_s / 2 * loud)
+        protection.step_took(took[-1])
+    return took
+
+
+@pytest.mark.parametrize("per_snapshot_s", [0.01, 0.2, 2.0])
+def test_steps_slowed_on_a_shared_line_count_against_the_budget(per_snapshot_s: float) -> None:
+    took = slowed(per_snapshot_s)
+    assert sum(took[300:]) / (len(took[300:]) * 0.1) <= 1 + 1.1 * BUDGET
+    assert max(took[300:]) > 0.1, "and there still are some"
+
+
+def test_one_slow_step_by_chance_does_not_end_the_snapshots() -> None:
+    protection = begun([0])
+    for _ in range(5):
+        protection._quiet_s.append(0.1)
+    for slow in (0.0, 30.0, 0.0):
+        protection.held(Held(protection.progress.step, 0, 1, 0.0, 0.0), 2)
+        protection.step_took(0.1 + slow)
+        protection.progress = Progress(protection.progress.step + protection.interval)
+        protection.begin([0])
+    assert protection.interval <= 10
+
+
+def carried(rate: float, turn_s: float = 0.0005, seconds: float = 10.0) -> tuple[int, float]:
+    """Bytes that a sender with a turn every so often puts on a line of this rate, and the longest time a piece takes it."""
+    pace, now, total, largest = Pace(rate), 0.0, 0, 0
+    while now < seconds:
+        now += turn_s
+        if pace.may_send(now):
+            size = pace.piece_bytes(now)
+            pace.posted(now, size)
+            total, largest = total + size, max(largest, size)
+    return total, largest / rate
+
+
+@pytest.mark.parametrize(("turn_s", "piece_s"), [(0.0005, 0.006), (0.06, 0.022)])
+def test_a_slow_line_is_left_to_training_for_most_of_the_time(turn_s: float, piece_s: float) -> None:
+    total, longest_s = carried(12.5e6, turn_s)
+    assert 0.7 * 10 * LINE_SHARE <= total / 12.5e6 <= 1.05 * 10 * LINE_SHARE
+    assert longest_s <= piece_s
+
+
+def test_a_fast_line_is_not_held_back_nor_one_whose_rate_nobody_knows() -> None:
+    assert carried(1e9)[0] / 1e9 > 1.0
+    assert carried(math.inf)[0] > 1e9
+
+
+def test_what_a_checkpoint_needs_is_left_free(tmp_path: Path) -> None:
+    made = parcel()
+    shelf = Shelf(tmp_path / "shelf", lambda: 2000)
+    assert shelf.refuses(made.label.size) is None
+    shelf.reserve_bytes = 1900
+    assert shelf.put(made, "memory") == "no memory is free"
+    assert shelf.put(made, "auto") is None
+    assert (tmp_path / "shelf" / "3-1").exists()
+    assert shelf.refuses(200) == (
+        "100 B of memory are left beside the 1.9 KiB of a checkpoint, and a layer of 200 B does not fit in"
+    )
+    shelf.discard(3)
+    assert shelf.contents() == ()
+
+
+def test_one_that_is_wanted_at_once_comes_when_the_one_under_way_is_whole() -> None:
+    protection = begun([0])
+    protection.hasten()
+    assert not protection.due(6)
+    protection.held(Held(5, 0, 1, 50.0, 0.0), 2)
+    assert protection.interval > 1
+    assert protection.due(6)
+    protection.progress = Progress(6)
+    protection.begin([0])
+    protection.held(Held(6, 0, 1, 50.0, 0.0), 2)
+    assert not protection.due(7), "once"
+
+
 def test_one_that_cannot_be_kept_ends_the_snapshots_and_is_told_once() -> None:
     protection = begun([0, 2])
     assert not protection.held(Held(5, 0, 1, 0.0, 0.0, "No space left on device"), 2)
@@ -176,6 +266,25 @@ def test_without_room_training_goes_on_protected_by_checkpoints_and_says_so_once
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert hit.summary.recoveries[0].source == "checkpoint"
     assert sum("no more snapshots" in text for text in hit.summary.warnings) == 1
+
+
+class Tight(Mortal):
+    """A master with memory for a checkpoint and little more."""
+
+    def start(self, ring: str, generation: int) -> Endpoint:
+        endpoint = super().start(ring, generation)
+        endpoint.shelf = Shelf(None, lambda: endpoint.shelf.reserve_bytes + 1000)
+        return endpoint
+
+
+@pytest.mark.parametrize("mode", ["auto", "memory"])
+def test_a_master_near_its_limit_keeps_room_for_checkpoints_and_says_so_once(mode: Any, tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(3))
+    hit = run(tmp_path / "hit", Tight(3, Death(1, 7)), KeepPart(checkpoint_every=5, protect=mode))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    assert hit.summary.recoveries[0].source == "checkpoint"
+    (warning,) = [text for text in hit.summary.warnings if "no more snapshots" in text]
+    assert "of a checkpoint" in warning
 
 
 def snapshots(result: api.Result) -> list[Any]:

@@ -97,8 +97,8 @@ class Ring:
 
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
     that join with the token the watcher is shown (`ringtmp node --join ...`); one that would slow the ring is left out,
-    unless `all_devices`. `strategy` and its `settings` are those of
-    `ringtmp strategies`; the same nodes then train in another way.
+    unless `all_devices`. With `rebalance` layers are dealt anew when devices become slower or faster. `strategy` and its
+    `settings` are those of `ringtmp strategies`; the same nodes then train in another way.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Ring:
         cuts: str | None = None,
         window: int | None = None,
         schedule: str = "1f1b",
+        rebalance: bool = True,
         strategy: str = "ring",
         settings: Mapping[str, Any] | None = None,
         threads: int | None = None,
@@ -118,6 +119,7 @@ class Ring:
         self._part = RingPart(
             nodes=nodes,
             all_devices=all_devices, cuts=cuts, window=window, schedule=schedule,  # type: ignore[arg-type]
+            rebalance=rebalance,
             strategy=strategy, strategy_settings=dict(settings or {}),
         )  # fmt: skip
         self._threads = threads
@@ -175,7 +177,8 @@ class Ring:
     ) -> Result:
         """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself."""
         given = None if train_data is None else (from_python(train_data), _optional(test_data))
-        ring = {"nodes": self._part.nodes, "cuts": self._part.cuts, "window": self._part.window}
+        part = self._part
+        ring = {"nodes": part.nodes, "cuts": part.cuts, "window": part.window, "rebalance": part.rebalance}
         watcher = watcher or Telling()
         crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
         return resume(run_dir, {**ring, "schedule": self._part.schedule, **changes}, given, loss, watcher, crew)

@@ -61,6 +61,7 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     laps: int = 1
     route: Literal["ring", "v"] = "ring"
     recompute: Literal["none", "all", "auto"] = "none"
+    rebalance: bool = True  # deal the layers anew when devices are not as fast as planned
 
 
 class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,6 +172,7 @@ RESUMABLE = (
     "route",
     "checkpoint_every",
     "detailed_steps",
+    "rebalance",
     "protect",
     "notice_s",
 )

@@ -87,5 +87,6 @@ def options(config: RunConfig, work: Work, nodes: int, keep_all: bool = False) -
         config.ring.schedule,
         config.training.clip_norm is not None,
         keep_all=keep_all,
+        protect=config.keep.protect,
         cuts=None if cuts is None else tuple(parse_cuts(cuts, len(work.layers), nodes)),
     )

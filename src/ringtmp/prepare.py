@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ringtmp.data.batches import Batch
 from ringtmp.data.sources import Source, leaves
 from ringtmp.errors import UsageError
 from ringtmp.model.build import build_layers
@@ -77,6 +78,16 @@ def microbatch_sizes(batch_sizes: Iterable[int], microbatches: int) -> list[int]
     sizes = set(batch_sizes)
     parts = {size: min(microbatches, size) for size in sizes}
     return sorted({-(-size // parts[size]) for size in sizes} | {size // parts[size] for size in sizes})
+
+
+def refuse_too_small(batch: Batch, least: int, step: int) -> None:
+    """A table's sizes are checked before the start; a stream may bring any."""
+    smallest = min(len(each) for each in batch.targets)
+    if smallest < least:
+        raise UsageError(
+            f"the batch of step {step} has {batch.samples} samples, so a microbatch of {smallest}, and a BatchNorm needs "
+            f"{least}: use fewer --microbatches or drop the last, smaller batch"
+        )
 
 
 def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:

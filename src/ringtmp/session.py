@@ -26,7 +26,8 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
-from ringtmp.prepare import microbatch_sizes, write_model
+from ringtmp.prepare import microbatch_sizes, refuse_too_small, write_model
+from ringtmp.rebalancing import Rebalancing
 from ringtmp.recovery import Losses, lost_text, memory_need
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
@@ -76,6 +77,7 @@ class Session:
         ring, keep = job.config.ring, job.config.keep
         protect = keep.protect if ring.strategy == "ring" else "checkpoint"
         self._protection = Protection(protect, training.staleness)
+        self._rebalancing = Rebalancing(ring.rebalance)
         self._kept = -1  # the step of the last snapshot that was recorded
 
     # -- the whole run ------------------------------------------------------------------------------------------------
@@ -176,7 +178,10 @@ class Session:
             snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
             self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices, self._targets,
         )  # fmt: skip
-        brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        if (measured := self._rebalancing.devices_for(brief)) is not None:
+            brief, found = measured, dict(hellos)
+        else:
+            brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
         plan = catalog.plan(brief)
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
@@ -215,6 +220,7 @@ class Session:
             )  # fmt: skip
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
         self._log.flush()
+        self._rebalancing.watch(plan, self._log, endpoint.clock, self._crew.alike)
 
     def _recipe(self) -> Recipe:
         training = self._job.config.training
@@ -319,7 +325,7 @@ class Session:
                 epoch += 1
             if batch is None or (total is None and training.epochs is not None and epoch >= training.epochs):
                 return "done"
-            self._refuse_too_small(batch)
+            refuse_too_small(batch, self._least, step)
             started = time.monotonic()
             self._protection.progress = self._progress
             loss = master.train_step(step, batch, fresh, self._upcoming)
@@ -341,6 +347,8 @@ class Session:
             self._protect(done.wall_s)
             self._progress = msgspec.structs.replace(self._progress, step=step)
             self._watcher.step(step, total, done, self._log.idle_share)
+            left = step if total is None else total - step  # of a stream: as many again
+            self._rebalancing.step_done(done.wall_s, left, self._protection)
             if master.committed > step:
                 continue  # work beyond this step has been given out, so nothing can pause here
             every = job.config.keep.checkpoint_every
@@ -350,6 +358,10 @@ class Session:
             if (reason := self._crew.changed()) is not None:
                 master = self._regroup(master, layers, reason)
                 fresh = True
+            fresh = self._rebalancing.at_rest(master, self._protection) or fresh
+            if source := self._rebalancing.ready(self._protection):
+                master = self._rebalance(master, layers, source)
+                fresh, step, epoch = True, self._progress.step, self._progress.epochs_done
             if self._interrupted():
                 self._watcher.phase("interrupted: saving")
                 self._save(master, layers, needed=True)
@@ -369,7 +381,7 @@ class Session:
         every, total = self._job.config.keep.checkpoint_every, self._total_steps()
         if (total is not None and step >= total) or (every is not None and step % every == 0):
             return None
-        if self._protection.due(step):
+        if self._protection.due(step) or self._rebalancing.ready(self._protection):
             return None
         leaving = self._interrupted() or self._crew.changed() is not None
         return None if leaving else self._batches.early(step)
@@ -388,15 +400,6 @@ class Session:
         if (trouble := protection.lapse()) is not None:
             self._warn(f"no more snapshots: {trouble}; a lost node now means going back to the last checkpoint")
 
-    def _refuse_too_small(self, batch: Batch) -> None:
-        """A table's sizes are checked before the start; a stream may bring any."""
-        smallest = min(len(each) for each in batch.targets)
-        if smallest < self._least:
-            raise UsageError(
-                f"the batch of step {self._progress.step} has {batch.samples} samples, so a microbatch of {smallest}, and a "
-                f"BatchNorm needs {self._least}: use fewer --microbatches or drop the last, smaller batch"
-            )
-
     def _regroup(self, master: Leader, layers: list[Layer], reason: str) -> Leader:
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
@@ -412,16 +415,27 @@ class Session:
         else:
             self._revive(self._progress)
         assert self._master is not None
+        now = time.monotonic()
         self._log.write(
-            events.Regrouped(
-                time.monotonic(),
-                self._progress.step,
-                self._generation,
-                reason,
-                self._crew.nodes,
-                time.monotonic() - started,
-            )
+            events.Regrouped(now, self._progress.step, self._generation, reason, self._crew.nodes, now - started)
         )
+        return self._master
+
+    def _rebalance(self, master: Leader, layers: list[Layer], source: str) -> Leader:
+        """A new generation because devices are not as fast as planned."""
+        assert self._log is not None
+        move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step
+        if source == "checkpoint":
+            self._save(master, layers, needed=True)
+        source = self._revive()
+        now = time.monotonic()
+        event = events.Regrouped(
+            now, self._progress.step, self._generation, move.reason, self._crew.nodes, now - started,
+            repeated=reached - self._progress.step, source=source, kind="rebalanced",
+        )  # fmt: skip
+        self._log.write(event)
+        self._watcher.tell(self._rebalancing.moved(event, move))
+        assert self._master is not None
         return self._master
 
     def _evaluate(self, master: Leader, epoch: int) -> float | None:

@@ -81,6 +81,7 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
             "--all-devices",
             "--protect",
             "off",
+            "--no-rebalance",
             "--run-dir",
             RUN,
             "--json",

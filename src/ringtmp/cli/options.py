@@ -38,6 +38,9 @@ _DECLARED: tuple[Callable[[Any], Any], ...] = (
     click.option("--route", help="ring, or v: out to the last node and back, two segments per node.  [ring]"),
     click.option("--recompute", help="none, all or auto: compute activations again instead of storing them.  [none]"),
     click.option("--cuts", help="Layers per visit, for instance 0-2,3-5,6-7; '-' for a loss-only tail.  [equal cost]"),
+    click.option(
+        "--rebalance/--no-rebalance", default=None, help="Deal layers anew when devices leave the forecast.  [yes]"
+    ),
     click.option("--wire", help="What travels: float32, bfloat16, float16 or int8.  [float32]"),
     click.option(
         "--staleness", type=int, help="1: gradients at the weights one update ago, so that steps overlap.  [0]"

@@ -110,7 +110,7 @@ def _memory(each: MemoryForecast) -> dict[str, float]:
     return {
         "process": each.process_bytes, "weights": each.weight_bytes, "gradients": each.gradient_bytes,
         "optimizer": each.optimizer_bytes, "activations": each.stored_bytes, "boundary": each.boundary_bytes,
-        "working": each.working_bytes, "total": each.total_bytes, "free": each.free_bytes,
+        "working": each.working_bytes, "snapshots": each.snapshot_bytes, "total": each.total_bytes, "free": each.free_bytes,
     }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ FIELDS = {
     "laps": ("ring", "laps"),
     "route": ("ring", "route"),
     "recompute": ("ring", "recompute"),
+    "rebalance": ("ring", "rebalance"),
     "checkpoint_every": ("keep", "checkpoint_every"),
     "protect": ("keep", "protect"),
     "notice_s": ("keep", "notice_s"),

@@ -237,7 +237,7 @@ class RemoteCrew:
         """Under the names they gave themselves; two of one name are told apart by their number."""
         found = [planned.Device("master", cores=usable_cores(), memory_bytes=own_memory_bytes())]
         names = [device.facts.name for device in self._devices.values()]
-        for node, device in self._devices.items():
+        for node, device in sorted(self._devices.items()):  # a place taken anew stands last
             name = device.facts.name
             unique = name if names.count(name) == 1 and name != "master" else f"{name} ({node})"
             found.append(planned.Device(unique, cores=device.facts.cores, memory_bytes=device.facts.memory_bytes))

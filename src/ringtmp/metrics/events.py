@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,8 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
     notice_s: float = 0.0
     repeated: int = 0
     source: str = ""
+    #: "rebalanced": nobody came or went, but devices were not as fast as planned.
+    kind: str = ""
 
 
 class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -168,14 +170,22 @@ Event = (
 )
 
 
-class _Times(msgspec.Struct, frozen=True):
+class NodeTimes(msgspec.Struct, frozen=True):
+    """Of a NodeStep, what is looked at while a run lasts."""
+
     node: int
     busy_s: float
     idle_s: float
+    busy: dict[str, float] = {}
+
+    @property
+    def compute_s(self) -> float:
+        """Work on layers."""
+        return sum(self.busy.get(kind, 0.0) for kind in ("forward", "backward", "weights", "update"))
 
 
 _NODE_STEP = b'{"type":"node_step"'
-_times = msgspec.json.Decoder(_Times)
+_times = msgspec.json.Decoder(NodeTimes)
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
 
@@ -194,6 +204,8 @@ class EventLog:
         self._idle_s = 0.0
         #: Nodes that only serve: their idleness is told apart.
         self.servers: frozenset[int] = frozenset()
+        #: Told of every node's share of every step.
+        self.listener: Callable[[NodeTimes], None] | None = None
 
     def write(self, event: Event) -> None:
         self.write_encoded(encode(event))
@@ -205,6 +217,8 @@ class EventLog:
             self._give_up(error)
         if line.startswith(_NODE_STEP):
             times = _times.decode(line)
+            if self.listener is not None:
+                self.listener(times)
             if times.node not in self.servers:
                 self._busy_s += times.busy_s
                 self._idle_s += times.idle_s

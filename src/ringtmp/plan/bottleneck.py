@@ -44,18 +44,22 @@ class Segments:
     """Costs of every run of layers on a device, as matrices over (first, stop). Infinite where it does not fit."""
 
     def __init__(
-        self, table: CostTable, options: RingOptions, process_bytes: float = PROCESS_BYTES, safe: bool = False
-    ) -> None:
+        self, table: CostTable, options: RingOptions, process_bytes: float = PROCESS_BYTES, safe: bool = False,
+        protect: str = "off",
+    ) -> None:  # fmt: skip
         self.table = table
         self.options = options
         self.safe = safe  # count a full window everywhere
         self.process_bytes = process_bytes
+        self.protect = protect
         self._cut = np.array(table.cut_bytes)
         self._crossing = np.array(table.crossing_bytes)
         self._crossing[-1] = 0.0  # the tail sends nothing on
         self._compute = np.array(table.forward_s) + np.array(table.backward_s)
         self._compute += np.array(table.update_s) / options.microbatches
         self._weights = np.array(table.weights) + np.array(table.gradients) + np.array(table.optimizer)
+        if protect == "memory":  # a node's own snapshots; those it holds depend on its neighbour, and are counted later
+            self._weights += 2 * (np.array(table.weights) + np.array(table.optimizer))
         self._stored = np.array(table.stored)
         self._largest = self._running_largest()
         self._cache: dict[tuple[object, ...], Matrix] = {}

@@ -1,24 +1,27 @@
 """What a node will need at its peak, part by part, before anything is started.
 
-    process + weights + gradients + optimizer + stored activations + boundary tensors + working space
+    process + weights + gradients + optimizer + stored activations + boundary tensors + working space + snapshots
 
 Stored activations are held from a microbatch's forward to its backward. With gpipe every visit holds all of them. With
 1f1b the tail holds one; visit v of p holds 2 (p-1-v) + 1 (a visit and a transfer each, there and back) where all take
 about the same time, more behind a slow link or node, and never more than the window. So cuts are searched with the
 formula, and what is told and refused counts what the simulation held, and one more. Boundary tensors: what came and
 waits, and what has left and is not yet acknowledged, one more than is held. Working space: a backward builds gradients of
-activations while it frees them; the largest layer's stored bytes stand for it.
+activations while it frees them; the largest layer's stored bytes stand for it. Snapshots are of weights and optimizer
+state, a node's own and those it holds for the one before it in the ring (the master's own stay with it). In memory there are
+two of each, the whole one and the next; on disk a layer of each is in memory while it is written or sent. What they take
+where it is left to the nodes (auto) is never more than there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringtmp.errors import DoesNotFit
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device
-from ringtmp.plan.route import Route
+from ringtmp.plan.route import MASTER, Route
 from ringtmp.plan.simulate import Simulated
 from ringtmp.plan.simulate_ring import RingOptions
 from ringtmp.units import bytes_text
@@ -38,12 +41,13 @@ class MemoryForecast:
     stored_bytes: float
     boundary_bytes: float
     working_bytes: float
+    snapshot_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
         return (
             self.process_bytes + self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.stored_bytes
-            + self.boundary_bytes + self.working_bytes
+            + self.boundary_bytes + self.working_bytes + self.snapshot_bytes
         )  # fmt: skip
 
     @property
@@ -86,8 +90,9 @@ def forecast(
     devices: Sequence[Device],
     counts: Sequence[int],
     process_bytes: float = PROCESS_BYTES,
+    protect: str = "off",
 ) -> tuple[MemoryForecast, ...]:
-    """One forecast per node of the route. `counts`: microbatches held, by visit."""
+    """One forecast per node of the route. `counts`: microbatches held, by visit. `protect`: how snapshots are kept."""
     found = []
     for node, device in enumerate(devices):
         weights = gradients = optimizer = stored = boundary = working = 0.0
@@ -100,20 +105,39 @@ def forecast(
             stored += count * stage.stored_bytes
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             working = max(working, largest_stored(table, visit.first, visit.stop))
-        found.append(
-            MemoryForecast(
-                device.name,
-                device.memory_bytes,
-                process_bytes + device.extra_bytes,
-                weights,
-                gradients,
-                optimizer,
-                stored,
-                boundary,
-                working,
-            )
+        without = MemoryForecast(
+            device.name,
+            device.memory_bytes,
+            process_bytes + device.extra_bytes,
+            weights,
+            gradients,
+            optimizer,
+            stored,
+            boundary,
+            working,
         )
+        spare = device.memory_bytes - without.total_bytes
+        found.append(replace(without, snapshot_bytes=_snapshot_bytes(table, route, node, protect, spare)))
     return tuple(found)
+
+
+def _snapshot_bytes(table: CostTable, route: Route, node: int, protect: str, spare_bytes: float) -> float:
+    if protect not in ("auto", "memory", "disk") or len(route.nodes()) == 1:
+        return 0.0
+    owners = [node] if node <= MASTER + 1 else [node - 1, node]
+    if node == MASTER:
+        owners.append(max(route.nodes()))  # the last worker's clockwise neighbour
+    states = [[_state_bytes(table, i) for visit in route.on(owner) for i in visit.layers] for owner in owners]
+    in_memory = 2 * sum(map(sum, states))
+    on_disk = sum(max(each, default=0.0) for each in states)
+    if protect != "auto":
+        return in_memory if protect == "memory" else on_disk
+    return next((each for each in (in_memory, on_disk) if each <= spare_bytes), 0.0)
+
+
+def _state_bytes(table: CostTable, layer: int) -> float:
+    stage = table.stage(layer, layer + 1)
+    return stage.weight_bytes + stage.optimizer_bytes
 
 
 def replica_forecast(
@@ -146,6 +170,7 @@ def require_fit(forecasts: Sequence[MemoryForecast], microbatches: int) -> None:
     )
     raise DoesNotFit(
         f"{listed}: add a device, use more microbatches than {microbatches}, a smaller --window, or other --cuts"
+        + (", or --protect checkpoint" if any(each.snapshot_bytes for each in short) else "")
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.plan.bottleneck import Candidate, Segments, given_order, least_missing, shortest_way
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device, Paths
@@ -109,7 +109,7 @@ def best_cuts(
         found, step_s = refine(segments, devices, found, paths, actions)
         if math.isfinite(step_s):
             return found, step_s
-    safe = Segments(segments.table, segments.options, segments.process_bytes, safe=True)
+    safe = Segments(segments.table, segments.options, segments.process_bytes, True, segments.protect)
     if segments.safe or (found := given_order(safe, devices)) is None:
         refuse(safe, devices)
         raise AssertionError("nothing fits, and nothing is missing")
@@ -135,7 +135,10 @@ def refuse(segments: Segments, devices: Sequence[Device]) -> None:
     route = plain_ring(len(devices), list(nearest.bounds))
     options, visits = segments.options, len(nearest.bounds)
     counts = [held(visit, visits, options, segments.safe) for visit in range(visits)]
-    require_fit(forecast(table, route, devices, counts, segments.process_bytes), options.microbatches)
+    memory = forecast(table, route, devices, counts, segments.process_bytes, segments.protect)
+    require_fit(memory, options.microbatches)
+    if segments.protect != "off":
+        raise DoesNotFit("no cuts were found that leave room for the snapshots: use --protect checkpoint, or auto")
 
 
 def require_layers(table: CostTable, nodes: int) -> None:
@@ -203,7 +206,7 @@ class _Trial:
         route = plain_ring(nodes, list(bounds))
         result = simulate_ring(table, route, self._devices, self._options, self._paths)
         counts = held_in(result, route, self._options)
-        memory = forecast(table, route, self._devices, counts, self._segments.process_bytes)
+        memory = forecast(table, route, self._devices, counts, self._segments.process_bytes, self._segments.protect)
         return math.inf if any(each.missing_bytes > 0 for each in memory) else result.step_s
 
 

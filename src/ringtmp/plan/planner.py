@@ -43,6 +43,7 @@ class PlanOptions:
     wire_ratio: float = 1.0  # bytes that travel per byte of float32
     process_bytes: float = PROCESS_BYTES
     keep_all: bool = False  # every device takes part, in the given order
+    protect: str = "off"  # where snapshots are kept: auto, memory, disk; else there are none
     cuts: tuple[tuple[int, int], ...] | None = None  # by hand: every device takes part, in the given order
 
     @property
@@ -121,7 +122,7 @@ def plan(
     for each in _windows(ring, len(devices)):
         # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
         for safe in (False, True):
-            segments = Segments(table, each, options.process_bytes, safe)
+            segments = Segments(table, each, options.process_bytes, safe, options.protect)
             found, gap = _candidates(segments, devices, options, paths)
             if found:
                 return _chosen(segments, layers, devices, options, found, gap, paths)
@@ -175,7 +176,8 @@ def _make(
     # Under a quota a step depends on where in a period it begins: take the mean of a few.
     steps = 5 if any(device.quota is not None for device in devices) else 2
     simulated = simulate_ring(table, route, devices, replace(ring, steps=steps), paths)
-    memory = forecast(table, route, devices, held_in(simulated, route, ring), options.process_bytes)
+    counts = held_in(simulated, route, ring)
+    memory = forecast(table, route, devices, counts, options.process_bytes, options.protect)
     require_fit(memory, ring.microbatches)
     window = ring.window_for(len(bounds))
     return Plan(tuple(layers), tuple(devices), left_out, options, bounds, window, simulated, memory, gap)

@@ -9,6 +9,7 @@ free older <-------------------------------------------- Whole(step), to everyon
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -25,18 +26,48 @@ from ringtmp.transport.base import Channel
 from ringtmp.wire.message import Held, Keep, LayerState, Missing, Recall, Whole
 from ringtmp.wire.tensors import raw_bytes
 
-PIECE_BYTES = 256 * 1024
-#: A node that is never idle still sends a piece this often.
+#: A piece takes a line about PIECE_S, so that activations behind it wait no longer.
+PIECE_S = 0.005
+LEAST_PIECE_BYTES = 16 * 1024
+MOST_PIECE_BYTES = 256 * 1024
+#: Of a line's time pieces take at most this share. What an answer takes says little of the line: a holder may be busy.
+LINE_SHARE = 0.25
+#: A node that is never idle still sends a large piece this often, and a smaller one more often.
 BUSY_PIECE_S = 0.05
 
 
 @dataclass
 class _Going:
-    """A parcel on its way to the holder."""
+    """A parcel on its way to the holder, from where it is kept."""
 
-    parcel: Parcel
+    label: Label
     seconds: float
+    parcel: Parcel | None = None  # in memory from its first piece to its last
     sent: int = 0
+
+
+class Pace:
+    """How large a piece the line to the holder takes, and when the next may go. Pure. `rate`: bytes per second.
+
+    Pieces are as small as they may be, so that activations wait little; after a long piece of work, when there was no turn
+    to send, one is as large as the line's share in that time."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._least = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, PIECE_S * rate))
+        self._posted_at: float | None = None
+        self._size = 0
+
+    def may_send(self, now: float) -> bool:
+        return self._posted_at is None or now >= self._posted_at + self._size / self._rate / LINE_SHARE
+
+    def piece_bytes(self, now: float) -> int:
+        if self._posted_at is None:
+            return int(self._least)
+        return int(min(MOST_PIECE_BYTES, max(self._least, LINE_SHARE * self._rate * (now - self._posted_at))))
+
+    def posted(self, now: float, size: int) -> None:
+        self._posted_at, self._size = now, size
 
 
 @dataclass
@@ -47,7 +78,8 @@ class _Coming:
 
 
 class Keeping:
-    def __init__(self, endpoint: Endpoint, route: Route, mode: str) -> None:
+    def __init__(self, endpoint: Endpoint, route: Route, mode: str, rate: float = math.inf) -> None:
+        """`rate`: bytes per second that the line to the holder carries."""
         self._endpoint = endpoint
         self._mode = mode
         mine = route.on(endpoint.node)
@@ -55,36 +87,54 @@ class Keeping:
         self.holder = route.node(mine[0].index + 1) if endpoint.node != MASTER and mine else None
         self._going: deque[_Going] = deque()
         self._coming: dict[tuple[int, int], _Coming] = {}
-        self._last_piece = 0.0
+        self._last_at = self._last_share = 0.0
+        self._pace = Pace(rate)
 
     def take(self, step: int, stage: Stage) -> None:
         """Copy what lies here, as it is before `step`."""
-        self._going = deque(each for each in self._going if each.parcel.label.step == step)
+        self._going = deque(each for each in self._going if each.label.step == step)
         for layer in stage.visit.layers:
             began = self._endpoint.clock()
-            parcel = pack(step, layer, *stage.layer_state(layer))
-            if not parcel.label.size:
+            tensors, state = stage.layer_state(layer)
+            size = sum(each.nbytes for each in (*tensors, *state.values()))
+            if not size:
                 continue
-            parcel = parcel.sealed()
-            trouble = self._endpoint.shelf.put(parcel, self._mode)
+            label, trouble = None, self._endpoint.shelf.refuses(size)
+            if trouble is None:
+                parcel = pack(step, layer, tensors, state).sealed()
+                label, trouble = parcel.label, self._endpoint.shelf.put(parcel, self._mode)
+                del parcel  # on the shelf, perhaps in a file
             seconds = self._endpoint.clock() - began
+            if trouble is not None:
+                self._endpoint.shelf.discard(step)
+                self._going.clear()
             if trouble is not None or self.holder is None:
                 self._endpoint.post(MASTER, Held(step, layer, self._endpoint.node, seconds, 0.0, trouble or ""))
             else:
-                self._going.append(_Going(parcel, seconds))
+                assert label is not None
+                self._going.append(_Going(label, seconds))
+            if trouble is not None:
+                return
 
     def send_some(self, idle: bool) -> bool:
         """The next piece, if the one before has arrived and training has a gap. True if one went out."""
         if not self._going or self.holder is None:
             return False
         now = self._endpoint.clock()
-        if not idle and now - self._last_piece < BUSY_PIECE_S:
+        if not self._pace.may_send(now) or (not idle and now - self._last_at < BUSY_PIECE_S * self._last_share):
             return False
         if self._endpoint.in_flight_bytes(self.holder, Channel.BULK):
             return False
         going = self._going[0]
-        label, start = going.parcel.label, going.sent
-        piece = going.parcel.body[start : start + PIECE_BYTES]
+        label, start = going.label, going.sent
+        if going.parcel is None:
+            going.parcel = self._endpoint.shelf.get(label.step, label.layer)
+        if going.parcel is None:
+            self._going.clear()
+            trouble = f"layer {label.layer} as of step {label.step} cannot be read back"
+            self._endpoint.post(MASTER, Held(label.step, label.layer, self._endpoint.node, 0.0, 0.0, trouble))
+            return False
+        piece = going.parcel.body[start : start + self._pace.piece_bytes(now)]
         going.sent += piece.numel()
         going.seconds += self._endpoint.clock() - now
         last = going.sent == label.size
@@ -92,9 +142,10 @@ class Keeping:
             label.step, label.layer, start, going.seconds, msgspec.msgpack.encode(label) if not start else b""
         )
         self._endpoint.post(self.holder, message, [piece])
+        self._pace.posted(now, piece.numel())
         if last:
             self._going.popleft()
-        self._last_piece = now
+        self._last_at, self._last_share = now, piece.numel() / MOST_PIECE_BYTES
         return True
 
     def handle(self, mail: Mail) -> bool:
@@ -126,9 +177,16 @@ class Keeping:
         piece = mail.present()[0]
         if message.start == 0:
             label = msgspec.msgpack.decode(message.label, type=Label)
+            if (trouble := self._endpoint.shelf.refuses(label.size)) is not None:
+                self._endpoint.post(MASTER, Held(label.step, label.layer, mail.sender, message.seconds, 0.0, trouble))
+                self._endpoint.shelf.discard(label.step)
+                self._coming.pop(key, None)
+                return
             body = piece if label.size == piece.numel() else torch.empty(label.size, dtype=torch.uint8)
             self._coming[key] = _Coming(label, body)
-        coming = self._coming[key]
+        coming = self._coming.get(key)
+        if coming is None:
+            return  # of a parcel that was refused
         if coming.body is not piece:
             raw_bytes(coming.body)[message.start : message.start + piece.numel()] = raw_bytes(piece)
         if message.start + piece.numel() == coming.label.size:

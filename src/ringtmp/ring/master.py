@@ -28,8 +28,10 @@ from ringtmp.ring.lead import WAIT_S, Crew, Lead
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
 from ringtmp.ring.protect import places
+from ringtmp.ring.scout import ECHO_BYTES, rate_of
 from ringtmp.wire.message import (
     Activations,
+    Echo,
     Failed,
     Fetch,
     Held,
@@ -38,12 +40,20 @@ from ringtmp.wire.message import (
     Missing,
     Place,
     Recall,
+    Recipe,
     Restore,
     Setup,
     Whole,
 )  # fmt: skip
 
 ANSWER_LIMIT_S = 5.0
+
+
+def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
+    """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
+    weights, and the latter two once more as the bytes of a file."""
+    state = (1 if recipe.optimizer == "sgd" else 2) + recipe.staleness
+    return max(layer.parameters for layer in layers) * 4 * (1 + 2 * state)
 
 
 class NotFinite(Exception):  # noqa: N818
@@ -70,6 +80,7 @@ class Master(Lead):
         self._loss = loss
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
+        self._echoes: dict[int, tuple[float, float]] = {}
         self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way
         self._committed = 0
@@ -82,6 +93,7 @@ class Master(Lead):
         """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
         whoever has it in the last whole snapshot, which mostly is the holder itself."""
         everyone = setup.addresses
+        self.endpoint.shelf.reserve_bytes = checkpoint_bytes(self._layers, setup.recipe)
         for node in setup.route.nodes():
             near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
             theirs = msgspec.structs.replace(setup, addresses=near)
@@ -250,6 +262,8 @@ class Master(Lead):
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Inspected):
             self._inspected[mail.sender] = mail.message
+        elif isinstance(mail.message, Echo):
+            self._echoes[mail.sender] = (mail.message.bytes_per_s, rate_of(mail))
         elif isinstance(mail.message, Held):
             if self.protection.held(mail.message, mail.sender):
                 for node in self.node.route.nodes():
@@ -259,6 +273,19 @@ class Master(Lead):
         else:
             return False
         return True
+
+    def try_lines(self) -> dict[int, tuple[float, float]]:
+        """Bytes per second to and from every other node, while the ring is at rest."""
+        self._echoes.clear()
+        for node in self.node.route.nodes():
+            if node != MASTER:
+                self.endpoint.post(node, Echo(0.0), [torch.zeros(ECHO_BYTES, dtype=torch.uint8)])
+                self._until(
+                    lambda node=node: node in self._echoes,  # type: ignore[misc]
+                    lambda node=node: f"node {node} to echo",  # type: ignore[misc]
+                    self._stall_limit(),
+                )
+        return dict(self._echoes)
 
     def _waiting_for(self, step: int) -> str:
         for index, state in sorted(self.node.visits.items()):

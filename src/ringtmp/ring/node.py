@@ -6,6 +6,7 @@ steps and evaluations) strictly in order; within a pass microbatches come and go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -20,6 +21,7 @@ from ringtmp.plan.rule import Action, Schedule, next_action, places
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.keeping import Keeping
+from ringtmp.ring.scout import answer
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.ring.worker import farewell, report
@@ -74,7 +76,7 @@ class Node:
         }
         self._owner = owner
         endpoint.shelf.keep_only(setup.step)
-        self.keeping = Keeping(endpoint, setup.route, setup.keep)
+        self.keeping = Keeping(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
         self._news = True
         self._work: dict[str, Callable[[VisitState], None]] = {
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
@@ -141,7 +143,7 @@ class Node:
             self._place(message, mail.tensors)
         elif isinstance(message, Restore):
             self._restore(message)
-        elif self.keeping.handle(mail):
+        elif self.keeping.handle(mail) or answer(self.endpoint, mail):
             pass
         elif isinstance(message, Fetch):
             self._send_layer(message.layer)

@@ -1,8 +1,9 @@
 """Which snapshot is whole, which is under way, and when the next is due.
 
 Pure: what happened comes in, what to do goes out. A snapshot costs the busiest node some seconds; with K steps between two
-it slows training by seconds / (K * step), and K is the smallest that keeps this within the budget. One at a time: the next
-begins when everyone holds the one before.
+it slows training by seconds / (K * step), and K is the smallest that keeps this within the budget. What nodes report is the
+work; what it costs besides, on lines it shares with training, shows in the steps during which it was under way: they are
+compared with those without. One at a time: the next begins when everyone holds the one before.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ BUDGET = 0.035
 FIRST_AFTER = 3
 REMEMBERED_STEPS = 50
 EASING = 8
+#: Steps without a snapshot that others can be compared with, and snapshots whose slowdown is remembered.
+LEAST_QUIET = 3
+REMEMBERED_SLOWDOWNS = 3
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,38 @@ class Protection:
         self._under_way: _UnderWay | None = None
         self._next = FIRST_AFTER
         self._steps_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._quiet_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)  # of this generation, without a snapshot
+        self._loud_s: list[float] = []  # of steps during which the newest was under way
+        self._loud = self._hasty = False
+        self._slowdowns_s: deque[float] = deque(maxlen=REMEMBERED_SLOWDOWNS)
+        self._most_interval = EASING
 
     @property
     def on(self) -> bool:
         return self.mode in ("auto", "memory", "disk") and self.trouble is None and not self._alone
 
+    @property
+    def travel_steps(self) -> int:
+        """Steps during which the last snapshot was on its way."""
+        return max(1, len(self._loud_s))
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of a snapshot is on its way."""
+        return self._under_way is None
+
     def due(self, step: int) -> bool:
         """Whether to take a snapshot before this step."""
-        return self.on and self._under_way is None and step >= self._next
+        return self.on and self._under_way is None and (self._hasty or step >= self._next)
+
+    def hasten(self) -> None:
+        """The next one is wanted as soon as the one under way, if there is one, is whole."""
+        self._hasty = True
 
     def begin(self, layers: Iterable[int]) -> None:
         self._under_way = _UnderWay(Snapshot(self.progress), set(layers), {})
         self._next = self.progress.step + 1
+        self._loud, self._loud_s, self._hasty = True, [], False
 
     def held(self, message: Held, holder: int) -> bool:
         """A holder has a layer. True if that makes the snapshot whole."""
@@ -90,16 +114,37 @@ class Protection:
         # Where steps overlap the ring comes to rest for a snapshot, which costs about a step.
         cost_s = max(now.seconds.values()) + (step_s if self._rests else 0.0)
         # The first ones are the dearest (nothing is warm), so what they cost is believed only little by little.
-        self.interval = min(interval_steps(cost_s, step_s), 2 * self.interval + EASING)
+        self._most_interval = 2 * self.interval + EASING
+        self.interval = min(interval_steps(cost_s, step_s), self._most_interval)
         self._next = max(self._next, now.snapshot.step + self.interval)
         return True
 
     def step_took(self, seconds: float) -> None:
         self._steps_s.append(seconds)
+        if not self._loud:
+            self._quiet_s.append(seconds)
+            return
+        self._loud_s.append(seconds)
+        if self._under_way is None:
+            self._loud = False
+            self._look_back()
+
+    def _look_back(self) -> None:
+        """The newest is whole, and so is its last step: what did it cost those during which it was under way?"""
+        if len(self._quiet_s) < LEAST_QUIET or self.whole is None:
+            return
+        step_s = statistics.median(self._quiet_s)
+        self._slowdowns_s.append(sum(self._loud_s) - len(self._loud_s) * step_s)
+        wanted = interval_steps(statistics.median(self._slowdowns_s), step_s)
+        self.interval = min(max(self.interval, wanted), self._most_interval)
+        self._next = max(self._next, self.whole.step + self.interval)
 
     def renew(self, step: int, nodes: int) -> None:
         """A new generation begins at this step: what was under way is void, and the next comes at once."""
         self._under_way = None
+        self._loud = self._hasty = False
+        self._quiet_s.clear()
+        self._slowdowns_s.clear()
         self._alone = nodes == 1
         self._next = step if self._steps_s else step + FIRST_AFTER
 

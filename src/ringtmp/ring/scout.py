@@ -83,14 +83,14 @@ def answer(endpoint: Endpoint, mail: Mail) -> bool:
     if isinstance(message, Sample):
         endpoint.post(mail.sender, Timed(run_sample(message)))
     elif isinstance(message, Echo):
-        rate = _rate(mail)
+        rate = rate_of(mail)
         endpoint.post(mail.sender, Echo(rate), [torch.zeros(ECHO_BYTES, dtype=torch.uint8)])
     else:
         return False
     return True
 
 
-def _rate(mail: Mail) -> float:
+def rate_of(mail: Mail) -> float:
     """Of the packets behind the first, which has no beginning one could see."""
     took = mail.arrived_at - mail.first_at
     return (mail.payload_bytes - 256 * 1024) / took if took > 0 else float("inf")
@@ -145,7 +145,7 @@ class Scout(Lead):
         if isinstance(mail.message, Timed):
             self._timed[mail.sender] = mail.message.seconds
         elif isinstance(mail.message, Echo):
-            self._echoes[mail.sender] = (mail.message.bytes_per_s, _rate(mail), 0.0)
+            self._echoes[mail.sender] = (mail.message.bytes_per_s, rate_of(mail), 0.0)
         else:
             raise ProtocolError(f"node {mail.sender} sent {type(mail.message).__name__} while it was measured")
         return True

@@ -17,6 +17,7 @@ import torch
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.checkpoint import LayerTensors
 from ringtmp.ring.parcel import Label, Parcel
+from ringtmp.units import bytes_text
 from ringtmp.wire.tensors import raw_bytes
 
 #: Kept in memory only if so much stays free for every byte of it: the next snapshot, and the training itself.
@@ -31,13 +32,25 @@ class Shelf:
         self._parcels: dict[tuple[int, int], Parcel] = {}
         self._files: dict[tuple[int, int], Label] = {}
         self._in_hand: dict[tuple[int, int], LayerTensors] = {}
+        #: What must stay free whatever is kept. The master's checkpoints pass through its memory layer by layer.
+        self.reserve_bytes = 0
+
+    def refuses(self, size: int) -> str | None:
+        """Why there is no memory even to put together a parcel of this size; None if there is."""
+        spare = self._free_bytes() - self.reserve_bytes
+        if spare >= size:
+            return None
+        beside = f" beside the {bytes_text(self.reserve_bytes)} of a checkpoint" if self.reserve_bytes else ""
+        return (
+            f"{bytes_text(max(0, spare))} of memory are left{beside}, and a layer of {bytes_text(size)} does not fit in"
+        )
 
     def put(self, parcel: Parcel, mode: str) -> str | None:
         """Why it could not be kept; None if it is."""
         key = (parcel.label.step, parcel.label.layer)
-        in_memory = mode == "memory" or (mode == "auto" and self._free_bytes() > ROOM_FACTOR * parcel.label.size)
-        if in_memory:
-            if mode == "memory" and self._free_bytes() < parcel.label.size:
+        spare = self._free_bytes() - self.reserve_bytes
+        if mode == "memory" or (mode == "auto" and spare > ROOM_FACTOR * parcel.label.size):
+            if spare < parcel.label.size:
                 return "no memory is free"
             self._parcels[key] = parcel
             return None
@@ -80,6 +93,10 @@ class Shelf:
     def free(self, before: int) -> None:
         """Older snapshots are needed no more."""
         self._drop(lambda step: step < before)
+
+    def discard(self, step: int) -> None:
+        """This snapshot will not be whole."""
+        self._drop(lambda at: at == step)
 
     def keep_only(self, step: int) -> None:
         """The run is back at this step: what came later will come again."""

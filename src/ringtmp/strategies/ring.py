@@ -6,8 +6,10 @@ nodes do is in ring/; here the run's settings become a route.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -38,6 +40,7 @@ class RingPlan:
     lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
+    planned: Plan | None = None  # None: cuts by hand or by cost alone
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
         return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
@@ -62,11 +65,11 @@ def plan(brief: Brief) -> RingPlan:
     setup = Setup(
         route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.keep.protect,
+        config.training.wire, config.keep.protect, _lines(route, brief),
     )  # fmt: skip
     lines = planned.summary() if planned is not None else ()
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    return RingPlan(brief, setup, warnings, lines, {"window": window}, shares)
+    return RingPlan(brief, setup, warnings, lines, {"window": window}, shares, planned)
 
 
 def tried(
@@ -102,6 +105,7 @@ def _planned(brief: Brief) -> Plan | None:
         brief.recipe.clip_norm is not None,
         wire_bytes(brief.config.training.wire, 1024) / 4096,
         keep_all=brief.keep_all,
+        protect=brief.config.keep.protect,
     )
     return planner.plan(brief.index.costs, brief.devices, options)
 
@@ -135,6 +139,16 @@ def _route(brief: Brief, planned: Plan | None) -> tuple[Route, tuple[str, ...]]:
 def _numbered(route: Route, members: Sequence[int]) -> Route:
     """The same route over the nodes that are there: where one was lost, the numbers have a hole."""
     return Route(tuple(msgspec.structs.replace(visit, node=members[visit.node]) for visit in route.visits))
+
+
+def _lines(route: Route, brief: Brief) -> dict[int, float]:
+    """Bytes per second from every node to the one behind it, where it is known."""
+    links = {number: device.link for number, device in zip(sorted(brief.addresses), brief.devices, strict=True)}
+    rates = {
+        here.node: min(links[here.node].up_bytes_per_s, links[there.node].down_bytes_per_s)
+        for here, there in pairwise(route.visits)
+    }
+    return {node: rate for node, rate in rates.items() if math.isfinite(rate)}
 
 
 def _share(node: int, route: Route, layers: list[Layer]) -> Share:

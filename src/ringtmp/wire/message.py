@@ -124,6 +124,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     recompute: str = "none"  # or all, auto: compute activations again instead of storing them
     wire: str = "float32"
     keep: str = "off"  # or auto, memory, disk: where snapshots are kept
+    lines: dict[int, float] = {}  # bytes per second from a node to the one behind it, where that is known
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
