@@ -69,6 +69,10 @@ class Shelf:
         """Older snapshots are needed no more."""
         self._drop(lambda step: step < before)
 
+    def forget(self, step: int) -> None:
+        """This snapshot will never be whole."""
+        self._drop(lambda at: at == step)
+
     def keep_only(self, step: int) -> None:
         """The run is back at this step: what came later will come again."""
         self._drop(lambda at: at != step)

@@ -44,6 +44,7 @@ class Brief:
     addresses: dict[int, Address]
     devices: tuple[Device, ...]  # of every node, the master first
     keep_all: bool  # every node takes part, in the order of their numbers
+    apart: frozenset[frozenset[int]] = frozenset()  # pairs of nodes that cannot reach each other
 
 
 @dataclass(frozen=True)
