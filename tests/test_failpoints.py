@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +42,17 @@ def chosen(points: Any, quick: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "mine.py").write_text(MODEL)
-    digest: str = json.loads(ringtmp("train", "--nodes", 1, *FLAGS, cwd=folder).stdout)["weights_sha256"]
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose master died before the first step: every other goes on from here, and none has to build the model."""
+    run = Run(tmp_path_factory.mktemp("base"), None, "before the first step")
+    (run.folder / "mine.py").write_text(MODEL)
+    run.train(*FLAGS, "--nodes", 1, "--run-dir", "run", code=-9)
+    return run.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    digest: str = Run(tmp_path_factory.mktemp("calm"), base).resume(nodes=1)["weights_sha256"]
     return digest
 
 
@@ -64,23 +72,25 @@ def told(request: pytest.FixtureRequest) -> Iterator[list[tuple[float, float, fl
 
 
 class Run:
-    def __init__(self, folder: Path, *points: str) -> None:
-        (folder / "mine.py").write_text(MODEL)
+    def __init__(self, folder: Path, base: Path | None, *points: str) -> None:
         self.folder, self.points = folder, points
         self.marks = folder / "marks"
         self.marks.mkdir()
-        here = Path(__file__).parent
-        self._environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(here / "failpoints"), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-            "FAILPOINTS": "|".join(points),
-            "FAILPOINT_MARKS": str(self.marks),
-        }
+        if base is not None:
+            shutil.copytree(base, folder / "run")
+        here = str(Path(__file__).parent / "failpoints")
+        path = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+        armed = {"FAILPOINTS": "|".join(points), "FAILPOINT_MARKS": str(self.marks)} if points else {}
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **armed}
 
     def train(self, *how: object, code: int = 0) -> str:
         done = ringtmp("train", *how, cwd=self.folder, code=code, env=self._environment)
         assert {each.name for each in self.marks.iterdir()} == set(self.points), "not everyone came to its point"
         return done.stdout
+
+    def resume(self, nodes: int = 3) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads(self.train("--resume", "run", "--nodes", nodes, "--json", "--quiet"))
+        return summary
 
     def back_after_s(self) -> float:
         """From the last kill to the end of the first step of a ring that is whole again."""
@@ -93,10 +103,10 @@ class Run:
 
 @pytest.mark.parametrize("name", chosen(ONCE, QUICK))
 def test_a_worker_killed_is_replaced_and_no_bit_changes(
-    name: str, tmp_path: Path, expected: str, told: list[tuple[float, float, float]]
+    name: str, tmp_path: Path, base: Path, expected: str, told: list[tuple[float, float, float]]
 ) -> None:
-    run = Run(tmp_path, name)
-    summary = json.loads(run.train(*FLAGS, "--nodes", 3, "--run-dir", "run"))
+    run = Run(tmp_path, base, name)
+    summary = run.resume()
     assert summary["weights_sha256"] == expected
     (healed,) = summary["recoveries"]
     assert healed["lost"] == [ONCE[name].node]
@@ -104,19 +114,19 @@ def test_a_worker_killed_is_replaced_and_no_bit_changes(
 
 
 @pytest.mark.parametrize("name", chosen(WHILE_HEALING, QUICK_HEALING))
-def test_another_killed_while_the_ring_heals_changes_no_bit(name: str, tmp_path: Path, expected: str) -> None:
+def test_another_killed_while_the_ring_heals_changes_no_bit(
+    name: str, tmp_path: Path, base: Path, expected: str
+) -> None:
     first, point = WHILE_HEALING[name]
-    run = Run(tmp_path, first, name)
-    summary = json.loads(run.train(*FLAGS, "--nodes", 3, "--run-dir", "run"))
+    summary = Run(tmp_path, base, first, name).resume()
     assert summary["weights_sha256"] == expected
     (healed,) = summary["recoveries"]
     assert set(healed["lost"]) == {ONCE[first].node, point.node}
 
 
 @pytest.mark.parametrize("name", chosen(MASTERS, QUICK_MASTER))
-def test_a_master_killed_is_resumed_with_the_same_bits(name: str, tmp_path: Path, expected: str) -> None:
-    run = Run(tmp_path, name)
-    run.train(*FLAGS, "--nodes", 3, "--run-dir", "run", code=-9)
-    summary = json.loads(run.train("--resume", "run", "--json", "--quiet"))
-    assert summary["weights_sha256"] == expected
+def test_a_master_killed_is_resumed_with_the_same_bits(name: str, tmp_path: Path, base: Path, expected: str) -> None:
+    run = Run(tmp_path, base, name)
+    run.train("--resume", "run", "--nodes", 3, "--quiet", code=-9)
+    assert run.resume()["weights_sha256"] == expected
     assert not (tmp_path / "run" / "snapshots").exists()

@@ -119,7 +119,7 @@ class Simulated(MemoryCrew):
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def _fault(self) -> None:
-        kind = self.luck.choices(["crash", "cut", "pair", "master"], [70, 24, 3, 3])[0]
+        kind = self.luck.choices(["crash", "cut", "pair", "master"], [66, 24, 5, 5])[0]
         workers = [worker.endpoint.node for worker in self._workers]
         if kind == "pair" and len(workers) > 1:
             one, other = self.luck.sample(workers, 2)
@@ -284,7 +284,9 @@ def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Protection, "held", watched)
-        result = base.run(f"seed-{seed}", crew, luck.choice([2, 100, 100]), luck.choice(CUTS[nodes]))
+        result = base.run(
+            f"seed-{seed}-{time.monotonic_ns()}", crew, luck.choice([2, 100, 100]), luck.choice(CUTS[nodes])
+        )
     summary = result.summary
     assert summary.weights_sha256 == base.digest, f"seed {seed}: other bits"
     assert summary.steps == STEPS
@@ -327,6 +329,7 @@ def many(first: int, stop: int) -> Tally:
 
 
 @pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.timeout(400)  # on a busy machine; a hang is a limit of the virtual clock
 def test_crashes_cuts_and_faults_by_seed_change_no_bit(half: int, bases: list[Base]) -> None:
     tally, began = Tally(), time.process_time()
     for seed in range(half, QUICK_SEEDS, 2):
@@ -382,7 +385,7 @@ def test_a_broken_rule_is_found_by_the_simulation(
 ) -> None:
     mutant(monkeypatch)
     with pytest.raises((AssertionError, RingError)):
-        [simulate(bases, seed) for seed in range(1000, 1040)]
+        [simulate(bases, seed) for seed in range(60)]  # which change no bit as long as the rule holds
 
 
 def test_the_same_seed_gives_the_same_story(bases: list[Base]) -> None:

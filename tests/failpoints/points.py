@@ -82,13 +82,14 @@ WHILE_HEALING = {
 
 #: The master dies, and somebody resumes the run.
 MASTERS = {
+    "before the first step": Point(0, f"{MASTER}._begin_step", "before"),
     "before the ring is laid out": Point(0, f"{MASTER}.lay_out", "before"),
     "before a batch is given": Point(0, f"{MASTER}._begin_step", "before", 25),
     "at the loss": Point(0, f"{MASTER}.tail", "before", 120),
     "before a snapshot is whole": Point(0, "ring.protect:Protection.held", "before", 9),
     "between a checkpoint's layers": Point(0, f"{WRITER}.add", "after", 10),
-    "before a checkpoint is there": Point(0, f"{WRITER}.commit", "before", 3),
-    "after a checkpoint is there": Point(0, f"{WRITER}.commit", "after", 3),
+    "before a checkpoint is there": Point(0, f"{WRITER}.commit", "before", 2),
+    "after a checkpoint is there": Point(0, f"{WRITER}.commit", "after", 2),
     "master in an evaluation": Point(0, f"{MASTER}.evaluate", "before"),
     "master when it stops the ring": Point(0, f"{MASTER}.stop", "before"),
 }
