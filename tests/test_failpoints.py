@@ -32,6 +32,7 @@ FLAGS = (
     "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--lr-schedule", "cosine:warmup=5",
     "--steps", 60, "--checkpoint-every", 20, "--json", "--quiet",
 )  # fmt: skip
+pytestmark = pytest.mark.timeout(300)
 QUICK = ("after an update", "holder before it tells")
 QUICK_HEALING = ("before it restores a layer",)
 QUICK_MASTER = ("before a checkpoint is there",)
