@@ -30,11 +30,11 @@ def model():
 """
 FLAGS = (
     "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--lr-schedule", "cosine:warmup=5",
-    "--steps", 60, "--checkpoint-every", 20, "--json", "--quiet",
+    "--steps", 60, "--checkpoint-every", 50, "--json", "--quiet",
 )  # fmt: skip
 pytestmark = pytest.mark.timeout(300)
 QUICK = ("after an update", "holder before it tells")
-QUICK_HEALING = ("before it restores a layer",)
+QUICK_HEALING = ("before the new generation",)
 QUICK_MASTER = ("before a checkpoint is there",)
 
 
