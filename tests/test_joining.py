@@ -185,7 +185,7 @@ def test_a_device_revoked_in_mid_run_is_out_and_no_bit_changes(ring: Ring, expec
     assert change["reason"] == "beta was revoked"
     assert change["generation"] == 2
     # What it was is told to the device when it tries to come back.
-    ring.until("beta", "run ended|no longer knows")
+    ring.until("beta", "out of the run|run ended|no longer knows")
     listed = subprocess.run(
         [*CLI, "ring", "list"], env=ring.environment("master"), capture_output=True, text=True, check=True
     )
@@ -290,6 +290,20 @@ def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected
     ring.device("alpha", "--once")
     assert ring.result()["weights_sha256"] == expected
     assert ring.processes["alpha"].wait(10) == 0
+
+
+@pytest.mark.long
+def test_a_new_device_that_comes_late_gets_layers_and_no_bit_changes(ring: Ring) -> None:
+    steps = 800
+    process = ring.master(3, "--steps", steps, "--start-with", 2, "--wait", 1)
+    ring.device("alpha")
+    wait_for_step(ring.folder / "run", 20, process)
+    ring.device("beta")
+    summary = ring.result()
+    alone = ringtmp("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
+    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    (change,) = summary["recoveries"]  # type: ignore[misc]
+    assert (change["reason"], change["nodes"]) == ("beta joined", 3)
 
 
 def test_the_same_from_python(ring: Ring, expected: str) -> None:

@@ -1,67 +1,176 @@
 """Many short runs of the real session, nodes and recovery on the in-memory transport, every fault decided by one seed.
 
 A seed decides who crashes when (also while the ring heals, also a neighbour of one just lost), which packets are lost,
-doubled or out of order, and in which order nodes work. The clock moves when it is read, so a hang is a timeout.
+doubled, out of order or come when their sender is long dead, which lines are cut, in one direction or both, for a while
+or for good, and in which order nodes work. The clock moves when it is read and jumps when all wait, so a hang is a timeout.
 """
 
 from __future__ import annotations
 
+import hashlib
+import multiprocessing
+import os
 import random
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from ringtmp import api
-from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart, resolve
 from ringtmp.data.sources import tensors
 from ringtmp.errors import RingError
+from ringtmp.job import Job
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
+from ringtmp.resources import set_threads
 from ringtmp.ring import protect
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.keeping import Keeping
+from ringtmp.ring.losses import cross_entropy
 from ringtmp.ring.node import Node
 from ringtmp.ring.protect import Protection
+from ringtmp.ring.rundir import RunDirectory
 from ringtmp.ring.stage import Stage
-from ringtmp.transport.base import Transport
-from ringtmp.transport.shaped import Faults, Shaped
+from ringtmp.session import Session
+from ringtmp.transport.base import Channel, Frame, Transport
+from ringtmp.transport.shaped import Faults, Severed, Shaped
 from ringtmp.wire import link
 from ringtmp.wire.message import Held
-from test_healing import Ticking
-from test_session import blobs, stack
 
-STEPS = 8
-QUICK_S = 15.0
-QUICK_SEEDS = 20
-LONG_SEEDS = 2000
+STEPS = 4
+QUICK_SEEDS = 500
+LONG_SEEDS = 20_000
+MEMORY_BYTES = 2**30
+#: Front, workers and tail; the third layer is a Dropout, of which there is nothing to keep.
+CUTS = {2: ("0,1-3,4", "0-1,2-3,4"), 3: ("0,1,2-3,4", "0,1-2,3,4"), 4: ("0,1,2,3,4",)}
+
+
+class Clock:
+    """Moves a little when it is read: work takes the same time on every machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.0005
+        return self.now
+
+
+class Line(Severed):
+    """A node's end of the network: some lines are cut, waiting takes no time, and what was sent is remembered."""
+
+    def __init__(self, inner: Transport, crew: Simulated) -> None:
+        super().__init__(inner, crew.cuts)
+        self._crew = crew
+        self.last: deque[tuple[int, Channel, list[bytes]]] = deque(maxlen=4)
+
+    def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
+        self._crew.story.update(f"{self.node}>{peer}.{channel}.{len(frames)};".encode())
+        self.last.append((peer, channel, [bytes(frame) for frame in frames]))
+        super().send(peer, channel, frames)
+
+    def wait(self, timeout_s: float) -> bool:
+        if not super().wait(0):
+            self._crew.clock.now += 5 * timeout_s
+        return True
 
 
 class Simulated(MemoryCrew):
-    """Crashes and faults by a seed; watches that a layer has one owner in a generation."""
+    """Faults by a seed; watches that a layer has one owner in a generation."""
 
     def __init__(self, nodes: int, seed: int) -> None:
-        self.luck = random.Random(seed)
-        luck = self.luck
+        self.luck = luck = random.Random(seed)
+        self.clock, self.cuts, self.story = Clock(), set[tuple[int, int]](), hashlib.sha256()
+        self.faults: Counter[str] = Counter()
+        self._lines: dict[int, Line] = {}
         faults = Faults(luck.choice([0, 0.02]), luck.choice([0, 0.05]), luck.choice([0, 0.1]))
 
         def wrap(transport: Transport) -> Transport:
-            return Shaped(transport, faults, luck.randrange(10**9))
+            self._lines[transport.node] = made = Line(transport, self)
+            return Shaped(made, faults, luck.randrange(10**9))
 
-        super().__init__(nodes, seed, wrap, clock=Ticking())
-        self.left = luck.randint(1, 3)
-        self.crashes = 0
+        super().__init__(nodes, seed, wrap, clock=self.clock, memory_bytes=MEMORY_BYTES)
+        self._left = luck.randint(1, 3)  # faults to come
+        self._next = luck.randint(1, 80)  # turns until then
+        self._due: list[tuple[int, Callable[[], None]]] = []  # what a fault does later
+        self._turns = 0
         self.owners: dict[tuple[int, int], int] = {}
-        self._next = luck.randint(1, 200)
         self._master: Endpoint | None = None
         self.announced: tuple[int, int] | None = None  # generation and step of the last whole snapshot
 
     def start(self, ring: str, generation: int) -> Endpoint:
         self._master = super().start(ring, generation)
         return self._master
+
+    def _make(self, node: int, ring: str, generation: int) -> None:
+        """Another device in this place: it reaches the master."""
+        self.cuts -= {(0, node), (node, 0)}
+        super()._make(node, ring, generation)
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def _fault(self) -> None:
+        kind = self.luck.choices(["crash", "cut", "pair", "master"], [66, 24, 5, 5])[0]
+        workers = [worker.endpoint.node for worker in self._workers]
+        if kind == "pair" and len(workers) > 1:
+            one, other = self.luck.sample(workers, 2)
+            self.cuts |= {(one, other), *([(other, one)] if self.luck.random() < 0.5 else [])}
+        elif kind == "master" and workers:
+            ends = [0, self.luck.choice(workers)]
+            self.luck.shuffle(ends)
+            self.cuts.add((ends[0], ends[1]))
+        elif kind == "cut":
+            one, other = self.luck.sample(range(self.nodes), 2)
+            lines = {(one, other), *([(other, one)] if self.luck.random() < 0.5 else [])} - self.cuts
+            self.cuts |= lines
+            self._later(self.luck.choice([5, 50, 200]), lambda: self.cuts.difference_update(lines))
+        elif workers:
+            kind = "crash"
+            self._crash(self.luck.choice(workers))
+        else:
+            return
+        self.faults[kind] += 1
+
+    def _crash(self, node: int) -> None:
+        old = self._lines[node]
+        last = list(old.last)
+        self.kill(node)
+
+        def zombie() -> None:
+            for peer, channel, frames in last:
+                old.send(peer, channel, frames)
+
+        self._later(self.luck.choice([1, 20, 100]), zombie)
+
+    def _later(self, turns: int, what: Callable[[], None]) -> None:
+        self._due.append((self._turns + turns, what))
+
+    def advance(self) -> bool:
+        self.check_held()
+        self._turns += 1
+        self._next -= 1
+        for each in [each for each in self._due if each[0] <= self._turns]:
+            self._due.remove(each)
+            each[1]()
+        if self._next <= 0 and self._left:
+            self._left -= 1
+            self._fault()
+            # Sometimes at once again: while healing, or a neighbour with what it holds.
+            self._next = self.luck.choice([1, 15, 50, 150])
+        worked = super().advance()
+        self.check_owners()
+        return worked
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
 
     def announce(self, step: int) -> None:
         assert self._master is not None
@@ -78,70 +187,86 @@ class Simulated(MemoryCrew):
         shelves = {each.endpoint.node: each.endpoint.shelf.contents() for each in self._workers}
         shelves[0] = self._master.shelf.contents()
         for worker in self._workers:
-            member = worker.member
-            assert isinstance(member, Node)
-            for state in member.visits.values():
+            for state in worker.member.visits.values() if isinstance(worker.member, Node) else ():
                 for layer, staged in state.stage._layers.items():
                     if staged.layer.tensors:
                         found = [node for node, contents in shelves.items() if (step, layer) in contents]
                         assert len(found) >= 2, f"layer {layer} of step {step} is on {found} alone"
 
-    def advance(self) -> bool:
-        self.check_held()
-        self._next -= 1
-        if self._next <= 0 and self.left and self._workers:
-            self.left -= 1
-            self.crashes += 1
-            victim = self.luck.choice(self._workers).endpoint.node
-            self.kill(victim)
-            # Sometimes at once again: while healing, or a neighbour with what it holds.
-            self._next = self.luck.choice([1, 30, 100, 300])
-        worked = super().advance()
+    def check_owners(self) -> None:
         for worker in self._workers:
-            if isinstance(worker.member, Node):
-                for state in worker.member.visits.values():
-                    for layer in state.visit.layers:
-                        key = (worker.endpoint.generation, layer)
-                        owner = self.owners.setdefault(key, worker.endpoint.node)
-                        assert owner == worker.endpoint.node, f"two owners of layer {layer}"
-        return worked
+            for state in worker.member.visits.values() if isinstance(worker.member, Node) else ():
+                for layer in state.visit.layers:
+                    owner = self.owners.setdefault((worker.endpoint.generation, layer), worker.endpoint.node)
+                    assert owner == worker.endpoint.node, f"two owners of layer {layer}"
 
 
 class Base:
-    """A run of one step, to be gone on with as often as one likes: its model is read only once."""
+    """A run of no step, to be gone on with as often as one likes: its model is read only once."""
 
     def __init__(self, folder: Path, staleness: int) -> None:
         self.folder = folder
-        training = TrainingPart(
-            data="given", steps=1, batch_size=12, microbatches=3, optimizer="adamw", clip_norm=0.5, staleness=staleness
-        )
-        config = RunConfig(training=training, ring=RingPart(nodes=1), keep=KeepPart())
-        api.start(config, stack(), self.data(), None, folder / "base", api.Silent(), MemoryCrew(1))
-        self.digest = self.run("calm", MemoryCrew(3)).summary.weights_sha256
+        self.training = training = TrainingPart(
+            data="given", steps=STEPS, batch_size=4, microbatches=2, optimizer="adamw", clip_norm=0.5, staleness=staleness,
+            optimizer_settings={"lr": 0.01}, lr_schedule={"kind": "cosine", "total": STEPS},
+        )  # fmt: skip
+        config = RunConfig(training=msgspec.structs.replace(training, steps=1), ring=RingPart(), keep=KeepPart())
+        torch.manual_seed(2)
+        model = nn.Sequential(
+            nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 5), nn.Linear(5, 3)
+        )  # fmt: skip
+        self.data = tensors("t", torch.randn(24, 4), torch.arange(24) % 3), None
+        api.start(config, model, self.data, None, folder / "base", api.Silent(), MemoryCrew(1))
+        for step in (folder / "base" / "checkpoints").glob("step-*1"):
+            shutil.rmtree(step)  # back to step 0
+        self.digest = self.run("calm", MemoryCrew(3, memory_bytes=MEMORY_BYTES)).summary.weights_sha256
 
-    @staticmethod
-    def data() -> tuple[api.Source, None]:
-        return tensors("t", *blobs()), None
+    def run(self, name: str, crew: MemoryCrew, checkpoint_every: int = 100, cuts: str | None = None) -> api.Result:
+        """The result of a run whose folder is still there."""
+        base, own = self.folder / "base", self.folder / name
+        (own / "checkpoints").mkdir(parents=True)
+        (own / "layers").symlink_to(base / "layers")
+        for step in (base / "checkpoints").iterdir():
+            shutil.copytree(step, own / "checkpoints" / step.name, copy_function=os.link)
+        shutil.copy(base / "config.json", own)
+        (own / "logs").mkdir()
+        cuts = cuts or CUTS[crew.nodes][0]
+        keep = KeepPart(checkpoint_every=checkpoint_every)
+        config = RunConfig(training=self.training, ring=RingPart(nodes=crew.nodes, cuts=cuts), keep=keep)
+        job = Job(resolve(config), None, *self.data, cross_entropy, "cross_entropy", RunDirectory(own))
+        Session(job, crew, api.Silent(), api.Interruption()).train()
+        return api.Result(own)
 
-    def run(self, name: str, crew: MemoryCrew, checkpoint_every: int = 100) -> api.Result:
-        shutil.copytree(self.folder / "base", self.folder / name)
-        changes = {"nodes": crew.nodes, "steps": STEPS, "checkpoint_every": checkpoint_every}
-        try:
-            return api.resume(self.folder / name, changes, self.data(), None, api.Silent(), crew)
-        finally:
-            for part in ("layers", "checkpoints"):
-                shutil.rmtree(self.folder / name / part, ignore_errors=True)
+
+def bases_in(folder: Path) -> list[Base]:
+    made = []
+    for staleness in (0, 1):
+        (folder / str(staleness)).mkdir()
+        made.append(Base(folder / str(staleness), staleness))
+    return made
+
+
+def memory_folder() -> str:
+    """Disks are slow, and not what is tested."""
+    return tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, prefix="rt-")
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Base]:
-    return [Base(tmp_path_factory.mktemp(f"staleness-{each}"), each) for each in (0, 1)]
+def bases() -> Iterator[list[Base]]:
+    folder = memory_folder()
+    yield bases_in(Path(folder))
+    shutil.rmtree(folder)
+
+
+def snapshots_often(patch: pytest.MonkeyPatch) -> None:
+    """From the second step on, whenever the one before is whole: more to go wrong, and no matter what time it takes."""
+    patch.setattr(protect, "BUDGET", 1e9)
+    patch.setattr(protect, "FIRST_AFTER", 1)
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot whenever the one before is whole: more to go wrong, and nothing depends on measured time."""
-    monkeypatch.setattr(protect, "BUDGET", 1e9)
+    snapshots_often(monkeypatch)
 
 
 def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
@@ -159,36 +284,71 @@ def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Protection, "held", watched)
-        result = base.run(f"seed-{seed}-{time.monotonic_ns()}", crew, luck.choice([3, 100]))
+        result = base.run(
+            f"seed-{seed}-{time.monotonic_ns()}", crew, luck.choice([2, 100, 100]), luck.choice(CUTS[nodes])
+        )
     summary = result.summary
     assert summary.weights_sha256 == base.digest, f"seed {seed}: other bits"
     assert summary.steps == STEPS
     log = list(events.read(result.run_dir / "events.jsonl"))
-    start = max(index for index, event in enumerate(log) if isinstance(event, events.RunStarted))
-    kept = [event.step for event in log[start:] if isinstance(event, events.SnapshotWhole)]
+    kept = [event.step for event in log if isinstance(event, events.SnapshotWhole)]
     assert kept == sorted(set(kept)), f"seed {seed}: snapshots {kept}"
-    done = sum(isinstance(event, events.StepDone) for event in log[start:])
+    done = sum(isinstance(event, events.StepDone) for event in log)
     again = sum(each.repeated for each in summary.recoveries)
-    assert done == STEPS - 1 + again, f"seed {seed}: {done} steps, {again} of them again"
+    assert done == STEPS + again, f"seed {seed}: {done} steps, {again} of them again"
     shutil.rmtree(result.run_dir)
     return crew, result
 
 
-def test_crashes_and_faults_by_seed_change_no_bit(bases: list[Base]) -> None:
-    began, seed, healed = time.monotonic(), 0, 0
-    while seed < QUICK_SEEDS or time.monotonic() - began < QUICK_S:  # a slow machine takes its time
-        _, result = simulate(bases, seed)
-        healed += len(result.summary.recoveries)
-        seed += 1
-    print(f"{seed} seeds, {healed} healings")
-    assert healed >= seed // 2
+class Tally(msgspec.Struct):
+    """What many seeds brought about."""
+
+    seeds: int = 0
+    healings: int = 0
+    faults: Counter[str] = msgspec.field(default_factory=Counter)
+
+    def add(self, crew: Simulated, result: api.Result) -> None:
+        self.seeds += 1
+        self.healings += len(result.summary.recoveries)
+        self.faults += crew.faults
+
+
+def many(first: int, stop: int) -> Tally:
+    """In a process of its own."""
+    set_threads(1)
+    folder, tally = memory_folder(), Tally()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            snapshots_often(patch)
+            bases = bases_in(Path(folder))
+            for seed in range(first, stop):
+                tally.add(*simulate(bases, seed))
+    finally:
+        shutil.rmtree(folder)
+    return tally
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.timeout(400)  # on a busy machine; a hang is a limit of the virtual clock
+def test_crashes_cuts_and_faults_by_seed_change_no_bit(half: int, bases: list[Base]) -> None:
+    tally, began = Tally(), time.process_time()
+    for seed in range(half, QUICK_SEEDS, 2):
+        tally.add(*simulate(bases, seed))
+    print(f"{tally.seeds} seeds, {tally.healings} healings, {tally.faults}, {time.process_time() - began:.1f} s")
+    assert tally.healings >= tally.seeds // 3
+    assert all(tally.faults[kind] for kind in ("crash", "cut", "pair", "master"))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1400)
-def test_two_thousand_seeds_change_no_bit(bases: list[Base]) -> None:
-    for seed in range(10_000, 10_000 + LONG_SEEDS):
-        simulate(bases, seed)
+def test_twenty_thousand_seeds_change_no_bit() -> None:
+    parts = 40
+    size = LONG_SEEDS // parts
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        begun = [pool.submit(many, 10_000 + part * size, 10_000 + (part + 1) * size) for part in range(parts)]
+        tallies = [each.result() for each in begun]
+    print(f"{sum(each.seeds for each in tallies)} seeds, {sum(each.healings for each in tallies)} healings")
+    assert sum(each.seeds for each in tallies) == LONG_SEEDS
 
 
 class Anything(int):
@@ -225,13 +385,14 @@ def test_a_broken_rule_is_found_by_the_simulation(
 ) -> None:
     mutant(monkeypatch)
     with pytest.raises((AssertionError, RingError)):
-        [simulate(bases, seed) for seed in range(40)]
+        [simulate(bases, seed) for seed in range(60)]  # which change no bit as long as the rule holds
 
 
 def test_the_same_seed_gives_the_same_story(bases: list[Base]) -> None:
     stories = []
+    seed = next(seed for seed in range(50) if simulate(bases, seed)[1].summary.recoveries)
     for _ in range(2):
-        _, result = simulate(bases, 11)
-        stories.append([(each.generation, each.step, each.lost, each.source) for each in result.summary.recoveries])
+        crew, result = simulate(bases, seed)
+        recoveries = [(each.generation, each.step, each.lost, each.source) for each in result.summary.recoveries]
+        stories.append((crew.story.hexdigest(), recoveries))
     assert stories[0] == stories[1]
-    assert stories[0]

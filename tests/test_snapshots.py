@@ -18,6 +18,7 @@ from ringtmp.ring import protect
 from ringtmp.ring.checkpoint import Progress
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.keeping import LINE_SHARE, Pace
+from ringtmp.ring.node import Node
 from ringtmp.ring.parcel import Parcel, pack
 from ringtmp.ring.protect import BUDGET, Protection, interval_steps
 from ringtmp.ring.shelf import Shelf
@@ -240,6 +241,31 @@ class Rotting(Mortal):
                 assert found is not None
                 found.body[0] ^= 1
         super().kill(node)
+
+
+class RottingOnce(Mortal):
+    """The owner of a layer has a changed bit in its own copy; its neighbour's is sound."""
+
+    def kill(self, node: int) -> None:
+        for worker in self._workers:
+            if worker.endpoint.node == 2 and isinstance(worker.member, Node):
+                (state,) = worker.member.visits.values()
+                for step, layer in worker.endpoint.shelf.contents():
+                    found = worker.endpoint.shelf.get(step, layer)
+                    assert found is not None
+                    if layer in state.visit.layers:
+                        found.body[0] ^= 1
+        super().kill(node)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_damaged_layer_is_refused_and_its_next_source_taken(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(4))
+    hit = run(tmp_path / "hit", RottingOnce(4, Death(1, 7)), KeepPart(checkpoint_every=5))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    (healed,) = hit.summary.recoveries
+    assert (healed.source, healed.generation) == ("snapshot", 2)
+    assert any("node 2: layer" in text and "does not match its digest" in text for text in hit.summary.warnings)
 
 
 @pytest.mark.usefixtures("often")

@@ -4,6 +4,7 @@ RingError                     1
   UsageError                  2   wrong input; nothing was started
   DoesNotFit                  3   the model does not fit the devices
   NodeLost                    4   a node is gone for good
+    LinkLost                  4   two nodes are there and cannot reach each other
   NodeFailed                  1   a node raised; its traceback is part of the message
   LossNotFinite               1
   ProtocolError               1   received bytes that no honest peer of this version sends
@@ -40,6 +41,12 @@ class NodeLost(RingError):  # noqa: N818
         super().__init__(text)
         self.node = node
         self.notice_s = notice_s
+
+
+class LinkLost(NodeLost):
+    def __init__(self, text: str, first: int, second: int) -> None:
+        super().__init__(text, first)
+        self.pair = frozenset((first, second))
 
 
 class NodeFailed(RingError):  # noqa: N818

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringtmp.errors import NodeLost
+from ringtmp.errors import LinkLost, NodeLost
 from ringtmp.metrics.events import Regrouped
 from ringtmp.model.portable import Layer
 
@@ -50,7 +50,8 @@ class Losses:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(each.node for each in self._now if each.node is not None))
+        lost = (each.node for each in self._now if not isinstance(each, LinkLost))
+        return tuple(dict.fromkeys(node for node in lost if node is not None))
 
     @property
     def notice_s(self) -> float:
@@ -59,7 +60,7 @@ class Losses:
 
 def lost_text(event: Regrouped) -> str:
     """One line for whoever looks on."""
-    who = " and ".join(f"node {node}" for node in event.lost)
+    who = " and ".join(f"node {node}" for node in event.lost) or "a link"
     steps = "no step" if not event.repeated else f"{event.repeated} step{'s' if event.repeated > 1 else ''}"
     lost = f"{who} lost, noticed within {event.notice_s:.1f} s"
     after = f"{event.nodes} nodes go on after {event.seconds:.1f} s (generation {event.generation})"

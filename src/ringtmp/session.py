@@ -18,7 +18,7 @@ import msgspec
 from ringtmp import __version__
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
 from ringtmp.data.sources import Stream
-from ringtmp.errors import CheckpointError, Interrupted, NodeLost, RingError, SnapshotUnusable, UsageError
+from ringtmp.errors import CheckpointError, Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable, UsageError
 from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
@@ -74,6 +74,7 @@ class Session:
         self._run_name = ""
         self._lr_schedule: dict[str, Any] = {}
         self._losses = Losses()
+        self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
         ring, keep = job.config.ring, job.config.keep
         protect = keep.protect if ring.strategy == "ring" else "checkpoint"
         self._protection = Protection(protect, training.staleness)
@@ -176,7 +177,7 @@ class Session:
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe,
             snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
-            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices, self._targets,
+            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices, self._targets, self._apart,
         )  # fmt: skip
         if (measured := self._rebalancing.devices_for(brief)) is not None:
             brief, found = measured, dict(hellos)
@@ -260,6 +261,10 @@ class Session:
         while True:
             if self._job.config.keep.protect == "off" or not self._losses.bear(lost):
                 raise lost
+            if isinstance(lost, LinkLost):
+                self._apart |= {lost.pair}
+            else:  # whoever takes its place may have other links
+                self._apart = frozenset(pair for pair in self._apart if lost.node not in pair)
             self._warn(f"{lost}; healing")
             try:
                 source, step = self._revive(reached)

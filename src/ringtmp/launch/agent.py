@@ -176,8 +176,8 @@ class Agent:
         elif isinstance(message, End):
             if message.generation == self._generation and self._child is not None:
                 self._end_child()
-                self._ended += 1
-                self._say("run ended; waiting for the next")
+                self._say("run ended; waiting for the next" if message.over else "out of the run; waiting for a place")
+            self._ended += message.over
         elif isinstance(message, Refused):
             raise UsageError(f"the master refused: {message.reason}")
 
@@ -216,7 +216,7 @@ class Agent:
             self._say(f"the compute process ended with code {child.returncode}: {last_words(self._log)}")
         self._tell(Died(self._generation, child.returncode, last_words(self._log)))
         self._end_child()
-        self._ended += 1
+        self._ended += child.returncode == 0  # one that was killed is started again, or told that the run is over
 
     def _watch_stopped(self, child: subprocess.Popen[bytes]) -> None:
         """One that was stopped cannot say so itself, and would hold up the ring."""

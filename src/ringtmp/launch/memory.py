@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from ringtmp.errors import NodeLost
 from ringtmp.plan.device import Device
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.shelf import Shelf
 from ringtmp.ring.worker import Worker
 from ringtmp.strategies.catalog import member
 from ringtmp.transport.base import Transport
@@ -31,8 +32,11 @@ class MemoryCrew:
         wrap: Wrapper = lambda transport: transport,
         threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        memory_bytes: int | None = None,
     ) -> None:
+        """Every node may take `memory_bytes`; what is free here, unless told otherwise."""
         self._clock = clock
+        self._memory_bytes = memory_bytes
         self.nodes = nodes
         self.threads = threads
         self._hub = Hub()
@@ -44,14 +48,18 @@ class MemoryCrew:
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """The master's endpoint; the workers are made."""
-        endpoint = Endpoint(self._wrap(self._hub.transport(0)), ring, generation, self._clock)
+        endpoint = self._endpoint(0, ring, generation)
         for node in range(1, self.nodes):
             self._make(node, ring, generation)
         return endpoint
 
     def _make(self, node: int, ring: str, generation: int) -> None:
-        endpoint = Endpoint(self._wrap(self._hub.transport(node)), ring, generation, self._clock)
-        self._workers.append(Worker(endpoint, NOWHERE, member))
+        self._workers.append(Worker(self._endpoint(node, ring, generation), NOWHERE, member))
+
+    def _endpoint(self, node: int, ring: str, generation: int) -> Endpoint:
+        given = self._memory_bytes
+        shelf = Shelf() if given is None else Shelf(None, lambda: given)
+        return Endpoint(self._wrap(self._hub.transport(node)), ring, generation, self._clock, given, shelf)
 
     def all_anew(self) -> bool:
         return True
@@ -102,6 +110,7 @@ class MemoryCrew:
             raise NodeLost(f"node {node} was killed in step {step}", node)
 
     def bury(self, node: int) -> None:
+        self.kill(node)
         self._dead.discard(node)
 
     def stop(self) -> None:

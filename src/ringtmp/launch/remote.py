@@ -201,11 +201,11 @@ class RemoteCrew:
     def _silent_s(self, device: Device) -> float:
         return time.monotonic() - device.last_heard
 
-    def _end(self, device: Device) -> None:
+    def _end(self, device: Device, over: bool = False) -> None:
         """Its compute process is known by the generation it was started in, not by those it lived through."""
         assert self._hub is not None
         if device.started is not None:
-            self._hub.tell(device, End(device.started.generation))
+            self._hub.tell(device, End(device.started.generation, over))
 
     def _begin(self, ring: str) -> Endpoint:
         """Fresh link keys for everyone, and a compute process on every device."""
@@ -282,8 +282,8 @@ class RemoteCrew:
 
     def stop(self) -> None:
         if self._hub is not None:
-            for device in self._devices.values():
-                self._end(device)
+            for device in self._hub.devices.values():
+                self._end(device, over=True)
             self._hub.close()
             self._hub = None
         self._devices.clear()

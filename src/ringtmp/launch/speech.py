@@ -92,6 +92,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 class End(msgspec.Struct, frozen=True, tag="end"):
     generation: int
+    over: bool = False  # the whole run; otherwise only this device's part in it, and it may get another
 
 
 FromAgent = Join | Knock | Here | Started | Died | Leaving

@@ -14,7 +14,8 @@ Several smaller segments per node fill the ring sooner and drain it sooner, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import combinations
 
 import msgspec
 
@@ -71,6 +72,27 @@ def holders_of(nodes: int, laps: int = 1, shape: str = "ring") -> list[int]:
     if shape == "v":
         return [*range(nodes), *reversed(range(nodes - 1))]
     return [*(list(range(nodes)) * laps), MASTER]
+
+
+def kept_apart(members: Sequence[int], apart: Collection[frozenset[int]]) -> list[int]:
+    """The members, the master first, in an order in which no pair of `apart` are neighbours; without as few of them as
+    that takes. Pairs are few, so the first orders tried mostly do."""
+    for left_out in range(len(members)):
+        for kept in combinations(members[1:], len(members) - 1 - left_out):
+            if (order := _order_from([members[0]], list(kept), apart)) is not None:
+                return order
+    raise AssertionError("the master alone has no neighbours")
+
+
+def _order_from(begun: list[int], rest: list[int], apart: Collection[frozenset[int]]) -> list[int] | None:
+    if not rest:
+        return begun
+    for each in rest:
+        if frozenset((begun[-1], each)) not in apart:
+            found = _order_from([*begun, each], [other for other in rest if other != each], apart)
+            if found is not None:
+                return found
+    return None
 
 
 def route_over(holders: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Route:

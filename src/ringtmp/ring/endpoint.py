@@ -204,6 +204,16 @@ class Endpoint:
         link = self._links.get((peer, channel))
         return link.in_flight_bytes if link is not None else 0
 
+    def unheard(self, limit_s: float) -> tuple[int, ...]:
+        """Peers that for so long have acknowledged nothing of what was sent to them."""
+        now = self.clock()
+        silent = {
+            peer
+            for (peer, _), link in self._links.items()
+            if link.waiting_since is not None and now - link.waiting_since > limit_s
+        }
+        return tuple(sorted(silent))
+
     def forget(self, peer: int) -> None:
         """A peer is gone for good: nothing more is sent to it, and nothing awaited."""
         for channel in Channel:

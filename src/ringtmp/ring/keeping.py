@@ -23,7 +23,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.parcel import Label, Parcel, pack
 from ringtmp.ring.stage import Stage
 from ringtmp.transport.base import Channel
-from ringtmp.wire.message import Held, Keep, LayerState, Missing, Recall, Whole
+from ringtmp.wire.message import Held, Keep, LayerState, Missing, Recall, Void, Whole
 from ringtmp.wire.tensors import raw_bytes
 
 #: A piece takes a line about PIECE_S, so that activations behind it wait no longer.
@@ -154,6 +154,9 @@ class Keeping:
             self._receive(message, mail)
         elif isinstance(message, Whole):
             self._endpoint.shelf.free(message.step)
+        elif isinstance(message, Void):
+            self._going.clear()
+            self._endpoint.shelf.discard(message.step)
         elif isinstance(message, Recall):
             try:
                 tensors, state = self.recalled(message.step, message.layer)

@@ -63,11 +63,8 @@ class Lead:
 
     def gather(self, others: Sequence[int]) -> None:
         """Wait until every node has said hello."""
-        self._until(
-            lambda: all(node in self.hellos for node in others),
-            lambda: f"node {next(node for node in others if node not in self.hellos)} to start",
-            HELLO_LIMIT_S,
-        )
+        for node in others:
+            self._until_node(node, lambda node=node: node in self.hellos, "to start", HELLO_LIMIT_S)  # type: ignore[misc]
 
     def leave(self) -> dict[int, float]:
         """This generation ends: what its members have of use goes on their shelves. Returns the losses of steps that are
@@ -103,6 +100,14 @@ class Lead:
                 quiet_since = self.endpoint.clock()
             elif self.endpoint.clock() - quiet_since > limit_s:
                 raise WaitTimeout(f"waited {limit_s:.0f} s for {waiting_for()} without a sign of life")
+
+    def _until_node(self, node: int, condition: Callable[[], bool], what: str, limit_s: float) -> None:
+        """Work until one node has done something. If it does not, it is as good as lost."""
+        try:
+            self._until(condition, lambda: f"node {node} {what}", limit_s)
+        except WaitTimeout as stalled:
+            self._crew.bury(node)
+            raise NodeLost(str(stalled), node, limit_s) from None
 
     def _pump(self) -> bool:
         mail = self.endpoint.collect()

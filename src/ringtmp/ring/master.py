@@ -7,6 +7,7 @@ The whole model never lies here: layers pass through one at a time, on their way
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LossNotFinite, NodeLost, SnapshotUnusable, WaitTimeout
-from ringtmp.metrics.events import EventLog
+from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, SnapshotUnusable, WaitTimeout
+from ringtmp.metrics.events import EventLog, Warned
 from ringtmp.model import portable
 from ringtmp.model.export import nest
 from ringtmp.model.portable import Layer
@@ -43,10 +44,15 @@ from ringtmp.wire.message import (
     Recipe,
     Restore,
     Setup,
+    Void,
     Whole,
 )  # fmt: skip
 
 ANSWER_LIMIT_S = 5.0
+#: A pass in which nothing happens for so long: is everyone reached by its neighbours?
+ASK_AFTER_S = 15.0
+ASK_AGAIN_S = 2.0
+NO_MICROBATCH = -1
 
 
 def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
@@ -81,6 +87,7 @@ class Master(Lead):
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
         self._echoes: dict[int, tuple[float, float]] = {}
+        self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
         self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way
         self._committed = 0
@@ -105,21 +112,42 @@ class Master(Lead):
         here = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for index, layer in enumerate(self._layers):
             holder = setup.route.holder(index).node
-            if self.snapshot is not None and holder in here.get(index, ()):
-                self.endpoint.post(holder, Restore(self.snapshot.step, index, portable.encode(layer)))
+            if self.snapshot is not None and layer.tensors:
+                self._bring_back(self.snapshot.step, index, holder, here[index])
             else:
-                if self.snapshot is not None and layer.tensors:
-                    tensors, state = self._asked(here[index][0], Recall(self.snapshot.step, index), index)
+                self._place(index, holder, checkpoint.layer(index, layer))
+
+    def _place(self, index: int, holder: int, given: LayerTensors) -> None:
+        tensors, state = given
+        place = Place(index, portable.encode(self._layers[index]), tuple(state))
+        self.endpoint.post(holder, place, [*tensors, *state.values()])
+        self._until_taken(index, holder)
+
+    def _bring_back(self, step: int, index: int, holder: int, sources: Sequence[int]) -> None:
+        """A layer of the snapshot to its holder: its own copy, or else that of the next who has one that is sound."""
+        problems = []
+        for source in sorted(sources, key=lambda node: node != holder):
+            try:
+                if source == holder:
+                    self.endpoint.post(holder, Restore(step, index, portable.encode(self._layers[index])))
+                    self._until_taken(index, holder)
                 else:
-                    tensors, state = checkpoint.layer(index, layer)
-                place = Place(index, portable.encode(layer), tuple(state))
-                self.endpoint.post(holder, place, [*tensors, *state.values()])
-                del tensors, state
-            self._until(
-                lambda index=index: index in self._placed,  # type: ignore[misc]
-                lambda index=index, holder=holder: f"node {holder} to take layer {index}",  # type: ignore[misc]
-                self._stall_limit(),
-            )
+                    self._place(index, holder, self._asked(source, Recall(step, index), index))
+                return
+            except SnapshotUnusable as problem:
+                self._log.write(Warned(time.monotonic(), str(problem)))
+                problems.append(str(problem))
+        raise SnapshotUnusable("; ".join(problems))
+
+    def _until_taken(self, index: int, holder: int) -> None:
+        done = lambda: index in self._placed or (holder, index) in self._missing  # noqa: E731
+        self._until_node(holder, done, f"to take layer {index}", self._stall_limit())
+        self._refuse_missing(holder, index)
+
+    def _refuse_missing(self, node: int, index: int) -> None:
+        why = self._missing.pop((node, index), None)
+        if why is not None:
+            raise SnapshotUnusable(f"node {node}: {why}")
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -216,22 +244,46 @@ class Master(Lead):
         return turn
 
     def _finish_pass(self, turn: int, step: int) -> None:
-        try:
-            self._until(
-                lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
-                lambda: self._waiting_for(step),
-                self._stall_limit(),
-            )
-        except WaitTimeout as stalled:
-            raise self._blame(stalled, step) from None
+        for limit_s, last in ((ASK_AFTER_S, False), (self._stall_limit() - ASK_AFTER_S, True)):
+            try:
+                self._until(
+                    lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
+                    lambda: self._waiting_for(step),
+                    limit_s,
+                )
+                return
+            except WaitTimeout as stalled:
+                self._look_for_a_broken_link(step)
+                if last:
+                    raise self._blame(stalled, step) from None
+
+    def _look_for_a_broken_link(self, step: int) -> None:
+        """Two that answer the master and not each other. Asked twice: one that was merely busy has answered by then."""
+        silent = self._silent_pairs()
+        limit = self.endpoint.clock() + ASK_AGAIN_S
+        while silent and self.endpoint.clock() < limit:
+            self._pump()
+        for first, second in silent & self._silent_pairs() if silent else ():
+            text = f"node {first} and node {second} cannot reach each other in step {step}, and the master reaches both"
+            raise LinkLost(text, first, second)
+
+    def _silent_pairs(self) -> set[tuple[int, int]]:
+        mute = self._ask_everyone(NO_MICROBATCH, self._pump)
+        return {
+            (node, peer)
+            for node, answer in self._inspected.items()
+            for peer in answer.unheard
+            if peer != MASTER and peer not in mute
+        }
 
     def _blame(self, stalled: WaitTimeout, step: int) -> NodeLost | WaitTimeout:
         """Who does not answer a question any more holds the ring up, and is as good as lost."""
-        mute = self._ask_everyone(0)
+        mute = self._ask_everyone(NO_MICROBATCH, self._pump)
         if not mute:
             return stalled
         self._crew.bury(mute[0])
-        return NodeLost(f"node {mute[0]} is there and answers nobody in step {step}: {stalled}", mute[0])
+        text = f"node {mute[0]} is there and answers nobody in step {step}: {stalled}"
+        return NodeLost(text, mute[0], self._stall_limit())
 
     # -- layers back to the disk --------------------------------------------------------------------------------------
 
@@ -250,11 +302,9 @@ class Master(Lead):
     def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
         self._states.clear()
         self.endpoint.post(node, question)
-        self._until(
-            lambda: node in self._states,
-            lambda: f"node {node} to send layer {index}",
-            self._stall_limit(),
-        )
+        done = lambda: node in self._states or (node, index) in self._missing  # noqa: E731
+        self._until_node(node, done, f"to send layer {index}", self._stall_limit())
+        self._refuse_missing(node, index)
         message, given = self._states[node]
         own = len(self._layers[index].tensors)
         return given[:own], dict(zip(message.state, given[own:], strict=True))
@@ -268,8 +318,11 @@ class Master(Lead):
             if self.protection.held(mail.message, mail.sender):
                 for node in self.node.route.nodes():
                     self.endpoint.post(node, Whole(mail.message.step))
+            elif mail.message.trouble:
+                for node in self.node.route.nodes():
+                    self.endpoint.post(node, Void(mail.message.step))
         elif isinstance(mail.message, Missing):
-            raise SnapshotUnusable(f"node {mail.sender}: {mail.message.why}")
+            self._missing[mail.sender, mail.message.layer] = mail.message.why
         else:
             return False
         return True
@@ -298,24 +351,27 @@ class Master(Lead):
                 )
         return f"node {self.node.route.node(self.node.route.last - 1)} in step {step}"
 
-    def _ask_everyone(self, microbatch: int) -> list[int]:
-        """Where are values not finite? Returns the nodes that do not answer."""
+    def _ask_everyone(self, microbatch: int, meanwhile: Callable[[], object]) -> list[int]:
+        """Where are values not finite, and who is not heard? Returns the nodes that do not answer."""
         others = [node for node in self.node.route.nodes() if node != MASTER]
         self._inspected.clear()
         for node in others:
             self.endpoint.post(node, Inspect(microbatch))
         limit = self.endpoint.clock() + ANSWER_LIMIT_S
         while len(self._inspected) < len(others) and self.endpoint.clock() < limit:
-            for mail in self.endpoint.collect():
-                if isinstance(mail.message, Inspected | Failed):
-                    self._take(mail)
-            if not self._crew.advance():
-                self.endpoint.wait(WAIT_S)
+            meanwhile()
         return [node for node in others if node not in self._inspected]
+
+    def _take_answers_alone(self) -> None:
+        for mail in self.endpoint.collect():
+            if isinstance(mail.message, Inspected | Failed):
+                self._take(mail)
+        if not self._crew.advance():
+            self.endpoint.wait(WAIT_S)
 
     def _diagnose(self, found: NotFinite) -> LossNotFinite:
         """Ask everyone where values first stopped being finite."""
-        self._ask_everyone(found.microbatch)
+        self._ask_everyone(found.microbatch, self._take_answers_alone)  # nobody works on with such values
         bad = [visit for each in self._inspected.values() for visit in each.bad]
         bad += [index for index, state in self.node.visits.items() if not state.stage.finite(found.microbatch)]
         where = "in the loss itself, on the master"

@@ -46,6 +46,8 @@ from ringtmp.wire.message import (
 
 #: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
 ROOM_PER_PARAMETER = 3
+#: A neighbour that acknowledges nothing for so long is busy, or cannot be reached: the master finds out which.
+UNHEARD_S = 10.0
 
 
 class LossOwner(Protocol):
@@ -149,7 +151,7 @@ class Node:
             self._send_layer(message.layer)
         elif isinstance(message, Inspect):
             bad = tuple(index for index, state in self.visits.items() if not state.stage.finite(message.microbatch))
-            self.endpoint.post(mail.sender, Inspected(bad))
+            self.endpoint.post(mail.sender, Inspected(bad, self.endpoint.unheard(UNHEARD_S)))
         else:
             raise ProtocolError(f"node {self.me} does not expect {type(message).__name__} from node {mail.sender}")
 

@@ -47,6 +47,7 @@ class Brief:
     devices: tuple[Device, ...]  # of every node, the master first
     keep_all: bool  # every node takes part, in the order of their numbers
     targets: torch.Tensor  # of a few samples
+    apart: frozenset[frozenset[int]] = frozenset()  # pairs of nodes that cannot reach each other
 
 
 @dataclass(frozen=True)

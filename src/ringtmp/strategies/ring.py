@@ -19,7 +19,7 @@ from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import planner
 from ringtmp.plan.planner import Plan, PlanOptions
-from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
+from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.plan.rule import default_window
 from ringtmp.plan.spread import bounds_for
 from ringtmp.ring.checkpoint import Checkpoint
@@ -53,10 +53,15 @@ class RingPlan:
 
 
 def plan(brief: Brief) -> RingPlan:
+    members = kept_apart(sorted(brief.addresses), brief.apart)
+    brief = _arranged(brief, members)
     config, layers, index = brief.config, brief.layers, brief.index
     planned = _planned(brief)
     route, warnings = _route(brief, planned)
-    route = _numbered(route, sorted(brief.addresses))
+    route = _numbered(route, members)
+    if gone := sorted(set(brief.addresses) - set(members)):
+        who = ", ".join(f"node {node}" for node in gone)
+        warnings += (f"{who} left out: in no order of the ring does everyone reach its neighbours",)
     window = config.ring.window or default_window(
         len(route.visits), brief.microbatches, config.ring.schedule, brief.recipe.staleness
     )
@@ -90,6 +95,18 @@ def tried(
     seen = scout.look(numbers[1:], sample[1])
     devices = described(brief.devices, [seen[node] for node in numbers], index.cost_s[sample[0]])
     return replace(brief, devices=devices), scout.hellos
+
+
+def _arranged(brief: Brief, members: list[int]) -> Brief:
+    """The brief for these members in this order, where not everyone can be everyone's neighbour."""
+    numbers = sorted(brief.addresses)
+    if members == numbers:
+        return brief
+    ring = brief.config.ring
+    if len(members) < len(numbers):  # cuts and window were meant for another ring
+        ring = msgspec.structs.replace(ring, nodes=len(members), cuts=None, window=None)
+    devices = tuple(brief.devices[numbers.index(node)] for node in members)
+    return replace(brief, config=msgspec.structs.replace(brief.config, ring=ring), devices=devices, keep_all=True)
 
 
 def _planned(brief: Brief) -> Plan | None:

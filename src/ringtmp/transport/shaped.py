@@ -1,9 +1,9 @@
-"""Trouble around any transport: packets lost, doubled, out of order, by a seed; and an ear that hears every packet."""
+"""Trouble around any transport: packets lost, doubled, out of order, by a seed; lines cut; an ear that hears everything."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ringtmp.transport.base import Arrival, Channel, Frame, Transport
@@ -57,6 +57,31 @@ class Shaped:
         held, self._held = self._held, []
         for peer, channel, frames in held:
             self._inner.send(peer, channel, frames)
+
+
+class Severed:
+    """A transport on a network where some do not hear some others. `cuts`: pairs of sender and receiver, as of now."""
+
+    def __init__(self, inner: Transport, cuts: Collection[tuple[int, int]]) -> None:
+        self.node = inner.node
+        self._inner = inner
+        self._cuts = cuts
+
+    def connect(self, peer: int, address: Address) -> None:
+        self._inner.connect(peer, address)
+
+    def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
+        if (self.node, peer) not in self._cuts:
+            self._inner.send(peer, channel, frames)
+
+    def receive(self) -> list[Arrival]:
+        return self._inner.receive()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._inner.wait(timeout_s)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class Tapped:

@@ -117,6 +117,12 @@ class Link:
         self._probe_valid_from = 1  # answers to older probes predate a resend and prove nothing
         self._probes: dict[int, int] = {}  # number -> last seq sent before it
         self._last_news: float | None = None
+        self._settled_at = 0.0
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when nothing of what was sent has been acknowledged; None: nothing is to be."""
+        return self._settled_at if self._unacked else None
 
     @property
     def idle(self) -> bool:
@@ -143,7 +149,7 @@ class Link:
         self.counters.payload_sent += total
         self.in_flight_bytes += total
         if self._last_news is None:
-            self._last_news = now
+            self._last_news = self._settled_at = now
 
     def receive(self, frames: Sequence[Frame], now: float) -> Delivery | None:
         """Take one packet. Returns a message when this packet completes it."""
@@ -254,7 +260,7 @@ class Link:
             raise ProtocolError(f"packet {seq} acknowledged, only {self._next_seq - 1} were sent")
         while self._unacked and self._unacked[0].seq <= seq:
             done = self._unacked.popleft()
-            self._last_news = now
+            self._last_news = self._settled_at = now
             if done.on_delivered is not None:
                 self.delivered.append((done.on_delivered[0], now, done.on_delivered[1]))
                 self.in_flight_bytes -= done.on_delivered[1]

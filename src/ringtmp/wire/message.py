@@ -6,7 +6,7 @@ Between neighbours, during a pass (a training step or an evaluation):
 Between the master and a node, outside passes:
     Sample, Timed, Echo  before there is a plan
     Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
-    Keep         a piece of a snapshot, to the neighbour that holds it; Held, Whole, Recall, Restore, Missing: about them
+    Keep         a piece of a snapshot, to the neighbour that holds it; Held, Whole, Void, Recall, Restore, Missing: about it
     Renew        a node was lost: drop your part and say hello again, in the next generation
 Of the data-parallel strategies:
     Enlist       instead of Setup                Work, Did, Scored   a share of a batch, and what came of it
@@ -181,6 +181,12 @@ class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
     step: int
 
 
+class Void(msgspec.Struct, frozen=True, array_like=True, tag="void"):
+    """Somebody has no room for its part of the snapshot: what there is of it only takes up room."""
+
+    step: int
+
+
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
     """Send a layer as it was before a step; the answer is LayerState or Missing."""
 
@@ -350,13 +356,14 @@ class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
-    """Which visits hold values that are not finite?"""
+    """Which visits hold values that are not finite, and who does not answer you?"""
 
     microbatch: int
 
 
 class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
     bad: tuple[int, ...]
+    unheard: tuple[int, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -384,7 +391,7 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
     | Inspect | Inspected | Failed | Stop | Bye | Renew
-    | Keep | Held | Whole | Recall | Restore | Missing
+    | Keep | Held | Whole | Void | Recall | Restore | Missing
     | Sample | Timed | Echo
     | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
 )  # fmt: skip

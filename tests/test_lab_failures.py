@@ -1,0 +1,172 @@
+"""Failures in the lab: real namespaces, cables pulled, routes lost, hosts stopped, links and processors slowed.
+
+Every run is interrupted when its story is over and finished by a single process: the bits must be those of a single
+process that was never disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ringtmp.metrics import events
+from ringtmp.metrics.events import NodeStarted, Regrouped
+from test_failpoints import MODEL
+from test_lab import CLI, device, devices_file, inside, left, needs_isolation
+from test_processes import ringtmp
+
+pytestmark = [needs_isolation, pytest.mark.long, pytest.mark.timeout(400)]
+
+NAMES = ("desk", "shelf", "attic", "shed")  # the first is the master
+ADDRESSES = {name: f"10.77.0.{number + 1}" for number, name in enumerate(NAMES)}
+FLAGS = ("--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1)
+WAIT_S = 90.0
+
+
+class Lab:
+    def __init__(self, folder: Path, devices: int, *more: object) -> None:
+        self.folder, self.names = folder, NAMES[:devices]
+        (folder / "mine.py").write_text(MODEL)
+        self._file = devices_file(folder, *(device(name, cpu=2 / devices) for name in self.names))
+        self.log = folder / "run" / "events.jsonl"
+        self._said = folder / "said"
+        self.begin(*FLAGS, "--steps", 10**6, "--run-dir", "run", *more)
+
+    def begin(self, *flags: object) -> None:
+        with self._said.open("a") as said:
+            self.process = subprocess.Popen(
+                [*CLI, "lab", "--devices", str(self._file), "--", "train", "--all-devices", *map(str, flags)],
+                cwd=self.folder, stdout=subprocess.DEVNULL, stderr=said, text=True, start_new_session=True,
+            )  # fmt: skip
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def until(self, true: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
+        limit = time.monotonic() + seconds
+        while not true():
+            assert self.process.poll() is None, f"ended too early\n{self.said()}"
+            assert time.monotonic() < limit, f"no {what} within {seconds:.0f} s\n{self.said()}"
+            time.sleep(0.1)
+
+    def steps_done(self) -> int:
+        content = self.log.read_bytes() if self.log.exists() else b""
+        return max((int(each) for each in re.findall(rb'"type":"step","at":[\d.]+,"step":(\d+)', content)), default=-1)
+
+    def train_on(self, steps: int) -> None:
+        target = self.steps_done() + steps
+        self.until(lambda: self.steps_done() >= target, f"step {target}")
+
+    def regrouped(self) -> list[Regrouped]:
+        return [each for each in events.read(self.log) if isinstance(each, Regrouped)] if self.log.exists() else []
+
+    def until_regrouped(self, times: int, seconds: float = WAIT_S) -> Regrouped:
+        self.until(lambda: len(self.regrouped()) >= times, f"new generation number {times}", seconds)
+        self.train_on(5)
+        return self.regrouped()[times - 1]
+
+    # -- what is done to a device -------------------------------------------------------------------------------------
+
+    def inside(self, name: str) -> str:
+        return f"rtlab-{self.process.pid}-{name}"
+
+    def ip(self, name: str, *words: str) -> None:
+        subprocess.run(["ip", "-n", self.inside(name), *words], check=True, timeout=10)
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        found = []
+        for each in inside(self.process.pid):
+            with contextlib.suppress(psutil.Error):
+                if each.environ().get("RINGTMP_DEVICE") == name:
+                    found.append(each)
+        return found
+
+    def compute(self, name: str) -> psutil.Process:
+        (found,) = [each for each in self.processes(name) if "ringtmp.launch.compute" in each.cmdline()]
+        return found
+
+    def node(self, number: int) -> str:
+        """Who has this number: they are given in the order in which devices come."""
+        pids = [each.pid for each in events.read(self.log) if isinstance(each, NodeStarted) and each.node == number]
+        return psutil.Process(pids[-1]).environ()["RINGTMP_DEVICE"]
+
+    def limit_rate(self, name: str, mbit: float) -> None:
+        for where, port in ((name, "eth0"), ("switch", f"p{NAMES.index(name) + 1}")):
+            rate = ["rate", f"{round(mbit * 1000)}kbit", "burst", "15140", "latency", "50ms"]
+            command = ["tc", "-n", self.inside(where), "qdisc", "replace", "dev", port, "root", "tbf", *rate]
+            subprocess.run(command, check=True, timeout=10)
+
+    def slow_processor(self, name: str, factor: float) -> None:
+        for folder, _, files in os.walk("/sys/fs/cgroup"):
+            if folder.endswith(f"/rtlab-{self.process.pid}/{name}"):
+                for file in {"cpu.cfs_quota_us", "cpu.max"} & set(files):
+                    path = Path(folder, file)
+                    quota, *rest = path.read_text().split()
+                    path.write_text(" ".join([str(round(int(quota) / factor)), *rest]))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) == 130, self.said()
+        assert left(self.process.pid) == []
+
+    def assert_same_bits(self) -> None:
+        """Stop, do one more step alone, compare."""
+        self.stop()
+        steps = self.steps_done() + 2
+        alone = ("--nodes", 1, "--threads", 1, "--steps", steps, "--json", "--quiet")
+        gone_on = ringtmp("train", "--resume", "run", *alone, cwd=self.folder)
+        calm = ringtmp("train", *FLAGS, *alone, "--run-dir", "calm", cwd=self.folder)
+        assert json.loads(gone_on.stdout)["weights_sha256"] == json.loads(calm.stdout)["weights_sha256"]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def labs(tmp_path: Path) -> Iterator[Callable[..., Lab]]:
+    made: list[Lab] = []
+
+    def make(devices: int, *more: object) -> Lab:
+        made.append(Lab(tmp_path, devices, *more))
+        made[0].until(lambda: made[0].steps_done() >= 10, "step 10")
+        return made[0]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_pulled_cable_then_an_owner_lost_with_its_holder(labs: Callable[..., Lab]) -> None:
+    lab = labs(4, "--checkpoint-every", 20)
+    lab.ip("shelf", "link", "set", "eth0", "down")
+    lost = lab.until_regrouped(1)
+    assert "(shelf) has not been heard" in lost.reason
+    assert lost.nodes == 3
+    assert 3 <= lost.notice_s < 5
+    lab.ip("shelf", "link", "set", "eth0", "up")
+    back = lab.until_regrouped(2)
+    assert (back.reason, back.nodes) == ("shelf joined", 4)
+    lab.train_on(25)
+    both = [lab.compute(lab.node(1)), lab.compute(lab.node(2))]
+    for each in both:
+        each.kill()
+    lost = lab.until_regrouped(3)
+    assert (lost.source, lost.nodes) == ("checkpoint", 4)
+    lab.assert_same_bits()
