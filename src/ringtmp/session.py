@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ringtmp import __version__
+from ringtmp.config import usual_microbatches
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
 from ringtmp.data.sources import Stream
 from ringtmp.errors import CheckpointError, Interrupted, NodeLost, RingError, SnapshotUnusable, UsageError
@@ -24,6 +25,7 @@ from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable import Layer
+from ringtmp.plan import microbatches
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import microbatch_sizes, write_model
 from ringtmp.recovery import Losses, lost_text, memory_need
@@ -55,7 +57,7 @@ class Session:
         self._interrupted = interrupted
         training = job.config.training
         assert training.microbatches is not None, "the settings are not resolved"
-        self._microbatches = training.microbatches
+        self._microbatches = usual_microbatches(training)  # with "auto" until the plan has chosen
         size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
         self._batch_size = size
         self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
@@ -93,8 +95,13 @@ class Session:
             self._settle()
             if self._job.model is not None:
                 sizes = microbatch_sizes(self._batches.sizes(), self._microbatches)
+                measured = sizes[-1:]
+                if self._job.config.training.microbatches == "auto":
+                    measured = microbatches.sizes(self._batch_size)
+                    sizes = [min(2, *self._batches.sizes()), measured[-1]]
                 loss = self._job.loss, self._job.loss_name
-                write_model(run, self._job.model, self._job.train, loss, self._recipe(), sizes, self._watcher.phase)
+                model, train = self._job.model, self._job.train
+                write_model(run, model, train, loss, self._recipe(), sizes, measured, self._watcher.phase)
             index, layers, checkpoint = self._open()
             try:
                 self._lay_out(endpoint, index, layers, checkpoint)
@@ -175,6 +182,9 @@ class Session:
             self._crew.alike or config.ring.all_devices,
         )  # fmt: skip
         brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        if training.microbatches == "auto":
+            brief = self._choose_microbatches(brief)
+            config, training = brief.config, brief.config.training
         plan = catalog.plan(brief)
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
@@ -192,6 +202,7 @@ class Session:
                     time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
                     msgspec.to_builtins(config),
                     {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
+                     "microbatches_chosen": brief.chosen,
                      "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
                      "exactness": catalog.exactness(
                          config.ring.strategy, config.ring.strategy_settings, training.wire)},
@@ -212,6 +223,18 @@ class Session:
             )  # fmt: skip
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
         self._log.flush()
+
+    def _choose_microbatches(self, brief: Brief) -> Brief:
+        """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
+        self._watcher.phase("choosing the number of microbatches")
+        sizes, least = self._batches.sizes(), brief.index.least_microbatch
+        brief = ring.with_best_microbatches(brief, lambda count: min(microbatch_sizes(sizes, count)) >= least)
+        self._microbatches = brief.microbatches
+        training = msgspec.structs.replace(brief.config.training, microbatches=brief.microbatches)
+        config = msgspec.structs.replace(brief.config, training=training)
+        self._job = dataclasses.replace(self._job, config=config)
+        self._batches = TrainingBatches(self._job.train, self._batch_size, self._microbatches, training.seed)
+        return dataclasses.replace(brief, config=config)
 
     def _recipe(self) -> Recipe:
         training = self._job.config.training

@@ -92,6 +92,7 @@ class Measured:
     backward_s: float
     stored_bytes: float  # kept from forward to backward: saved tensors and outputs, without parameters and inputs
     output_bytes: float  # what crosses a cut behind this layer
+    weights_s: float = 0.0  # of backward_s: gradients of its weights, which may wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def _mix(samples: float, low: Measured, high: Measured, weight: float, scale: bo
         line(low.backward_s, high.backward_s),
         line(low.stored_bytes, high.stored_bytes),
         line(low.output_bytes, high.output_bytes),
+        line(low.weights_s, high.weights_s),
     )
 
 

@@ -44,6 +44,7 @@ class Brief:
     addresses: dict[int, Address]
     devices: tuple[Device, ...]  # of every node, the master first
     keep_all: bool  # every node takes part, in the order of their numbers
+    chosen: bool = False  # the number of microbatches is the plan's own choice
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,22 @@ nodes do is in ring/; here the run's settings become a route.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from ringtmp.config import RunConfig
 from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import planner
+from ringtmp.plan.microbatches import best_plan
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
-from ringtmp.plan.rule import default_window
-from ringtmp.plan.spread import bounds_for
 from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Crew
@@ -51,22 +53,17 @@ class RingPlan:
 
 def plan(brief: Brief) -> RingPlan:
     config, layers, index = brief.config, brief.layers, brief.index
-    planned = _planned(brief)
+    planned = planner.plan(brief.index.costs, brief.devices, _options(brief))
     route, warnings = _route(brief, planned)
     route = _numbered(route, sorted(brief.addresses))
-    window = config.ring.window or default_window(
-        len(route.visits), brief.microbatches, config.ring.schedule, brief.recipe.staleness
-    )
-    if planned is not None:  # smaller where the usual one does not fit
-        window = min(window, planned.window) if brief.recipe.staleness == 0 else window
     setup = Setup(
-        route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
+        route, brief.recipe, planned.window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.keep.protect,
     )  # fmt: skip
-    lines = planned.summary() if planned is not None else ()
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    return RingPlan(brief, setup, warnings, lines, {"window": window}, shares)
+    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(brief, planned))}
+    return RingPlan(brief, setup, warnings, planned.summary(brief.chosen), facts, shares)
 
 
 def tried(
@@ -78,50 +75,87 @@ def tried(
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.cost_s, index.outputs, largest)
-    if crew.alike or ring.strategy != "ring" or ring.cuts is not None or sample is None:
+    if crew.alike or ring.strategy != "ring" or sample is None:
         return brief, dict(hellos)
     phase("measuring the devices")
     scout = Scout(endpoint, crew, log)
     scout.hellos.update(hellos)
     numbers = sorted(brief.addresses)
     seen = scout.look(numbers[1:], sample[1])
-    devices = described(brief.devices, [seen[node] for node in numbers], index.cost_s[sample[0]])
+    cost = index.costs[sample[0]].at(largest)
+    devices = described(brief.devices, [seen[node] for node in numbers], cost.forward_s + cost.backward_s)
     return replace(brief, devices=devices), scout.hellos
 
 
-def _planned(brief: Brief) -> Plan | None:
-    """Cuts by the planner, unless they were given by hand or the route is not a plain ring."""
-    ring = brief.config.ring
-    if ring.cuts is not None or ring.laps > 1 or ring.route != "ring":
-        return None
-    options = PlanOptions(
-        brief.batch_size,
-        brief.microbatches,
+def with_best_microbatches(brief: Brief, allowed: Callable[[int], bool]) -> Brief:
+    """`--microbatches auto`: the number whose plan has the shortest step."""
+    made = best_plan(brief.index.costs, brief.devices, _options(brief), allowed)
+    return replace(brief, microbatches=made.options.ring.microbatches, chosen=True)
+
+
+def _options(brief: Brief) -> PlanOptions:
+    nodes = len(brief.devices)
+    return plan_options(
+        brief.config, brief.batch_size, brief.microbatches, len(brief.layers), nodes, brief.keep_all
+    )  # fmt: skip
+
+
+def plan_options(
+    config: RunConfig, batch_size: int, microbatches: int, layers: int, nodes: int, keep_all: bool
+) -> PlanOptions:
+    """What the planner is told of a run's settings."""
+    ring, training = config.ring, config.training
+    visits = len(holders_of(nodes, ring.laps, ring.route))
+    return PlanOptions(
+        batch_size,
+        microbatches,
         ring.window,
-        "gpipe" if ring.schedule == "gpipe" else "1f1b",
-        brief.recipe.clip_norm is not None,
-        wire_bytes(brief.config.training.wire, 1024) / 4096,
-        keep_all=brief.keep_all,
+        ring.schedule,
+        training.clip_norm is not None,
+        wire_bytes(training.wire, 1024) / 4096,
+        keep_all=keep_all,
+        cuts=None if ring.cuts is None else tuple(parse_cuts(ring.cuts, layers, nodes, visits)),
+        staleness=training.staleness,
+        laps=ring.laps,
+        shape=ring.route,
+        recompute=ring.recompute,
     )
-    return planner.plan(brief.index.costs, brief.devices, options)
 
 
-def _route(brief: Brief, planned: Plan | None) -> tuple[Route, tuple[str, ...]]:
-    ring = brief.config.ring
-    nodes, cuts = ring.nodes, ring.cuts
-    if ring.recompute == "all":
+def _forecast(brief: Brief, planned: Plan) -> Forecast:
+    """For the record, so that what was said can be held against what came."""
+    members, simulated = _members(brief, planned), planned.simulated
+    return Forecast(
+        planned.step_s,
+        simulated.idle_fraction,
+        tuple(
+            NodeForecast(node, device.name, memory.total_bytes, _known(memory.free_bytes), step.busy_s)
+            for node, device, memory, step in zip(
+                members, planned.devices, planned.memory, simulated.nodes, strict=True
+            )
+        ),
+        tuple(each.device for each in planned.left_out),
+    )  # fmt: skip
+
+
+def _known(size: float) -> float | None:
+    return size if math.isfinite(size) else None
+
+
+def _members(brief: Brief, planned: Plan) -> list[int]:
+    """The node of every device of the plan, as far as they are there without a hole."""
+    numbers = {device.name: node for node, device in enumerate(brief.devices)}
+    return [numbers[device.name] for device in planned.devices]
+
+
+def _route(brief: Brief, planned: Plan) -> tuple[Route, tuple[str, ...]]:
+    nodes = brief.config.ring.nodes
+    if brief.config.ring.recompute == "all":
         refuse_unrepeatable(brief.layers)
-    holders = holders_of(nodes, ring.laps, ring.route)
     has_parameters = [layer.parameters > 0 for layer in brief.layers]
-    if planned is not None:
-        numbers = {device.name: node for node, device in enumerate(brief.devices)}
-        members = [numbers[device.name] for device in planned.devices]
-        holders = [*members, MASTER] if len(members) > 1 else members
-        bounds = list(planned.bounds)
-    elif cuts is None:
-        bounds = bounds_for(brief.index.cost_s, has_parameters, holders)
-    else:
-        bounds = parse_cuts(cuts, len(brief.layers), nodes, len(holders))
+    members = _members(brief, planned)
+    holders = [members[holder] for holder in planned.options.holders(len(members))]
+    bounds = planned.bounds
     warnings = []
     if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
         warnings.append(
