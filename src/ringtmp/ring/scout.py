@@ -2,14 +2,16 @@
 
 All devices run the layer at the same time, for the same span of wall time, under whatever quota they have: the time a run
 takes on average is what a plan can count on. Only the layer's graph travels; its tensors are made up on the spot. Lines
-are tried one after another, half a mebibyte each way, until the time for it is over.
+are tried one after another, each way by itself. The shortest of a few round trips of an empty message is twice the
+latency. A small and a larger message differ by what the rate alone explains: latency, the start of a connection and what
+a shaped line lets through at once are in both. A slow line gets less to carry, so that all together take a second or so.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,8 +29,13 @@ from ringtmp.wire.message import Crossing, Echo, Sample, Timed
 
 MEASURE_S = 0.4
 LEAST_RUNS = 2
+#: All lines together.
 LINES_S = 1.5
-ECHO_BYTES = 512 * 1024
+PINGS = 5
+SMALL_BYTES = 32 * 1024
+#: The larger message takes about this long, and is within these sizes.
+LARGE_S = 0.04
+LARGE_BYTES = (64 * 1024, 2 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -36,9 +43,16 @@ class Seen:
     """What was found out of one device."""
 
     run_s: float  # one forward and backward of the sample layer, on the wall
-    down_bytes_per_s: float | None = None  # from the master; None: not tried
-    up_bytes_per_s: float | None = None
-    latency_s: float = 0.0  # one way
+    line: Line | None = None  # to the master; None: not tried
+
+
+@dataclass(frozen=True)
+class Line:
+    """From the master to a device and back; latencies of both ends are in it."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    latency_s: float  # one way
 
 
 def sample_of(
@@ -83,29 +97,43 @@ def answer(endpoint: Endpoint, mail: Mail) -> bool:
     if isinstance(message, Sample):
         endpoint.post(mail.sender, Timed(run_sample(message)))
     elif isinstance(message, Echo):
-        rate = _rate(mail)
-        endpoint.post(mail.sender, Echo(rate), [torch.zeros(ECHO_BYTES, dtype=torch.uint8)])
+        if not 0 <= message.back <= LARGE_BYTES[1]:
+            raise ProtocolError(f"node {mail.sender} asks for {message.back} bytes to try a line with")
+        endpoint.post(mail.sender, Echo(0), _bytes(message.back))
     else:
         return False
     return True
 
 
-def _rate(mail: Mail) -> float:
-    """Of the packets behind the first, which has no beginning one could see."""
-    took = mail.arrived_at - mail.first_at
-    return (mail.payload_bytes - 256 * 1024) / took if took > 0 else float("inf")
+def _bytes(count: int) -> list[torch.Tensor | None]:
+    return [torch.zeros(count, dtype=torch.uint8)] if count else []
+
+
+def large_bytes(small_s: float) -> int:
+    """How much to send after a small message took so long, beyond the round trip."""
+    least, most = LARGE_BYTES
+    return int(min(max(SMALL_BYTES / max(small_s, 1e-6) * LARGE_S, least), most))
 
 
 def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float) -> tuple[Device, ...]:
-    """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it."""
+    """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it.
+    A latency is that of two ends; the master's is taken to be half of the shortest. A line that was not tried is taken to
+    be as the slowest that was."""
     found = []
-    for device, look in zip(devices, seen, strict=True):
+    lines = [look.line for look in seen if look.line is not None]
+    own_s = min((line.latency_s for line in lines), default=0.0) / 2
+    slowest = min(lines, key=lambda line: line.up_bytes_per_s, default=Line(math.inf, math.inf, 0.0))
+    # The master's own line carries at least what the fastest of the others does.
+    fastest = max((max(line.up_bytes_per_s, line.down_bytes_per_s) for line in lines), default=math.inf)
+    master = Line(fastest, fastest, 2 * own_s)
+    for node, (device, look) in enumerate(zip(devices, seen, strict=True)):
+        line = master if node == 0 else look.line or slowest
         pace = profiled_s / look.run_s
         # Work of the node itself around its layers takes as much longer as the layers do.
         link = Link(
-            look.up_bytes_per_s or math.inf,
-            look.down_bytes_per_s or math.inf,
-            look.latency_s,
+            line.up_bytes_per_s,
+            line.down_bytes_per_s,
+            max(line.latency_s - own_s, 0.0),
             MESSAGE_CPU_S / pace,
             CURVE_BYTE_CPU_S / pace,
         )
@@ -117,7 +145,7 @@ class Scout(Lead):
     def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
         super().__init__(endpoint, crew, log)
         self._timed: dict[int, float] = {}
-        self._echoes: dict[int, tuple[float, float, float]] = {}
+        self._echoes = 0
 
     def look(self, others: Sequence[int], sample: Sample) -> dict[int, Seen]:
         """Of every node, the master's own first."""
@@ -126,26 +154,41 @@ class Scout(Lead):
             self.endpoint.post(node, sample)
         mine = run_sample(sample)
         self._until(lambda: len(self._timed) == len(others), lambda: "the devices to be measured", HELLO_LIMIT_S)
-        self._try_lines(others)
-        seen = {0: Seen(mine)}
-        for node in others:
-            down, up, latency = self._echoes.get(node, (None, None, 0.0))
-            seen[node] = Seen(self._timed[node], down, up, latency)
-        return seen
+        lines = self._try_lines(others)
+        return {0: Seen(mine)} | {node: Seen(self._timed[node], lines.get(node)) for node in others}
 
-    def _try_lines(self, others: Sequence[int]) -> None:
+    def _try_lines(self, others: Sequence[int]) -> dict[int, Line]:
         limit = self.endpoint.clock() + LINES_S
+        found = {}
         for node in others:
             if self.endpoint.clock() > limit:
-                return
-            self.endpoint.post(node, Echo(0.0), [torch.zeros(ECHO_BYTES, dtype=torch.uint8)])
-            self._until(lambda node=node: node in self._echoes, lambda node=node: f"node {node} to echo", HELLO_LIMIT_S)  # type: ignore[misc]
+                break
+            around_s = min(self._around_s(node, 0, 0) for _ in range(PINGS))
+            down = self._rate(around_s, lambda count, node=node: self._around_s(node, count, 0))  # type: ignore[misc]
+            up = self._rate(around_s, lambda count, node=node: self._around_s(node, 0, count))  # type: ignore[misc]
+            # What the nodes do with a message is counted as their work.
+            found[node] = Line(down, up, max(around_s / 2 - 2 * MESSAGE_CPU_S, 0.0))
+        return found
+
+    def _rate(self, around_s: float, take_s: Callable[[int], float]) -> float:
+        small_s = min(take_s(SMALL_BYTES) for _ in range(2))
+        large = large_bytes(small_s - around_s)
+        large_s = take_s(SMALL_BYTES + large)
+        # A line too fast to tell from the noise is as fast as anything a plan could want.
+        return large / max(large_s - small_s, 1e-4)
+
+    def _around_s(self, node: int, there: int, back: int) -> float:
+        """Seconds until so many bytes have gone there, and the answer with so many has come back."""
+        before, began = self._echoes, self.endpoint.clock()
+        self.endpoint.post(node, Echo(back), _bytes(there))
+        self._until(lambda: self._echoes > before, lambda: f"node {node} to echo", HELLO_LIMIT_S)
+        return self.endpoint.clock() - began
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Timed):
             self._timed[mail.sender] = mail.message.seconds
         elif isinstance(mail.message, Echo):
-            self._echoes[mail.sender] = (mail.message.bytes_per_s, _rate(mail), 0.0)
+            self._echoes += 1
         else:
             raise ProtocolError(f"node {mail.sender} sent {type(mail.message).__name__} while it was measured")
         return True

@@ -218,9 +218,9 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
-    """Bytes to try a line with; the answer says how fast they came and brings as many."""
+    """Bytes to try a line with; the answer is one too, and brings `back` bytes."""
 
-    bytes_per_s: float
+    back: int
     tensors: Specs = ()
 
 
