@@ -207,7 +207,8 @@ class _Ring:
         work, own = self._durations[action.visit][action.kind]
         end = node.processor.finish(now, work, own)
         node.busy = action
-        node.spans.append((action.kind, action.visit, action.microbatch, now, end))
+        microbatch = visit.weighed % self._microbatches if action.kind == "weights" else action.microbatch
+        node.spans.append((action.kind, action.visit, microbatch, now, end))
         self._push(end, _DONE, visit.node)
 
     def _ready(self, visit: _Visit) -> Ready:
