@@ -59,7 +59,7 @@ def test_steps_that_overlap_are_shorter_but_never_shorter_than_the_work(schedule
     delayed = simulate_ring(
         table, line_route(4), there, RingOptions(4, schedule=schedule, clip=clip, steps=9, staleness=1)
     )
-    assert 4 * 3.0 - 1e-9 <= delayed.step_s
+    assert delayed.step_s >= 4 * 3.0 - 1e-9
     if schedule == "gpipe":  # all of a step's microbatches are in flight, so none of the next one's
         assert delayed.step_s == pytest.approx(exact.step_s)
     else:

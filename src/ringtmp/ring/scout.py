@@ -22,6 +22,8 @@ from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link
+from ringtmp.plan.memory import PROCESS_BYTES
+from ringtmp.resources import rss_bytes
 from ringtmp.ring.edges import run_backward
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
@@ -43,6 +45,7 @@ class Seen:
     """What was found out of one device."""
 
     run_s: float  # one forward and backward of the sample layer, on the wall
+    rss_bytes: int  # of the node's process, without a model
     line: Line | None = None  # to the master; None: not tried
 
 
@@ -95,7 +98,7 @@ def answer(endpoint: Endpoint, mail: Mail) -> bool:
     """On a node without a plan: do what a scout asks. False: it was something else."""
     message = mail.message
     if isinstance(message, Sample):
-        endpoint.post(mail.sender, Timed(run_sample(message)))
+        endpoint.post(mail.sender, Timed(run_sample(message), rss_bytes()))
     elif isinstance(message, Echo):
         if not 0 <= message.back <= LARGE_BYTES[1]:
             raise ProtocolError(f"node {mail.sender} asks for {message.back} bytes to try a line with")
@@ -137,14 +140,15 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
             MESSAGE_CPU_S / pace,
             CURVE_BYTE_CPU_S / pace,
         )
-        found.append(replace(device, speed=pace, quota=None, link=link))
+        extra = look.rss_bytes - PROCESS_BYTES
+        found.append(replace(device, speed=pace, quota=None, link=link, extra_bytes=extra))
     return tuple(found)
 
 
 class Scout(Lead):
     def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
         super().__init__(endpoint, crew, log)
-        self._timed: dict[int, float] = {}
+        self._timed: dict[int, Timed] = {}
         self._echoes = 0
 
     def look(self, others: Sequence[int], sample: Sample) -> dict[int, Seen]:
@@ -152,10 +156,11 @@ class Scout(Lead):
         self.gather(others)
         for node in others:
             self.endpoint.post(node, sample)
-        mine = run_sample(sample)
+        mine = Seen(run_sample(sample), rss_bytes())
         self._until(lambda: len(self._timed) == len(others), lambda: "the devices to be measured", HELLO_LIMIT_S)
         lines = self._try_lines(others)
-        return {0: Seen(mine)} | {node: Seen(self._timed[node], lines.get(node)) for node in others}
+        told = self._timed
+        return {0: mine} | {node: Seen(told[node].seconds, told[node].rss_bytes, lines.get(node)) for node in others}
 
     def _try_lines(self, others: Sequence[int]) -> dict[int, Line]:
         limit = self.endpoint.clock() + LINES_S
@@ -186,7 +191,7 @@ class Scout(Lead):
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Timed):
-            self._timed[mail.sender] = mail.message.seconds
+            self._timed[mail.sender] = mail.message
         elif isinstance(mail.message, Echo):
             self._echoes += 1
         else:

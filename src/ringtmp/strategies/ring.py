@@ -22,6 +22,7 @@ from ringtmp.plan import planner
 from ringtmp.plan.microbatches import best_plan
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
+from ringtmp.resources import peak_rss_bytes
 from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Crew
@@ -129,7 +130,11 @@ def _forecast(brief: Brief, planned: Plan) -> Forecast:
         planned.step_s,
         simulated.idle_fraction,
         tuple(
-            NodeForecast(node, device.name, memory.total_bytes, _known(memory.free_bytes), step.busy_s)
+            # The master has built and measured the model: its peak may lie behind it.
+            NodeForecast(
+                node, device.name, max(memory.total_bytes, peak_rss_bytes() if node == MASTER else 0.0),
+                _known(memory.free_bytes), step.busy_s,
+            )
             for node, device, memory, step in zip(
                 members, planned.devices, planned.memory, simulated.nodes, strict=True
             )

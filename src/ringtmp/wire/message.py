@@ -214,7 +214,10 @@ class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
+    """One run of the sample took so long; the process has this much memory by now."""
+
     seconds: float
+    rss_bytes: int
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
