@@ -21,7 +21,7 @@ CAP_MB = 420
 def trial(folder: Path, width: int) -> tuple[int, dict[str, Any], str]:
     """Two steps of an mlp of this width on three devices with a cap: exit code, summary, what was said."""
     folder.mkdir()
-    file = devices_file(folder, *(device(name, 0.6, CAP_MB, 1000) for name in ("desk", "shelf", "attic")))
+    file = devices_file(folder, *(device(name, 0.45, CAP_MB, 1000) for name in ("desk", "shelf", "attic")))
     process = begin(
         "lab", "--devices", file, "--", "train", "--model", "mlp", "--set", "depth=6", "--set", f"width={width}",
         "--data", "random:64x10", "--batch-size", "16", "--steps", "2", "--protect", "off", "--all-devices", "--json",

@@ -74,17 +74,17 @@ BEDS = (
     Bed("gpt-4", _same(4, 0.45, 1000), "gpt", _GPT, "pysource", 16),
     Bed("gpt-4-slow-links", _same(4, 0.45, 100), "gpt", _GPT, "pysource", 16),
     Bed("gpt-3-uneven", _unequal([0.9, 0.6, 0.3], 1000), "gpt", _GPT, "pysource", 16),
-    Bed("gpt-4-tenfold", _unequal([0.6, 0.6, 0.6, 0.06], 200, 5.0), "gpt", _DEEP, "pysource", 16),
+    Bed("gpt-4-tenfold", _unequal([0.45, 0.45, 0.45, 0.045], 200, 5.0), "gpt", _DEEP, "pysource", 16),
     Bed("gpt-6-capped", _same(6, 0.3, 50, 420), "gpt", _DEEP, "pysource", 16),
     Bed("mlp-4", _same(4, 0.45, 1000), "mlp", _MLP, "random:784x10", 1024),
-    Bed("mlp-3-slowest-links", _same(3, 0.6, 10, 400), "mlp", {"depth": 8, "width": 512}, "random:784x10", 128, 4),
-    Bed("convnet-3", _same(3, 0.6, 100), "convnet", _CONV, _PICTURES, 64),
+    Bed("mlp-3-slowest-links", _same(3, 0.45, 10, 400), "mlp", {"depth": 8, "width": 512}, "random:784x10", 128, 4),
+    Bed("convnet-3", _same(3, 0.45, 100), "convnet", _CONV, _PICTURES, 64),
     Bed("convnet-5-uneven", _unequal([0.6, 0.6, 0.3, 0.2, 0.1], 1000), "convnet", _CONV, _PICTURES, 64),
 )
 
 #: Contrasts: devices from fast to slow, and how much faster the plan must be than equal parts.
 CONTRASTS = (
-    (Bed("10:10:10:1", _unequal([0.55, 0.55, 0.55, 0.055], 1000), "gpt", _DEEP, "pysource", 16, flags=()), 5.0),
+    (Bed("10:10:10:1", _unequal([0.45, 0.45, 0.45, 0.045], 1000), "gpt", _DEEP, "pysource", 16, flags=()), 5.0),
     (Bed("10:1:1:1", _unequal([0.9, 0.09, 0.09, 0.09], 1000), "gpt", _DEEP, "pysource", 16, flags=()), 2.2),
 )
 #: 18 layers in four equal parts: what the master holds is its front and its tail together.
