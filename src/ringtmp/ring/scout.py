@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ringtmp.errors import ProtocolError
+from ringtmp.limits import group_limits
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link
+from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link, Quota
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import rss_bytes
 from ringtmp.ring.edges import run_backward
@@ -44,8 +45,7 @@ LARGE_BYTES = (64 * 1024, 2 * 2**20)
 class Seen:
     """What was found out of one device."""
 
-    run_s: float  # one forward and backward of the sample layer, on the wall
-    rss_bytes: int  # of the node's process, without a model
+    told: Timed  # on the wall, without a model
     line: Line | None = None  # to the master; None: not tried
 
 
@@ -94,11 +94,16 @@ def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
     return (time.monotonic() - began) / runs
 
 
+def timed(sample: Sample) -> Timed:
+    limits = group_limits()
+    return Timed(run_sample(sample), rss_bytes(), limits.cores, limits.period_s)
+
+
 def answer(endpoint: Endpoint, mail: Mail) -> bool:
     """On a node without a plan: do what a scout asks. False: it was something else."""
     message = mail.message
     if isinstance(message, Sample):
-        endpoint.post(mail.sender, Timed(run_sample(message), rss_bytes()))
+        endpoint.post(mail.sender, timed(message))
     elif isinstance(message, Echo):
         if not 0 <= message.back <= LARGE_BYTES[1]:
             raise ProtocolError(f"node {mail.sender} asks for {message.back} bytes to try a line with")
@@ -118,7 +123,7 @@ def large_bytes(small_s: float) -> int:
     return int(min(max(SMALL_BYTES / max(small_s, 1e-6) * LARGE_S, least), most))
 
 
-def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float) -> tuple[Device, ...]:
+def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float, threads: int) -> tuple[Device, ...]:
     """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it.
     A latency is that of two ends; the master's is taken to be half of the shortest. A line that was not tried is taken to
     be as the slowest that was."""
@@ -131,17 +136,23 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
     master = Line(fastest, fastest, 2 * own_s)
     for node, (device, look) in enumerate(zip(devices, seen, strict=True)):
         line = master if node == 0 else look.line or slowest
-        pace = profiled_s / look.run_s
+        told, quota = look.told, None
+        pace = profiled_s / told.seconds
+        speed = pace
+        if told.cores is not None and told.period_s is not None and told.cores < threads:
+            # All threads run until what they may use together in a period is used up.
+            quota = Quota(told.cores / threads * told.period_s, told.period_s)
+            speed = pace / quota.share
         # Work of the node itself around its layers takes as much longer as the layers do.
         link = Link(
             line.up_bytes_per_s,
             line.down_bytes_per_s,
             max(line.latency_s - own_s, 0.0),
-            MESSAGE_CPU_S / pace,
-            CURVE_BYTE_CPU_S / pace,
+            MESSAGE_CPU_S / speed,
+            CURVE_BYTE_CPU_S / speed,
         )
-        extra = look.rss_bytes - PROCESS_BYTES
-        found.append(replace(device, speed=pace, quota=None, link=link, extra_bytes=extra))
+        extra = told.rss_bytes - PROCESS_BYTES
+        found.append(replace(device, speed=speed, quota=quota, link=link, extra_bytes=extra))
     return tuple(found)
 
 
@@ -156,11 +167,10 @@ class Scout(Lead):
         self.gather(others)
         for node in others:
             self.endpoint.post(node, sample)
-        mine = Seen(run_sample(sample), rss_bytes())
+        mine = Seen(timed(sample))
         self._until(lambda: len(self._timed) == len(others), lambda: "the devices to be measured", HELLO_LIMIT_S)
         lines = self._try_lines(others)
-        told = self._timed
-        return {0: mine} | {node: Seen(told[node].seconds, told[node].rss_bytes, lines.get(node)) for node in others}
+        return {0: mine} | {node: Seen(self._timed[node], lines.get(node)) for node in others}
 
     def _try_lines(self, others: Sequence[int]) -> dict[int, Line]:
         limit = self.endpoint.clock() + LINES_S

@@ -84,7 +84,9 @@ def tried(
     numbers = sorted(brief.addresses)
     seen = scout.look(numbers[1:], sample[1])
     cost = index.costs[sample[0]].at(largest)
-    devices = described(brief.devices, [seen[node] for node in numbers], cost.forward_s + cost.backward_s)
+    devices = described(
+        brief.devices, [seen[node] for node in numbers], cost.forward_s + cost.backward_s, brief.recipe.threads
+    )
     return replace(brief, devices=devices), scout.hellos
 
 

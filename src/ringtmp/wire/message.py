@@ -214,10 +214,13 @@ class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
-    """One run of the sample took so long; the process has this much memory by now."""
+    """One run of the sample took so long; the process has this much memory by now, and may use this many cores in every
+    period (None: as many as it likes)."""
 
     seconds: float
     rss_bytes: int
+    cores: float | None = None
+    period_s: float | None = None
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
