@@ -8,20 +8,22 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 from costs import devices
 from ringtmp import api
 from ringtmp.api import Silent
+from ringtmp.cli import train
+from ringtmp.cli.settings import build
 from ringtmp.config import RingPart, RunConfig, TrainingPart, resolve
 from ringtmp.data.sources import tensors
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.plan.device import Device, LayerCost, Measured
-from ringtmp.plan.microbatches import COUNTS, best_plan, sizes
+from ringtmp.plan.microbatches import COUNTS, best_plan, microbatch_sizes, sizes
 from ringtmp.plan.planner import PlanOptions, plan
-from ringtmp.prepare import microbatch_sizes
 from ringtmp.ring.rundir import RunDirectory
 
 
@@ -126,3 +128,13 @@ def test_auto_is_for_the_ring_and_other_words_are_refused() -> None:
         resolve(RunConfig(training=TrainingPart(microbatches="auto"), ring=RingPart(strategy="ps")))
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"microbatches": "many"}, TrainingPart)
+
+
+def test_auto_comes_from_a_flag_or_a_file_and_other_words_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[training]\nmicrobatches = "auto"\n')
+    assert build(file, {}).training.microbatches == "auto"
+    assert build(file, {"microbatches": 4}).training.microbatches == 4
+    asked = CliRunner().invoke(train.command, ["--microbatches", "many"])
+    assert asked.exit_code == 2
+    assert "'many' is neither a number nor 'auto'" in asked.output

@@ -20,7 +20,6 @@ from ringtmp.plan import planner
 from ringtmp.plan.device import Device, LayerCost
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.plan.planner import Plan
-from ringtmp.prepare import microbatch_sizes
 from ringtmp.resources import peak_rss_bytes, set_threads
 from ringtmp.ring.losses import loss_named
 from ringtmp.ring.optimizer import make_optimizer
@@ -40,7 +39,7 @@ class Work:
 
     def allows(self, count: int) -> bool:
         """Whether every microbatch has enough samples when batches are sliced into so many."""
-        return min(microbatch_sizes(self.batch_sizes, count)) >= self.least_microbatch
+        return min(counts.microbatch_sizes(self.batch_sizes, count)) >= self.least_microbatch
 
 
 def measure(
@@ -59,8 +58,7 @@ def measure(
     microbatches = min(usual_microbatches(training), batch_size)
     batches = TrainingBatches(train, batch_size, microbatches, training.seed)
     if training.microbatches == "auto":
-        sizes = counts.sizes(batch_size)
-        smallest = min(2, *batches.sizes())
+        (smallest, _), sizes = counts.to_build(batches.sizes(), batch_size, microbatches, auto=True)
     else:
         largest, smallest = -(-batch_size // microbatches), batch_size // microbatches
         # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ringtmp.data.sources import Source, leaves
@@ -74,13 +74,6 @@ def _profiler(recipe: Recipe, inputs: Any, sizes: list[int]) -> Profiler:
         f"{name} {sorted(settings.items())}",
         ProfileCache(),
     )
-
-
-def microbatch_sizes(batch_sizes: Iterable[int], microbatches: int) -> list[int]:
-    """Every size a microbatch may have, in order."""
-    sizes = set(batch_sizes)
-    parts = {size: min(microbatches, size) for size in sizes}
-    return sorted({-(-size // parts[size]) for size in sizes} | {size // parts[size] for size in sizes})
 
 
 def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:

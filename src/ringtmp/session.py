@@ -25,9 +25,9 @@ from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable import Layer
-from ringtmp.plan import microbatches
+from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
-from ringtmp.prepare import microbatch_sizes, write_model
+from ringtmp.prepare import write_model
 from ringtmp.recovery import Losses, lost_text, memory_need
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
@@ -94,14 +94,10 @@ class Session:
             endpoint = self._crew.start(self._ring, self._generation)
             self._settle()
             if self._job.model is not None:
-                sizes = microbatch_sizes(self._batches.sizes(), self._microbatches)
-                measured = sizes[-1:]
-                if self._job.config.training.microbatches == "auto":
-                    measured = microbatches.sizes(self._batch_size)
-                    sizes = [min(2, *self._batches.sizes()), measured[-1]]
+                auto = self._job.config.training.microbatches == "auto"
+                sizes = to_build(self._batches.sizes(), self._batch_size, self._microbatches, auto)
                 loss = self._job.loss, self._job.loss_name
-                model, train = self._job.model, self._job.train
-                write_model(run, model, train, loss, self._recipe(), sizes, measured, self._watcher.phase)
+                write_model(run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase)
             index, layers, checkpoint = self._open()
             try:
                 self._lay_out(endpoint, index, layers, checkpoint)
@@ -227,14 +223,13 @@ class Session:
     def _choose_microbatches(self, brief: Brief) -> Brief:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
         self._watcher.phase("choosing the number of microbatches")
-        sizes, least = self._batches.sizes(), brief.index.least_microbatch
-        brief = ring.with_best_microbatches(brief, lambda count: min(microbatch_sizes(sizes, count)) >= least)
+        brief = ring.with_best_microbatches(brief, self._batches.sizes())
         self._microbatches = brief.microbatches
-        training = msgspec.structs.replace(brief.config.training, microbatches=brief.microbatches)
-        config = msgspec.structs.replace(brief.config, training=training)
-        self._job = dataclasses.replace(self._job, config=config)
-        self._batches = TrainingBatches(self._job.train, self._batch_size, self._microbatches, training.seed)
-        return dataclasses.replace(brief, config=config)
+        self._job = dataclasses.replace(self._job, config=brief.config)
+        self._batches = TrainingBatches(
+            self._job.train, self._batch_size, self._microbatches, brief.config.training.seed
+        )  # fmt: skip
+        return brief
 
     def _recipe(self) -> Recipe:
         training = self._job.config.training

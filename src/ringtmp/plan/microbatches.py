@@ -7,7 +7,7 @@ sides of the best number, so the search climbs from the usual one and looks two 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ringtmp.errors import DoesNotFit
@@ -27,6 +27,23 @@ def sizes(batch_size: int) -> list[int]:
         size //= 2
         found.add(size)
     return sorted(found)
+
+
+def microbatch_sizes(batch_sizes: Iterable[int], microbatches: int) -> list[int]:
+    """Every size a microbatch may have, in order."""
+    sizes = set(batch_sizes)
+    parts = {size: min(microbatches, size) for size in sizes}
+    return sorted({-(-size // parts[size]) for size in sizes} | {size // parts[size] for size in sizes})
+
+
+def to_build(batch_sizes: Iterable[int], batch_size: int, microbatches: int, auto: bool) -> tuple[list[int], list[int]]:
+    """Sizes a model is built for, and those whose cost is measured. With `auto` the number is not known yet: two samples
+    are what a BatchNorm needs, and with one microbatch a batch of any size has them."""
+    if not auto:
+        found = microbatch_sizes(batch_sizes, microbatches)
+        return found, found[-1:]
+    measured = sizes(batch_size)
+    return [min(2, *batch_sizes), measured[-1]], measured
 
 
 def best_plan(

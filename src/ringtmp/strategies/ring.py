@@ -7,7 +7,7 @@ nodes do is in ring/; here the run's settings become a route.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import planner
-from ringtmp.plan.microbatches import best_plan
+from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, parse_cuts, route_over
 from ringtmp.resources import peak_rss_bytes
@@ -90,10 +90,18 @@ def tried(
     return replace(brief, devices=devices), scout.hellos
 
 
-def with_best_microbatches(brief: Brief, allowed: Callable[[int], bool]) -> Brief:
-    """`--microbatches auto`: the number whose plan has the shortest step."""
-    made = best_plan(brief.index.costs, brief.devices, _options(brief), allowed)
-    return replace(brief, microbatches=made.options.ring.microbatches, chosen=True)
+def with_best_microbatches(brief: Brief, batch_sizes: Collection[int]) -> Brief:
+    """`--microbatches auto`: the number whose plan has the shortest step, of those that leave every microbatch enough
+    samples."""
+    least = brief.index.least_microbatch
+    made = best_plan(
+        brief.index.costs, brief.devices, _options(brief),
+        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least,
+    )  # fmt: skip
+    count = made.options.ring.microbatches
+    training = msgspec.structs.replace(brief.config.training, microbatches=count)
+    config = msgspec.structs.replace(brief.config, training=training)
+    return replace(brief, config=config, microbatches=count, chosen=True)
 
 
 def _options(brief: Brief) -> PlanOptions:
