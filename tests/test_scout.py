@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from ringtmp.errors import ProtocolError
 from ringtmp.plan.device import MESSAGE_CPU_S, Device, Quota
 from ringtmp.plan.memory import PROCESS_BYTES
-from ringtmp.ring.scout import LARGE_BYTES, LINES_S, Line, Scout, Seen, described, large_bytes
-from ringtmp.wire.message import Timed
+from ringtmp.ring.endpoint import Mail
+from ringtmp.ring.scout import (
+    LARGE_BYTES,
+    LINES_S,
+    SMALL_BYTES,
+    Line,
+    Scout,
+    Seen,
+    answer,
+    described,
+    large_bytes,
+)
+from ringtmp.wire.message import Echo, Timed
 
 MIB = 2**20
 
@@ -82,3 +95,20 @@ def test_lines_are_tried_for_a_second_and_a_half_and_no_longer() -> None:
     usual.endpoint = _Clock(usual)  # type: ignore[assignment]
     assert len(usual._try_lines(range(1, 6))) == 5, "five lines of 10 Mbit/s"
     assert usual.spent_s < 2 * LINES_S
+
+
+class _Mailbox:
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def post(self, peer: int, message: Echo, tensors: list[torch.Tensor | None]) -> None:
+        self.sent.append(sum(each.nbytes for each in tensors if each is not None))
+
+
+def test_a_node_sends_back_what_a_fast_line_is_tried_with_and_not_a_byte_more() -> None:
+    most, box = SMALL_BYTES + large_bytes(0.0), _Mailbox()
+    assert answer(box, Mail(0, Echo(most), [], 0, 0.0, 0.0))  # type: ignore[arg-type]
+    assert answer(box, Mail(0, Echo(0), [], 0, 0.0, 0.0))  # type: ignore[arg-type]
+    assert box.sent == [most, 0]
+    with pytest.raises(ProtocolError, match="asks for"):
+        answer(box, Mail(0, Echo(most + 1), [], 0, 0.0, 0.0))  # type: ignore[arg-type]

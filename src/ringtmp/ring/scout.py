@@ -105,7 +105,7 @@ def answer(endpoint: Endpoint, mail: Mail) -> bool:
     if isinstance(message, Sample):
         endpoint.post(mail.sender, timed(message))
     elif isinstance(message, Echo):
-        if not 0 <= message.back <= LARGE_BYTES[1]:
+        if not 0 <= message.back <= SMALL_BYTES + LARGE_BYTES[1]:
             raise ProtocolError(f"node {mail.sender} asks for {message.back} bytes to try a line with")
         endpoint.post(mail.sender, Echo(0), _bytes(message.back))
     else:
