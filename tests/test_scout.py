@@ -26,19 +26,19 @@ MIB = 2**20
 
 
 def test_a_quota_is_told_apart_from_a_slow_processor() -> None:
-    told = [Timed(0.01, 300 * MIB), Timed(0.02, 250 * MIB, 0.5, 0.01), Timed(0.02, 230 * MIB)]
+    told = [Timed(0.01, 300 * MIB, 900 * MIB), Timed(0.02, 250 * MIB, 0, 0.5, 0.01), Timed(0.02, 230 * MIB, 0)]
     there = [Device(name) for name in "abc"]
     master, shared, slow = described(there, [Seen(each) for each in told], 0.01, 1)
     assert (master.speed, master.quota) == (1.0, None)
     assert (shared.speed, shared.quota) == (1.0, Quota(0.005, 0.01)), "full speed, half of the time"
     assert (slow.speed, slow.quota) == (0.5, None)
     assert shared.pace == slow.pace == 0.5
-    assert master.extra_bytes == 300 * MIB - PROCESS_BYTES
+    assert (master.extra_bytes, master.memory_bytes) == (300 * MIB - PROCESS_BYTES, 900 * MIB)
     assert shared.link.message_cpu_s == MESSAGE_CPU_S
 
 
 def test_latencies_of_both_ends_add_up_and_an_untried_line_is_as_the_slowest() -> None:
-    told = Timed(1.0, PROCESS_BYTES)
+    told = Timed(1.0, PROCESS_BYTES, 2**30)
     seen = [Seen(told), Seen(told, Line(100.0, 50.0, 0.004)), Seen(told, Line(900.0, 900.0, 0.010)), Seen(told)]
     found = described([Device(name) for name in "abcd"], seen, 1.0, 1)
     assert [each.link.latency_s for each in found] == pytest.approx([0.002, 0.002, 0.008, 0.002])

@@ -24,7 +24,7 @@ from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link, Quota
 from ringtmp.plan.memory import PROCESS_BYTES
-from ringtmp.resources import rss_bytes
+from ringtmp.resources import own_memory_bytes, rss_bytes
 from ringtmp.ring.edges import run_backward
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
@@ -96,7 +96,8 @@ def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
 
 def timed(sample: Sample) -> Timed:
     limits = group_limits()
-    return Timed(run_sample(sample), rss_bytes(), limits.cores, limits.period_s)
+    seconds = run_sample(sample)
+    return Timed(seconds, rss_bytes(), own_memory_bytes(), limits.cores, limits.period_s)
 
 
 def answer(endpoint: Endpoint, mail: Mail) -> bool:
@@ -151,8 +152,11 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
             MESSAGE_CPU_S / speed,
             CURVE_BYTE_CPU_S / speed,
         )
-        extra = told.rss_bytes - PROCESS_BYTES
-        found.append(replace(device, speed=speed, quota=quota, link=link, extra_bytes=extra))
+        # Library code that processes share counts as taken, and so as memory there is: a cap does not count it.
+        extra, memory = told.rss_bytes - PROCESS_BYTES, told.memory_bytes
+        found.append(
+            replace(device, speed=speed, quota=quota, link=link, extra_bytes=extra, memory_bytes=memory)
+        )  # fmt: skip
     return tuple(found)
 
 

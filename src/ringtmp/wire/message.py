@@ -214,11 +214,12 @@ class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
-    """One run of the sample took so long; the process has this much memory by now, and may use this many cores in every
-    period (None: as many as it likes)."""
+    """One run of the sample took so long; of this much memory in all the process has taken so much by now; it may use this
+    many cores in every period (None: as many as it likes)."""
 
     seconds: float
     rss_bytes: int
+    memory_bytes: int
     cores: float | None = None
     period_s: float | None = None
 
