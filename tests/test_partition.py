@@ -16,7 +16,7 @@ from ringtmp.plan.bottleneck import Segments, every_multiset, given_order, short
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device, LayerCost, Link, Quota
 from ringtmp.plan.memory import forecast, held, held_in, require_fit
-from ringtmp.plan.partition import best_cuts
+from ringtmp.plan.partition import REFINE_ACTIONS, refine
 from ringtmp.plan.planner import PlanOptions, plan
 from ringtmp.plan.route import plain_ring
 from ringtmp.plan.simulate_ring import RingOptions, simulate_ring
@@ -107,7 +107,10 @@ def test_few_cuts_are_all_simulated_and_the_best_is_taken(
 ) -> None:
     there = [replace(each, memory_bytes=math.inf) for each in there]
     table, options = CostTable(model, 1), RingOptions(microbatches)
-    _, step_s = best_cuts(Segments(table, options, 0.0), there)
+    segments = Segments(table, options, 0.0)
+    start = given_order(segments, there)
+    assert start is not None
+    _, step_s = refine(segments, there, start, None, REFINE_ACTIONS)
     route = [plain_ring(len(there), cuts) for cuts in every_cut(len(model), len(there))]
     assert step_s == pytest.approx(min(simulate_ring(table, each, there, options).step_s for each in route))
 
@@ -120,7 +123,7 @@ def test_moving_cuts_never_makes_a_step_longer() -> None:
     start = given_order(segments, there)
     assert start is not None
     first_s = simulate_ring(table, plain_ring(6, list(start.bounds)), there, options).step_s
-    _, step_s = best_cuts(segments, there)
+    _, step_s = refine(segments, there, start, None, REFINE_ACTIONS)
     assert step_s < first_s
 
 
@@ -138,7 +141,9 @@ def test_two_hundred_layers_on_thirty_two_devices_are_cut() -> None:
     model = [layer(f"l{i}", 1 + i % 3, 2 + i % 5, output=1.0 + i % 2) for i in range(200)]
     there = [device(f"d{i}", 0.5 + i % 7, 10.0) for i in range(32)]
     segments = Segments(CostTable(model, 1), RingOptions(8), 0.0)
-    found, step_s = best_cuts(segments, there)
+    start = given_order(segments, there)
+    assert start is not None
+    found, step_s = refine(segments, there, start, None, REFINE_ACTIONS)
     assert [edge for bound in found.bounds for edge in range(*bound)] == list(range(200))
     assert step_s >= 8 * found.bottleneck * 0.99
 
@@ -324,7 +329,7 @@ def test_a_plan_tells_itself_in_three_lines() -> None:
     there = [replace(each, memory_bytes=2.0**30, quota=Quota(0.005, 0.01)) for each in devices(3)]
     lines = plan(layers(8, forward_s=0.01, backward_s=0.02), there, PlanOptions(32, 8)).summary()
     assert len(lines) == 3
-    assert lines[0].startswith("plan: 3 devices, about ")
+    assert lines[0].startswith("plan: 3 devices, 8 microbatches, about ")
     assert lines[1].startswith("layers: device0 0")
     assert "is tightest" in lines[2]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringtmp.model import profile
 from ringtmp.model.build import build_layers
-from ringtmp.model.profile import ProfileCache, profile_layers
+from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan.device import LayerCost
 from ringtmp.ring.optimizer import Optimizer, make_optimizer
 
@@ -25,7 +25,8 @@ def costs(*modules: nn.Module, sizes: Sequence[int] = (4, 8), cache: ProfileCach
         return torch.ones(count, 16)
 
     built = build_layers(list(modules), 0, sample, [max(sizes)])
-    return list(profile_layers(built, sample(max(sizes)), sizes, 1, adam, "adam", cache))
+    profiler = Profiler(sample(max(sizes)), sizes, 1, adam, "adam", cache)
+    return [profiler.cost(each) for each in built]
 
 
 def test_bytes_are_those_of_the_layer_and_of_what_autograd_keeps() -> None:
@@ -94,7 +95,9 @@ def test_anything_else_is_measured_anew(tmp_path: Path, monkeypatch: pytest.Monk
     else:
         next(tmp_path.iterdir()).write_bytes(b'{"sizes": "many"}')
     built = build_layers([nn.Linear(width, 16)], 0, lambda count: torch.ones(count, width), [max(sizes)])
-    list(profile_layers(built, torch.ones(max(sizes), width), sizes, threads, adam, name, cache))
+    profiler = Profiler(torch.ones(max(sizes), width), sizes, threads, adam, name, cache)
+    for each in built:
+        profiler.cost(each)
     assert (cache.hits, cache.misses) == (0, 1)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -137,7 +137,7 @@ class Ring:
         epochs: int | None = None,
         steps: int | None = None,
         batch_size: int = 32,
-        microbatches: int | None = None,
+        microbatches: int | Literal["auto"] | None = None,
         lr_schedule: Mapping[str, Any] | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -243,7 +243,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     training = saved.config.training
-    assert training.microbatches is not None
+    assert isinstance(training.microbatches, int), "a saved run has a number"
     with _inference(run, saved.config, nodes, loss or loss_named(saved.loss)) as ring:
         batches = evaluation_batches(
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
@@ -259,7 +259,7 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     training = saved.config.training
-    assert training.microbatches is not None
+    assert isinstance(training.microbatches, int), "a saved run has a number"
     count = len(leaves(inputs)[0])
     if not count:
         raise UsageError("there are no inputs to predict from")

@@ -36,7 +36,7 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: int | None = None
     steps: int | None = None
     batch_size: int = 32
-    microbatches: int | None = None
+    microbatches: int | Literal["auto"] | None = None  # auto: by the plan, before the first step; then it is a number
     optimizer: str = "adam"
     optimizer_settings: dict[str, Any] = {}
     lr_schedule: dict[str, Any] = {}  # empty: constant
@@ -104,7 +104,7 @@ def resolve(config: RunConfig) -> RunConfig:
         ("--checkpoint-every", config.keep.checkpoint_every, 1),
         ("--early-stop", training.early_stop, 1),
     ):
-        if value is not None and value < least:
+        if isinstance(value, int) and value < least:
             raise UsageError(f"{name} {value} must be at least {least}")
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v goes out and back once: leave out --laps")
@@ -121,8 +121,11 @@ def resolve(config: RunConfig) -> RunConfig:
     if training.epochs is not None and training.steps is not None:
         raise UsageError("give --epochs or --steps, not both")
     checked_schedule(training.lr_schedule, total_steps=1)  # the real total is known with the data
-    microbatches = min(training.microbatches or DEFAULT_MICROBATCHES, training.batch_size)
-    if ring.schedule == "gpipe" and ring.window is not None and ring.window < microbatches:
+    auto = training.microbatches == "auto"
+    if auto and strategy != "ring":
+        raise UsageError(f"--microbatches auto goes with --strategy ring: with {strategy} give a number")
+    microbatches = usual_microbatches(training)
+    if ring.schedule == "gpipe" and ring.window is not None and ring.window < microbatches and not auto:
         raise UsageError(
             f"--window {ring.window} is too small for gpipe, which keeps all {microbatches} microbatches in flight: leave "
             "it out, or use --schedule 1f1b"
@@ -137,10 +140,16 @@ def resolve(config: RunConfig) -> RunConfig:
     training = msgspec.structs.replace(
         training,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
-        microbatches=microbatches,
+        microbatches="auto" if auto else microbatches,
         optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
     )
     return msgspec.structs.replace(config, training=training, ring=ring)
+
+
+def usual_microbatches(training: TrainingPart) -> int:
+    """The number that was given, else the usual one; never more than there are samples."""
+    given = training.microbatches
+    return min(given if isinstance(given, int) else DEFAULT_MICROBATCHES, training.batch_size)
 
 
 def _check_ring_only(config: RunConfig, strategy: str) -> None:

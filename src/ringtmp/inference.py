@@ -50,7 +50,7 @@ class Inference:
             recipe = Recipe(
                 training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
             )
-            assert training.microbatches is not None
+            assert isinstance(training.microbatches, int), "a saved run has a number"
             window = default_window(len(self._route.visits), training.microbatches)
             setup = Setup(self._route, recipe, window, "1f1b", self.step, self._crew.addresses(), 0)
             master.lay_out(setup, self._checkpoint)

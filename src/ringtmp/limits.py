@@ -23,19 +23,22 @@ class Limits(msgspec.Struct, frozen=True):
     cores: float | None = None
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
+    period_s: float | None = None  # in which the time of `cores` may be used up
 
 
 def group_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Limits:
-    cores: list[float] = []
+    cores: list[tuple[float, float]] = []
     memory: list[int] = []
     free: list[int] = []
     for folder in _groups(root, membership):
-        if (share := _cores(folder)) is not None:
-            cores.append(share)
+        if (found := _cores(folder)) is not None:
+            cores.append(found)
         if (pair := _memory(folder)) is not None:
             memory.append(pair[0])
             free.append(pair[1])
-    return Limits(min(cores, default=None), min(memory, default=None), min(free, default=None))
+    tightest = min(cores, default=None)
+    share, period_s = (None, None) if tightest is None else tightest
+    return Limits(share, min(memory, default=None), min(free, default=None), period_s)
 
 
 def _groups(root: Path, membership: Path) -> Iterator[Path]:
@@ -54,11 +57,14 @@ def _groups(root: Path, membership: Path) -> Iterator[Path]:
                 folder = folder.parent
 
 
-def _cores(folder: Path) -> float | None:
+def _cores(folder: Path) -> tuple[float, float] | None:
+    """Share and period."""
     quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+    if not (quota.isdigit() and period.isdigit() and int(period)):
+        return None
+    return int(quota) / int(period), int(period) / 1e6
 
 
 def _memory(folder: Path) -> tuple[int, int] | None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ringtmp.config import RunConfig
+from ringtmp.config import RunConfig, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Source, Stream
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
-from ringtmp.model.profile import ProfileCache, profile_layers
+from ringtmp.model.profile import ProfileCache, Profiler, with_loss
+from ringtmp.plan import microbatches as counts
+from ringtmp.plan import planner
 from ringtmp.plan.device import Device, LayerCost
 from ringtmp.plan.memory import PROCESS_BYTES
-from ringtmp.plan.planner import PlanOptions
-from ringtmp.plan.route import parse_cuts
+from ringtmp.plan.planner import Plan
 from ringtmp.resources import peak_rss_bytes, set_threads
+from ringtmp.ring.losses import loss_named
 from ringtmp.ring.optimizer import make_optimizer
+from ringtmp.strategies.ring import plan_options
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,14 @@ class Work:
 
     layers: tuple[LayerCost, ...]
     batch_size: int
-    microbatches: int
+    microbatches: int  # with "auto" where the search begins
     steps_per_epoch: int | None  # None: a stream
+    batch_sizes: frozenset[int]
+    least_microbatch: int  # samples the model needs at least
+
+    def allows(self, count: int) -> bool:
+        """Whether every microbatch has enough samples when batches are sliced into so many."""
+        return min(counts.microbatch_sizes(self.batch_sizes, count)) >= self.least_microbatch
 
 
 def measure(
@@ -46,29 +55,40 @@ def measure(
     threads = training.threads or 1
     set_threads(threads)
     batch_size = train.batch_size if isinstance(train, Stream) else training.batch_size
-    batches = TrainingBatches(train, batch_size, training.microbatches, training.seed)
-    microbatches = min(training.microbatches, batch_size)
-    largest = -(-batch_size // microbatches)
-    # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.
-    sizes = sorted({largest, largest // 2 if largest >= 4 else largest, 2 * largest if microbatches > 1 else largest})
+    microbatches = min(usual_microbatches(training), batch_size)
+    batches = TrainingBatches(train, batch_size, microbatches, training.seed)
+    if training.microbatches == "auto":
+        (smallest, _), sizes = counts.to_build(batches.sizes(), batch_size, microbatches, auto=True)
+    else:
+        largest, smallest = -(-batch_size // microbatches), batch_size // microbatches
+        # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.
+        half, twice = largest // 2 if largest >= 4 else largest, 2 * largest if microbatches > 1 else largest
+        sizes = sorted({half, largest, twice})
 
     def sample(count: int) -> object:
         return train.example(count)[0]
 
-    built = build_layers(model, training.seed, sample, [batch_size // microbatches, sizes[-1]])
-    layers = []
-    for cost in profile_layers(
-        built,
+    profiler = Profiler(
         sample(sizes[-1]),
         sizes,
         threads,
         lambda parameters: make_optimizer(training.optimizer, training.optimizer_settings, parameters),
         f"{training.optimizer} {sorted(training.optimizer_settings.items())}",
         cache,
-    ):
-        layers.append(cost)
-        phase(f"measuring the model: layer {len(layers)}, {cost.name}")
-    return Work(tuple(layers), batch_size, microbatches, batches.steps_per_epoch)
+    )
+    layers, last = [], None
+    for built in build_layers(model, training.seed, sample, [smallest, sizes[-1]]):
+        layers.append(profiler.cost(built))
+        last = built
+        phase(f"measuring the model: layer {len(layers)}, {built.layer.name}")
+    assert last is not None, "a model has a layer"
+    least = 1 if last.takes_one_sample else 2
+    loss = loss_named(training.loss or train.loss)
+    targets = train.example(sizes[-1])[1]
+    layers[-1] = with_loss(layers[-1], loss, last.sample_outputs, targets, threads)
+    return Work(
+        tuple(layers), batch_size, microbatches, batches.steps_per_epoch, frozenset(batches.sizes()), least
+    )  # fmt: skip
 
 
 def with_master_here(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -77,16 +97,9 @@ def with_master_here(devices: Sequence[Device]) -> tuple[Device, ...]:
     return (replace(devices[0], extra_bytes=extra), *devices[1:])
 
 
-def options(config: RunConfig, work: Work, nodes: int, keep_all: bool = False) -> PlanOptions:
-    """As the run's settings have it."""
-    cuts = config.ring.cuts
-    return PlanOptions(
-        work.batch_size,
-        work.microbatches,
-        config.ring.window,
-        config.ring.schedule,
-        config.training.clip_norm is not None,
-        keep_all=keep_all,
-        protect=config.keep.protect,
-        cuts=None if cuts is None else tuple(parse_cuts(cuts, len(work.layers), nodes)),
-    )
+def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:
+    """As the run's settings have it; with "auto" with the number of microbatches that is found fastest."""
+    options = plan_options(config, work.batch_size, work.microbatches, len(work.layers), len(devices), keep_all)
+    if config.training.microbatches == "auto":
+        return counts.best_plan(work.layers, devices, options, work.allows)
+    return planner.plan(work.layers, devices, options)

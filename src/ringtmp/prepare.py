@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ringtmp.data.batches import Batch
@@ -11,7 +11,7 @@ from ringtmp.data.sources import Source, leaves
 from ringtmp.errors import UsageError
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
-from ringtmp.model.profile import ProfileCache, Profiler
+from ringtmp.model.profile import ProfileCache, Profiler, with_loss
 from ringtmp.plan.device import LayerCost
 from ringtmp.ring.checkpoint import CheckpointWriter, Progress
 from ringtmp.ring.losses import LossFunction, check_loss
@@ -27,9 +27,11 @@ def write_model(
     loss: tuple[LossFunction, str],
     recipe: Recipe,
     sizes: list[int],
+    measured: list[int],
     phase: Callable[[str], None],
 ) -> None:
-    """One layer at a time: the whole model is never in memory. `sizes` are those of the microbatches to come."""
+    """One layer at a time: the whole model is never in memory. `sizes` are those of the microbatches to come,
+    `measured` those whose cost the plan wants to know, none larger."""
     phase("reading the model")
     name = secrets.token_hex(8)
     writer = CheckpointWriter(run.checkpoints, name, Progress(0))
@@ -38,7 +40,7 @@ def write_model(
     leaving: list[tuple[Crossing, ...]] = []
     try:
         sample = train.example
-        profiler = _profiler(recipe, sample(sizes[-1])[0], sizes[-1])
+        profiler = _profiler(recipe, sample(sizes[-1])[0], measured)
         last = None
         for index, built in enumerate(build_layers(model, recipe.seed, lambda count: sample(count)[0], sizes)):
             run.write_layer(index, built.layer)
@@ -49,7 +51,9 @@ def write_model(
             last = built
             phase(f"reading the model: layer {index + 1}, {built.layer.name}")
         assert last is not None
-        check_loss(*loss, last.sample_outputs, sample(len_of(last.sample_outputs))[1])
+        targets = sample(len_of(last.sample_outputs))[1]
+        check_loss(*loss, last.sample_outputs, targets)
+        costs[-1] = with_loss(costs[-1], loss[0], last.sample_outputs, targets, recipe.threads)
         least = 1 if last.takes_one_sample else 2
         run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least))
         writer.commit()
@@ -61,23 +65,16 @@ def write_model(
         raise
 
 
-def _profiler(recipe: Recipe, inputs: Any, largest: int) -> Profiler:
+def _profiler(recipe: Recipe, inputs: Any, sizes: list[int]) -> Profiler:
     name, settings = recipe.optimizer, recipe.optimizer_settings
     return Profiler(
         inputs,
-        [largest],
+        sizes,
         recipe.threads,
         lambda parameters: make_optimizer(name, settings, parameters),
         f"{name} {sorted(settings.items())}",
         ProfileCache(),
     )
-
-
-def microbatch_sizes(batch_sizes: Iterable[int], microbatches: int) -> list[int]:
-    """Every size a microbatch may have, in order."""
-    sizes = set(batch_sizes)
-    parts = {size: min(microbatches, size) for size in sizes}
-    return sorted({-(-size // parts[size]) for size in sizes} | {size // parts[size] for size in sizes})
 
 
 def refuse_too_small(batch: Batch, least: int, step: int) -> None:

@@ -22,6 +22,10 @@ def peak_rss_bytes() -> int:
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
 
 
+def rss_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
 def free_memory_bytes() -> int:
     """What this process may still take: the machine's free memory, or less under a control group or a limit of its own."""
     free = machine_free_bytes()
@@ -32,7 +36,7 @@ def free_memory_bytes() -> int:
 
 def own_memory_bytes() -> int:
     """What this process has taken and may still take."""
-    return free_memory_bytes() + int(psutil.Process().memory_info().rss)
+    return free_memory_bytes() + rss_bytes()
 
 
 def machine_free_bytes() -> int:

@@ -16,26 +16,29 @@ from typing import Any
 import msgspec
 
 from ringtmp import __version__
+from ringtmp.config import usual_microbatches
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
 from ringtmp.data.sources import Stream
-from ringtmp.errors import CheckpointError, Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable, UsageError
+from ringtmp.errors import Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable, UsageError
 from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.portable import Layer
+from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
-from ringtmp.prepare import microbatch_sizes, refuse_too_small, write_model
+from ringtmp.prepare import refuse_too_small, write_model
 from ringtmp.rebalancing import Rebalancing
 from ringtmp.recovery import Losses, lost_text, memory_need
 from ringtmp.resources import fingerprint, set_threads
-from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
+from ringtmp.ring.checkpoint import Checkpoint, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S, Lead
 from ringtmp.ring.protect import Protection, Snapshot, in_hand
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, SavedConfig
+from ringtmp.saving import Saving
 from ringtmp.strategies import catalog, ring
 from ringtmp.strategies.brief import Brief, Leader
 from ringtmp.wire.message import Hello, Recipe, Renew
@@ -57,13 +60,12 @@ class Session:
         self._interrupted = interrupted
         training = job.config.training
         assert training.microbatches is not None, "the settings are not resolved"
-        self._microbatches = training.microbatches
+        self._microbatches = usual_microbatches(training)  # with "auto" until the plan has chosen
         size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
         self._batch_size = size
         self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
         self._targets = job.train.example(EXAMPLE_BATCH)[1]
-        self._saved_step = -1
-        self._saved_at = time.monotonic()
+        self._saving = Saving(job.run.checkpoints)
         self._log: EventLog | None = None
         self._master: Leader | None = None
         self._progress = Progress(0)
@@ -71,7 +73,6 @@ class Session:
         self._generation = 1
         self._least = 1
         self._told_of_log = False
-        self._run_name = ""
         self._lr_schedule: dict[str, Any] = {}
         self._losses = Losses()
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
@@ -97,16 +98,17 @@ class Session:
             endpoint = self._crew.start(self._ring, self._generation)
             self._settle()
             if self._job.model is not None:
-                sizes = microbatch_sizes(self._batches.sizes(), self._microbatches)
+                auto = self._job.config.training.microbatches == "auto"
+                sizes = to_build(self._batches.sizes(), self._batch_size, self._microbatches, auto)
                 loss = self._job.loss, self._job.loss_name
-                write_model(run, self._job.model, self._job.train, loss, self._recipe(), sizes, self._watcher.phase)
+                write_model(run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase)
             index, layers, checkpoint = self._open()
             try:
                 self._lay_out(endpoint, index, layers, checkpoint)
             except NodeLost as lost:
                 self._heal(lost)
             self._interrupted.armed = True
-            outcome = self._to_the_end(layers)
+            outcome = self._to_the_end()
             checkpoint, _ = latest(run.checkpoints)
             digest = weights_sha256(checkpoint, layers)
         except Interrupted as interruption:
@@ -159,10 +161,9 @@ class Session:
             self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
         if checkpoint.manifest.run != index.run:
             raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
-        self._run_name = index.run
         self._least = index.least_microbatch
         self._progress = checkpoint.progress
-        self._saved_step = checkpoint.progress.step
+        self._saving.opened(index.run, checkpoint.progress.step)
         return index, layers, checkpoint
 
     def _lay_out(
@@ -177,12 +178,16 @@ class Session:
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe,
             snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
-            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices, self._targets, self._apart,
+            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices,
+            self._targets, self._apart,
         )  # fmt: skip
         if (measured := self._rebalancing.devices_for(brief)) is not None:
             brief, found = measured, dict(hellos)
         else:
             brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        if training.microbatches == "auto":
+            brief = self._choose_microbatches(brief)
+            config, training = brief.config, brief.config.training
         plan = catalog.plan(brief)
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
@@ -200,6 +205,7 @@ class Session:
                     time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
                     msgspec.to_builtins(config),
                     {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
+                     "microbatches_chosen": brief.chosen,
                      "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
                      "exactness": catalog.exactness(
                          config.ring.strategy, config.ring.strategy_settings, training.wire)},
@@ -223,6 +229,17 @@ class Session:
         self._log.flush()
         self._rebalancing.watch(plan, self._log, endpoint.clock, self._crew.alike)
 
+    def _choose_microbatches(self, brief: Brief) -> Brief:
+        """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
+        self._watcher.phase("choosing the number of microbatches")
+        brief = ring.with_best_microbatches(brief, self._batches.sizes())
+        self._microbatches = brief.microbatches
+        self._job = dataclasses.replace(self._job, config=brief.config)
+        self._batches = TrainingBatches(
+            self._job.train, self._batch_size, self._microbatches, brief.config.training.seed
+        )  # fmt: skip
+        return brief
+
     def _recipe(self) -> Recipe:
         training = self._job.config.training
         return Recipe(
@@ -239,15 +256,15 @@ class Session:
 
     # -- step after step ----------------------------------------------------------------------------------------------
 
-    def _to_the_end(self, layers: list[Layer]) -> str:
+    def _to_the_end(self) -> str:
         """All steps and what is kept of them; again from the last whole state whenever a node is lost."""
         while True:
             assert self._master is not None
             try:
-                outcome = self._steps(self._master, layers)
+                outcome = self._steps(self._master)
                 self._watcher.phase("saving")
                 assert self._master is not None
-                self._save(self._master, layers, needed=True)  # a new generation has a master of its own
+                self._save(self._master, needed=True)  # a new generation has a master of its own
                 return outcome
             except NodeLost as lost:
                 self._heal(lost)
@@ -315,7 +332,7 @@ class Session:
             return "checkpoint", saved
         return "survivors" if survivors else "snapshot", snapshot.step
 
-    def _steps(self, master: Leader, layers: list[Layer]) -> str:
+    def _steps(self, master: Leader) -> str:
         job, training = self._job, self._job.config.training
         total = self._total_steps()
         fresh = True
@@ -324,7 +341,7 @@ class Session:
         while total is None or step < total:
             batch = self._batches.batch(step)
             if batch is None or batch.epoch != epoch:
-                if self._end_epoch(master, layers, epoch):
+                if self._end_epoch(master, epoch):
                     return "stopped early"
                 fresh = True
                 epoch += 1
@@ -358,24 +375,24 @@ class Session:
                 continue  # work beyond this step has been given out, so nothing can pause here
             every = job.config.keep.checkpoint_every
             if (every is not None and step % every == 0) or self._batches.spooled_bytes > SPOOL_LIMIT_BYTES:
-                self._save(master, layers)
+                self._save(master)
                 fresh = True
             if (reason := self._crew.changed()) is not None:
-                master = self._regroup(master, layers, reason)
+                master = self._regroup(master, reason)
                 fresh = True
             fresh = self._rebalancing.at_rest(master, self._protection) or fresh
             if source := self._rebalancing.ready(self._protection):
-                master = self._rebalance(master, layers, source)
+                master = self._rebalance(master, source)
                 fresh, step, epoch = True, self._progress.step, self._progress.epochs_done
             if self._interrupted():
                 self._watcher.phase("interrupted: saving")
-                self._save(master, layers, needed=True)
+                self._save(master, needed=True)
                 raise Interrupted(
                     f"interrupted after step {step}; the checkpoint is saved: go on with ringtmp train --resume {job.run.path}"
                 )
         per_epoch = self._batches.steps_per_epoch
         if per_epoch is not None and step % per_epoch == 0 and epoch < step // per_epoch:
-            self._end_epoch(master, layers, epoch)
+            self._end_epoch(master, epoch)
         else:
             self._evaluate(master, epoch)
         return "done"
@@ -405,12 +422,12 @@ class Session:
         if (trouble := protection.lapse()) is not None:
             self._warn(f"no more snapshots: {trouble}; a lost node now means going back to the last checkpoint")
 
-    def _regroup(self, master: Leader, layers: list[Layer], reason: str) -> Leader:
+    def _regroup(self, master: Leader, reason: str) -> Leader:
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
         started = time.monotonic()
         self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
-        self._save(master, layers, needed=True)
+        self._save(master, needed=True)
         if self._crew.all_anew():
             master.stop("a new generation begins")
             self._generation += 1
@@ -426,13 +443,13 @@ class Session:
         )
         return self._master
 
-    def _rebalance(self, master: Leader, layers: list[Layer], source: str) -> Leader:
+    def _rebalance(self, master: Leader, source: str) -> Leader:
         """A new generation because devices are not as fast as planned."""
         assert self._log is not None
         move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step
         if source == "checkpoint":
-            self._save(master, layers, needed=True)
-        source = self._revive()
+            self._save(master, needed=True)
+        source, _ = self._revive(self._progress)
         now = time.monotonic()
         event = events.Regrouped(
             now, self._progress.step, self._generation, move.reason, self._crew.nodes, now - started,
@@ -461,48 +478,20 @@ class Session:
         self._watcher.evaluated(event)
         return score.loss
 
-    def _end_epoch(self, master: Leader, layers: list[Layer], epoch: int) -> bool:
+    def _end_epoch(self, master: Leader, epoch: int) -> bool:
         """Evaluate, perhaps save. True: the test loss has not improved for long enough to stop."""
         loss = self._evaluate(master, epoch)
-        progress, patience = self._progress, self._job.config.training.early_stop
-        if loss is not None:
-            gained = progress.best_loss is None or loss < progress.best_loss
-            progress = msgspec.structs.replace(
-                progress,
-                best_loss=loss if gained else progress.best_loss,
-                epochs_without_gain=0 if gained else progress.epochs_without_gain + 1,
-            )
-        self._progress = msgspec.structs.replace(progress, epochs_done=epoch + 1)
-        if self._job.config.keep.checkpoint_every is None and time.monotonic() - self._saved_at > CHECKPOINT_PAUSE_S:
-            self._save(master, layers)
+        self._progress, patience = self._progress.after_epoch(epoch, loss), self._job.config.training.early_stop
+        if self._job.config.keep.checkpoint_every is None and time.monotonic() - self._saving.at > CHECKPOINT_PAUSE_S:
+            self._save(master)
         return patience is not None and self._progress.epochs_without_gain >= patience
 
-    def _save(self, master: Leader, layers: list[Layer], needed: bool = False) -> None:
-        if self._saved_step == self._progress.step:
-            return
+    def _save(self, master: Leader, needed: bool = False) -> None:
         assert self._log is not None
-        started = time.monotonic()
-        writer = CheckpointWriter(self._job.run.checkpoints, self._run_name, self._progress)
-        try:
-            master.save(writer)
-            writer.commit()
-        except OSError as error:
-            writer.abandon()
-            if needed:
-                raise CheckpointError(
-                    f"the checkpoint of step {self._progress.step} cannot be written: {error.strerror}; the last one kept is "
-                    f"of step {self._saved_step}"
-                ) from error
-            self._warn(f"no checkpoint of step {self._progress.step}: {error.strerror}; the one before is kept")
-            return
-        except BaseException:
-            writer.abandon()
-            raise
-        self._saved_step, self._saved_at = self._progress.step, time.monotonic()
-        self._batches.forget(self._saved_step)
-        self._log.write(
-            events.CheckpointSaved(time.monotonic(), self._progress.step, time.monotonic() - started, writer.bytes)
-        )
+        saved = self._saving.save(master, self._progress, needed, self._warn)
+        if saved is not None:
+            self._batches.forget(saved.step)
+            self._log.write(saved)
 
     def _warn(self, text: str) -> None:
         self._watcher.warn(text)

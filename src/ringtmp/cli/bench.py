@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ringtmp.cli import bench_plan
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ PARTIAL_NOTE = "Interrupted: not every repeat was measured."
 @click.group("bench", short_help="Measure against the peers, in one run.")
 def command() -> None:
     """Experiments that measure. A measurement is a file: what is there is not measured again."""
+
+
+command.add_command(bench_plan.command)
 
 
 @command.command("speed", short_help="Milliseconds per step of every way to train.")

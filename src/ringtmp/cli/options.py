@@ -10,6 +10,24 @@ import click
 
 from ringtmp.cli.settings import parse_pairs, parse_schedule
 
+
+class _Count(click.ParamType[int | str]):
+    """A number, or 'auto'."""
+
+    name = "integer"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto":
+            return "auto"
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor 'auto'", param, ctx)
+
+
 _DECLARED: tuple[Callable[[Any], Any], ...] = (
     click.argument("config", required=False, type=click.Path(path_type=Path)),
     click.option("--model", help="mlp, convnet, resnet, gpt, FILE.py:factory or package.module:factory.  [mlp]"),
@@ -31,7 +49,11 @@ _DECLARED: tuple[Callable[[Any], Any], ...] = (
     click.option("--epochs", type=int, help="Passes over the data.  [10]"),
     click.option("--steps", type=int, help="Updates, instead of --epochs."),
     click.option("--batch-size", type=int, help="Samples per update, over all nodes.  [32]"),
-    click.option("--microbatches", type=int, help="Slices of a batch.  [8, or the batch size if smaller]"),
+    click.option(
+        "--microbatches",
+        type=_Count(),
+        help="Slices of a batch; auto: what the plan finds fastest.  [8, or the batch size if smaller]",
+    ),
     click.option("--window", type=int, help="Microbatches in flight at most.  [by the number of nodes]"),
     click.option("--schedule", help="1f1b, gpipe or zero-bubble.  [1f1b]"),
     click.option("--laps", type=int, help="Times the activations go round: so many segments per node.  [1]"),

@@ -48,7 +48,6 @@ def command(
     from ringtmp.model.profile import ProfileCache
     from ringtmp.plan import compare as ways
     from ringtmp.plan.gantt import svg as draw
-    from ringtmp.plan.planner import plan
 
     settings = resolve(settings)
     threads = settings.training.threads or 1
@@ -62,12 +61,11 @@ def command(
         work = planning.measure(settings, model, train, watcher.phase, ProfileCache())
         watcher.phase("planning")
         devices = planning.with_master_here(devices)
-        options = planning.options(settings, work, len(devices), settings.ring.all_devices or file is None)
-        made = plan(work.layers, devices, options)
+        made = planning.plan(settings, work, devices, settings.ring.all_devices or file is None)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
         members = made.devices if len(made.devices) > 1 else devices
-        others = [ways.compare(name, work.layers, members, options) for name in names if name != "ring"]
+        others = [ways.compare(name, work.layers, members, made.options) for name in names if name != "ring"]
         watcher.phase("trying what would help")
         page = plan_show.page(
             made, devices, file is not None, others, work.steps_per_epoch, settings.model.name, train.name

@@ -24,7 +24,8 @@ from ringtmp.launch.child import end, is_stopped, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
 from ringtmp.plan.device import Device
-from ringtmp.resources import machine_free_bytes, own_memory_bytes
+from ringtmp.plan.memory import PROCESS_BYTES
+from ringtmp.resources import machine_free_bytes, own_memory_bytes, rss_bytes
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
@@ -62,8 +63,10 @@ class LocalCrew:
 
     def devices(self) -> tuple[Device, ...]:
         master, *others = described.local_processes(self.nodes, self.threads, usable_cores(), machine_free_bytes())
-        # This process may have a limit of its own.
-        return replace(master, memory_bytes=min(master.memory_bytes, own_memory_bytes())), *others
+        # This process may have a limit of its own, and holds data and what built the model.
+        taken = rss_bytes()
+        memory, extra = min(master.memory_bytes + taken, own_memory_bytes()), max(0, taken - PROCESS_BYTES)
+        return replace(master, memory_bytes=memory, extra_bytes=extra), *others
 
     def pids(self) -> dict[int, int]:
         return {node: child.pid for node, child in self._children.items()}

@@ -53,6 +53,23 @@ class NodeSummary(msgspec.Struct, frozen=True):
     sent_to: dict[int, int] = {}  # tensor payload of the whole run by receiver, evaluations included
 
 
+class NodeForecast(msgspec.Struct, frozen=True):
+    node: int
+    device: str
+    memory_bytes: float  # at its peak
+    free_bytes: float | None  # None: nobody knows
+    busy_s: float  # of a step
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """What the plan said before the first step."""
+
+    step_s: float
+    idle_fraction: float
+    per_node: tuple[NodeForecast, ...]
+    left_out: tuple[str, ...] = ()
+
+
 class Summary(msgspec.Struct, frozen=True):
     strategy: str
     model: str
@@ -86,6 +103,8 @@ class Summary(msgspec.Struct, frozen=True):
     error: str | None
     run_dir: str
     per_node: tuple[NodeSummary, ...]
+    microbatches_chosen: bool = False  # by the plan, with --microbatches auto
+    forecast: Forecast | None = None
 
     @property
     def energy_j(self) -> float | None:
@@ -179,6 +198,8 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         error=ended.error if ended else None,
         run_dir=run_dir,
         per_node=per_node,
+        microbatches_chosen=facts.get("microbatches_chosen", False),
+        forecast=msgspec.convert(facts["forecast"], Forecast) if "forecast" in facts else None,
     )
 
 

@@ -11,11 +11,12 @@ thread count and this version; anything else is measured anew.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ from ringtmp.plan.device import LayerCost, Measured
 from ringtmp.resources import fingerprint
 
 #: Of the file's layout and of how things are measured.
-FORMAT = 1
+FORMAT = 2
 #: Each size is measured until this time is spent, but within these numbers of runs.
 MEASURE_S = 0.15
 LEAST_RUNS, MOST_RUNS = 3, 15
@@ -55,6 +56,7 @@ class Profile(msgspec.Struct, frozen=True):
     output_bytes: tuple[int, ...]
     update_s: float
     optimizer_bytes: int
+    weights_s: tuple[float, ...]  # of backward_s: gradients of the layer's own tensors
 
 
 class ProfileCache:
@@ -86,23 +88,10 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringtmp" / "profile"
 
 
-def profile_layers(
-    built: Iterable[BuiltLayer],
-    inputs: Any,
-    sizes: Sequence[int],
-    threads: int,
-    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
-    optimizer_name: str,
-    cache: ProfileCache | None = None,
-) -> Iterator[LayerCost]:
-    """One LayerCost per built layer, in order; nothing of a layer is kept."""
-    profiler = Profiler(inputs, sizes, threads, make_optimizer, optimizer_name, cache)
-    for each in built:
-        yield profiler.cost(each)
-
-
 class Profiler:
-    """`inputs`: what enters the first layer, at least max(sizes) samples; `make_optimizer` as the nodes use it,
+    """Costs of a model's layers, asked for in order; nothing of a layer is kept.
+
+    `inputs`: what enters the first layer, at least max(sizes) samples; `make_optimizer` as the nodes use it,
     `optimizer_name` with its settings, for the cache."""
 
     def __init__(
@@ -118,7 +107,7 @@ class Profiler:
         self._sizes = sizes
         self._make_optimizer = make_optimizer
         self._here = f"{_device(threads)} {optimizer_name}"
-        self._clock = time.thread_time if threads == 1 else time.perf_counter
+        self._clock = _clock(threads)
         self._cache = cache
         self._seen: dict[str, Profile] = {}
         self._trained = False  # the data wants no gradient, nor does what layers without parameters make of it
@@ -139,10 +128,45 @@ class Profiler:
         return layer_cost(each.layer, each.tensors, found)
 
 
+def with_loss(
+    cost: LayerCost,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    outputs: Any,
+    targets: torch.Tensor,
+    threads: int,
+) -> LayerCost:
+    """The last layer's cost with that of the loss behind it, which the tail computes too. `outputs` and `targets`: as
+    many samples as the largest size has, or more."""
+    clock = _clock(threads)
+    measured = []
+    for point in cost.measured:
+        size = int(point.samples)
+        given = pytree.tree_map(lambda leaf, size=size: leaf[:size].detach(), outputs)
+        forward, backward = [], []
+        for _ in range(LEAST_RUNS + 1):
+            leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(given)]
+            began = clock()
+            value = loss(given, targets[:size])
+            middle = clock()
+            if value.requires_grad:
+                torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+            forward.append(middle - began)
+            backward.append(clock() - middle)
+        measured.append(
+            dataclasses.replace(
+                point,
+                forward_s=point.forward_s + statistics.median(forward[1:]),
+                backward_s=point.backward_s + statistics.median(backward[1:]),
+            )
+        )
+    return dataclasses.replace(cost, measured=tuple(measured))
+
+
 def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile) -> LayerCost:
     points = zip(
-        profile.sizes, profile.forward_s, profile.backward_s, profile.stored_bytes, profile.output_bytes, strict=True
-    )
+        profile.sizes, profile.forward_s, profile.backward_s, profile.stored_bytes, profile.output_bytes,
+        profile.weights_s, strict=True,
+    )  # fmt: skip
     trainable = sum(tensors[each.name].nbytes for each in layer.tensors if each.trainable)
     return LayerCost(
         layer.name,
@@ -162,6 +186,10 @@ def signature(
     shapes = [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in leaves]
     known = (layer.train, layer.tensors, shapes, list(wants), list(sizes), here, __version__, FORMAT)
     return hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()[:40]
+
+
+def _clock(threads: int) -> Callable[[], float]:
+    return time.thread_time if threads == 1 else time.perf_counter
 
 
 def _device(threads: int) -> str:
@@ -192,6 +220,7 @@ def _measure(
         owned[each.name].requires_grad_(each.trainable)
     forward: list[float] = []
     backward: list[float] = []
+    weights: list[float] = []
     stored: list[int] = []
     outputs: list[int] = []
     largest = max(leaf.shape[0] for leaf in leaves if leaf.dim())
@@ -204,10 +233,18 @@ def _measure(
             forward_s, backward_s = runner.times(clock)
             forward.append(forward_s)
             backward.append(backward_s)
+            weights.append(max(0.0, backward_s - runner.input_gradient_s(clock)))
     trained = [owned[each.name] for each in layer.tensors if each.trainable]
     update_s, optimizer_bytes = _update(trained, make_optimizer, clock)
     return Profile(
-        tuple(sizes), tuple(forward), tuple(backward), tuple(stored), tuple(outputs), update_s, optimizer_bytes
+        tuple(sizes),
+        tuple(forward),
+        tuple(backward),
+        tuple(stored),
+        tuple(outputs),
+        update_s,
+        optimizer_bytes,
+        tuple(weights),
     )
 
 
@@ -274,6 +311,22 @@ class _Runner:
             if spent > 10 * MEASURE_S and forward:
                 break
         return statistics.median(forward), statistics.median(backward)
+
+    def input_gradient_s(self, clock: Callable[[], float]) -> float:
+        """Seconds of the gradients of what entered, without those of the layer's own tensors."""
+        took = []
+        for run in range(LEAST_RUNS + 1):
+            torch.default_generator.manual_seed(run)
+            leaves, outputs = self._forward()
+            entered = [leaf for leaf in leaves if leaf.requires_grad]
+            roots = [each for each in outputs if each.requires_grad]
+            if not entered or not roots:
+                return 0.0
+            seeds = [torch.ones_like(each) for each in roots]
+            began = clock()
+            torch.autograd.grad(roots, entered, seeds, allow_unused=True)
+            took.append(clock() - began)
+        return statistics.median(took[1:])
 
 
 def _update(

@@ -42,7 +42,7 @@ class Parts:
 
     device: str
     forward_s: float
-    backward_s: float
+    backward_s: float  # all gradients, deferred ones too
     update_s: float
     waiting_s: dict[str, float]
 
@@ -103,9 +103,8 @@ def parts(made: Plan) -> Parts:
     # Spans are of one step, busy_s the mean of a few.
     scale = node.busy_s / total if (total := sum(took.values())) else 0.0
     each = {kind: length * scale for kind, length in took.items()}
-    return Parts(
-        node.device, each.get("forward", 0.0), each.get("backward", 0.0), each.get("update", 0.0), node.idle_causes
-    )
+    backward_s = each.get("backward", 0.0) + each.get("weights", 0.0)
+    return Parts(node.device, each.get("forward", 0.0), backward_s, each.get("update", 0.0), node.idle_causes)
 
 
 def gains(
@@ -147,6 +146,12 @@ def gains(
             attempt(f"{2 * count} microbatches", everyone, replace(free, microbatches=2 * count))
         if count > 1:
             attempt(f"{count // 2} microbatches", everyone, replace(free, microbatches=count // 2))
+        if options.schedule == "1f1b":
+            attempt("the zero-bubble schedule", everyone, replace(free, schedule="zero-bubble"))
+        if made.window < count * (1 + options.staleness):
+            attempt(f"a window of {2 * made.window}", everyone, replace(free, window=2 * made.window))
+    if options.recompute != "none":
+        attempt("storing activations instead of computing them again", everyone, replace(free, recompute="none"))
     found = []
     for change, make in tries:
         try:

@@ -104,7 +104,7 @@ class Segments:
         return np.maximum(costs, crossing / min(link.up_bytes_per_s, link.down_bytes_per_s), out=costs)
 
     def _memory(self, count: int) -> Matrix:
-        each: Matrix = self._weights + count * self._stored
+        each: Matrix = self._weights + self.table.stored_by(count) * self._stored
         total: Matrix = each[None, :] - each[:, None] + (count + 1) * _sum(self._crossing, self._crossing)
         return np.add(total, self._largest, out=total)
 

@@ -27,24 +27,37 @@ class StageCost:
     weight_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
+    weights_s: float = 0.0  # of backward_s: weight gradients that may wait
 
 
 class CostTable:
-    """Prefix sums over the layers at `samples` per microbatch; bytes that travel are scaled by `wire_ratio`."""
+    """Prefix sums over the layers at `samples` per microbatch; bytes that travel are scaled by `wire_ratio`. With
+    `recompute` backward goes forward once more, and only the microbatch at work has its activations stored. Of weights
+    `versions` are kept."""
 
-    def __init__(self, layers: Sequence[LayerCost], samples: float, wire_ratio: float = 1.0) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerCost],
+        samples: float,
+        wire_ratio: float = 1.0,
+        recompute: bool = False,
+        versions: int = 1,
+    ) -> None:
         if not layers:
             raise UsageError("the model has no layers")
         at = [layer.at(samples) for layer in layers]
         self.layers = tuple(layers)
         self.samples = samples
         self.wire_ratio = wire_ratio
+        self.recompute = recompute
         self.count = len(layers)
         self.forward_s = _sums(each.forward_s for each in at)
-        self.backward_s = _sums(each.backward_s for each in at)
+        again = 1.0 if recompute else 0.0
+        self.backward_s = _sums(each.backward_s + again * each.forward_s for each in at)
+        self.weights_s = _sums(each.weights_s for each in at)
         self.update_s = _sums(layer.update_s for layer in layers)
         self.stored = _sums(each.stored_bytes for each in at)
-        self.weights = _sums(layer.weight_bytes for layer in layers)
+        self.weights = _sums(layer.weight_bytes + (versions - 1) * layer.gradient_bytes for layer in layers)
         self.gradients = _sums(layer.gradient_bytes for layer in layers)
         self.optimizer = _sums(layer.optimizer_bytes for layer in layers)
         self.crossing_bytes = [0.0, *(each.output_bytes for each in at)]  # as they lie in memory
@@ -58,7 +71,12 @@ class CostTable:
         return StageCost(
             over(self.forward_s), over(self.backward_s), over(self.update_s), self.crossing_bytes[first],
             self.crossing_bytes[stop], over(self.stored), over(self.weights), over(self.gradients), over(self.optimizer),
+            over(self.weights_s),
         )  # fmt: skip
+
+    def stored_by(self, count: int) -> int:
+        """Of `count` microbatches held, those whose activations are stored."""
+        return min(count, 1) if self.recompute else count
 
     @property
     def least_front(self) -> int:

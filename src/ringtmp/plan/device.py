@@ -14,8 +14,9 @@ from ringtmp.errors import UsageError
 
 #: One message through node, codec and link at one end: Python's work, whatever the size.
 MESSAGE_CPU_S = 250e-6
-#: Copying, encrypting and the kernel's part, per byte and end; without encryption a third.
-CURVE_BYTE_CPU_S = 0.6e-9
+#: Copying, encrypting and the kernel's part, per byte and end: processor time of the whole process, ZeroMQ's thread too, from
+#: messages of 64 KiB to 1 MiB there and back.
+CURVE_BYTE_CPU_S = 1.6e-9
 PLAIN_BYTE_CPU_S = 0.2e-9
 
 
@@ -95,6 +96,7 @@ class Measured:
     backward_s: float
     stored_bytes: float  # kept from forward to backward: saved tensors and outputs, without parameters and inputs
     output_bytes: float  # what crosses a cut behind this layer
+    weights_s: float = 0.0  # of backward_s: gradients of its weights, which may wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def _mix(samples: float, low: Measured, high: Measured, weight: float, scale: bo
         line(low.backward_s, high.backward_s),
         line(low.stored_bytes, high.stored_bytes),
         line(low.output_bytes, high.output_bytes),
+        line(low.weights_s, high.weights_s),
     )
 
 

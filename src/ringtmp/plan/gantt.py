@@ -15,6 +15,7 @@ from ringtmp.units import seconds_text
 COLOURS = {
     "forward": "#56b4e9",
     "backward": "#e69f00",
+    "weights": "#d55e00",
     "update": "#009e73",
     "compute": "#56b4e9",
     "reduce": "#cc79a7",

@@ -22,6 +22,7 @@ from ringtmp.errors import DoesNotFit
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device
 from ringtmp.plan.route import MASTER, Route
+from ringtmp.plan.rule import places
 from ringtmp.plan.simulate import Simulated
 from ringtmp.plan.simulate_ring import RingOptions
 from ringtmp.units import bytes_text
@@ -57,12 +58,14 @@ class MemoryForecast:
 
 def held(visit: int, visits: int, options: RingOptions, safe: bool = False) -> int:
     """Microbatches a visit holds where all take about the same time; `safe`: whatever happens."""
-    most = min(options.window_for(visits), options.microbatches)
+    window = options.window_for(visits)
+    most = min(places(window, options.schedule), options.microbatches * (1 + options.staleness))
     if options.schedule == "gpipe":
         return most
     if safe:
-        return 1 if visit == visits - 1 else most
-    return min(most, 2 * (visits - 1 - visit) + 1)
+        return 1 if visit == visits - 1 and options.schedule == "1f1b" else most
+    usual = 2 * (visits - 1 - visit) + 1
+    return min(most, usual if options.schedule == "1f1b" else usual + (window + 1) // 2)
 
 
 def held_in(simulated: Simulated, route: Route, options: RingOptions) -> tuple[int, ...]:
@@ -81,7 +84,7 @@ def segment_bytes(table: CostTable, first: int, stop: int, count: int, largest_s
     stage = table.stage(first, stop)
     weights = stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
     boundary = (count + 1) * (stage.input_bytes + (stage.output_bytes if stop < table.count else 0.0))
-    return weights + count * stage.stored_bytes + boundary + largest_stored
+    return weights + table.stored_by(count) * stage.stored_bytes + boundary + largest_stored
 
 
 def forecast(
@@ -102,7 +105,7 @@ def forecast(
             weights += stage.weight_bytes
             gradients += stage.gradient_bytes
             optimizer += stage.optimizer_bytes
-            stored += count * stage.stored_bytes
+            stored += table.stored_by(count) * stage.stored_bytes
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             working = max(working, largest_stored(table, visit.first, visit.stop))
         without = MemoryForecast(

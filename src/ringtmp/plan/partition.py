@@ -18,12 +18,13 @@ from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.plan.bottleneck import Candidate, Segments, given_order, least_missing, shortest_way
+from ringtmp.plan.bottleneck import Candidate, Segments, least_missing, shortest_way
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device, Paths
 from ringtmp.plan.memory import forecast, held, held_in, refuse_single_layers, require_fit
-from ringtmp.plan.route import plain_ring
+from ringtmp.plan.route import holders_of, plain_ring, route_over
 from ringtmp.plan.simulate_ring import simulate_ring
+from ringtmp.plan.spread import bounds_for
 
 Bounds = tuple[tuple[int, int], ...]
 #: Actions simulated while cuts are moved: about 20 us each.
@@ -94,26 +95,6 @@ def _bounds_under(
             if sums[front] + sums[layers] - sums[start] <= cap and layers - start >= tail_least:
                 return [*bounds, (start, layers)]
     return None
-
-
-def best_cuts(
-    segments: Segments, devices: Sequence[Device], paths: Paths | None = None, actions: int = REFINE_ACTIONS
-) -> tuple[Candidate, float]:
-    """The cuts with the shortest simulated step for devices in this order, the master first, and that step.
-
-    DoesNotFit with the missing bytes by device, or UsageError with too few layers. The bottleneck is exact; so is the
-    step where all cuts could be simulated within `actions`.
-    """
-    found = given_order(segments, devices) if len(devices) > 1 else alone(segments, devices)
-    if found is not None:
-        found, step_s = refine(segments, devices, found, paths, actions)
-        if math.isfinite(step_s):
-            return found, step_s
-    safe = Segments(segments.table, segments.options, segments.process_bytes, True, segments.protect)
-    if segments.safe or (found := given_order(safe, devices)) is None:
-        refuse(safe, devices)
-        raise AssertionError("nothing fits, and nothing is missing")
-    return refine(safe, devices, found, paths, actions)
 
 
 def alone(segments: Segments, devices: Sequence[Device]) -> Candidate | None:
@@ -189,21 +170,54 @@ def refine(
     return replace(start, bounds=best), best_s
 
 
-class _Trial:
-    """Simulates cuts; infinite for those that do not fit."""
+def spread(
+    segments: Segments, devices: Sequence[Device], holders: Sequence[int], paths: Paths | None, actions: int
+) -> tuple[Candidate, float]:
+    """Cuts for a route that visits nodes several times: work in proportion to the paces, then cuts are moved for as long
+    as the simulated step gets shorter. Every device takes part, in the given order."""
+    table = segments.table
+    costs = [
+        table.forward_s[i + 1] - table.forward_s[i] + table.backward_s[i + 1] - table.backward_s[i]
+        for i in range(table.count)
+    ]
+    trial = _Trial(segments, devices, paths, holders)
+    paces = [device.pace for device in devices]
+    best: Bounds = tuple(bounds_for(costs, table.has_parameters, holders, paces))
+    best_s, left, improved = trial.step_s(best), actions // trial.actions, True
+    while improved and left > 0:
+        improved = False
+        for move in _moves(len(holders) - 1):
+            while left > 0 and (next_bounds := _moved(best, move)) is not None:
+                left -= 1
+                if (took := trial.step_s(next_bounds)) >= best_s * (1 - 1e-9):
+                    break
+                best, best_s, improved = next_bounds, took, True
+    return Candidate(tuple(range(len(devices))), best, best_s / segments.options.microbatches), best_s
 
-    def __init__(self, segments: Segments, devices: Sequence[Device], paths: Paths | None) -> None:
+
+class _Trial:
+    """Simulates cuts; infinite for those that do not fit. `holders` None: a plain ring."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        devices: Sequence[Device],
+        paths: Paths | None,
+        holders: Sequence[int] | None = None,
+    ) -> None:
         self._segments, self._devices, self._paths = segments, devices, paths
-        # Under a quota a single step depends on where in a period it begins.
+        self._holders = holders_of(len(devices)) if holders is None else holders
+        # Under a quota a single step depends on where in a period it begins; steps that overlap need a few to settle.
         steps = 2 if any(device.quota is not None for device in devices) else 1
+        steps += 4 * segments.options.staleness
         self._options = replace(segments.options, steps=steps)
-        self.actions = steps * (len(devices) + 1) * (2 * segments.options.microbatches + 1)
+        self.actions = steps * len(self._holders) * (2 * segments.options.microbatches + 1)
 
     def step_s(self, bounds: Bounds) -> float:
         table, nodes = self._segments.table, len(self._devices)
         if nodes > 1 and (bounds[0][1] < table.least_front or bounds[-1][0] > table.count - table.least_tail):
             return math.inf
-        route = plain_ring(nodes, list(bounds))
+        route = route_over(self._holders, bounds)
         result = simulate_ring(table, route, self._devices, self._options, self._paths)
         counts = held_in(result, route, self._options)
         memory = forecast(table, route, self._devices, counts, self._segments.process_bytes, self._segments.protect)

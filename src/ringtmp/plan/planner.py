@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.plan.bottleneck import Candidate, Segments, every_multiset, given_order, states_of
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device, LayerCost, Paths, check_devices
 from ringtmp.plan.memory import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, step_s
-from ringtmp.plan.route import Route, plain_ring
+from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
+from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.rule import Schedule
 from ringtmp.plan.simulate import Simulated
 from ringtmp.plan.simulate_ring import RingOptions, simulate_ring
@@ -45,10 +45,19 @@ class PlanOptions:
     keep_all: bool = False  # every device takes part, in the given order
     protect: str = "off"  # where snapshots are kept: auto, memory, disk; else there are none
     cuts: tuple[tuple[int, int], ...] | None = None  # by hand: every device takes part, in the given order
+    staleness: int = 0
+    laps: int = 1
+    shape: str = "ring"  # or v
+    recompute: str = "none"  # or all, or auto: where it would not fit otherwise
 
     @property
     def ring(self) -> RingOptions:
-        return RingOptions(min(self.microbatches, self.batch_size), self.window, self.schedule, self.clip)
+        count = min(self.microbatches, self.batch_size)
+        return RingOptions(count, self.window, self.schedule, self.clip, staleness=self.staleness)
+
+    def holders(self, nodes: int) -> list[int]:
+        """The node of every visit."""
+        return holders_of(nodes, self.laps, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ class Plan:
 
     @property
     def route(self) -> Route:
-        return plain_ring(len(self.devices), list(self.bounds))
+        return route_over(self.options.holders(len(self.devices)), self.bounds)
 
     @property
     def step_s(self) -> float:
@@ -88,8 +97,8 @@ class Plan:
         held = [(visit.first, visit.stop) for visit in self.route.on(node)]
         return ", ".join("loss" if a == b else str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in held)
 
-    def summary(self) -> tuple[str, str, str]:
-        """Three lines for people."""
+    def summary(self, chosen: bool = False) -> tuple[str, str, str]:
+        """Three lines for people. `chosen`: the number of microbatches is the plan's own choice."""
         tightest = max(self.memory, key=lambda each: each.total_bytes / each.free_bytes)
         gone = (
             f"; left out: {', '.join(each.device for each in self.left_out)} ({self.left_out[0].reason})"
@@ -98,7 +107,8 @@ class Plan:
         )
         held = " | ".join(f"{device.name} {self.layers_text(node)}" for node, device in enumerate(self.devices))
         return (
-            f"plan: {_count(len(self.devices), 'device')}, about {seconds_text(self.step_s)} a step "
+            f"plan: {_count(len(self.devices), 'device')}, {_count(self.options.ring.microbatches, 'microbatch')}"
+            f"{' (auto)' if chosen else ''}, about {seconds_text(self.step_s)} a step "
             f"({self.samples_per_s:.3g} samples/s), idle {self.simulated.idle_fraction:.0%}",
             f"layers: {held}",
             f"memory: {tightest.device} is tightest, {bytes_text(tightest.total_bytes)} of "
@@ -114,28 +124,55 @@ def plan(
     DoesNotFit with the missing bytes by device; UsageError for devices or cuts that cannot be.
     """
     check_devices(tuple(devices))
+    again = replace(options, recompute="all")
+    if options.recompute == "all":
+        return _plan(layers, devices, options, paths)
+    try:
+        return _plan(layers, devices, replace(options, recompute="none"), paths)
+    except DoesNotFit as problem:
+        try:
+            made = _plan(layers, devices, again, paths)
+        except DoesNotFit:
+            raise problem from None
+        if options.recompute == "auto":
+            return made
+        raise DoesNotFit(
+            f"{problem}; with --recompute all it fits, at about {seconds_text(made.step_s)} a step"
+        ) from None
+
+
+def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, paths: Paths | None) -> Plan:
     ring = options.ring
-    table = CostTable(layers, options.batch_size / ring.microbatches, options.wire_ratio)
+    samples, again = options.batch_size / ring.microbatches, options.recompute == "all"
+    table = CostTable(layers, samples, options.wire_ratio, again, 1 + options.staleness)
+    holders = options.holders(len(devices))
     if options.cuts is not None:
-        _check_cuts(options.cuts, table.count, len(devices))
+        _check_cuts(options.cuts, table.count, len(holders))
         return _make(table, layers, devices, (), options, ring, options.cuts, 0.0, paths)
-    for each in _windows(ring, len(devices)):
+    for each in _windows(ring, len(holders)):
         # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
         for safe in (False, True):
             segments = Segments(table, each, options.process_bytes, safe, options.protect)
             found, gap = _candidates(segments, devices, options, paths)
             if found:
                 return _chosen(segments, layers, devices, options, found, gap, paths)
+    if _several_visits(options, len(devices)):
+        near, _ = spread(segments, devices, holders, paths, 0)
+        _make(table, layers, devices, (), options, segments.options, near.bounds, 0.0, paths)
     refuse(segments, devices)
     raise AssertionError("nothing fits, and nothing is missing")
 
 
-def _windows(ring: RingOptions, devices: int) -> list[RingOptions]:
+def _several_visits(options: PlanOptions, devices: int) -> bool:
+    return devices > 1 and (options.laps > 1 or options.shape == "v")
+
+
+def _windows(ring: RingOptions, visits: int) -> list[RingOptions]:
     """The window asked for or the default; where that does not fit and none was asked for, smaller ones."""
-    first = ring.window_for(devices + 1)
+    first = ring.window_for(visits)
     if ring.window is not None or ring.schedule == "gpipe":
         return [ring]
-    smaller = {devices + 1, (devices + 1) // 2, 2, 1}
+    smaller = {visits, visits // 2, 2, 1}
     return [ring, *(replace(ring, window=each) for each in sorted(smaller, reverse=True) if 1 <= each < first)]
 
 
@@ -143,7 +180,9 @@ def _candidates(
     segments: Segments, devices: Sequence[Device], options: PlanOptions, paths: Paths | None
 ) -> tuple[Found, float]:
     gap = 0.0
-    if options.keep_all or len(devices) == 1:
+    if _several_visits(options, len(devices)):
+        found = [spread(segments, devices, options.holders(len(devices)), paths, REFINE_ACTIONS)]
+    elif options.keep_all or len(devices) == 1:
         found = _as_given(segments, devices, paths)
     elif states_of(devices) <= MOST_STATES:
         found = _weighed(segments, devices, paths)
@@ -172,9 +211,9 @@ def _make(
     table: CostTable, layers: Sequence[LayerCost], devices: Sequence[Device], left_out: tuple[LeftOut, ...],
     options: PlanOptions, ring: RingOptions, bounds: tuple[tuple[int, int], ...], gap: float, paths: Paths | None,
 ) -> Plan:  # fmt: skip
-    route = plain_ring(len(devices), list(bounds))
+    route = route_over(options.holders(len(devices)), bounds)
     # Under a quota a step depends on where in a period it begins: take the mean of a few.
-    steps = 5 if any(device.quota is not None for device in devices) else 2
+    steps = (5 if any(device.quota is not None for device in devices) else 2) + 4 * options.staleness
     simulated = simulate_ring(table, route, devices, replace(ring, steps=steps), paths)
     counts = held_in(simulated, route, ring)
     memory = forecast(table, route, devices, counts, options.process_bytes, options.protect)
@@ -292,8 +331,7 @@ def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, de
     return f"no cuts fit with its {bytes_text(device.memory_bytes)}"
 
 
-def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, nodes: int) -> None:
-    visits = 1 if nodes == 1 else nodes + 1
+def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, visits: int) -> None:
     edges = [0, *(stop for _, stop in cuts)]
     if len(cuts) != visits or [first for first, _ in cuts] != edges[:-1] or edges[-1] != layers:
         raise UsageError(f"cuts {cuts} do not hold each of {layers} layers once in {visits} visits")
@@ -302,4 +340,5 @@ def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, nodes: int) -> N
 
 
 def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{plural if number != 1 else ''}"

@@ -14,7 +14,7 @@ from ringtmp.plan.device import Device
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One bar of the Gantt. Kinds: forward, backward, update, compute, reduce, send."""
+    """One bar of the Gantt. Kinds: forward, backward, weights, update, compute, reduce, send."""
 
     node: int
     kind: str

@@ -7,8 +7,9 @@ keep order, so counts of what arrived and what was done say which microbatch is 
     visit 0  F0 F1 .  B0 F2 B1 .  B2 U
     visit 1  .  F0 B0 F1 B1 F2 B2 U  .
 
-What a schedule to come needs: a new kind of action in the rule, its duration in `_durations` and what follows from it in
-`_done`. Routes may visit a node any number of times already.
+Deferred weight gradients (zero-bubble) are worked off a layer at a time. With staleness 1 a visit may be in two steps.
+Routes may visit a node any number of times. What a schedule to come needs: a new kind of action in the rule, its duration
+in `_durations` and what follows from it in `_done`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,20 @@ class RingOptions:
     schedule: Schedule = "1f1b"
     clip: bool = False
     steps: int = 1  # with more than one the first only warms up
+    staleness: int = 0
 
     def window_for(self, visits: int) -> int:
-        return self.window or default_window(visits, self.microbatches, self.schedule)
+        return self.window or default_window(visits, self.microbatches, self.schedule, self.staleness)
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that do not count: steps that overlap reach their rhythm later."""
+        return min(self.steps - 1, 1 + 2 * self.staleness)
+
+    @property
+    def counted(self) -> int:
+        """Steps that count: the last one ends early where nobody begins the next meanwhile."""
+        return max(1, self.steps - self.warm_up - self.staleness)
 
 
 def simulate_ring(
@@ -57,11 +69,13 @@ class _Visit:
 
     __slots__ = (
         "activations", "backwarded", "first", "forwarded", "gradients", "held", "index", "last", "most_held", "node",
-        "norms", "norms_sent", "scaled", "stage", "turn",
+        "norms", "norms_sent", "pieces", "pieces_left", "scaled", "stage", "turn", "weighed",
     )  # fmt: skip
 
-    def __init__(self, index: int, node: int, stage: StageCost, last: int) -> None:
+    def __init__(self, index: int, node: int, stage: StageCost, last: int, pieces: int) -> None:
         self.index, self.node, self.stage = index, node, stage
+        self.pieces = self.pieces_left = pieces  # of a microbatch's deferred weight gradients; 0: none are deferred
+        self.weighed = 0  # microbatches whose weight gradients are done
         self.first, self.last = index == 0, index == last
         self.turn = self.activations = self.gradients = self.forwarded = self.backwarded = 0
         self.held = self.most_held = 0
@@ -90,10 +104,13 @@ class _Ring:
         self._options = options
         self._microbatches = options.microbatches
         self._window = options.window_for(len(route.visits))
+        self._defers = options.schedule == "zero-bubble"
         self._nodes = [_Node(device) for device in devices]
         self._visits: list[_Visit] = []
         for each in route.visits:
-            visit = _Visit(each.index, each.node, table.stage(each.first, each.stop), route.last)
+            stage = table.stage(each.first, each.stop)
+            pieces = max(1, each.stop - each.first) if self._defers and stage.weights_s > 0 else 0
+            visit = _Visit(each.index, each.node, stage, route.last, pieces)
             self._visits.append(visit)
             self._nodes[each.node].visits.append(visit)
         self._cut_bytes = [table.cut_bytes[each.first] for each in route.visits]  # into each visit
@@ -113,9 +130,11 @@ class _Ring:
         if not visit.last and self._visits_node(visit.index + 1) != visit.node:
             after = link.cpu_s(self._cut_bytes[visit.index + 1])
         stage = visit.stage
+        later_s = stage.weights_s if visit.pieces else 0.0
         return {
             "forward": (stage.forward_s, before + after),
-            "backward": (stage.backward_s, before + after),
+            "backward": (stage.backward_s - later_s, before + after),
+            "weights": (later_s / max(visit.pieces, 1), 0.0),
             "update": (stage.update_s, 0.0),
         }
 
@@ -125,7 +144,7 @@ class _Ring:
     # -- the clock ----------------------------------------------------------------------------------------------------
 
     def run(self) -> Simulated:
-        self._visits[0].activations = self._microbatches
+        self._visits[0].activations = self._microbatches * min(1 + self._options.staleness, self._options.steps)
         self._choose(self._nodes[self._visits[0].node], 0.0)
         heap = self._heap
         while heap:
@@ -188,23 +207,28 @@ class _Ring:
         work, own = self._durations[action.visit][action.kind]
         end = node.processor.finish(now, work, own)
         node.busy = action
-        node.spans.append((action.kind, action.visit, action.microbatch, now, end))
+        microbatch = visit.weighed % self._microbatches if action.kind == "weights" else action.microbatch
+        node.spans.append((action.kind, action.visit, microbatch, now, end))
         self._push(end, _DONE, visit.node)
 
     def _ready(self, visit: _Visit) -> Ready:
         count = self._microbatches
-        base = visit.turn * count
-        forwarded, backwarded = visit.forwarded - base, visit.backwarded - base
-        complete = backwarded == count
+        may_go = visit.forwarded // count - visit.turn <= self._options.staleness
+        answering = visit.backwarded // count  # the pass whose gradient comes next
+        end = (visit.turn + 1) * count
+        deferred = visit.backwarded - visit.weighed
         return Ready(
             visit.index,
             visit.first,
-            forwarded if visit.activations > visit.forwarded and forwarded < count else None,
-            backwarded if visit.gradients > visit.backwarded else None,
-            forwarded,
-            forwarded - backwarded if visit.first else 0,
+            visit.forwarded % count if visit.activations > visit.forwarded and may_go else None,
+            visit.backwarded % count if visit.gradients > visit.backwarded else None,
+            min(visit.forwarded - answering * count, count),
+            visit.forwarded - visit.backwarded if visit.first else 0,
             count,
-            complete and (not self._options.clip or visit.scaled > visit.turn),
+            visit.weighed >= end and (not self._options.clip or visit.scaled > visit.turn),
+            deferred,
+            visit.forwarded - visit.weighed,
+            visit.backwarded >= end,
         )
 
     def _cause(self, node: _Node) -> str:
@@ -214,11 +238,11 @@ class _Ring:
         for visit in (deepest, *node.visits):
             forwarded = visit.forwarded - visit.turn * count
             if forwarded:  # in a pass
-                if visit.backwarded - visit.turn * count == count:
+                if visit.backwarded - visit.turn * count >= count:
                     return "clipping"
-                if visit.first and visit.activations > visit.forwarded and forwarded < count:
+                if visit.first and visit.activations > visit.forwarded:
                     return "window"
-                if forwarded == count:
+                if forwarded >= count:
                     return "gradients"
         return "activations"
 
@@ -235,16 +259,27 @@ class _Ring:
                 self._send(now, visit.node, visit.index + 1, _ACTIVATIONS, self._cut_bytes[visit.index + 1])
         elif action.kind == "backward":
             visit.backwarded += 1
-            visit.held -= 1
-            stage = visit.stage
-            freed = stage.stored_bytes + (0.0 if visit.first else stage.input_bytes)
-            self._weigh(node, -freed - (0.0 if visit.last else stage.output_bytes))
             if not visit.first:
                 self._send(now, visit.node, visit.index - 1, _GRADIENTS, self._cut_bytes[visit.index])
-            self._pass_norms_on(visit, now)
+            if not visit.pieces:
+                self._let_go(node, visit, now)
+        elif action.kind == "weights":
+            visit.pieces_left -= 1
+            if not visit.pieces_left:
+                visit.pieces_left = visit.pieces
+                self._let_go(node, visit, now)
         else:
             visit.turn += 1
             self._end_of_step(node, now)
+
+    def _let_go(self, node: _Node, visit: _Visit, now: float) -> None:
+        """All gradients of a microbatch are there: nothing of it is needed any more."""
+        visit.weighed += 1
+        visit.held -= 1
+        stage = visit.stage
+        freed = stage.stored_bytes + (0.0 if visit.first else stage.input_bytes)
+        self._weigh(node, -freed - (0.0 if visit.last else stage.output_bytes))
+        self._pass_norms_on(visit, now)
 
     def _arrived(self, kind: int, index: int, now: float) -> None:
         visit = self._visits[index]
@@ -265,9 +300,9 @@ class _Ring:
         node.most_level = max(node.most_level, node.level)
 
     def _pass_norms_on(self, visit: _Visit, now: float) -> None:
-        if not self._options.clip or visit.norms_sent > visit.turn:
+        if not self._options.clip or visit.weighed < (visit.norms_sent + 1) * self._microbatches:
             return
-        if visit.backwarded < (visit.turn + 1) * self._microbatches or (not visit.last and visit.norms <= visit.turn):
+        if not visit.last and visit.norms <= visit.norms_sent:
             return
         visit.norms_sent += 1
         if visit.first:
@@ -288,24 +323,22 @@ class _Ring:
         if done <= len(self._ends):
             return
         self._ends.append(now)
-        if done == 1 and self._options.steps > 1:
+        if done == self._options.warm_up:
             self._warm = dict(self._lines.carried)
-        if done < self._options.steps:
+        if done + self._options.staleness < self._options.steps:
             self._visits[0].activations += self._microbatches
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
     def _result(self) -> Simulated:
-        begin = self._ends[0] if self._options.steps > 1 else 0.0
-        steps = max(1, self._options.steps - 1)
+        warm_up = self._options.warm_up
+        begin = self._ends[warm_up - 1] if warm_up else 0.0
+        steps = self._options.counted
+        ended = self._ends[warm_up + steps - 1]
         # The last update may end on a worker when the master is done already.
-        end = (
-            self._ends[-1]
-            if self._options.steps > 1
-            else max(self._ends[-1], *(node.free_since for node in self._nodes))
-        )
+        end = ended if self._options.steps > 1 else max(ended, *(node.free_since for node in self._nodes))
         step_s = (end - begin) / steps
-        links = per_step(self._lines.carried, self._warm, steps)
+        links = per_step(self._lines.carried, self._warm, self._options.steps - warm_up)
         sent, received = line_bytes(links, len(self._devices))
         nodes = []
         for number, (node, device) in enumerate(zip(self._nodes, self._devices, strict=True)):
@@ -323,13 +356,13 @@ class _Ring:
                     joules(device, busy, idle, sent[number] + received[number]),
                 )
             )  # fmt: skip
-        # One step is drawn: the last.
-        drawn = self._ends[-2] if self._options.steps > 1 else 0.0
+        # One step is drawn: the last that counts. Where steps overlap, what is done of the next one is in it.
+        drawn = self._ends[warm_up + steps - 2] if self._options.steps > 1 else 0.0
         spans = tuple(
             Span(number, kind, visit, microbatch, max(a - drawn, 0.0), b - drawn)
             for number, node in enumerate(self._nodes)
             for kind, visit, microbatch, a, b in node.spans
-            if b > drawn
+            if b > drawn and (a < ended or not self._options.staleness)
         )
         return Simulated("ring", step_s, tuple(nodes), links, spans)
 

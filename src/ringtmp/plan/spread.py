@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from ringtmp.errors import UsageError
-from ringtmp.plan.partition import equal_cost
 
 Bounds = list[tuple[int, int]]
 
 
-def bounds_for(costs: Sequence[float], has_parameters: Sequence[bool], holders: Sequence[int]) -> Bounds:
-    """Bounds per visit: a layer or more each, and one with parameters at the front and at the tail."""
-    nodes = len(set(holders))
-    if len(holders) == 1 or len(holders) == nodes + 1:
-        return equal_cost(costs, has_parameters, nodes)
+def bounds_for(
+    costs: Sequence[float], has_parameters: Sequence[bool], holders: Sequence[int], paces: Sequence[float] | None = None
+) -> Bounds:
+    """Bounds per visit: a layer or more each, and one with parameters at the front and at the tail. `paces`: of every
+    node; None: all alike."""
+    paces = paces or [1.0] * len(set(holders))
     least = [1] * len(holders)
     least[0] = _first_with(has_parameters)
     least[-1] = _first_with(has_parameters[::-1])
@@ -30,8 +30,8 @@ def bounds_for(costs: Sequence[float], has_parameters: Sequence[bool], holders: 
             f"a route of {len(holders)} visits needs at least {sum(least)} layers; the model has {len(costs)}: use fewer "
             "--laps or --nodes, or a deeper model"
         )
-    cuts = _equal_shares(costs, holders, least)
-    best = _badness(cuts, costs, holders)
+    cuts = _equal_shares(costs, holders, least, paces)
+    best = _badness(cuts, costs, holders, paces)
     improved = True
     while improved:
         improved = False
@@ -40,16 +40,18 @@ def bounds_for(costs: Sequence[float], has_parameters: Sequence[bool], holders: 
                 moved = [*cuts[:index], cuts[index] + by, *cuts[index + 1 :]]
                 if any(stop - first < need for (first, stop), need in zip(pairwise(moved), least, strict=True)):
                     continue
-                badness = _badness(moved, costs, holders)
+                badness = _badness(moved, costs, holders, paces)
                 if badness < best:
                     cuts, best, improved = moved, badness, True
     return list(pairwise(cuts))
 
 
-def _equal_shares(costs: Sequence[float], holders: Sequence[int], least: Sequence[int]) -> list[int]:
-    """Edges of visits that are about equal within a node, and whose sums are about equal over nodes."""
+def _equal_shares(
+    costs: Sequence[float], holders: Sequence[int], least: Sequence[int], paces: Sequence[float]
+) -> list[int]:
+    """Edges of visits that are about equal within a node, and whose sums are about as the paces over nodes."""
     sums = [0.0, *accumulate(costs)]
-    shares = [1 / holders.count(holder) for holder in holders]
+    shares = [paces[holder] / holders.count(holder) for holder in holders]
     cuts, wanted = [0], 0.0
     for index, share in enumerate(shares[:-1]):
         wanted += share / sum(shares) * sums[-1]
@@ -58,11 +60,13 @@ def _equal_shares(costs: Sequence[float], holders: Sequence[int], least: Sequenc
     return [*cuts, len(costs)]
 
 
-def _badness(cuts: Sequence[int], costs: Sequence[float], holders: Sequence[int]) -> tuple[float, float, float]:
+def _badness(
+    cuts: Sequence[int], costs: Sequence[float], holders: Sequence[int], paces: Sequence[float]
+) -> tuple[float, float, float]:
     visits = [sum(costs[first:stop]) for first, stop in pairwise(cuts)]
     nodes = dict.fromkeys(holders, 0.0)
     for holder, cost in zip(holders, visits, strict=True):
-        nodes[holder] += cost
+        nodes[holder] += cost / paces[holder]
     return max(nodes.values()), sum(each**2 for each in nodes.values()), sum(each**2 for each in visits)
 
 

@@ -26,10 +26,10 @@ from ringtmp.plan.route import MASTER
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import WAIT_S, Crew, Lead
+from ringtmp.ring.lines import Lines
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
 from ringtmp.ring.protect import places
-from ringtmp.ring.scout import ECHO_BYTES, rate_of
 from ringtmp.wire.message import (
     Activations,
     Echo,
@@ -86,7 +86,7 @@ class Master(Lead):
         self._loss = loss
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
-        self._echoes: dict[int, tuple[float, float]] = {}
+        self._lines = Lines(endpoint, self._until)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
         self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way
@@ -313,7 +313,7 @@ class Master(Lead):
         if isinstance(mail.message, Inspected):
             self._inspected[mail.sender] = mail.message
         elif isinstance(mail.message, Echo):
-            self._echoes[mail.sender] = (mail.message.bytes_per_s, rate_of(mail))
+            self._lines.heard()
         elif isinstance(mail.message, Held):
             if self.protection.held(mail.message, mail.sender):
                 for node in self.node.route.nodes():
@@ -328,17 +328,9 @@ class Master(Lead):
         return True
 
     def try_lines(self) -> dict[int, tuple[float, float]]:
-        """Bytes per second to and from every other node, while the ring is at rest."""
-        self._echoes.clear()
-        for node in self.node.route.nodes():
-            if node != MASTER:
-                self.endpoint.post(node, Echo(0.0), [torch.zeros(ECHO_BYTES, dtype=torch.uint8)])
-                self._until(
-                    lambda node=node: node in self._echoes,  # type: ignore[misc]
-                    lambda node=node: f"node {node} to echo",  # type: ignore[misc]
-                    self._stall_limit(),
-                )
-        return dict(self._echoes)
+        """Bytes per second to and from other nodes, while the ring is at rest."""
+        found = self._lines.tried([node for node in self.node.route.nodes() if node != MASTER])
+        return {node: (line.down_bytes_per_s, line.up_bytes_per_s) for node, line in found.items()}
 
     def _waiting_for(self, step: int) -> str:
         for index, state in sorted(self.node.visits.items()):

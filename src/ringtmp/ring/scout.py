@@ -1,8 +1,8 @@
 """Before a plan is made: how fast every device runs one of the model's own layers, and how fast its line is.
 
 All devices run the layer at the same time, for the same span of wall time, under whatever quota they have: the time a run
-takes on average is what a plan can count on. Only the layer's graph travels; its tensors are made up on the spot. Lines
-are tried one after another, half a mebibyte each way, until the time for it is over.
+takes on average is what a plan can count on. Only the layer's graph travels; its tensors are made up on the spot. Then
+lines are tried (lines.py).
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from dataclasses import dataclass, replace
 import torch
 
 from ringtmp.errors import ProtocolError
+from ringtmp.limits import group_limits
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link
+from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link, Quota
+from ringtmp.plan.memory import PROCESS_BYTES
+from ringtmp.resources import own_memory_bytes, rss_bytes
 from ringtmp.ring.edges import run_backward
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
+from ringtmp.ring.lines import Line, Lines, echo
 from ringtmp.wire.message import Crossing, Echo, Sample, Timed
 
 MEASURE_S = 0.4
 LEAST_RUNS = 2
-LINES_S = 1.5
-ECHO_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
 class Seen:
     """What was found out of one device."""
 
-    run_s: float  # one forward and backward of the sample layer, on the wall
-    down_bytes_per_s: float | None = None  # from the master; None: not tried
-    up_bytes_per_s: float | None = None
-    latency_s: float = 0.0  # one way
+    told: Timed  # on the wall, without a model
+    line: Line | None = None  # to the master; None: not tried
 
 
 def sample_of(
@@ -77,75 +77,81 @@ def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
     return (time.monotonic() - began) / runs
 
 
+def timed(sample: Sample) -> Timed:
+    limits = group_limits()
+    seconds = run_sample(sample)
+    return Timed(seconds, rss_bytes(), own_memory_bytes(), limits.cores, limits.period_s)
+
+
 def answer(endpoint: Endpoint, mail: Mail) -> bool:
     """On a node without a plan: do what a scout asks. False: it was something else."""
     message = mail.message
     if isinstance(message, Sample):
-        endpoint.post(mail.sender, Timed(run_sample(message)))
+        endpoint.post(mail.sender, timed(message))
     elif isinstance(message, Echo):
-        rate = rate_of(mail)
-        endpoint.post(mail.sender, Echo(rate), [torch.zeros(ECHO_BYTES, dtype=torch.uint8)])
+        echo(endpoint, mail, message)
     else:
         return False
     return True
 
 
-def rate_of(mail: Mail) -> float:
-    """Of the packets behind the first, which has no beginning one could see."""
-    took = mail.arrived_at - mail.first_at
-    return (mail.payload_bytes - 256 * 1024) / took if took > 0 else float("inf")
-
-
-def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float) -> tuple[Device, ...]:
-    """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it."""
+def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float, threads: int) -> tuple[Device, ...]:
+    """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it.
+    A latency is that of two ends; the master's is taken to be half of the shortest. A line that was not tried is taken to
+    be as the slowest that was."""
     found = []
-    for device, look in zip(devices, seen, strict=True):
-        pace = profiled_s / look.run_s
+    lines = [look.line for look in seen if look.line is not None]
+    own_s = min((line.latency_s for line in lines), default=0.0) / 2
+    slowest = min(lines, key=lambda line: line.up_bytes_per_s, default=Line(math.inf, math.inf, 0.0))
+    # The master's own line carries at least what the fastest of the others does.
+    fastest = max((max(line.up_bytes_per_s, line.down_bytes_per_s) for line in lines), default=math.inf)
+    master = Line(fastest, fastest, 2 * own_s)
+    for node, (device, look) in enumerate(zip(devices, seen, strict=True)):
+        line = master if node == 0 else look.line or slowest
+        told, quota = look.told, None
+        pace = profiled_s / told.seconds
+        speed = pace
+        if told.cores is not None and told.period_s is not None and told.cores < threads:
+            # All threads run until what they may use together in a period is used up.
+            quota = Quota(told.cores / threads * told.period_s, told.period_s)
+            speed = pace / quota.share
         # Work of the node itself around its layers takes as much longer as the layers do.
         link = Link(
-            look.up_bytes_per_s or math.inf,
-            look.down_bytes_per_s or math.inf,
-            look.latency_s,
-            MESSAGE_CPU_S / pace,
-            CURVE_BYTE_CPU_S / pace,
+            line.up_bytes_per_s,
+            line.down_bytes_per_s,
+            max(line.latency_s - own_s, 0.0),
+            MESSAGE_CPU_S / speed,
+            CURVE_BYTE_CPU_S / speed,
         )
-        found.append(replace(device, speed=pace, quota=None, link=link))
+        # Library code that processes share counts as taken, and so as memory there is: a cap does not count it.
+        extra, memory = told.rss_bytes - PROCESS_BYTES, told.memory_bytes
+        found.append(
+            replace(device, speed=speed, quota=quota, link=link, extra_bytes=extra, memory_bytes=memory)
+        )  # fmt: skip
     return tuple(found)
 
 
 class Scout(Lead):
     def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
         super().__init__(endpoint, crew, log)
-        self._timed: dict[int, float] = {}
-        self._echoes: dict[int, tuple[float, float, float]] = {}
+        self._timed: dict[int, Timed] = {}
+        self._lines = Lines(endpoint, self._until)
 
     def look(self, others: Sequence[int], sample: Sample) -> dict[int, Seen]:
         """Of every node, the master's own first."""
         self.gather(others)
         for node in others:
             self.endpoint.post(node, sample)
-        mine = run_sample(sample)
+        mine = Seen(timed(sample))
         self._until(lambda: len(self._timed) == len(others), lambda: "the devices to be measured", HELLO_LIMIT_S)
-        self._try_lines(others)
-        seen = {0: Seen(mine)}
-        for node in others:
-            down, up, latency = self._echoes.get(node, (None, None, 0.0))
-            seen[node] = Seen(self._timed[node], down, up, latency)
-        return seen
-
-    def _try_lines(self, others: Sequence[int]) -> None:
-        limit = self.endpoint.clock() + LINES_S
-        for node in others:
-            if self.endpoint.clock() > limit:
-                return
-            self.endpoint.post(node, Echo(0.0), [torch.zeros(ECHO_BYTES, dtype=torch.uint8)])
-            self._until(lambda node=node: node in self._echoes, lambda node=node: f"node {node} to echo", HELLO_LIMIT_S)  # type: ignore[misc]
+        lines = self._lines.tried(others)
+        return {0: mine} | {node: Seen(self._timed[node], lines.get(node)) for node in others}
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Timed):
-            self._timed[mail.sender] = mail.message.seconds
+            self._timed[mail.sender] = mail.message
         elif isinstance(mail.message, Echo):
-            self._echoes[mail.sender] = (mail.message.bytes_per_s, rate_of(mail), 0.0)
+            self._lines.heard()
         else:
             raise ProtocolError(f"node {mail.sender} sent {type(mail.message).__name__} while it was measured")
         return True

@@ -48,6 +48,7 @@ class Brief:
     keep_all: bool  # every node takes part, in the order of their numbers
     targets: torch.Tensor  # of a few samples
     apart: frozenset[frozenset[int]] = frozenset()  # pairs of nodes that cannot reach each other
+    chosen: bool = False  # the number of microbatches is the plan's own choice
 
 
 @dataclass(frozen=True)

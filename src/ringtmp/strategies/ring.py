@@ -7,21 +7,23 @@ nodes do is in ring/; here the run's settings become a route.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
+from ringtmp.config import RingPart, RunConfig
 from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import planner
+from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
-from ringtmp.plan.rule import default_window
-from ringtmp.plan.spread import bounds_for
+from ringtmp.resources import peak_rss_bytes
 from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Crew
@@ -56,25 +58,22 @@ def plan(brief: Brief) -> RingPlan:
     members = kept_apart(sorted(brief.addresses), brief.apart)
     brief = _arranged(brief, members)
     config, layers, index = brief.config, brief.layers, brief.index
-    planned = _planned(brief)
+    planned = planner.plan(brief.index.costs, brief.devices, _options(brief))
     route, warnings = _route(brief, planned)
     route = _numbered(route, members)
     if gone := sorted(set(brief.addresses) - set(members)):
         who = ", ".join(f"node {node}" for node in gone)
         warnings += (f"{who} left out: in no order of the ring does everyone reach its neighbours",)
-    window = config.ring.window or default_window(
-        len(route.visits), brief.microbatches, config.ring.schedule, brief.recipe.staleness
-    )
-    if planned is not None:  # smaller where the usual one does not fit
-        window = min(window, planned.window) if brief.recipe.staleness == 0 else window
     setup = Setup(
-        route, brief.recipe, window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
+        route, brief.recipe, planned.window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.keep.protect, _lines(route, brief),
+        config.training.wire, config.keep.protect, _lines(route, members, brief),
     )  # fmt: skip
-    lines = planned.summary() if planned is not None else ()
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    return RingPlan(brief, setup, warnings, lines, {"window": window}, shares, planned)
+    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(brief, planned))}
+    return RingPlan(
+        brief, setup, warnings, planned.summary(brief.chosen), facts, shares, planned if _movable(config.ring) else None
+    )
 
 
 def tried(
@@ -86,14 +85,17 @@ def tried(
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.cost_s, index.outputs, largest)
-    if crew.alike or ring.strategy != "ring" or ring.cuts is not None or sample is None:
+    if crew.alike or ring.strategy != "ring" or sample is None:
         return brief, dict(hellos)
     phase("measuring the devices")
     scout = Scout(endpoint, crew, log)
     scout.hellos.update(hellos)
     numbers = sorted(brief.addresses)
     seen = scout.look(numbers[1:], sample[1])
-    devices = described(brief.devices, [seen[node] for node in numbers], index.cost_s[sample[0]])
+    cost = index.costs[sample[0]].at(largest)
+    devices = described(
+        brief.devices, [seen[node] for node in numbers], cost.forward_s + cost.backward_s, brief.recipe.threads
+    )
     return replace(brief, devices=devices), scout.hellos
 
 
@@ -109,40 +111,93 @@ def _arranged(brief: Brief, members: list[int]) -> Brief:
     return replace(brief, config=msgspec.structs.replace(brief.config, ring=ring), devices=devices, keep_all=True)
 
 
-def _planned(brief: Brief) -> Plan | None:
-    """Cuts by the planner, unless they were given by hand or the route is not a plain ring."""
-    ring = brief.config.ring
-    if ring.cuts is not None or ring.laps > 1 or ring.route != "ring":
-        return None
-    options = PlanOptions(
-        brief.batch_size,
-        brief.microbatches,
+def with_best_microbatches(brief: Brief, batch_sizes: Collection[int]) -> Brief:
+    """`--microbatches auto`: the number whose plan has the shortest step, of those that leave every microbatch enough
+    samples."""
+    least = brief.index.least_microbatch
+    made = best_plan(
+        brief.index.costs, brief.devices, _options(brief),
+        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least,
+    )  # fmt: skip
+    count = made.options.ring.microbatches
+    training = msgspec.structs.replace(brief.config.training, microbatches=count)
+    config = msgspec.structs.replace(brief.config, training=training)
+    return replace(brief, config=config, microbatches=count, chosen=True)
+
+
+def _options(brief: Brief) -> PlanOptions:
+    nodes = len(brief.devices)
+    return plan_options(
+        brief.config, brief.batch_size, brief.microbatches, len(brief.layers), nodes, brief.keep_all
+    )  # fmt: skip
+
+
+def plan_options(
+    config: RunConfig, batch_size: int, microbatches: int, layers: int, nodes: int, keep_all: bool
+) -> PlanOptions:
+    """What the planner is told of a run's settings."""
+    ring, training = config.ring, config.training
+    visits = len(holders_of(nodes, ring.laps, ring.route))
+    return PlanOptions(
+        batch_size,
+        microbatches,
         ring.window,
-        "gpipe" if ring.schedule == "gpipe" else "1f1b",
-        brief.recipe.clip_norm is not None,
-        wire_bytes(brief.config.training.wire, 1024) / 4096,
-        keep_all=brief.keep_all,
-        protect=brief.config.keep.protect,
+        ring.schedule,
+        training.clip_norm is not None,
+        wire_bytes(training.wire, 1024) / 4096,
+        keep_all=keep_all,
+        cuts=None if ring.cuts is None else tuple(parse_cuts(ring.cuts, layers, nodes, visits)),
+        staleness=training.staleness,
+        laps=ring.laps,
+        shape=ring.route,
+        recompute=ring.recompute,
+        protect=config.keep.protect,
     )
-    return planner.plan(brief.index.costs, brief.devices, options)
 
 
-def _route(brief: Brief, planned: Plan | None) -> tuple[Route, tuple[str, ...]]:
-    ring = brief.config.ring
-    nodes, cuts = ring.nodes, ring.cuts
-    if ring.recompute == "all":
+def _movable(ring: RingPart) -> bool:
+    """Whether the cuts are the plan's own, on a plain ring."""
+    return ring.cuts is None and ring.laps == 1 and ring.route == "ring"
+
+
+def _forecast(brief: Brief, planned: Plan) -> Forecast:
+    """For the record, so that what was said can be held against what came."""
+    members, simulated = _members(brief, planned), planned.simulated
+    return Forecast(
+        planned.step_s,
+        simulated.idle_fraction,
+        tuple(
+            # The master has built and measured the model: its peak may lie behind it.
+            NodeForecast(
+                node, device.name, max(memory.total_bytes, peak_rss_bytes() if node == MASTER else 0.0),
+                _known(memory.free_bytes), step.busy_s,
+            )
+            for node, device, memory, step in zip(
+                members, planned.devices, planned.memory, simulated.nodes, strict=True
+            )
+        ),
+        tuple(each.device for each in planned.left_out),
+    )  # fmt: skip
+
+
+def _known(size: float) -> float | None:
+    return size if math.isfinite(size) else None
+
+
+def _members(brief: Brief, planned: Plan) -> list[int]:
+    """The node of every device of the plan, as far as they are there without a hole."""
+    numbers = {device.name: node for node, device in enumerate(brief.devices)}
+    return [numbers[device.name] for device in planned.devices]
+
+
+def _route(brief: Brief, planned: Plan) -> tuple[Route, tuple[str, ...]]:
+    nodes = brief.config.ring.nodes
+    if brief.config.ring.recompute == "all":
         refuse_unrepeatable(brief.layers)
-    holders = holders_of(nodes, ring.laps, ring.route)
     has_parameters = [layer.parameters > 0 for layer in brief.layers]
-    if planned is not None:
-        numbers = {device.name: node for node, device in enumerate(brief.devices)}
-        members = [numbers[device.name] for device in planned.devices]
-        holders = [*members, MASTER] if len(members) > 1 else members
-        bounds = list(planned.bounds)
-    elif cuts is None:
-        bounds = bounds_for(brief.index.cost_s, has_parameters, holders)
-    else:
-        bounds = parse_cuts(cuts, len(brief.layers), nodes, len(holders))
+    members = _members(brief, planned)
+    holders = [members[holder] for holder in planned.options.holders(len(members))]
+    bounds = planned.bounds
     warnings = []
     if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
         warnings.append(
@@ -158,9 +213,9 @@ def _numbered(route: Route, members: Sequence[int]) -> Route:
     return Route(tuple(msgspec.structs.replace(visit, node=members[visit.node]) for visit in route.visits))
 
 
-def _lines(route: Route, brief: Brief) -> dict[int, float]:
+def _lines(route: Route, members: Sequence[int], brief: Brief) -> dict[int, float]:
     """Bytes per second from every node to the one behind it, where it is known."""
-    links = {number: device.link for number, device in zip(sorted(brief.addresses), brief.devices, strict=True)}
+    links = {number: device.link for number, device in zip(members, brief.devices, strict=True)}
     rates = {
         here.node: min(links[here.node].up_bytes_per_s, links[there.node].down_bytes_per_s)
         for here, there in pairwise(route.visits)

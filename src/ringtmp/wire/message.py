@@ -222,13 +222,20 @@ class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
+    """One run of the sample took so long; of this much memory in all the process has taken so much by now; it may use this
+    many cores in every period (None: as many as it likes)."""
+
     seconds: float
+    rss_bytes: int
+    memory_bytes: int
+    cores: float | None = None
+    period_s: float | None = None
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
-    """Bytes to try a line with; the answer says how fast they came and brings as many."""
+    """Bytes to try a line with; the answer is one too, and brings `back` bytes."""
 
-    bytes_per_s: float
+    back: int
     tensors: Specs = ()
 
 
