@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
@@ -138,21 +137,3 @@ def test_a_streams_batches_are_kept_until_nobody_can_ask_for_them(tmp_path: Path
     hit = run(tmp_path / "hit", Mortal(3, Death(1, 6)), data=(from_python(stream()), None))
     assert len(hit.summary.recoveries) == 1
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
-
-
-@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-def test_the_other_strategies_heal_too(strategy: str, tmp_path: Path) -> None:
-    """Statistics of a BatchNorm are each worker's own and their mean is kept, so a model without one."""
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
-    results = []
-    for name, crew in (("calm", MemoryCrew(3)), ("hit", Mortal(3, Death(1, 6)))):
-        config = RunConfig(
-            training=TrainingPart(data="given", steps=STEPS, batch_size=16, microbatches=4),
-            ring=RingPart(nodes=3, strategy=strategy),
-            keep=KeepPart(checkpoint_every=4),
-        )
-        data = tensors("t", *blobs()), None
-        results.append(api.start(config, model, data, None, tmp_path / name, api.Silent(), crew))
-    assert len(results[1].summary.recoveries) == 1
-    assert results[0].summary.weights_sha256 == results[1].summary.weights_sha256

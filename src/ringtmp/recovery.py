@@ -61,7 +61,12 @@ def lost_text(event: Regrouped) -> str:
     """One line for whoever looks on."""
     who = " and ".join(f"node {node}" for node in event.lost)
     steps = "no step" if not event.repeated else f"{event.repeated} step{'s' if event.repeated > 1 else ''}"
-    return (
-        f"{who} lost, noticed within {event.notice_s:.1f} s; back to the {event.source} of step {event.step}, {steps} to do "
-        f"again; {event.nodes} nodes go on after {event.seconds:.1f} s (generation {event.generation})"
-    )
+    lost = f"{who} lost, noticed within {event.notice_s:.1f} s"
+    after = f"{event.nodes} nodes go on after {event.seconds:.1f} s (generation {event.generation})"
+    if event.source == "servers":
+        return f"{lost}; the servers have the parameters, no step to do again; {after}"
+    if event.source == "replica":
+        return f"{lost}; the next server has its keys, no step to do again; {after}"
+    if event.source == "survivors":
+        return f"{lost}; on from step {event.step} with what the survivors have, {steps} to do again; {after}"
+    return f"{lost}; back to the {event.source} of step {event.step}, {steps} to do again; {after}"

@@ -23,6 +23,7 @@ from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
+from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import microbatch_sizes, write_model
@@ -31,7 +32,7 @@ from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S, Lead
-from ringtmp.ring.protect import Protection, Snapshot
+from ringtmp.ring.protect import Protection, Snapshot, in_hand
 from ringtmp.ring.recipe import checked_schedule, learning_rate
 from ringtmp.ring.rundir import LayerIndex, SavedConfig
 from ringtmp.strategies import catalog, ring
@@ -59,6 +60,7 @@ class Session:
         size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
         self._batch_size = size
         self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
+        self._targets = job.train.example(EXAMPLE_BATCH)[1]
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._log: EventLog | None = None
@@ -170,9 +172,9 @@ class Session:
         schedule = self._lr_schedule = checked_schedule(training.lr_schedule, self._total_steps())
         recipe = self._recipe()
         brief = Brief(
-            config, index, layers, job.loss, job.loss_name, recipe, self._progress.step, self._microbatches,
-            self._batch_size, self._crew.addresses(), self._crew.devices(),
-            self._crew.alike or config.ring.all_devices,
+            config, index, layers, job.loss, job.loss_name, recipe,
+            snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
+            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices, self._targets,
         )  # fmt: skip
         brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
         plan = catalog.plan(brief)
@@ -201,6 +203,7 @@ class Session:
         self._master = master = plan.lead(endpoint, self._crew, self._log)
         master.hellos.update(found)
         master.snapshot, master.protection = snapshot, self._protection
+        master.survived = self._survived
         self._protection.renew(self._progress.step, self._crew.nodes)
         plan.start(master, checkpoint, self._watcher.phase)
         for share in plan.shares:
@@ -246,29 +249,34 @@ class Session:
         """A new generation from the last whole state: those who live stay as they are, somebody takes the lost one's
         place, the steps since are done again. A loss meanwhile begins it anew."""
         assert self._log is not None
-        noticed, reached = time.monotonic(), self._progress.step
+        noticed, reached = time.monotonic(), self._progress
         self._losses.begin()
         while True:
             if self._job.config.keep.protect == "off" or not self._losses.bear(lost):
                 raise lost
             self._warn(f"{lost}; healing")
             try:
-                source = self._revive()
+                source, step = self._revive(reached)
                 break
             except NodeLost as another:
                 lost = another
         losses, now = self._losses, time.monotonic()
         event = events.Regrouped(
-            now, self._progress.step, self._generation, losses.reason, self._crew.nodes, now - noticed,
-            losses.nodes, losses.notice_s, reached - self._progress.step, source,
+            now, step, self._generation, losses.reason, self._crew.nodes, now - noticed,
+            losses.nodes, losses.notice_s, reached.step - self._progress.step, source,
         )  # fmt: skip
+        self._survived(event)
+
+    def _survived(self, event: events.Regrouped) -> None:
+        assert self._log is not None
         self._log.write(event)
         self._watcher.tell(lost_text(event))
 
-    def _revive(self) -> str:
-        """The next generation, from the newest state that is whole; returns what that was."""
+    def _revive(self, reached: Progress) -> tuple[str, int]:
+        """The next generation, from the newest state that is whole; returns what that was, and of which step."""
         assert self._master is not None
         assert self._log is not None
+        told = self._master.leave()
         self._generation += 1
         endpoint = self._master.endpoint
         config = self._job.config
@@ -279,16 +287,22 @@ class Session:
         self._settle()
         scout = Lead(endpoint, self._crew, self._log)
         scout.gather([node for node in self._crew.addresses() if node != MASTER])
-        snapshot = self._protection.newest(scout.hellos, endpoint.shelf.contents(), layers, checkpoint.progress.step)
+        kept, saved = endpoint.shelf.contents(), checkpoint.progress.step
+        if survivors := config.ring.strategy == "allreduce":
+            snapshot = in_hand(scout.hellos, kept, layers, Snapshot(reached, told=told), saved)
+        else:
+            snapshot = self._protection.newest(scout.hellos, kept, layers, saved)
         if snapshot is not None:
             self._progress = snapshot.progress
         try:
             self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)
         except SnapshotUnusable as problem:
             self._protection.spoil()
-            self._warn(f"{problem}; going back to the checkpoint of step {checkpoint.progress.step}")
-            return self._revive()
-        return "checkpoint" if snapshot is None else "snapshot"
+            self._warn(f"{problem}; going back to the checkpoint of step {saved}")
+            return self._revive(reached)
+        if snapshot is None:
+            return "checkpoint", saved
+        return "survivors" if survivors else "snapshot", snapshot.step
 
     def _steps(self, master: Leader, layers: list[Layer]) -> str:
         job, training = self._job, self._job.config.training
@@ -396,7 +410,7 @@ class Session:
             self._settle()
             self._lay_out(endpoint, *self._open())
         else:
-            self._revive()
+            self._revive(self._progress)
         assert self._master is not None
         self._log.write(
             events.Regrouped(

@@ -72,7 +72,9 @@ class LocalCrew:
         return False
 
     def changed(self) -> str | None:
-        return None
+        """A run that went on without a node gets a fresh process for it at the next step boundary."""
+        missing = [f"node {node}" for node in range(1, self.nodes) if node not in self._children]
+        return f"a fresh process for {' and '.join(missing)}" if missing else None
 
     def regroup(self, ring: str, generation: int) -> Endpoint:
         self.stop()
@@ -129,7 +131,9 @@ class LocalCrew:
             )
 
     def bury(self, node: int) -> None:
-        end(self._children.pop(node))
+        child = self._children.pop(node)
+        child.kill()
+        end(child)
 
     def _shelf(self, node: int) -> Path:
         return self._logs.parent / "snapshots" / str(node)

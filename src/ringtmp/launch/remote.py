@@ -276,7 +276,9 @@ class RemoteCrew:
                 )
 
     def bury(self, node: int) -> None:
-        self._end(self._devices.pop(node))
+        device = self._devices.pop(node)
+        self._end(device)
+        self._places.pop(device.key, None)
 
     def stop(self) -> None:
         if self._hub is not None:

@@ -95,7 +95,8 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint"):
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
-    """A new generation: other members, fresh link keys, the same bits."""
+    """Other members: a new generation, or within one, where a parameter server goes on without a node. What nodes do from
+    `step` on comes after this event; what was done of it before does not count."""
 
     at: float
     step: int
@@ -104,7 +105,7 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
     nodes: int
     seconds: float  # from noticing, or wanting it, to the ring laid out again
     #: Of a loss: who, how long after it was last known to live it was noticed, how many finished steps are done again,
-    #: and what everyone went back to (snapshot or checkpoint).
+    #: and what everyone goes on with: a snapshot, a checkpoint, what survivors, servers or a replica have.
     lost: tuple[int, ...] = ()
     notice_s: float = 0.0
     repeated: int = 0

@@ -24,6 +24,7 @@ from ringtmp.wire.message import (
     Keep,
     Kept,
     LayerState,
+    Lost,
     Message,
     Norms,
     Part,
@@ -48,6 +49,7 @@ _CHANNELS: dict[type, Channel] = {
     **dict.fromkeys((Push, Pull, Pulled, Copy, Copied, Squares, Total, Part), Channel.TENSOR),
     **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept, Echo), Channel.BULK),
     **dict.fromkeys((Keep, Recall, Restore), Channel.BULK),
+    Lost: Channel.BULK,  # before what a server is asked for of the keys it takes over
 }
 
 

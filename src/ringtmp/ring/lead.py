@@ -52,6 +52,8 @@ class Lead:
         self._log = log
         self.protection = Protection("off")  # a run that heals from snapshots sets its own
         self.snapshot: Snapshot | None = None  # what to lay out instead of a checkpoint
+        #: Told of a node whose loss needed no new generation.
+        self.survived: Callable[[events.Regrouped], None] = log.write
         self._member: Member | None = None
         self._placed: set[int] = set()
         self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender
@@ -66,6 +68,14 @@ class Lead:
             lambda: f"node {next(node for node in others if node not in self.hellos)} to start",
             HELLO_LIMIT_S,
         )
+
+    def leave(self) -> dict[int, float]:
+        """This generation ends: what its members have of use goes on their shelves. Returns the losses of steps that are
+        not counted yet."""
+        if self._member is not None:
+            self._member.leave()
+            self._member = None
+        return {}
 
     def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None:
         """Tell every node to stop, and wait a moment for each to say goodbye."""

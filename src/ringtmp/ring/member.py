@@ -24,6 +24,10 @@ class Member(Protocol):
         """Do one piece of work; False when nothing is runnable."""
         ...
 
+    def leave(self) -> None:
+        """The generation ends: put what the next can use on the endpoint's shelf."""
+        ...
+
     def farewell(self) -> events.NodeEnded:
         """What it has to say at its end."""
         ...

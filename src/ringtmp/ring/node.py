@@ -313,6 +313,9 @@ class Node:
         tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
         self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
 
+    def leave(self) -> None:
+        """Its snapshots are on the shelf already."""
+
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)
 

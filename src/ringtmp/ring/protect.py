@@ -11,7 +11,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from ringtmp.model.portable import Layer
 from ringtmp.ring.checkpoint import Progress
@@ -29,10 +31,12 @@ class Snapshot:
     """A whole one: every layer as it was before `step`."""
 
     progress: Progress
+    ahead: int = 0  # steps it holds beyond those the run has counted
+    told: Mapping[int, float] = field(default_factory=dict)  # the losses of those, as far as they are known
 
     @property
     def step(self) -> int:
-        return self.progress.step
+        return self.progress.step + self.ahead
 
 
 @dataclass
@@ -116,6 +120,26 @@ class Protection:
     def spoil(self) -> None:
         """The whole one turned out not to be."""
         self.whole = None
+
+
+def in_hand(
+    hellos: Mapping[int, Hello],
+    here: Sequence[tuple[int, int]],
+    layers: Sequence[Layer],
+    reached: Snapshot,
+    saved_step: int,
+) -> Snapshot | None:
+    """Where every worker has the whole model: the newest step that all layers are there of, unless the checkpoint is newer.
+    Whoever has ended the step in which another was lost has its gradient too, so that step need not be done again."""
+    wanted = {index for index, layer in enumerate(layers) if layer.tensors}
+    steps = {step for kept in (here, *(hello.kept for hello in hellos.values())) for step, _ in kept}
+    whole = [step for step in steps if step >= saved_step and wanted <= places(step, hellos, here).keys()]
+    if not whole:
+        return None
+    step = max(whole)
+    if step < reached.step:
+        return Snapshot(msgspec.structs.replace(reached.progress, step=step))
+    return replace(reached, ahead=step - reached.step)
 
 
 def interval_steps(cost_s: float, step_s: float) -> int:

@@ -1,4 +1,5 @@
-"""What a node keeps from one generation to the next: parcels of snapshots, its own and its neighbour's.
+"""What a node keeps from one generation to the next: parcels of snapshots, its own and its neighbour's; under all-reduce,
+where every worker has the whole model, what it had in hand when the generation ended.
 
 In memory where there is room, else in files of a private folder. Files are not synced: a machine that lost its power has
 lost its snapshots, and its neighbour has them.
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ringtmp.resources import free_memory_bytes
+from ringtmp.ring.checkpoint import LayerTensors
 from ringtmp.ring.parcel import Label, Parcel
 from ringtmp.wire.tensors import raw_bytes
 
@@ -28,6 +30,7 @@ class Shelf:
         self._free_bytes = free_bytes
         self._parcels: dict[tuple[int, int], Parcel] = {}
         self._files: dict[tuple[int, int], Label] = {}
+        self._in_hand: dict[tuple[int, int], LayerTensors] = {}
 
     def put(self, parcel: Parcel, mode: str) -> str | None:
         """Why it could not be kept; None if it is."""
@@ -63,7 +66,16 @@ class Shelf:
         return Parcel(label, body)
 
     def contents(self) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted({**self._parcels, **self._files}))
+        return tuple(sorted({**self._parcels, **self._files, **self._in_hand}))
+
+    def hand_over(self, states: dict[tuple[int, int], LayerTensors]) -> None:
+        """Layers as a member leaves them to the next generation's, by step and layer. Nothing is copied."""
+        self._in_hand = states
+
+    def claim(self) -> dict[tuple[int, int], LayerTensors]:
+        """What the generation before left."""
+        states, self._in_hand = self._in_hand, {}
+        return states
 
     def free(self, before: int) -> None:
         """Older snapshots are needed no more."""

@@ -65,6 +65,8 @@ class Worker:
 
     def _renew(self, generation: int) -> None:
         if generation > self.endpoint.generation:
+            if self.member is not None:
+                self.member.leave()
             self.member = None
             self._early.clear()
             self.endpoint.renew(generation)

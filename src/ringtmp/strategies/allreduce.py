@@ -6,7 +6,7 @@ F. Iandola et al., FireCaffe, CVPR 2016 (binomial tree).
     for t in 0, 1, 2, ...      on every worker m
       x <- share m of batch t
       from the last layer down:  g_m <- gradient;  as soon as a bucket of layers is full:  G <- all-reduce(g_m)
-      w <- w - rate(t) G                           layer by layer, as soon as its G is there
+      w <- w - rate(t) G                           when every G is there
 
     ring, n chunks     chunk c starts at worker c; each adds its own and passes it on; after n - 1 hops worker c - 1 has the
                        sum and sends it around: 2 (n - 1) / n of the gradient leave every worker
@@ -16,7 +16,8 @@ Symbols: n workers, share m = the m-th part of the batch's microbatches. Departu
 place of plain descent. A chunk is summed in the order of its journey and the sum is made in one place, so every worker
 ends with the same bits; they are not the bits of one process, whose sum runs in the order of microbatches. On a lossy
 wire what a node rounds away it adds to its own part of the next step (error feedback), and the total is what its maker
-sent, on the maker too.
+sent, on the maker too. Updates wait for the last sum, so that a worker is always before a step or after it, and workers
+are at most one step apart: when one is lost the others have all there is to go on with.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class AllReduceMember:
         self._recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
         replica = Replica(plan.recipe, endpoint.node)
         sender = Sender(endpoint, plan.wire, self._recorder)
-        exchange = Gradients(plan, replica, self._recorder)
+        self._exchange = exchange = Gradients(plan, replica, self._recorder)
         make = RingReduce if settings.algorithm == "ring" else TreeReduce
         self._algorithm: Algorithm = make(sender, roles.workers, exchange.finished)
         exchange.algorithm = self._algorithm
@@ -96,6 +97,9 @@ class AllReduceMember:
     def act(self) -> bool:
         return self.trainer.act()
 
+    def leave(self) -> None:
+        self.trainer.leave(self._exchange.step)
+
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)
 
@@ -115,14 +119,18 @@ class Gradients:
         self._recorder = recorder
         self._buckets = buckets(plan.sizes)
         self._bucket_of = {layer: number for number, group in enumerate(self._buckets) for layer in group}
-        self._updated = [plan.step] * len(plan.sizes)
+        self.step = plan.step  # updates made
         self._own: dict[int, torch.Tensor] = {}
         self._summed = 0
 
     def begin(self, fresh: bool) -> None: ...
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
-        return layer not in self._bucket_of or self._updated[layer] >= step
+        if self._buckets and self.step < step:
+            return False
+        if training and layer == 0:
+            self._replica.mark(step)
+        return True
 
     def again(self, layer: int, step: int) -> bool:
         return True
@@ -146,7 +154,7 @@ class Gradients:
             self.algorithm.start(step, number, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def finished(self, step: int, bucket: int, vector: torch.Tensor) -> None:
-        """G is there: update its layers, or wait for the rest where all gradients are clipped together."""
+        """G of a bucket is there; the last one brings the update."""
         started = self._recorder.begin()
         if self._plan.recipe.clip_norm is not None:
             vector = vector.clone()  # clipping changes it in place, and parts of it may still be on their way out
@@ -154,22 +162,21 @@ class Gradients:
         for layer in self._buckets[bucket]:
             self._replica.give_gradients(layer, vector[start : start + self._plan.sizes[layer]])
             start += self._plan.sizes[layer]
-        if self._plan.recipe.clip_norm is None:
-            self._update(self._buckets[bucket], step, None)
-        else:
-            self._summed += 1
-            if self._summed == len(self._buckets):
-                self._summed = 0
-                norms = torch.cat([stage.gradient_norms(step) for stage in self._replica.stages])
-                self._update(
-                    [layer for group in self._buckets for layer in group], step, torch.linalg.vector_norm(norms)
-                )
+        self._summed += 1
+        if self._summed == len(self._buckets):
+            self._summed = 0
+            self._update(step)
         self._recorder.end(started, "update", self._buckets[bucket][-1], -1)
 
-    def _update(self, layers: Sequence[int], step: int, norm: torch.Tensor | None) -> None:
-        for layer in layers:
-            self._replica.stages[layer].step(step, norm)
-            self._updated[layer] = step + 1
+    def _update(self, step: int) -> None:
+        norm = None
+        if self._plan.recipe.clip_norm is not None:
+            norms = torch.cat([stage.gradient_norms(step) for stage in self._replica.stages])
+            norm = torch.linalg.vector_norm(norms)
+        for group in self._buckets:
+            for layer in group:
+                self._replica.stages[layer].step(step, norm)
+        self.step = step + 1
 
 
 class Sender:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
-from ringtmp.metrics.events import EventLog, NodeEnded
+from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import Device
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter
@@ -44,6 +46,7 @@ class Brief:
     addresses: dict[int, Address]
     devices: tuple[Device, ...]  # of every node, the master first
     keep_all: bool  # every node takes part, in the order of their numbers
+    targets: torch.Tensor  # of a few samples
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Leader(Protocol):
     hellos: dict[int, Hello]  # of the nodes that are there
     protection: Protection
     snapshot: Snapshot | None
+    survived: Callable[[Regrouped], None]  # told of a node whose loss needed no new generation
 
     @property
     def committed(self) -> int:
@@ -75,6 +79,10 @@ class Leader(Protocol):
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score: ...
     def save(self, writer: CheckpointWriter) -> None: ...
+    def leave(self) -> dict[int, float]:
+        """The generation ends. Losses of steps that are done and not counted yet."""
+        ...
+
     def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None: ...
     def farewell(self) -> NodeEnded: ...
 

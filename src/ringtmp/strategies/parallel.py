@@ -7,6 +7,7 @@ never waits for the master, but never beyond a step at which the run may pause.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ringtmp.errors import LossNotFinite, NodeLost, UsageError
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
+from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import keys
 from ringtmp.plan.keys import Flat, Key
@@ -27,16 +29,18 @@ from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, 
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import Crew, Lead
 from ringtmp.ring.losses import LOSSES, Score
+from ringtmp.ring.protect import places
 from ringtmp.strategies import catalog
 from ringtmp.strategies.allreduce import AllReduceMember
 from ringtmp.strategies.brief import Brief, Share, Upcoming, nothing_ahead
+from ringtmp.strategies.criterion import exported
 from ringtmp.strategies.ps import PsMember
 from ringtmp.strategies.ps_server import following
 from ringtmp.strategies.replica import flatten, layer_flat, views
 from ringtmp.strategies.rows import Ledger
-from ringtmp.strategies.settings import PsSettings, Roles
+from ringtmp.strategies.settings import PsSettings, Roles, fitted
 from ringtmp.transport.base import Channel
-from ringtmp.wire.message import Did, Enlist, Fetch, Kept, Lost, Place, Scored, Store, Work
+from ringtmp.wire.message import Did, Enlist, Fetch, Kept, Lost, Place, Restore, Scored, Store, Work
 
 #: Layers on their way to their holders: the master holds no more of the model than this and one layer.
 PLACING_BYTES = 8 * 1024**2
@@ -55,6 +59,7 @@ class ParallelPlan:
     lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
+    loss: tuple[Layer, list[torch.Tensor]] | None  # one of the user's own, which every worker needs
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> ParallelLead:
         return ParallelLead(endpoint, crew, log, self)
@@ -69,11 +74,14 @@ class ParallelPlan:
 def plan(brief: Brief) -> ParallelPlan:
     config, name = brief.config, brief.config.ring.strategy
     settings, nodes = config.ring.strategy_settings, config.ring.nodes
+    loss = None
     if brief.loss_name not in LOSSES:
-        raise UsageError(
-            f"a loss of your own runs on the master alone, and {name} needs it on every worker: use a named loss "
-            f"({', '.join(LOSSES)}) or --strategy ring"
-        )
+        loss = exported(brief.loss, brief.layers[-1], brief.index.outputs[-1], brief.targets)
+    warnings: tuple[str, ...] = ()
+    if name == "ps":
+        given, settings = settings, fitted(settings, nodes)
+        if given.get("replicas") and not settings["replicas"]:
+            warnings = ("with one server left there are no replicas",)
     if settings.get("fetch") == "layerwise":
         refuse_unrepeatable(brief.layers)
     roles = catalog.roles(name, settings, nodes)
@@ -100,7 +108,7 @@ def plan(brief: Brief) -> ParallelPlan:
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
     )
-    return ParallelPlan(brief, enlist, roles, table, owners, (), (), facts, shares)
+    return ParallelPlan(brief, enlist, roles, table, owners, warnings, (), facts, shares, loss)
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:
@@ -123,15 +131,18 @@ class ParallelLead(Lead):
         self._workers = plan.roles.workers
         self._servers = plan.roles.servers
         self._unprotected: set[int] = set()  # servers whose loss would lose something
-        settings = plan.brief.config.ring.strategy_settings
-        self._settings = PsSettings(**settings) if plan.enlist.strategy == "ps" else None
+        self._laid_out = False
+        self._settings = PsSettings(**plan.enlist.settings) if plan.enlist.strategy == "ps" else None
         self._ledgers = {worker: Ledger() for worker in self._workers}
         self._committed = plan.brief.step
         self._done = plan.brief.step
         self._dids: dict[int, list[tuple[int, Did]]] = {}
+        self._dealt: dict[int, dict[int, float]] = {worker: {} for worker in self._workers}  # step -> share, under way
+        self._last_loss = math.nan
+        self._fetch: Fetch | None = None  # what is being collected
         self._carried = 0.0  # what was done beyond the steps counted so far, in batches
         self._pool: list[Did] = []  # what was done and not yet counted towards a step, where steps mix
-        self._scores: dict[int, Scored] = {}
+        self._scores: dict[int, list[Scored]] = {}
         self._kept: dict[int, tuple[Kept, list[torch.Tensor]]] = {}
 
     @property
@@ -143,6 +154,7 @@ class ParallelLead(Lead):
     def lay_out(self, checkpoint: Checkpoint) -> None:
         """Everyone gets the plan; servers their keys, workers the layers; one layer at a time."""
         enlist = self._plan.enlist
+        kept = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for node in range(enlist.nodes):
             if node != MASTER:
                 self.endpoint.post(node, enlist)
@@ -151,7 +163,13 @@ class ParallelLead(Lead):
         member.emit = self._log.write
         self._member = member
         for index, layer in enumerate(self._layers):
-            tensors, state = checkpoint.layer(index, layer)
+            holders = kept.get(index, [])
+            for worker in holders:
+                self.endpoint.post(worker, Restore(enlist.step, index, portable.encode(layer)))
+            lacking = [worker for worker in self._workers if worker not in holders]
+            if not lacking:
+                continue
+            tensors, state = self._from(holders[0], index) if holders else checkpoint.layer(index, layer)
             if self._servers:
                 self._store(index, tensors, state)
             held: list[torch.Tensor | None] = [
@@ -159,14 +177,28 @@ class ParallelLead(Lead):
                 for each, tensor in zip(layer.tensors, tensors, strict=True)
             ]
             names = () if self._servers else tuple(state)
-            for worker in self._workers:
+            for worker in lacking:
                 # A node that has its own tensors changes them: nobody may share memory with it.
                 moving = [*held, *(state[name] for name in names)]
                 if worker == MASTER:
                     moving = [each.clone() if each is not None else None for each in moving]
                 self.endpoint.post(worker, Place(index, portable.encode(layer), names), moving)
             self._settle(PLACING_BYTES)
+        if self._plan.loss is not None:
+            layer, tensors = self._plan.loss
+            for worker in self._workers:
+                self.endpoint.post(worker, Place(len(self._layers), portable.encode(layer), ()), tensors)
         self._settle(0)
+        self._laid_out = True
+
+    def _from(self, worker: int, index: int) -> LayerTensors:
+        """A layer from a worker that has all of it."""
+        self._states.clear()
+        self.endpoint.post(worker, Fetch(index, self._plan.enlist.step))
+        self._until(lambda: worker in self._states, lambda: f"node {worker} to send layer {index}", self._stall_limit())
+        message, given = self._states[worker]
+        own = len(self._layers[index].tensors)
+        return given[:own], dict(zip(message.state, given[own:], strict=True))
 
     def _store(self, index: int, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]) -> None:
         layer, layout = self._layers[index], layer_flat(self._layers[index])
@@ -227,34 +259,52 @@ class ParallelLead(Lead):
         return self._settings is not None and not self._settings.gathered
 
     def _complete(self, step: int) -> bool:
+        if step < self._plan.brief.step:
+            return True  # in the generation before this one
         if self._mixed:
-            return self._carried + sum(each.share for each in self._pool) > 1 - 1e-9
-        here = self._dids.get(step, [])
-        quorum = (self._settings.quorum if self._settings is not None else None) or len(self._workers)
-        return sum(not did.skipped for _, did in here) >= quorum or len(here) == len(self._workers)
+            under_way = any(self._dealt[worker] for worker in self._workers)
+            enough = self._carried + sum(each.share for each in self._pool) > 1 - 1e-9
+            return enough and (bool(self._pool) or not under_way)
+        here = dict(self._dids.get(step, []))
+        quorum = self._settings.quorum if self._settings is not None else None
+        came = sum(not did.skipped for did in here.values())
+        return (quorum is not None and came >= quorum) or all(worker in here for worker in self._workers)
 
     def _count(self, step: int) -> float:
-        """The mean loss of the samples that made up the step."""
+        """The mean loss of the samples that made up the step. Where nobody could tell, that of the step before."""
+        if step < self._plan.brief.step:
+            told = self.snapshot.told if self.snapshot is not None else {}
+            self._last_loss = told.get(step, self._last_loss)
+            return self._last_loss
         if self._mixed:
-            taken, share = [], 0.0
-            while self._carried + share < 1 - 1e-9:
+            taken: list[Did] = []
+            share = 0.0
+            while self._pool and (not taken or self._carried + share < 1 - 1e-9):
                 taken.append(self._pool.pop(0))
                 share += taken[-1].share
             self._carried += share - 1
         else:
-            taken = [did for _, did in sorted(self._dids.get(step, []), key=lambda each: each[0]) if not did.skipped]
-            share = sum(did.share for did in taken)
-            self._dids.pop(step, None)
+            taken = [did for _, did in sorted(self._dids.pop(step, []), key=lambda each: each[0])]
             self._done = step + 1
-        return sum(did.loss * did.share for did in taken) / share if share else math.nan
+        self._last_loss = _mean_loss(taken, self._last_loss)
+        return self._last_loss
+
+    def leave(self) -> dict[int, float]:
+        if self._member is not None:
+            for mail in self.endpoint.collect():  # what the last steps came to may be among it
+                self._take(mail)
+        super().leave()
+        told = self.snapshot.told if self.snapshot is not None else {}
+        heard = {step: _mean_loss([did for _, did in dids], math.nan) for step, dids in self._dids.items()}
+        return {**told, **{step: loss for step, loss in heard.items() if math.isfinite(loss)}}
 
     def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
         for worker in self._workers:
-            self._send_work(worker, step, batch, True, fresh)
+            self._dealt[worker][step] = self._send_work(worker, step, batch, True, fresh)
         self._committed = step + 1
 
-    def _send_work(self, worker: int, step: int, batch: Batch, training: bool, fresh: bool) -> bool:
-        """True if there was anything to send."""
+    def _send_work(self, worker: int, step: int, batch: Batch, training: bool, fresh: bool) -> float:
+        """The share of the batch that was sent."""
         rank, n, count = self._workers.index(worker), len(self._workers), len(batch.targets)
         first, stop = rank * count // n, (rank + 1) * count // n
         sizes = tuple(len(each) for each in batch.targets[first:stop])
@@ -267,26 +317,34 @@ class ParallelLead(Lead):
             numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
             table, tensors = self._ledgers[worker].parcel("train" if training else "test", numbers, inputs, targets)
         self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table), tensors)
-        return bool(sizes)
+        return sum(sizes) / batch.samples
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
         score = Score(bytes_model=bytes_model)
         for batch in batches:
             self._scores.clear()
-            for worker in self._workers:
-                self._send_work(worker, step, batch, False, False)
-            self._until(
-                lambda: len(self._scores) == len(self._workers),
-                lambda: f"node {next(each for each in self._workers if each not in self._scores)} to evaluate",
-                self._stall_limit(),
-            )
-            for worker in self._workers:
-                part = self._scores[worker]
+            asked = 0
+            workers: tuple[int, ...] = ()
+            while workers != self._workers:  # again if one was lost meanwhile; what is counted is the last answer
+                asked, workers = asked + 1, self._workers
+                for worker in workers:
+                    self._send_work(worker, step, batch, False, False)
+                self._until(
+                    lambda asked=asked: not self._silent(asked),  # type: ignore[misc]
+                    lambda asked=asked: f"node {self._silent(asked)[0]} to evaluate",  # type: ignore[misc]
+                    self._stall_limit(),
+                )
+            for worker in workers:
+                part = self._scores[worker][-1]
                 score.loss_sum += part.loss_sum
                 score.samples += part.samples
                 score.right += part.right
                 score.guesses += part.guesses
         return score
+
+    def _silent(self, asked: int) -> list[int]:
+        """Workers that have not answered every time they were asked."""
+        return [worker for worker in self._workers if len(self._scores.get(worker, ())) < asked]
 
     # -- the model back to the disk -----------------------------------------------------------------------------------
 
@@ -300,14 +358,16 @@ class ParallelLead(Lead):
         wanted = [key for key in self._plan.table if key.layer == index]
         self._states.clear()
         self._kept.clear()
+        self._fetch = Fetch(index, self._committed, False)
         for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
             whole = not self._servers and node == MASTER
             self.endpoint.post(node, Fetch(index, self._committed, whole))
         self._until(
-            lambda: len(self._kept) == len(wanted) and len(self._states) == len(self._workers),
+            lambda: len(self._kept) == len(wanted) and all(worker in self._states for worker in self._workers),
             lambda: f"layer {index} to come back",
             self._stall_limit(),
         )
+        self._fetch = None
         own = {worker: tensors for worker, (_, tensors) in self._states.items()}
         if self._servers:
             trainable, state = self._unflatten(layer_flat(layer), wanted)
@@ -354,12 +414,13 @@ class ParallelLead(Lead):
                     f"the loss is {message.loss} in step {message.step} on node {mail.sender}: try a smaller --lr, "
                     "--clip-norm or a --lr-schedule with warm-up"
                 )
+            self._dealt.get(mail.sender, {}).pop(message.step, None)
             if self._mixed:
                 self._pool.append(message)
             elif message.step >= self._done:  # later than its step was counted: a straggler beyond the quorum
                 self._dids.setdefault(message.step, []).append((mail.sender, message))
         elif isinstance(message, Scored):
-            self._scores[mail.sender] = message
+            self._scores.setdefault(mail.sender, []).append(message)
         elif isinstance(message, Kept):
             self._kept[message.key] = (message, mail.present())
         else:
@@ -367,29 +428,45 @@ class ParallelLead(Lead):
         return True
 
     def _survive(self, lost: NodeLost) -> bool:
-        """A dedicated server with a replica may go: the next one has all it had."""
-        node = lost.node
-        assert node is not None
-        if (
-            self._settings is None
-            or not self._settings.replicas
-            or node not in self._servers
-            or node in self._unprotected
-        ):
+        """Of a parameter server a worker may go, if it is not the last; so may a server with a replica."""
+        node, started = lost.node, self.endpoint.clock()
+        if node is None or self._settings is None or not self._laid_out:
             return False
-        heir = following(self._servers, node)
-        before = self._servers[self._servers.index(node) - 1]
-        self._unprotected |= {heir, before}
-        self._servers = tuple(each for each in self._servers if each != node)
-        self._log.write(
-            events.Warned(self.endpoint.clock(), f"{lost}; node {heir} serves its keys, which have no replica now")
-        )
+        serves, works = node in self._servers, node in self._workers
+        if (serves and (not self._settings.replicas or node in self._unprotected)) or self._workers == (node,):
+            return False
+        done = []
+        if works:
+            self._workers = tuple(each for each in self._workers if each != node)
+            self._carried += sum(self._dealt.pop(node).values())  # nobody will do it any more
+            done.append(f"{len(self._workers)} workers go on, the servers keep the parameters")
+        heir = node
+        if serves:
+            heir = following(self._servers, node)
+            self._unprotected |= {heir, self._servers[self._servers.index(node) - 1]}
+            self._servers = tuple(each for each in self._servers if each != node)
+            done.append(f"node {heir} serves its keys, which have no replica now")
+        self._log.write(events.Warned(started, f"{lost}; {' and '.join(done)}"))
         assert isinstance(self._member, PsMember)
         self._member.lose(node)
         for other in self.hellos:
             if other != node:
                 self.endpoint.post(other, Lost(node))
+        if serves and self._fetch is not None:
+            self.endpoint.post(heir, self._fetch)
+        self.survived(
+            events.Regrouped(
+                time.monotonic(), self._committed, self.endpoint.generation, str(lost), len(self.hellos),
+                self.endpoint.clock() - started, (node,), lost.notice_s, 0, "replica" if serves else "servers",
+            )
+        )  # fmt: skip
         return True
+
+
+def _mean_loss(dids: Sequence[Did], otherwise: float) -> float:
+    done = [did for did in dids if not did.skipped]
+    share = sum(did.share for did in done)
+    return sum(did.loss * did.share for did in done) / share if share else otherwise
 
 
 def _mean(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

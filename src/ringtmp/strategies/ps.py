@@ -21,7 +21,8 @@ applied as it comes, as the mean over the worker's own samples at its share of t
 the weights about as far as in bsp; and a worker does not await its own newest gradient before it goes on (that is what
 hides the exchange behind the computation), so what it reads lacks at most S steps of others and one of its own. Batches
 are dealt by the master in the same order under every strategy. BatchNorm statistics are each worker's own, and their mean
-is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass.
+is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass. Nobody
+waits for a lost worker: a step's gradient is then the mean over the others' shares.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PsMember:
 
     def __init__(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> None:
         self.endpoint = endpoint
-        self._servers = roles.servers
+        self._roles = roles
         self.emit: Callable[[events.Event], None] = self._report
         self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
         table = keys.cut(plan.sizes, len(roles.servers))
@@ -98,14 +99,20 @@ class PsMember:
         return served
 
     def lose(self, node: int) -> None:
-        """A server is gone: its replica answers for it."""
+        """A node is gone. Of a server the replica answers; of a worker nothing more is awaited."""
         self.endpoint.forget(node)
-        heir = following(self._servers, node)
-        self._servers = tuple(each for each in self._servers if each != node)
-        if self.server is not None:
+        servers, workers = self._roles.servers, self._roles.workers
+        self._roles = self._roles.without(node)
+        heir = following(servers, node) if node in servers else None
+        if self.server is not None and heir is not None:
             self.server.lose(node, heir)
-        if self._client is not None:
+        if self.server is not None and node in workers:
+            self.server.lose_worker(node)
+        if self._client is not None and heir is not None:
             self._client.lose(node, heir)
+
+    def leave(self) -> None:
+        """Keys may be of different steps: a new generation begins with a checkpoint."""
 
     def farewell(self) -> events.NodeEnded:
         last = farewell(self.endpoint)

@@ -53,6 +53,7 @@ class Server:
         self._copying: list[tuple[int, int, Pull, int]] = []  # (until copied, worker, pull, oldest)
         self._answers: dict[int, list[tuple[int, int, Pull, int]]] = {worker: [] for worker in roles.workers}
         self._fetches: list[Fetch] = []
+        self._early: list[Mail] = []
         self._squares: dict[int, float] = {}
         self._dropped = 0
         self._total: Total | None = None  # the norm of the newest step
@@ -61,6 +62,9 @@ class Server:
 
     def handle(self, mail: Mail) -> bool:
         message, started = mail.message, None
+        if isinstance(message, Push) and message.key not in self._slots:
+            self._early.append(mail)  # the sender has heard sooner that a server is lost whose keys lie here
+            return True
         if isinstance(message, Push | Copy):
             if isinstance(message, Push) and message.fresh and self._fresh_step < message.step:
                 self._fresh_step = message.step
@@ -238,11 +242,30 @@ class Server:
                 slot.copied = slot.applied
                 self._slots[number] = slot
             self._replicas = {}
-        self._roles = Roles(tuple(each for each in self._roles.servers if each != node), self._roles.workers)
+        self._roles = self._roles.without(node)
         self._changed = True
         self._squares.clear()
         if self._plan.recipe.clip_norm is not None:
             self._offer_squares()
+        early, self._early = self._early, []
+        for mail in early:
+            self.handle(mail)
+
+    def lose_worker(self, node: int) -> None:
+        """The mean is over the workers that are left, from the first step on that is not complete with the lost one's
+        gradient. What it sent of such a step is left out, so that no gradient counts for a whole batch's worth twice."""
+        self._roles = self._roles.without(node)
+        self._quorum = min(self._quorum, len(self._roles.workers))
+        self._waiting = [each for each in self._waiting if each[0] != node]
+        self._copying = [each for each in self._copying if each[1] != node]
+        self._answers.pop(node, None)
+        for slot in (*self._slots.values(), *self._replicas.values()):
+            slot.leave_out(node)
+        if self._settings.gathered:
+            for slot in self._slots.values():
+                self._update_if_complete(slot)
+        self._changed = True
+        self._close()
 
     # -- keys come and go ---------------------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.portable import Layer
+from ringtmp.model.repeat import changed_buffers
 from ringtmp.plan import keys
 from ringtmp.plan.keys import Flat
 from ringtmp.plan.route import Visit
+from ringtmp.ring.checkpoint import LayerTensors
 from ringtmp.ring.stage import Stage, StateName
 from ringtmp.wire.message import Recipe
 
@@ -46,6 +48,8 @@ class Replica:
         self.layouts: list[Flat] = []
         self.values: list[torch.Tensor] = []  # the flat parameters of every layer; empty while they are not here
         self._parameters: list[list[torch.Tensor]] = []
+        self._changing: list[tuple[int, ...]] = []  # positions of the tensors a forward pass changes: statistics
+        self._marked: tuple[int, list[dict[int, torch.Tensor]]] = (-1, [])
 
     def place(
         self, index: int, layer: Layer, tensors: Sequence[torch.Tensor | None], state: dict[StateName, torch.Tensor]
@@ -76,6 +80,8 @@ class Replica:
         self.layouts.append(layout)
         self.values.append(vector)
         self._parameters.append(mine)
+        changed = changed_buffers(layer.train)
+        self._changing.append(tuple(at for at, each in enumerate(layer.tensors) if each.name in changed))
         if self._layerwise:
             self.drop(index)
 
@@ -109,6 +115,22 @@ class Replica:
         """Whoever has the vector has them."""
         for parameter in self._parameters[layer]:
             parameter.grad = None
+
+    def mark(self, step: int) -> None:
+        """A training step begins: remember the statistics, which its forward pass will change."""
+        marked = []
+        for layer, changing in enumerate(self._changing):
+            tensors = self.stages[layer].layer_state(layer)[0] if changing else []
+            marked.append({at: tensors[at].clone() for at in changing})
+        self._marked = (step, marked)
+
+    def before(self, step: int, layer: int) -> LayerTensors:
+        """The layer as it was before a step: the newest whose update has been made, or the one under way."""
+        tensors, state = self.stages[layer].layer_state(layer)
+        if self._marked[0] == step:
+            for at, tensor in self._marked[1][layer].items():
+                tensors[at] = tensor
+        return tensors, state
 
     def buffers(self, layer: int) -> list[torch.Tensor | None]:
         """The layer's tensors in its own order, without the trainable ones."""

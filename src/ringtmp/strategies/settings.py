@@ -17,6 +17,9 @@ class Roles(msgspec.Struct, frozen=True):
     servers: tuple[int, ...]
     workers: tuple[int, ...]
 
+    def without(self, node: int) -> Roles:
+        return Roles(*(tuple(each for each in group if each != node) for group in (self.servers, self.workers)))
+
 
 class PsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     servers: int | str = 1  # a number, or "workers"
@@ -72,10 +75,10 @@ def checked_ps(given: Mapping[str, Any], nodes: int, wire: str) -> None:
         raise UsageError(f"quorum={quorum} needs consistency=bsp: with {consistency} no step waits for the others")
     if settings.replicas not in (0, 1):
         raise UsageError(f"replicas={settings.replicas} must be 0 or 1")
-    if settings.replicas and servers == "workers":
-        raise UsageError("replicas=1 needs dedicated servers: with servers=workers a lost server is a lost worker too")
-    if settings.replicas and (not isinstance(servers, int) or servers < 2):
-        raise UsageError(f"replicas=1 needs a second server to hold them: use servers=2 to servers={nodes - 1}")
+    if settings.replicas and (nodes if servers == "workers" else int(servers)) < 2:
+        raise UsageError(
+            f"replicas=1 needs a second server to hold them: use servers=2 to servers={nodes - 1}, or servers=workers"
+        )
     if settings.fetch not in ("all", "layerwise"):
         raise unknown("fetch", str(settings.fetch), ("all", "layerwise"))
     if settings.fetch == "layerwise" and not settings.deterministic:
@@ -84,6 +87,21 @@ def checked_ps(given: Mapping[str, Any], nodes: int, wire: str) -> None:
         )
     if settings.fetch == "layerwise" and wire == "int8":
         raise UsageError("fetch=layerwise keeps no weights an int8 change could be added to: use --wire bfloat16")
+
+
+def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:
+    """The settings of a parameter server for the nodes that are left, which may be fewer than they were given for."""
+    settings = PsSettings(**given)
+    servers = nodes if settings.servers == "workers" or nodes == 1 else min(int(settings.servers), nodes - 1)
+    workers = nodes if settings.servers == "workers" or nodes == 1 else nodes - servers
+    fit = dict(given)
+    if settings.servers != "workers":
+        fit["servers"] = servers
+    if settings.replicas and servers < 2:
+        fit["replicas"] = 0
+    if settings.quorum is not None:
+        fit["quorum"] = min(settings.quorum, workers)
+    return fit
 
 
 def _check_consistency(text: str) -> None:

@@ -93,6 +93,13 @@ class Slot:
             return Answer([self.values if shared else self.values.clone()], change=False)
         return Answer(lossy.encode(wire, self.values), change=False)
 
+    def leave_out(self, worker: int) -> None:
+        """It is gone: nobody waits for its clock, and its gradients of steps to come do not count."""
+        self.clocks.pop(worker, None)
+        self._known.pop(worker, None)
+        for arrived in self.arrived.values():
+            arrived.pop(worker, None)
+
     def forget_readers(self) -> None:
         """Nobody knows any more what workers have: the next answer is whole."""
         self._known.clear()

@@ -7,22 +7,26 @@ down, and each layer's gradient leaves the moment it is complete, while the laye
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
 from ringtmp.model.export import nest
+from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
+from ringtmp.ring.checkpoint import StateName
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.losses import Score, loss_named
+from ringtmp.ring.losses import LOSSES, Score
+from ringtmp.strategies.criterion import Criterion, not_there
 from ringtmp.strategies.replica import Replica
 from ringtmp.strategies.rows import Rows
-from ringtmp.wire.message import Did, Enlist, Fetch, LayerState, Place, Placed, Scored, Work
+from ringtmp.wire.message import Did, Enlist, Fetch, LayerState, Place, Placed, Restore, Scored, Work
 
 
 class Exchange(Protocol):
@@ -85,11 +89,12 @@ class Trainer:
         self.emit: Callable[[events.Event], None]
         self._plan = plan
         self._exchange = exchange
-        self._loss = loss_named(plan.loss)
+        self._loss = LOSSES.get(plan.loss, not_there)
         self._rows = Rows()
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
         self._fetches: list[Fetch] = []
+        self._inherited = endpoint.shelf.claim()
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -100,15 +105,33 @@ class Trainer:
         elif isinstance(message, Place):
             layer = portable.decode(message.graph)
             own = len(layer.tensors)
+            if message.layer == len(self._plan.sizes):
+                self._loss = Criterion(layer, mail.tensors)
+                return True
             state = [each for each in mail.tensors[own:] if each is not None]
-            named = dict(zip(message.state, state, strict=True))
-            self.replica.place(message.layer, layer, mail.tensors[:own], named)
-            self.endpoint.post(MASTER, Placed(message.layer))
+            self._move_in(message.layer, layer, mail.tensors[:own], dict(zip(message.state, state, strict=True)))
+        elif isinstance(message, Restore):
+            kept = self._inherited.get((message.step, message.layer))
+            if kept is None:
+                raise ProtocolError(f"node {self.endpoint.node} has no layer {message.layer} of step {message.step}")
+            self._move_in(message.layer, portable.decode(message.graph), *kept)
         elif isinstance(message, Fetch):
             self._fetches.append(message)
         else:
             return False
         return True
+
+    def _move_in(
+        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor | None], state: dict[StateName, torch.Tensor]
+    ) -> None:
+        self.replica.place(index, layer, tensors, state)
+        self._inherited = {key: kept for key, kept in self._inherited.items() if key[1] != index}
+        self.endpoint.post(MASTER, Placed(index))
+
+    def leave(self, step: int) -> None:
+        """For the next generation: the layers as they were before `step`, and what the last one left and nobody took."""
+        mine = {(step, layer): self.replica.before(step, layer) for layer in range(len(self.replica.stages))}
+        self.endpoint.shelf.hand_over({**self._inherited, **mine})
 
     def _unpack(self, work: Work, tensors: list[torch.Tensor | None]) -> _Task:
         if not work.sizes:

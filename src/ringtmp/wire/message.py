@@ -11,7 +11,7 @@ Between the master and a node, outside passes:
 Of the data-parallel strategies:
     Enlist       instead of Setup                Work, Did, Scored   a share of a batch, and what came of it
     Store, Kept  keys move in, and out again     Push, Pull, Pulled  between workers and servers
-    Copy, Copied a server and its replica        Lost                a server is gone
+    Copy, Copied a server and its replica        Lost                a node is gone
     Squares, Total   clipping over servers       Part                a piece of an all-reduce
 """
 
@@ -127,7 +127,8 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
-    """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key)."""
+    """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key). To a worker
+    of a data-parallel strategy the layer behind the last is a loss of the user's own."""
 
     layer: int
     graph: bytes
