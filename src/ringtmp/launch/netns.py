@@ -89,7 +89,7 @@ def burst_bytes(link_mbps: float) -> int:
     """What may pass at once: 2 ms worth, but no less than ten full frames, and one whole segment where that is at most 6 ms:
     else every packet wakes the receiver for itself, which costs an emulated device what a network card would spare it."""
     bytes_per_ms = link_mbps * 1e6 / 8 / 1000
-    segment = SEGMENT_BYTES if SEGMENT_BYTES <= 6 * bytes_per_ms else 0
+    segment = SEGMENT_BYTES if 6 * bytes_per_ms >= SEGMENT_BYTES else 0
     return max(15_140, segment, round(2 * bytes_per_ms))
 
 
