@@ -21,12 +21,15 @@ applied as it comes, as the mean over the worker's own samples at its share of t
 the weights about as far as in bsp; and a worker does not await its own newest gradient before it goes on (that is what
 hides the exchange behind the computation), so what it reads lacks at most S steps of others and one of its own. Batches
 are dealt by the master in the same order under every strategy. BatchNorm statistics are each worker's own, and their mean
-is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass. Nobody
+is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass. In bsp a
+worker pushes no more than it has answers for and a little: one that is early would fill the server's link with gradients
+that complete nothing, while answers, which need that link's other direction, wait for the gradients of the late. Nobody
 waits for a lost worker: a step's gradient is then the mean over the others' shares.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,6 +48,9 @@ from ringtmp.strategies.settings import PsSettings, Roles
 from ringtmp.strategies.trainer import Trainer
 from ringtmp.wire import lossy
 from ringtmp.wire.message import Enlist, Lost, Pull, Pulled, Push
+
+#: What a worker may have pushed to a server without an answer, where answers do not wait for all gradients.
+AHEAD_BYTES = 6 * 1024**2
 
 
 class PsMember:
@@ -150,6 +156,9 @@ class Client:
         self._unconfirmed: dict[int, list[tuple[Push, list[torch.Tensor]]]] = {key.number: [] for key in table}
         self._fresh = False
         self._held: list[tuple[int, int, float, torch.Tensor]] = []  # gradients waiting to be clipped
+        self._to_push: deque[tuple[Key, Push, list[torch.Tensor]]] = deque()
+        self._unanswered: dict[int, tuple[int, int]] = {}  # key -> owner, bytes pushed
+        self._paced = settings.deterministic and not self._layerwise and plan.recipe.clip_norm is None
 
     def begin(self, fresh: bool) -> None:
         self._fresh = fresh
@@ -201,6 +210,8 @@ class Client:
         asked = self._asked.get(key.number)
         if asked is not None and asked.step <= message.step:
             del self._asked[key.number]
+            if self._unanswered.pop(key.number, None) is not None and self._to_push:
+                self._send_pushes()
         self._answered[key.number] = max(self._answered[key.number], message.step)
         self._versions[key.number] = max(self._versions[key.number], message.oldest)
         tensor = lossy.decode(self._plan.wire, mail.present())
@@ -248,14 +259,31 @@ class Client:
     def _push(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         for key in self._layers[layer]:
             tensors = self._encode(key, gradient[key.start : key.stop])
-            push, owner = Push(key.number, step, share, self._fresh), self._owners[key.number]
+            self._to_push.append((key, Push(key.number, step, share, self._fresh), tensors))
+        self._send_pushes()
+
+    def _send_pushes(self) -> None:
+        """In their order, as far as each key's server may have them."""
+        held: deque[tuple[Key, Push, list[torch.Tensor]]] = deque()
+        ahead = Counter[int]()
+        for owner, nbytes in self._unanswered.values():
+            ahead[owner] += nbytes
+        for key, push, tensors in self._to_push:
+            owner, nbytes = self._owners[key.number], sum(each.nbytes for each in tensors)
+            if ahead[owner] >= AHEAD_BYTES:
+                held.append((key, push, tensors))
+                continue
             if owner != self.endpoint.node:
-                self._recorder.count_sent(sum(each.nbytes for each in tensors))
+                self._recorder.count_sent(nbytes)
             self.endpoint.post(owner, push, tensors)
+            if self._paced:
+                ahead[owner] += nbytes
+                self._unanswered[key.number] = (owner, nbytes)
             if self._settings.replicas:
                 self._unconfirmed[key.number].append((push, tensors))
             if not self._layerwise:
-                self._ask(key, step + 1 + self._settings.lag)
+                self._ask(key, push.step + 1 + self._settings.lag)
+        self._to_push = held
 
     def _encode(self, key: Key, gradient: torch.Tensor) -> list[torch.Tensor]:
         if self._plan.wire != "int8":
@@ -285,6 +313,8 @@ class Client:
             if self._owners[key.number] != node:
                 continue
             self._owners[key.number] = heir
+            if key.number in self._unanswered:
+                self._unanswered[key.number] = (heir, self._unanswered[key.number][1])
             for push, tensors in self._unconfirmed[key.number]:
                 self.endpoint.post(heir, push, tensors)
             asked = self._asked.get(key.number)
