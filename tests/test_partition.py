@@ -343,3 +343,16 @@ def test_what_a_device_needs_besides_a_node_counts() -> None:
         plan(model, [replace(each, extra_bytes=100.0) for each in there], PlanOptions(4, 4, process_bytes=500.0))
     with pytest.raises(DoesNotFit, match="device0 needs .* 600 bytes"):
         plan(model, burdened, PlanOptions(4, 4, process_bytes=500.0))
+
+
+def test_slow_lines_get_a_wider_window_and_a_small_device_does_not() -> None:
+    """Nine are enough for five visits, unless a message is longer on its way than a microbatch is computed."""
+    model = layers(8, forward_s=0.01, backward_s=0.02, output=1e6, stored=1e6)
+    options = PlanOptions(32, 32, keep_all=True, process_bytes=0.0)
+    slow = plan(model, devices(4, rate=30e6, latency_s=0.1), options)
+    usual = plan(model, devices(4, rate=30e6, latency_s=0.1), replace(options, window=9))
+    assert slow.window > 9
+    assert slow.step_s < 0.95 * usual.step_s
+    held = max(each.total_bytes for each in usual.memory)
+    small = [replace(each, memory_bytes=held) for each in devices(4, rate=30e6, latency_s=0.1)]
+    assert plan(model, small, options).window <= 9

@@ -29,6 +29,8 @@ MOST_STATES = 256
 FINALISTS = 5
 #: A device is left out only for a gain above this.
 LEAST_GAIN = 0.01
+#: A wider window holds more activations, and must be worth it.
+WIDER_GAIN = 0.01
 #: Orders tried where there are too many to weigh.
 SEARCHED_ORDERS = 24
 
@@ -148,7 +150,8 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
     holders = options.holders(len(devices))
     if options.cuts is not None:
         _check_cuts(options.cuts, table.count, len(holders))
-        return _make(table, layers, devices, (), options, ring, options.cuts, 0.0, paths)
+        made = _make(table, layers, devices, (), options, ring, options.cuts, 0.0, paths)
+        return _widened(made, table, ring, paths)
     for each in _windows(ring, len(holders)):
         # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
         for safe in (False, True):
@@ -204,7 +207,29 @@ def _chosen(
     gone = [each for i, each in enumerate(devices) if i not in chosen.order]
     left_out = tuple(LeftOut(each.name, _reason(segments, found, chosen, took, each, len(devices))) for each in gone)
     members = [devices[i] for i in chosen.order]
-    return _make(segments.table, layers, members, left_out, options, segments.options, chosen.bounds, gap, paths)
+    made = _make(segments.table, layers, members, left_out, options, segments.options, chosen.bounds, gap, paths)
+    return _widened(made, segments.table, segments.options, paths)
+
+
+def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | None) -> Plan:
+    """With more in flight where that is faster and fits: over slow lines a round trip takes longer than the usual window
+    covers. Only where the window is the plan's own to choose, and the usual one fits."""
+    if ring.window is not None:
+        return made
+    most, window = ring.microbatches * (1 + ring.staleness), made.window
+    while window < most:
+        window = min(2 * window, most)
+        wider = replace(ring, window=window)
+        try:
+            found = _make(
+                table, made.layers, made.devices, made.left_out, made.options, wider, made.bounds, made.gap, paths
+            )  # fmt: skip
+        except DoesNotFit:
+            break
+        if found.step_s > made.step_s * (1 - WIDER_GAIN):
+            break
+        made = found
+    return made
 
 
 def _make(
