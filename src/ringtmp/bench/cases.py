@@ -30,6 +30,7 @@ class Case(msgspec.Struct, frozen=True):
     schedule: str = ""  # of torch.distributed.pipelining
     layout: Literal["straight", "looped", "v"] = "straight"  # one stage per rank, or two: 0 1 0 1, or 0 1 1 0
     least_microbatches: int = 1
+    auto: bool = False  # the plan chooses the number of microbatches
     centre: Centre = "median"
 
     @property
@@ -46,6 +47,9 @@ def _ps(consistency: str, servers: Literal["one", "workers"], centre: Centre = "
 CASES = (
     Case("one", "one"),
     Case("ring", "ring", ("--strategy", "ring")),
+    Case("ring:auto", "ring", ("--strategy", "ring"), auto=True),
+    Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), auto=True),
+    Case("ring:staleness=1", "ring", ("--strategy", "ring", "--staleness", "1"), auto=True),
     _ps("bsp", "one"),
     _ps("bsp", "workers"),
     _ps("async", "one", centre="mean"),
@@ -111,8 +115,8 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
 
 
 def pipelined(case: Case) -> bool:
-    """Whether its number of microbatches is a choice."""
-    return case.family in ("ring", "pipelining")
+    """Whether its number of microbatches is the bench's to choose."""
+    return case.family in ("ring", "pipelining") and not case.auto
 
 
 def workers(case: Case, setting: Setting) -> int:
@@ -131,9 +135,11 @@ def stage_ranks(layout: Literal["straight", "looped", "v"], nodes: int) -> list[
     return once + {"straight": [], "looped": once, "v": once[::-1]}[layout]
 
 
-def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | None) -> int:
+def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | None) -> int | str:
     if case.family == "one":
         return 1
+    if case.auto:
+        return "auto"
     if not pipelined(case):
         return min(workers(case, setting), work.batch_size)
     return min(max(wanted or work.pipeline_microbatches, case.least_microbatches), work.batch_size)

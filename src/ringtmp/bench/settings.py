@@ -34,6 +34,8 @@ SETTINGS = {
         Setting("two", 2, 1.0, None, emulated=False),
         Setting("lab-fast", 4, 0.45, 1000.0, emulated=True),
         Setting("lab-100", 4, 0.45, 100.0, emulated=True),
+        Setting("lab-10", 4, 0.45, 10.0, emulated=True),
+        Setting("lab-8", 8, 0.22, 1000.0, emulated=True),
     )
 }
 

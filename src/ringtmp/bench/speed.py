@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,9 @@ class Row(msgspec.Struct, frozen=True):
     step_s: Interval | None
     ideal_s: float | None
     limit_s: float | None
+    one_device_s: float | None  # the whole model on one such device
+    stage_s: float | None  # of the ring, as its plan forecast it: the slowest stage alone
+    simulated_s: float | None  # and the whole step, with fill and drain
     over_best_peer: Interval | None  # below 1: faster than every peer in this setting
     best_peer: str | None
     stolen_share: float  # the largest of its repeats
@@ -40,6 +44,10 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def over_ideal(self) -> float | None:
         return self.step_s.middle / self.ideal_s if self.step_s and self.ideal_s else None
+
+    @property
+    def speed_up(self) -> float | None:
+        return self.one_device_s / self.step_s.middle if self.step_s and self.one_device_s else None
 
     @property
     def over_limit(self) -> float | None:
@@ -119,13 +127,16 @@ def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measu
         setting=first.setting,
         case=first.case,
         group=first.group,
-        microbatches=int(first.options["microbatches"]),
+        microbatches=_microbatches(group),
         repeats=len(taken),
         failed=len(bad),
         error=bad[0].error if bad else None,
         step_s=statistics.interval(taken, first.centre, seed) if taken else None,
         ideal_s=ideal_s(sizes, setting) if sizes and setting is not ALONE else None,
         limit_s=limit_s(_case(first.case), sizes, setting) if sizes and setting is not ALONE else None,
+        one_device_s=sizes.one_s / setting.share if sizes and setting is not ALONE else None,
+        stage_s=_forecast(group, lambda said: max(node["busy_s"] for node in said["per_node"])),
+        simulated_s=_forecast(group, lambda said: said["step_s"]),
         over_best_peer=(
             statistics.ratio(taken, first.centre, samples(peer), peer[0].job.centre, seed)
             if taken and peer and own
@@ -135,6 +146,21 @@ def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measu
         stolen_share=max(each.stolen_share for each in group),
         busy_before=max(each.busy_before for each in group),
     )
+
+
+def _microbatches(group: Sequence[Measurement]) -> int:
+    """As asked for; where the plan chose, its choice (0: nothing was measured)."""
+    asked = group[0].job.options["microbatches"]
+    if asked != "auto":
+        return int(asked)
+    return next((int(each.result.facts["microbatches"]) for each in group if each.result is not None), 0)
+
+
+def _forecast(group: Sequence[Measurement], value: Callable[[dict[str, Any]], float]) -> float | None:
+    """Of what runs said of themselves before they began, the middle."""
+    said = [each.result.facts.get("forecast") for each in group if each.result is not None]
+    found = sorted(value(each) for each in said if each)
+    return found[len(found) // 2] if found else None
 
 
 def _sizes(alone: Sequence[Measurement]) -> Sizes | None:

@@ -21,8 +21,11 @@ HEADER = (
     "ms per step",
     "95 % interval",
     "x ideal",
+    "x one device",
     "own limit",
     "x limit",
+    "stage",
+    "simulated",
     "x best peer",
     "stolen",
 )
@@ -30,7 +33,9 @@ HEADER = (
 QUIET = 0.1
 LEGEND = (
     "ideal: max(c, T), with T one process, one thread, whole batch, divided by all cores, and c one cut's activations over "
-    "the link. Own limit: the same for what this case computes on and sends through its busiest device. Best peer: the "
+    "the link. One device: the step over that of one such device alone, above 1 is faster. Own limit: max(c, T) for what this "
+    "case computes on and sends through its busiest device. Stage, simulated: the ring's own forecast before its first step, of "
+    "the slowest stage alone and of the whole step with fill and drain. Best peer: the "
     "fastest of torch's own in the same setting; below 1 is faster. Stolen: CPU time the machine's host gave to others, the "
     "worst repeat."
 )
@@ -123,8 +128,11 @@ def _line(row: Row) -> tuple[str, ...]:
         _ms(row.step_s.middle),
         f"{_ms(row.step_s.low)}–{_ms(row.step_s.high)}",
         _ratio(row.over_ideal),
+        _ratio(row.speed_up),
         _ms(row.limit_s) if row.limit_s is not None else "",
         _ratio(row.over_limit),
+        _ms(row.stage_s) if row.stage_s is not None else "",
+        _ms(row.simulated_s) if row.simulated_s is not None else "",
         f"{best.middle:.2f} ({best.low:.2f}–{best.high:.2f})" if best else "",
         f"{row.stolen_share:.1%}",
     )

@@ -19,20 +19,22 @@ class Workload(msgspec.Struct, frozen=True):
     steps: int = 0
 
 
-#: 8 blocks, width 256, sequence 128 on bytes; 784-1024x9-10.
+#: 8 blocks, width 256, sequence 128 on bytes; 784-1024x9-10; and 16 blocks, for 8 devices.
 WORKLOADS = {
     "gpt": Workload("gpt", "gpt", {"depth": 8, "width": 256, "heads": 4, "context": 128}, "pysource", 32, 8),
     "mlp": Workload("mlp", "mlp", {"depth": 9, "width": 1024}, "random:784x10", 512, 4),
+    "gpt16": Workload("gpt16", "gpt", {"depth": 16, "width": 256, "heads": 4, "context": 128}, "pysource", 32, 16),
 }
 
 #: The same shapes in small: whether every case works, not how fast.
 QUICK = {
     "gpt": Workload("gpt", "gpt", {"depth": 8, "width": 32, "heads": 2, "context": 16}, "pysource", 16, 8),
     "mlp": Workload("mlp", "mlp", {"depth": 9, "width": 64}, "random:16x4", 64, 4),
+    "gpt16": Workload("gpt16", "gpt", {"depth": 16, "width": 32, "heads": 2, "context": 16}, "pysource", 16, 8),
 }
 
 
-def train_flags(work: Workload, microbatches: int) -> list[str]:
+def train_flags(work: Workload, microbatches: int | str) -> list[str]:
     sizes = [word for key, value in work.settings.items() for word in ("--set", f"{key}={value}")]
     return [
         "--model", work.model, *sizes, "--data", work.data, "--optimizer", "sgd", "--lr", str(work.lr),
