@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--devices", "file", type=click.Path(path_type=Path), metavar="FILE.toml",
               help="One [[device]] table each, the master first.  [4 x 0.45 core, 100 Mbit/s]")  # fmt: skip
 @click.option("--strategies", metavar="WAY,WAY",
-              help="E.g. ring,ring:staleness=1,ps:ssp:3,ps:bsp:servers=workers,allreduce:ring:wire=int8.  [a good dozen]")  # fmt: skip
+              help="E.g. ring,ring:staleness=1,ps:ssp:3,ps:bsp:servers=workers:wire=int8.  [the usual ones]")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), help="Of every run, interleaved.  [5; quick: 1]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of weights, batches, order and intervals.")
 @click.option("--limit", "limit_s", type=click.FloatRange(1), default=1800.0, show_default=True, metavar="S",
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True,
               help="Where measurements and the report go.")  # fmt: skip
 @click.option("--no-isolation", is_flag=True,
-              help="Plain processes instead of emulated devices: no root, but no CPU shares and memory caps either.")  # fmt: skip
+              help="Plain processes, not emulated devices: no root, no CPU shares, no memory caps.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def command(

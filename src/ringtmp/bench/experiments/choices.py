@@ -6,6 +6,7 @@ full    what the question deserves
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -24,13 +25,13 @@ QUICK_WAYS = "ring,ring:staleness=1,ps:bsp,ps:async,allreduce:ring"
 ALONE = Way("one device", "ring")
 #: Watts of the emulated devices, unless a file says otherwise.
 WATTS = PRESETS["pi-4b"]
-#: Of all cores, for the devices; the rest is for whoever watches.
+#: Of every core, for the devices; the rest is for whoever watches.
 USED_CORES = 0.9
 LINK_MBPS = 100.0
 MEMORY_MB = 1000.0
 
-#: The task with an accuracy: the bundled digits. Ten layers, so that nine nodes can share them.
-DIGITS = Workload("digits", "mlp", {"depth": 9, "width": 128}, "digits", 64, 8, lr=0.2)
+#: The task with an accuracy: the bundled digits. Nine layers, so that eight nodes can share them.
+DIGITS = Workload("digits", "mlp", {"depth": 8, "width": 128}, "digits", 64, 8, lr=0.003, optimizer="adam")
 DIGITS_SAMPLES = 1437
 EPOCHS = {True: 3, False: 10}
 
@@ -77,7 +78,9 @@ class Choices(msgspec.Struct, frozen=True):
         """The first `nodes` devices; `most` is how many share this machine at the largest size of a sweep."""
         found: Sequence[Device] = self.devices[:nodes]
         if not self.devices:
-            share = round(min(1.0, self.cores * USED_CORES / max(nodes, most or self.nodes)), 3)
+            # A device with less than a core stays on one of them.
+            neighbours = math.ceil(max(nodes, most or self.nodes) / self.cores)
+            share = round(USED_CORES / neighbours, 3)
             found = [
                 Device(f"n{index}", share, share, MEMORY_MB, LINK_MBPS, idle_w=WATTS.idle_w, busy_w=WATTS.busy_w)
                 for index in range(nodes)

@@ -99,7 +99,7 @@ def method(choices: Choices, measured: Measured) -> Section:
     return Section(
         "method",
         "How it was measured",
-        "Every strategy has the same model, first weights, batches, optimizer (plain SGD) and number of devices, and the "
+        "Every strategy has the same model, first weights, batches, optimizer and number of devices, and the "
         "learning rate that was best for it in a small sweep. One device alone is the base line. A case is run in "
         "interleaved repeats, so that a slow quarter of an hour hits all alike; a figure is the median over repeats, its "
         "interval a bootstrap over repeats and steps. A difference counts as found when the interval of the ratio does not "

@@ -12,7 +12,7 @@ import msgspec
 
 from ringtmp.bench import statistics
 from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.statistics import Centre, Interval, Samples
+from ringtmp.bench.statistics import Centre, Interval
 from ringtmp.report.findings import Holds, Verdict
 
 
@@ -88,10 +88,6 @@ def verdict(aim: str, what: str, text: Mapping[str, str], pairs: Sequence[tuple[
 
 def figures(found: Sequence[Sampled], seed: int) -> dict[str, Interval]:
     return {each.way.label: statistics.interval(each.samples, each.centre, seed) for each in found if each.samples}
-
-
-def samples(values: Sequence[Sequence[float]]) -> Samples:
-    return tuple(tuple(each) for each in values if each)
 
 
 def _times(ratio: float) -> str:

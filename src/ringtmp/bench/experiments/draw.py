@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from ringtmp.bench.experiments import contrasts, quantities
+from ringtmp.bench.experiments import quantities
 from ringtmp.bench.experiments.contrasts import Sampled
 from ringtmp.bench.experiments.quantities import Power
 from ringtmp.bench.experiments.runs import Cell, Measured
@@ -13,7 +13,8 @@ from ringtmp.bench.statistics import Interval, interval
 from ringtmp.report.findings import Figure, Series, Span, Table
 from ringtmp.units import bytes_text, seconds_text
 
-NAN = float("nan")
+#: Record, steps to warm up -> a value per step
+PerStep = Callable[[Record, int], Sequence[float]]
 #: Recorders' words for what a node waits for, in the order of the figure.
 CAUSES = ("activations", "gradients", "parameters", "window")
 
@@ -88,9 +89,7 @@ def gantt(name: str, title: str, record: Record) -> Figure | None:
     )
 
 
-def sampled(cells: Sequence[Cell], measured: Measured, values: object) -> list[Sampled]:
-    """`values`: Record, warm-up -> a value per step."""
-    assert callable(values)
+def sampled(cells: Sequence[Cell], measured: Measured, values: PerStep) -> list[Sampled]:
     found = []
     for each in cells:
         repeats = tuple(tuple(values(record, each.job.warm_up)) for record in measured.records(each.job))
@@ -137,17 +136,12 @@ def cost_table(
     return Table(title, columns, tuple(rows), "In brackets 95 % intervals over repeats and steps.")
 
 
-def ranged(value: Interval, text: object) -> str:
-    assert callable(text)
+def ranged(value: Interval, text: Callable[[float], str]) -> str:
     return f"{text(value.middle)} ({text(value.low)}–{text(value.high)})"
 
 
 def share_text(share: float) -> str:
     return f"{share:.1%}"
-
-
-def figures_of(found: Sequence[Sampled], seed: int) -> dict[str, Interval]:
-    return contrasts.figures(found, seed)
 
 
 def _rank(cause: str) -> tuple[int, str]:

@@ -63,7 +63,7 @@ def section(choices: Choices, measured: Measured) -> Section:
 def _some(choices: Choices) -> list[str]:
     """A small bench looks at the two plain ways alone."""
     labels = [way.label for way in choices.ways]
-    plain = [label for label in ("ring", "ps:bsp") if label in labels]
+    plain = [label for label in labels if label in ("ring", "ps:bsp")]
     return plain if choices.quick and plain else labels
 
 

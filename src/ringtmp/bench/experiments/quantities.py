@@ -12,29 +12,25 @@ import msgspec
 
 from ringtmp.bench.record import Record, Track
 from ringtmp.launch.devices import Device
-
-#: Sending and receiving a byte, beside what it costs the processor: of the order of an Ethernet or Wi-Fi interface.
-BYTE_NJ = 10.0
+from ringtmp.metrics.energy import ETHERNET_NJ_PER_BYTE as NJ_PER_BYTE
+from ringtmp.metrics.energy import Load, Watts
 
 
 class Power(msgspec.Struct, frozen=True):
-    """One device's watts and what a byte costs. Modelled joules restate time and bytes."""
+    """One device's watts, and the part of its cores that a node keeps busy. Modelled joules restate time and bytes."""
 
-    idle_w: float
-    busy_w: float
-    byte_nj: float = BYTE_NJ
-
-    def varied(self, idle: float = 1.0, busy: float = 1.0, byte: float = 1.0) -> Power:
-        """`busy` varies what computing adds, so that a busy device never takes less than an idle one."""
-        idle_w = self.idle_w * idle
-        return Power(idle_w, idle_w + (self.busy_w - self.idle_w) * busy, self.byte_nj * byte)
+    watts: Watts
+    share: float = 1.0
 
 
-def powers(devices: Sequence[Device]) -> list[Power] | None:
+def powers(devices: Sequence[Device], threads: int = 1) -> list[Power] | None:
     """None where the watts of a device are not known."""
-    if any(device.idle_w is None or device.busy_w is None for device in devices):
-        return None
-    return [Power(device.idle_w or 0.0, device.busy_w or 0.0) for device in devices]
+    found = []
+    for device in devices:
+        if device.idle_w is None or device.busy_w is None:
+            return None
+        found.append(Power(Watts(device.idle_w, device.busy_w, NJ_PER_BYTE), device.wanted_cpu(threads) / device.cpu))
+    return found
 
 
 def step_s(record: Record, warm_up: int) -> list[float]:
@@ -66,23 +62,35 @@ def busiest_bytes(record: Record, warm_up: int) -> float:
 
 def step_joules(record: Record, power: Sequence[Power], warm_up: int) -> list[float]:
     """All nodes: idle watts for as long as the step takes, more while a node is busy, and the bytes."""
-    return [
-        sum(_joules(record, track, power[track.node], step) for track in record.tracks)
-        for step in range(warm_up, len(record.steps))
-    ]
+    return [sum(load.joules for load in loads(record, power, step)) for step in range(warm_up, len(record.steps))]
 
 
-def node_joules(record: Record, track: Track, power: Power, warm_up: int) -> float:
-    """Per step, of one node."""
-    every = [_joules(record, track, power, step) for step in range(warm_up, len(record.steps))]
-    return sum(every) / max(1, len(every))
+def loads(record: Record, power: Sequence[Power], step: int) -> list[Load]:
+    """What the model is applied to, a node each. A node lost or never there costs nothing."""
+    return [_load(record, track, power[track.node], step) for track in record.tracks]
 
 
-def _joules(record: Record, track: Track, power: Power, step: int) -> float:
-    # A node's own records of one step may lie a little outside it: busy is bounded by what there was.
+def run_loads(record: Record, power: Sequence[Power], warm_up: int) -> list[Load]:
+    """Of all steps that count together, a node each."""
+    return [node_load(record, track, power[track.node], warm_up) for track in record.tracks]
+
+
+def node_load(record: Record, track: Track, power: Power, warm_up: int) -> Load:
+    every = [_load(record, track, power, step) for step in range(warm_up, len(record.steps))]
+    return Load(
+        power.watts,
+        sum(each.seconds for each in every),
+        sum(each.busy_s for each in every),
+        sum(each.bytes for each in every),
+        power.share,
+    )
+
+
+def _load(record: Record, track: Track, power: Power, step: int) -> Load:
+    # A node's own record of a step may reach a little beyond it: it is busy for no longer than there was time.
     busy = min(track.busy_s[step], record.took_s[step])
     moved = track.sent_bytes[step] + track.received_bytes[step]
-    return power.idle_w * record.took_s[step] + (power.busy_w - power.idle_w) * busy + power.byte_nj * 1e-9 * moved
+    return Load(power.watts, record.took_s[step], busy, float(moved), power.share)
 
 
 def reached(loss: Sequence[float], target: float, window: int) -> int | None:

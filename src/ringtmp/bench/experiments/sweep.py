@@ -16,7 +16,7 @@ from ringtmp.bench.experiments.runs import Cell, Measured, local
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.report.findings import Table
 
-RATES = {True: (0.1, 0.3), False: (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)}
+RATES = {True: (0.002, 0.006), False: (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)}
 EPOCHS = {True: 1, False: 4}
 _STEPS_PER_EPOCH = 23
 
@@ -59,7 +59,7 @@ def table(choices: Choices, measured: Measured) -> Table:
         chosen = choices.rates.get(way.label)
         rows.append((way.label, f"{tried.label}, {nodes} node(s)", *cells, f"{chosen:g}" if chosen else "none"))
     columns = ("strategy", "tuned as", *(f"test loss at {rate:g}" for rate in RATES[choices.quick]), "chosen")
-    return Table("Learning rates, each strategy's own", columns, tuple(rows), "Plain SGD, the smallest test loss wins.")
+    return Table("Learning rates, each strategy's own", columns, tuple(rows), "Adam; the smallest test loss wins.")
 
 
 def _as_tried(choices: Choices, way: Way) -> tuple[Way, int]:

@@ -183,8 +183,9 @@ def _values_per_sample(each: Cell, measured: Measured) -> float | None:
     records = measured.records(each.job)
     if not records:
         return None
-    moved = sum(sum(track.sent_bytes) for track in records[0].tracks)
-    return moved / VALUE_BYTES / max(1, sum(records[0].samples))
+    # The first steps fetch the model, which the prototype did not count either.
+    moved = sum(quantities.sent_bytes(records[0], each.job.warm_up))
+    return moved / VALUE_BYTES / max(1, sum(records[0].samples[each.job.warm_up :]))
 
 
 def _checked(main: Sequence[Cell], measured: Measured) -> Table:
@@ -196,7 +197,7 @@ def _checked(main: Sequence[Cell], measured: Measured) -> Table:
             moved = quantities.sent_bytes(record, each.job.warm_up)
             seen = sum(moved) / max(1, len(moved))
             samples = sum(record.samples[each.job.warm_up :]) / max(1, len(moved))
-            predicted = width * _step_values(each, record.tracks[0].parameters, measured, samples) if width else None
+            predicted = width * _step_values(each, samples) if width else None
             rows.append(
                 (
                     each.way.label,
@@ -212,7 +213,7 @@ def _checked(main: Sequence[Cell], measured: Measured) -> Table:
     )
 
 
-def _step_values(each: Cell, _: int, measured: Measured, samples: float) -> float:
+def _step_values(each: Cell, samples: float) -> float:
     width, depth = int(each.work.settings["width"]), int(each.work.settings["depth"])
     net = shapes.dense("task", "", (64, *[width] * depth, 10))
     if each.way.strategy == "ring":
@@ -247,5 +248,5 @@ def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:
             "",
             tuple(rows),
             caption="As measured. Node 0 is the master: of a parameter server with one server, the server.",
-        )  # fmt: skip
+        )
     ]
