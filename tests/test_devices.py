@@ -36,7 +36,7 @@ def test_a_preset_fills_in_everything_and_a_key_beside_it_wins(name: str) -> Non
     preset = PRESETS[name]
     assert plain.cpu == pytest.approx(preset.cores * preset.core_speed)
     assert (plain.memory_mb, plain.link_mbps) == (preset.memory_mb, preset.link_mbps)
-    assert (plain.idle_w, plain.busy_w) == (preset.idle_w, preset.busy_w)
+    assert (plain.idle_w, plain.busy_w) == (preset.watts.idle_w, preset.watts.busy_w)
     changed = parse(f'[[device]]\nname = "a"\npreset = "{name}"\nmemory_mb = 300\nlink_mbps = 7', "one.toml")[0]
     assert (changed.memory_mb, changed.link_mbps, changed.cpu) == (300.0, 7.0, plain.cpu)
 

@@ -21,6 +21,7 @@ _VERBS = {
     "bench": "Measure: the ring against the others, in one run.",
     "evaluate": "Loss and accuracy of a run's newest checkpoint.",
     "predict": "A run's outputs for inputs from a file.",
+    "report": "A page with the pictures of a run.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",
     "strategies": "The ways to train, with their settings.",
     "doctor": "Find out what stands in the way.",

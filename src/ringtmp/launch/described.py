@@ -41,6 +41,8 @@ def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Dev
                 each.idle_w,
                 each.busy_w,
                 Link(rate, rate, each.latency_ms / 1000, MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
+                each.busy_share(threads),
+                each.nj_per_byte,
             )
         )
     return tuple(found)

@@ -5,7 +5,7 @@ Pure: text in, frozen Devices out. The first device is the master.
     [[device]]
     name = "desk"
     preset = "pi-4b"            # or cpu = 0.5, memory_mb = 1024, link_mbps = 100
-    latency_ms = 1              # optional, like idle_w, busy_w and host
+    latency_ms = 1              # optional, like idle_w, busy_w, nj_per_byte and host
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import msgspec
 
 from ringtmp.errors import UsageError, unknown
 from ringtmp.launch.keys import checked_name
+from ringtmp.metrics.energy import ETHERNET_NJ_PER_BYTE, Watts
+from ringtmp.metrics.energy import PRESETS as WATTS
 
 #: Addresses 10.77.0.1 to 10.77.0.200.
 MAX_DEVICES = 200
@@ -30,32 +32,31 @@ class Preset(msgspec.Struct, frozen=True):
     core_speed: float  # of one core in float32 matrix products; one core of `laptop` is 1
     memory_mb: float
     link_mbps: float
-    idle_w: float
-    busy_w: float
+    watts: Watts
 
 
 # Where the numbers come from:
-#   [hpl]     https://github.com/geerlingguy/top500-benchmark, results table: Linpack Gflop/s and watts at the wall under it.
+#   [hpl]     https://github.com/geerlingguy/top500-benchmark, results table: Linpack Gflop/s.
 #   [peak]    float32 operations per cycle and core (Cortex-A53 4, A57 and A72 8, A76 16, x86 with AVX2 32) times clock.
 #             Against [hpl] it is within 15 % where both are known, so it stands in where Linpack is not known.
-#   [dramble] Pi Dramble, "Power Consumption Benchmarks": idle, and `stress --cpu 4`.
 #   [maker]   the maker's product page: cores, memory, network.
-#   [assumed] no measurement found; give idle_w and busy_w in the devices file if energy matters to you.
+#   [assumed] no measurement found.
+# Watts, and where they come from, are in metrics/energy.py.
 # One core of `laptop` is taken to be one core of the machine the lab runs on: on a faster one every device is faster.
 PRESETS = {
     # 4 x A53 at 1.0 GHz [maker]; 4 / 90 Gflop/s [peak] (Linpack runs out of its 512 MB); 2.4 GHz Wi-Fi, one stream:
-    # 72 Mbit/s on air [maker], about 40 in a transfer [assumed]; 120 mA at 5 V idle (cnx-software.com, 2021-12-09); [hpl]
-    "pi-zero-2w": Preset(4, 0.045, 512, 40, 0.6, 2.1),
-    # 4 x A53 at 1.2 GHz, 1 GB, 100 Mbit/s Ethernet [maker]; 4.8 / 90 Gflop/s [peak]; [dramble]
-    "pi-3b": Preset(4, 0.053, 1024, 100, 1.4, 3.7),
-    # 4 x A72 at 1.8 GHz, 4 GB model, gigabit [maker]; 11.9 of 72.5 Gflop/s [hpl]; [dramble]
-    "pi-4b": Preset(4, 0.164, 4096, 1000, 2.7, 6.4),
-    # 4 x A76 at 2.4 GHz, 8 GB model, gigabit [maker]; 30.2 of 72.5 Gflop/s and busy watts [hpl]; idle [assumed]
-    "pi-5": Preset(4, 0.417, 8192, 1000, 3.0, 11.0),
-    # 4 x A57 at 1.479 GHz, 4 GB, gigabit, 10 W mode [maker]; 11.8 / 90 Gflop/s [peak]; CPU only; idle [assumed]
-    "jetson-nano": Preset(4, 0.131, 4096, 1000, 2.0, 10.0),
-    # 4 x86 cores of an i5-7400T, the unit of [hpl]: 72.5 Gflop/s, 41 W busy; memory, gigabit and idle [assumed]
-    "laptop": Preset(4, 1.0, 16384, 1000, 8.0, 41.0),
+    # 72 Mbit/s on air [maker], about 40 in a transfer [assumed]
+    "pi-zero-2w": Preset(4, 0.045, 512, 40, WATTS["pi-zero-2w"]),
+    # 4 x A53 at 1.2 GHz, 1 GB, 100 Mbit/s Ethernet [maker]; 4.8 / 90 Gflop/s [peak]
+    "pi-3b": Preset(4, 0.053, 1024, 100, WATTS["pi-3b"]),
+    # 4 x A72 at 1.8 GHz, 4 GB model, gigabit [maker]; 11.9 of 72.5 Gflop/s [hpl]
+    "pi-4b": Preset(4, 0.164, 4096, 1000, WATTS["pi-4b"]),
+    # 4 x A76 at 2.4 GHz, 8 GB model, gigabit [maker]; 30.2 of 72.5 Gflop/s [hpl]
+    "pi-5": Preset(4, 0.417, 8192, 1000, WATTS["pi-5"]),
+    # 4 x A57 at 1.479 GHz, 4 GB, gigabit, 10 W mode [maker]; 11.8 / 90 Gflop/s [peak]; CPU only
+    "jetson-nano": Preset(4, 0.131, 4096, 1000, WATTS["jetson-nano"]),
+    # 4 x86 cores of an i5-7400T, the unit of [hpl]: 72.5 Gflop/s; memory and gigabit [assumed]
+    "laptop": Preset(4, 1.0, 16384, 1000, WATTS["laptop"]),
 }
 
 #: key -> smallest and largest value that makes sense
@@ -66,6 +67,7 @@ _BOUNDS = {
     "latency_ms": (0.0, 1e4),
     "idle_w": (0.0, 1e4),
     "busy_w": (0.0, 1e4),
+    "nj_per_byte": (0.0, 1e4),
 }
 _KEYS = ("name", "preset", *_BOUNDS, "host")
 
@@ -81,10 +83,15 @@ class Device(msgspec.Struct, frozen=True):
     busy_w: float | None = None
     host: str | None = None  # where the real device of this description lives; the lab does not go there
     preset: str | None = None
+    nj_per_byte: float = ETHERNET_NJ_PER_BYTE
 
     def wanted_cpu(self, threads: int) -> float:
         """Cores of this machine that `threads` threads may use: four slow cores do not make one thread fast."""
         return min(self.cpu, self.core_speed * threads)
+
+    def busy_share(self, threads: int) -> float:
+        """Of its cores, those that `threads` threads keep busy: busy_w is what it needs when all are."""
+        return self.wanted_cpu(threads) / self.cpu
 
 
 def parse(text: str, source: str) -> tuple[Device, ...]:
@@ -133,7 +140,8 @@ def _device(entry: dict[str, Any], where: str) -> Device:
         have = "both preset and cpu" if preset is not None else "neither preset nor cpu"
         raise UsageError(f"{where} has {have}: give one of them (presets: {', '.join(PRESETS)})")
     if preset is not None:
-        chosen = {key: getattr(preset, key) for key in ("memory_mb", "link_mbps", "idle_w", "busy_w")} | numbers
+        watts = {key: getattr(preset.watts, key) for key in ("idle_w", "busy_w", "nj_per_byte")}
+        chosen = {"memory_mb": preset.memory_mb, "link_mbps": preset.link_mbps} | watts | numbers
         chosen |= {"cpu": preset.cores * preset.core_speed, "core_speed": preset.core_speed}
     else:
         for key in ("memory_mb", "link_mbps"):

@@ -25,6 +25,8 @@ import psutil
 from ringtmp.errors import UsageError
 from ringtmp.launch import cgroups, netns
 from ringtmp.launch.shares import Share
+from ringtmp.metrics import own
+from ringtmp.metrics.energy import Watts
 from ringtmp.transport.slow import LATENCY, RATE
 
 STOP_LIMIT_S = 5.0
@@ -124,19 +126,25 @@ class Rack:
 
     def _environment(self, index: int) -> dict[str, str]:
         assert self._folder is not None, "not entered"
-        own = self._folder / str(index)
+        home = self._folder / str(index)
         peers = " ".join(f"{self.name(each)}={self.address(each)}" for each in range(len(self.shares)))
         slow: dict[str, str] = {}
         if any(share.device.latency_ms for share in self.shares):
             slow[LATENCY] = str(self.shares[index].device.latency_ms)
         if not self._isolated:  # no tc here: the nodes slow themselves down
             slow[RATE] = str(self.shares[index].device.link_mbps * self._scale)
+        device = self.shares[index].device
+        watts: dict[str, str] = {}
+        if device.idle_w is not None and device.busy_w is not None:
+            share = self.shares[index].cpu / self._scale / device.cpu
+            watts[own.WATTS] = own.watts_text(Watts(device.idle_w, device.busy_w, device.nj_per_byte), share)
         return (
             os.environ
             | slow
+            | watts
             | {
-                "RINGTMP_CONFIG": str(own / "config"),
-                "TMPDIR": str(own / "tmp"),
+                "RINGTMP_CONFIG": str(home / "config"),
+                "TMPDIR": str(home / "tmp"),
                 "RINGTMP_EMULATED": "1",
                 "RINGTMP_LAB_SCALE": f"{self._scale:.6g}",
                 "RINGTMP_DEVICE": self.name(index),

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ringtmp.metrics.energy import Power
+
 SCHEMA = 1
 
 
@@ -75,6 +77,8 @@ class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
     busy: dict[str, float] = {}
     #: Every update before this step was in the parameters it worked with; None where there is no doubt.
     oldest: int | None = None
+    #: What a meter said meanwhile; None without one.
+    joules: float | None = None
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag="evaluation"):
@@ -135,6 +139,7 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="node_end"):
     #: Gradients a server applied, and those it left out because the step had gone on without them.
     applied: int = 0
     dropped: int = 0
+    power: Power | None = None
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag="end"):

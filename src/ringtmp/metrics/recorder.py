@@ -18,8 +18,13 @@ from ringtmp.metrics.events import NodeStep, Span
 
 
 class Recorder:
-    def __init__(self, node: int, clock: Callable[[], float], detailed_steps: int) -> None:
+    def __init__(
+        self, node: int, clock: Callable[[], float], detailed_steps: int, joules: Callable[[], float] | None = None
+    ) -> None:
+        """`joules`: of the device's meter, since some moment."""
         self._node = node
+        self._joules = joules
+        self._joules_before = 0.0
         self._clock = clock
         self._detailed_steps = detailed_steps
         self._start: float | None = None  # of the step; None: begins with the next work
@@ -57,6 +62,7 @@ class Recorder:
         now = self._clock()
         if self._start is None:
             self._start = self._last_end = now
+            self._joules_before = self._joules() if self._joules is not None else 0.0
         elif now > self._last_end:
             ended = self._last_end
             if self._waiting:
@@ -102,12 +108,15 @@ class Recorder:
         """The step is over for this node. Spans are kept for the first steps and every hundredth after."""
         start = self._start if self._start is not None else self._last_end
         kept = self._kept(step, first_step)
+        joules = self._joules() if self._joules is not None else None
         record = NodeStep(
             self._node, step, start, self._last_end, sum(self._busy.values()), sum(self._idle.values()),
             dict(self._idle), self._sent, self._received, tuple(self._spans) if kept else (), dict(self._busy), oldest,
+            joules - self._joules_before if joules is not None else None,
         )  # fmt: skip
         self._keep_spans = self._kept(step + 1, first_step)
         self._start = self._last_end
+        self._joules_before = joules or 0.0
         self._busy.clear()
         self._idle.clear()
         self._spans.clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
 from ringtmp.metrics.events import (
     CheckpointSaved,
     Evaluated,
@@ -46,8 +47,9 @@ class NodeSummary(msgspec.Struct, frozen=True):
     bytes_received: int
     peak_rss_bytes: int | None
     energy_j: float | None = None
-    energy_source: str | None = None
+    energy_source: Source | None = None
     busy_kinds: dict[str, float] = {}  # seconds of busy_s by kind of work
+    power: Power | None = None  # what is known of its device
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -83,6 +85,17 @@ class Summary(msgspec.Struct, frozen=True):
     error: str | None
     run_dir: str
     per_node: tuple[NodeSummary, ...]
+
+    @property
+    def energy_j(self) -> float | None:
+        """Of all nodes; None where that of one is unknown."""
+        known = [each.energy_j for each in self.per_node if each.energy_j is not None]
+        return sum(known) if len(known) == len(self.per_node) else None
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """What the energy model is applied to, for `sensitivity`: nodes whose device is known."""
+        return tuple(loads({each.node: _spent(each, None) for each in self.per_node}, self.lab_scale).values())
 
 
 def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
@@ -125,8 +138,11 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
             assert isinstance(event, CheckpointSaved | SnapshotWhole)
     if started is None:
         return None
-    per_node = tuple(_node(nodes[node], node_steps.get(node, []), ends.get(node)) for node in sorted(nodes))
     config, facts = started.config, started.facts
+    bare = {node: _node(nodes[node], node_steps.get(node, []), ends.get(node)) for node in sorted(nodes)}
+    spent = {node: _spent(each, _metered(node_steps.get(node, []))) for node, each in bare.items()}
+    energy = attribute(spent, facts.get("lab_scale", 1.0))
+    per_node = tuple(_with_energy(each, energy.get(node)) for node, each in bare.items())
     walls = [each.wall_s for each in steps]
     last_at = ended.at if ended else steps[-1].at if steps else started.at
     return Summary(
@@ -188,7 +204,25 @@ def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> N
         sum(each.received_bytes for each in steps),
         end.peak_rss_bytes if end else None,
         busy_kinds=kinds,
+        power=end.power if end else None,
     )
+
+
+def _spent(node: NodeSummary, metered_j: float | None) -> Spent:
+    return Spent(
+        node.power, node.busy_s + node.idle_s, node.busy_s, node.bytes_sent + node.bytes_received, metered_j
+    )  # fmt: skip
+
+
+def _metered(steps: list[NodeStep]) -> float | None:
+    read = [each.joules for each in steps if each.joules is not None]
+    return sum(read) if read and len(read) == len(steps) else None
+
+
+def _with_energy(node: NodeSummary, energy: Energy | None) -> NodeSummary:
+    if energy is None:
+        return node
+    return msgspec.structs.replace(node, energy_j=energy.joules, energy_source=energy.source)
 
 
 def _spread(values: list[float]) -> Spread | None:

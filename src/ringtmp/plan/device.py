@@ -57,6 +57,8 @@ class Device:
     idle_w: float | None = None
     busy_w: float | None = None
     link: Link = Link()
+    busy_share: float = 1.0  # of busy_w - idle_w: of its cores, those that compute
+    nj_per_byte: float = 0.0
 
     @property
     def pace(self) -> float:
@@ -68,6 +70,7 @@ class Device:
         """Equal for devices that may stand in for each other."""
         return (
             self.speed, self.quota, self.cores, self.memory_bytes, self.extra_bytes, self.idle_w, self.busy_w, self.link,
+            self.busy_share, self.nj_per_byte,
         )  # fmt: skip
 
 

@@ -94,7 +94,8 @@ class Crew:
                 NodeStep(
                     device.name, busy, idle, {cause: length for cause, length in causes.items() if length > 0},
                     sent[node], received[node], sent[node] / device.link.up_bytes_per_s,
-                    received[node] / device.link.down_bytes_per_s, memory_bytes[node], (), joules(device, busy, idle),
+                    received[node] / device.link.down_bytes_per_s, memory_bytes[node], (),
+                    joules(device, busy, idle, sent[node] + received[node]),
                     node < servers,
                 )
             )  # fmt: skip

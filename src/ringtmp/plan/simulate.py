@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ringtmp.metrics.energy import Load, Watts
 from ringtmp.plan.device import Device
 
 
@@ -70,11 +71,12 @@ class Simulated:
         return sum(node.idle_fraction for node in workers) / len(workers)
 
 
-def joules(device: Device, busy_s: float, idle_s: float) -> float | None:
+def joules(device: Device, busy_s: float, idle_s: float, bytes_moved: float) -> float | None:
     """Throttled time counts as busy: to the device the quota stands for, it is."""
     if device.idle_w is None or device.busy_w is None:
         return None
-    return device.busy_w * busy_s + device.idle_w * idle_s
+    watts = Watts(device.idle_w, device.busy_w, device.nj_per_byte)
+    return Load(watts, busy_s + idle_s, busy_s, bytes_moved, device.busy_share).joules
 
 
 def line_bytes(carried: dict[tuple[int, int], float], count: int) -> tuple[list[float], list[float]]:

@@ -319,7 +319,8 @@ class _Ring:
                 NodeStep(
                     device.name, busy, idle, causes, sent[number], received[number],
                     sent[number] / device.link.up_bytes_per_s, received[number] / device.link.down_bytes_per_s,
-                    node.most_level, tuple(visit.most_held for visit in node.visits), joules(device, busy, idle),
+                    node.most_level, tuple(visit.most_held for visit in node.visits),
+                    joules(device, busy, idle, sent[number] + received[number]),
                 )
             )  # fmt: skip
         # One step is drawn: the last.

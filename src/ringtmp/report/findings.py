@@ -103,6 +103,8 @@ class Page(msgspec.Struct, frozen=True):
     facts: tuple[tuple[str, str], ...]
     emulated: bool
     sections: tuple[Section, ...]
+    #: A few numbers to see first: what, how much.
+    highlights: tuple[tuple[str, str], ...] = ()
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ringtmp.errors import ProtocolError, SnapshotUnusable
-from ringtmp.metrics import events
+from ringtmp.metrics import events, own
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
 from ringtmp.plan.route import MASTER
@@ -61,7 +61,7 @@ class Node:
         self.setup = setup
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
-        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps)
+        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, own.meter())
         self._schedule = cast(Schedule, setup.rule)
         self._places = places(setup.window, self._schedule)
         defer = self._schedule == "zero-bubble"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringtmp.metrics import events
+from ringtmp.metrics import events, own
 from ringtmp.metrics.events import NodeEnded
 from ringtmp.plan.route import MASTER
 from ringtmp.resources import peak_rss_bytes
@@ -97,4 +97,5 @@ def farewell(endpoint: Endpoint) -> NodeEnded:
         endpoint.counters(Channel.BULK).payload_received,
         everything.overhead_sent,
         everything.resent,
+        power=own.power(torch.get_num_threads()),
     )

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.metrics import events
+from ringtmp.metrics import events, own
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.ring.endpoint import Endpoint, Mail
@@ -65,7 +65,7 @@ class AllReduceMember:
     def __init__(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> None:
         self.endpoint = endpoint
         self.emit: Callable[[events.Event], None] = self._report
-        self._recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
+        self._recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, own.meter())
         replica = Replica(plan.recipe, endpoint.node)
         sender = Sender(endpoint, plan.wire, self._recorder)
         exchange = Gradients(plan, replica, self._recorder)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.metrics import events
+from ringtmp.metrics import events, own
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.plan import keys
 from ringtmp.plan.keys import Key
@@ -53,7 +53,7 @@ class PsMember:
         self.endpoint = endpoint
         self._servers = roles.servers
         self.emit: Callable[[events.Event], None] = self._report
-        self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps)
+        self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, own.meter())
         table = keys.cut(plan.sizes, len(roles.servers))
         owners = [roles.servers[server] for server in keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers

@@ -1,0 +1,122 @@
+"""A headless Chromium for tests, spoken to over a pipe (its DevTools protocol): no driver, no library."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 40.0
+
+
+def chromium() -> str | None:
+    return next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """Use as a context. One page."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = 0
+        self._rest = b""
+        self.problems: list[str] = []  # console errors, exceptions, things that were fetched and did not come
+        self._events: list[dict[str, Any]] = []
+        self._session: str | None = None
+
+    def __enter__(self) -> Browser:
+        program = chromium()
+        assert program is not None
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        self._process = subprocess.Popen(
+            [
+                "/bin/bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "chromium", program, "--headless",
+                "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
+                "--remote-debugging-pipe", f"--user-data-dir={self._folder}", "about:blank",
+            ],
+            pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**os.environ, "HOME": str(self._folder)},
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        target = next(each for each in self.send("Target.getTargets")["targetInfos"] if each["type"] == "page")
+        attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.send(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._in)
+        os.close(self._out)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        limit = time.monotonic() + LIMIT_S
+        while True:
+            answer = self._receive(limit)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return dict(answer["result"])
+            self._notice(answer)
+
+    def open(self, path: Path, width: int, height: int = 900, dark: bool = False) -> None:
+        """Load a file at this size and in this colour scheme, and wait until it is there."""
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.send("Emulation.setEmulatedMedia", features=scheme)
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self._events.clear()
+        self.send("Page.navigate", url=path.resolve().as_uri())
+        limit = time.monotonic() + LIMIT_S
+        while not any(each["method"] == "Page.loadEventFired" for each in self._events):
+            self._notice(self._receive(limit))
+
+    def evaluate(self, script: str) -> Any:
+        result = self.send("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def screenshot(self, path: Path) -> None:
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def fetched(self) -> list[str]:
+        """Addresses asked for since the page was opened."""
+        asked = [each for each in self._events if each["method"] == "Network.requestWillBeSent"]
+        return [each["params"]["request"]["url"] for each in asked]
+
+    def _notice(self, event: dict[str, Any]) -> None:
+        self._events.append(event)
+        method, about = event.get("method", ""), event.get("params", {})
+        if method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and about["type"] == "error"):
+            self.problems.append(json.dumps(about)[:500])
+        if method == "Log.entryAdded" and about["entry"]["level"] == "error":
+            self.problems.append(about["entry"]["text"])
+
+    def _receive(self, limit: float) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, limit - time.monotonic()))
+            assert ready, f"chromium said nothing for {LIMIT_S:.0f} s"
+            chunk = os.read(self._in, 1 << 20)
+            assert chunk, "chromium is gone"
+            self._rest += chunk
+        message, _, self._rest = self._rest.partition(b"\0")
+        return dict(json.loads(message))
