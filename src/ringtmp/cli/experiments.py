@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import RingError, UsageError
 
 if TYPE_CHECKING:
     from ringtmp.bench.experiments.choices import Choices
@@ -109,14 +109,16 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool, given:
 def _write(page: Page, choices: Choices, out: Path) -> None:
     import msgspec
 
-    from ringtmp import report
+    from ringtmp.report import page as paper
 
     try:
         results = {"page": page, "learning_rates": choices.rates, "repeats": choices.repeats, "seed": choices.seed}
         (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-        report.write(page, out)
+        paper.write(page, out)
     except OSError as error:
-        print(f"ringtmp bench: the report cannot be written to {out}: {error.strerror}", file=sys.stderr)
+        print(f"ringtmp bench: results.json cannot be written to {out}: {error.strerror}", file=sys.stderr)
+    except RingError as error:  # no matplotlib, a full disk: what was measured is kept, and that is what counts
+        print(f"ringtmp bench: {error}", file=sys.stderr)
 
 
 def _print(page: Page, out: Path, as_json: bool) -> None:

@@ -98,13 +98,16 @@ def section(choices: Choices, measured: Measured) -> Section:
         (_verdict(best, known),),
         tuple(_figures(best, cap_mb(choices))),
         (_table(known),),
-        tuple(Skipped(way.label, why) for way in ways(choices) if (why := measured.problem(job(choices, way))))
-        + (
-            (Skipped("growing width; other strategies", "small sizes; ringtmp bench capacity has them"),)
-            if choices.quick
-            else ()
-        ),
+        tuple(_skipped(choices, measured)),
     )
+
+
+def _skipped(choices: Choices, measured: Measured) -> list[Skipped]:
+    problems = {way.label: measured.problem(job(choices, way)) for way in ways(choices)}
+    found = [Skipped(label, problem) for label, problem in problems.items() if problem]
+    if choices.quick:
+        found.append(Skipped("growing width; other strategies", "small sizes; ringtmp bench capacity has them"))
+    return found
 
 
 def tries(facts: Sequence[Any]) -> list[Try]:
@@ -140,7 +143,8 @@ def _verdict(best: dict[str, Try | None], known: dict[str, list[Try]]) -> Verdic
 def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> str:
     """What the sizes that were tried leave open: the true largest lies below the smallest that did not work."""
     low_ring, low_server = largest(ring), largest(server)
-    assert low_ring is not None and low_server is not None
+    assert low_ring is not None
+    assert low_server is not None
     high = [
         min(
             (each.parameters for each in side if each.outcome != "fits" and each.parameters > low.parameters),

@@ -14,7 +14,8 @@ import msgspec
 from ringtmp.bench.experiments import ways
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.workloads import WORKLOADS, Workload
-from ringtmp.launch.devices import PRESETS, Device
+from ringtmp.launch.devices import Device
+from ringtmp.metrics.energy import PRESETS
 
 FULL_WAYS = (
     "ring,ring:staleness=1,ring:wire=bfloat16,ps:bsp,ps:bsp:servers=workers,ps:async,ps:ssp:3,"

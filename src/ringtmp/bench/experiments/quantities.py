@@ -12,7 +12,6 @@ import msgspec
 
 from ringtmp.bench.record import Record, Track
 from ringtmp.launch.devices import Device
-from ringtmp.metrics.energy import ETHERNET_NJ_PER_BYTE as NJ_PER_BYTE
 from ringtmp.metrics.energy import Load, Watts
 
 
@@ -29,7 +28,8 @@ def powers(devices: Sequence[Device], threads: int = 1) -> list[Power] | None:
     for device in devices:
         if device.idle_w is None or device.busy_w is None:
             return None
-        found.append(Power(Watts(device.idle_w, device.busy_w, NJ_PER_BYTE), device.wanted_cpu(threads) / device.cpu))
+        watts = Watts(device.idle_w, device.busy_w, device.nj_per_byte)
+        found.append(Power(watts, device.busy_share(threads)))
     return found
 
 

@@ -7,6 +7,7 @@ run in which nobody was lost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
@@ -59,14 +60,15 @@ def losses(choices: Choices) -> list[Loss]:
         Loss(replicated, max(nodes, 4), "process", 1, "server"),
     ]
     if not choices.quick:
-        others = [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
-        found += [*others, Loss(server, nodes, "master", 0, "master"),
-                  *(Loss(parse("allreduce:ring"), nodes, what, nodes - 1, "worker") for what in ("device", "process"))]  # fmt: skip
+        found += [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
+        found.append(Loss(server, nodes, "master", 0, "master"))
+        found += [Loss(parse("allreduce:ring"), nodes, what, nodes - 1, "worker") for what in _HARD]
     wanted = {way.strategy for way in choices.ways}
     return [each for each in found if each.way.strategy in wanted]
 
 
 _SOFT: tuple[What, ...] = ("process", "pause")
+_HARD: tuple[What, ...] = ("device", "process")
 
 
 def job(choices: Choices, loss: Loss) -> Job:
@@ -183,12 +185,8 @@ def _row(choices: Choices, loss: Loss, facts: Sequence[Any], measured: Measured)
 def _verdicts(choices: Choices, facts: Sequence[tuple[Loss, Sequence[Any]]], measured: Measured) -> list[Verdict]:
     """Per kind of loss: the ring against the parameter server, by whether it went on, with which bits, after how long."""
     found = []
-    for what in dict.fromkeys(loss.what if loss.role != "server" else "server" for loss, _ in facts):
-        group = [
-            (loss, made) for loss, made in facts if made and (loss.what if loss.role != "server" else "server") == what
-        ]
-        if not group:
-            continue
+    for text in dict.fromkeys(loss.text for loss, made in facts if made):
+        group = [(loss, made) for loss, made in facts if made and loss.text == text]
         parts, alive, again, exact = [], {}, {}, {}
         for loss, made in group:
             reference = measured.facts(undisturbed(choices, loss).job)
@@ -198,13 +196,11 @@ def _verdicts(choices: Choices, facts: Sequence[tuple[Loss, Sequence[Any]]], mea
             ends = {True: "the same bits", False: "other bits", None: "bits unknown"}[exact[strategy]]
             values = sorted(each["again_s"] for each in made if each.get("again_s") is not None)
             spread = f" ({seconds_text(values[0])}–{seconds_text(values[-1])})" if len(values) > 1 else ""
-            time = (
-                f"trains again after {seconds_text(again[strategy] or 0.0)}{spread}"
-                if again[strategy]
-                else "never trains again"
-            )
+            after = again[strategy]
+            time = f"trains again after {seconds_text(after)}{spread}" if after is not None else "never trains again"
             parts.append(f"{loss.way.label} {'goes on' if alive[strategy] else 'ends'}, {time}, {ends}")
-        number = seconds_text(again["ring"]) if again.get("ring") else ""
+        ring_s = again.get("ring")
+        number = seconds_text(ring_s) if ring_s is not None else ""
         found.append(Verdict(f"{AIM}: {group[0][0].text}", f"{'; '.join(parts)}.", _holds(alive, again), number))
     return found
 
@@ -225,8 +221,8 @@ def _figure(loss: Loss, facts: Sequence[Any]) -> Figure | None:
     if not line or len(line) < 3:
         return None
     times = [at for at, _ in line]
-    middles = tuple((a + b) / 2 for a, b in zip(times, times[1:], strict=False))
-    speeds = tuple(1 / max(1e-6, b - a) for a, b in zip(times, times[1:], strict=False))
+    middles = tuple((a + b) / 2 for a, b in pairwise(times))
+    speeds = tuple(1 / max(1e-6, b - a) for a, b in pairwise(times))
     name = "".join(each if each.isalnum() else "-" for each in f"{loss.way.label}-{loss.what}-{loss.role}")
     return Figure(
         f"around-{name}", f"Steps per second around the loss: {loss.way.label}, {loss.text}", "lines",

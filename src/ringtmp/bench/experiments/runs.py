@@ -44,9 +44,8 @@ def toml(devices: Sequence[Device]) -> str:
         lines += [f"memory_mb = {device.memory_mb:g}", f"link_mbps = {device.link_mbps:g}"]
         if device.latency_ms:
             lines.append(f"latency_ms = {device.latency_ms:g}")
-        lines += [
-            f"{key} = {getattr(device, key):g}" for key in ("idle_w", "busy_w") if getattr(device, key) is not None
-        ]
+        watts = {key: getattr(device, key) for key in ("idle_w", "busy_w", "nj_per_byte")}
+        lines += [f"{key} = {value:g}" for key, value in watts.items() if value is not None]
         tables.append("\n".join(["[[device]]", *lines, ""]))
     return "\n".join(tables)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ringtmp.bench import statistics
-from ringtmp.bench.experiments import contrasts, draw, grid, quantities
+from ringtmp.bench.experiments import contrasts, draw, grid, progress, quantities
 from ringtmp.bench.experiments.choices import ALONE, Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.experiments.ways import Way
@@ -75,7 +75,7 @@ def _kind(choices: Choices, kind: str) -> list[Cell]:
     for count in counts:
         devices = choices.place(count, most=max(counts))
         if count == 1:
-            found.append(cell(choices, ALONE, _work(choices, kind, 1, choices.task().lr), devices, kind))
+            found.append(cell(choices, ALONE, _work(choices, kind, 1, progress.alone(choices).work.lr), devices, kind))
             continue
         for way in _ways(choices):
             if way.refusal(count, grid.layers(choices.task())) is None:
@@ -93,7 +93,10 @@ def _ways(choices: Choices) -> list[Way]:
 def _work(choices: Choices, kind: str, nodes: int, lr: float) -> Workload:
     task = choices.task()
     size = task.batch_size * (nodes if kind == WEAK else 1)
-    return msgspec.structs.replace(task, batch_size=size, steps=12 if choices.quick else 30, lr=lr)
+    # In a small bench the smallest and the largest are runs that are there already.
+    shared = choices.quick and nodes in (1, choices.nodes)
+    steps = task.steps if shared else 12 if choices.quick else 30
+    return msgspec.structs.replace(task, batch_size=size, steps=steps, lr=lr)
 
 
 def _speedup(each: Cell, base: Cell, measured: Measured, seed: int) -> Interval | None:

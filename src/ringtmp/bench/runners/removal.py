@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +58,7 @@ def perform(removal: Removal, run: Path) -> Result:
             if removal.what == "master":
                 process.wait(END_LIMIT_S)
                 process = _start(("train", "--resume", str(run), "--json", "--quiet"))
-        out, err = process.communicate(timeout=END_LIMIT_S)
+        _, err = process.communicate(timeout=END_LIMIT_S)
     finally:
         if process.poll() is None:
             process.kill()
@@ -106,7 +107,7 @@ def describe(stream: list[events.Event], removed_at: float | None, code: int, er
 
 def _longest_gap(ends: list[float], removed_at: float) -> float | None:
     """The longest time without the end of a step, of those that end after the removal."""
-    gaps = [after - before for before, after in zip(ends, ends[1:], strict=False) if after > removed_at]
+    gaps = [after - before for before, after in pairwise(ends) if after > removed_at]
     return max(gaps, default=None)
 
 
