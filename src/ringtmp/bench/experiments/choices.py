@@ -19,7 +19,7 @@ from ringtmp.metrics.energy import PRESETS
 
 FULL_WAYS = (
     "ring,ring:staleness=1,ring:wire=bfloat16,ps:bsp,ps:bsp:servers=workers,ps:async,ps:ssp:3,"
-    "ps:bsp:servers=workers:wire=int8,allreduce:ring,allreduce:ring:wire=int8"
+    "ps:bsp:servers=workers:wire=int8,allreduce:ring"
 )
 QUICK_WAYS = "ring,ring:staleness=1,ps:bsp,ps:async,allreduce:ring"
 #: One device alone; every other way is held against it.

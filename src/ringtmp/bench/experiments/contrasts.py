@@ -34,12 +34,21 @@ class Contrast(msgspec.Struct, frozen=True):
     ratio: Interval
 
     @property
+    def single(self) -> bool:
+        """One value on a side has no spread: nothing can be said of chance."""
+        return min(sum(map(len, each.samples)) for each in (self.ring, self.server)) < 2
+
+    @property
     def holds(self) -> Holds:
         """yes: the ring costs less; no: it costs more; open: no difference was found."""
+        if self.single:
+            return "open"
         return "yes" if self.ratio.high < 1 else "no" if self.ratio.low > 1 else "open"
 
     @property
     def ratio_text(self) -> str:
+        if self.single:
+            return f"{_short(self.ratio.middle)} (measured once, no interval)"
         return f"{_short(self.ratio.middle)} ({_short(self.ratio.low)}–{_short(self.ratio.high)})"
 
 
@@ -60,7 +69,10 @@ def contrast(found: Sequence[Sampled], seed: int) -> Contrast | None:
 def both(found: Sequence[Sampled], seed: int) -> list[tuple[str, Contrast]]:
     """At the same wire precision (and no staleness), and each at its best."""
     plain = [each for each in found if each.way.wire == "float32" and not each.way.staleness]
-    made = [("same precision", contrast(plain, seed)), ("each at its best", contrast(found, seed))]
+    same, best = contrast(plain, seed), contrast(found, seed)
+    if same is not None and same == best:
+        return [("same precision and each at its best", same)]
+    made = [("same precision", same), ("each at its best", best)]
     return [(name, each) for name, each in made if each is not None]
 
 
@@ -76,7 +88,7 @@ def verdict(aim: str, what: str, text: Mapping[str, str], pairs: Sequence[tuple[
         said = {
             "yes": f"{_times(1 / each.ratio.middle) if each.ratio.middle else 'infinitely'} less",
             "no": f"{_times(each.ratio.middle)} more",
-            "open": "no difference found",
+            "open": "measured once, so open" if each.single else "no difference found",
         }[each.holds]
         parts.append(
             f"{name}, {ring} {text.get(ring, '')} against {server} {text.get(server, '')}: {said}, ratio {each.ratio_text}"
