@@ -358,6 +358,23 @@ def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool)
     assert all(section.skipped == () or all(each.why for each in section.skipped) for section in made.sections)
 
 
+def test_a_way_that_did_not_learn_is_in_no_verdict_and_that_is_said() -> None:
+    asked = choices()
+    found = [
+        msgspec.structs.replace(
+            each, result=Result((1.0,), (each.result.facts if each.result else {}) | {"accuracy": 0.2})
+        )
+        if each.job.case == "ring"
+        else each
+        for each in invented(asked)
+    ]
+    section = next(each for each in page(asked, found).sections if each.name == "idle")
+    assert "ring:staleness=1" in section.verdicts[0].sentence, "the ring that learned"
+    assert any(
+        each.what == "ring: verdicts" and "20.0% where the best has 90.0%" in each.why for each in section.skipped
+    )
+
+
 def test_with_nothing_measured_the_report_says_so_and_claims_nothing() -> None:
     asked = choices()
     made = page(asked, [])
@@ -385,10 +402,10 @@ def _module(name: str) -> Any:
 def test_every_way_gets_the_rate_that_was_best_for_it() -> None:
     asked = choices()
     losses = {
-        ("one process", 0.002): 0.9,
-        ("one process", 0.006): 0.4,
-        ("ps:async", 0.002): 0.3,
-        ("ps:async", 0.006): 2.0,
+        ("one process", 0.0007): 0.9,
+        ("one process", 0.002): 0.4,
+        ("ps:async", 0.0007): 0.3,
+        ("ps:async", 0.002): 2.0,
     }
     found = [
         measurement(each.job, 0, Result((1.0,), {"test_loss": losses[each.way.label, each.work.lr]}))
@@ -396,9 +413,9 @@ def test_every_way_gets_the_rate_that_was_best_for_it() -> None:
         if (each.way.label, each.work.lr) in losses
     ]
     rates = sweep.rates(asked, Measured(found))
-    assert rates == {"ring": 0.006, "ps:bsp": 0.006, "ps:async": 0.002}, "staleness 1 was not measured"
+    assert rates == {"ring": 0.002, "ps:bsp": 0.002, "ps:async": 0.0007}, "staleness 1 was not measured"
     table = sweep.table(msgspec.structs.replace(asked, rates=rates), Measured(found))
-    assert [row[-1] for row in table.rows] == ["0.006", "none", "0.006", "0.002"]
+    assert [row[-1] for row in table.rows] == ["0.002", "none", "0.002", "0.0007"]
 
 
 def test_the_devices_become_a_file_the_lab_takes() -> None:

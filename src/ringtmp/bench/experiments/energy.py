@@ -37,7 +37,9 @@ def section(choices: Choices, measured: Measured) -> Section:
     found = [each for each in (per_sample(each, measured, power) for each in every) if each is not None]
     per_way = contrasts.figures(found, choices.seed)
     text = {label: f"{1e3 * each.middle:.3g} mJ a sample" for label, each in per_way.items()}
-    shared = [each for each in found if each.way.label != ALONE.label]
+    fair, behind = grid.learned([each for each in every if each.way.label != ALONE.label], measured)
+    labels = [each.way.label for each in fair]
+    shared = [each for each in found if each.way.label in labels]
     pairs = contrasts.both(shared, choices.seed)
     verdicts = [contrasts.verdict(AIM, "joules per sample", text, pairs)]
     tables = [_nodes(every, measured, power)]
@@ -65,6 +67,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(tables),
         (
             *grid.refused(choices),
+            *behind,
             *grid.missing(cells(choices), measured),
             *(
                 []

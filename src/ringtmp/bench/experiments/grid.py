@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
+
 import msgspec
 
 from ringtmp.bench.experiments.choices import Choices
@@ -11,6 +14,8 @@ from ringtmp.bench.workloads import Workload
 from ringtmp.report.findings import Skipped
 
 ANCHOR_STEPS = 8
+#: Points of accuracy below the best from which a way has not learned the task.
+BEHIND = 0.1
 
 
 def layers(work: Workload) -> int:
@@ -50,6 +55,25 @@ def anchor_cells(choices: Choices) -> list[Cell]:
             if way.refusal(choices.nodes, layers(work)) is None
         ]
     return found
+
+
+def learned(cells: Sequence[Cell], measured: Measured) -> tuple[list[Cell], list[Skipped]]:
+    """Those that learned about as much as the best, and why the others are not compared: a way that does not learn may
+    well be quick."""
+    scores = {each.way.label: score for each in cells if (score := _accuracy(each, measured)) is not None}
+    best = max(scores.values(), default=0.0)
+    behind = {label: score for label, score in scores.items() if score < best - BEHIND}
+    left = [
+        Skipped(f"{label}: verdicts", f"not compared: test accuracy {score:.1%} where the best has {best:.1%}")
+        for label, score in behind.items()
+    ]
+    return [each for each in cells if each.way.label not in behind], left
+
+
+def _accuracy(each: Cell, measured: Measured) -> float | None:
+    known = [facts.get("accuracy") for facts in measured.facts(each.job)]
+    scores = [score for score in known if isinstance(score, float)]
+    return median(scores) if scores else None
 
 
 def refused(choices: Choices, nodes: int | None = None) -> list[Skipped]:

@@ -30,6 +30,8 @@ def cells(choices: Choices) -> list[Cell]:
 def section(choices: Choices, measured: Measured) -> Section:
     main = grid.task_cells(choices)
     found = draw.sampled(main, measured, quantities.idle_shares)
+    fair, behind = grid.learned(main, measured)
+    pairs = contrasts.both(draw.sampled(fair, measured, quantities.idle_shares), choices.seed)
     shares = contrasts.figures(found, choices.seed)
     text = {label: draw.share_text(each.middle) for label, each in shares.items()}
     records = {each.way.label: measured.records(each.job) for each in main if measured.records(each.job)}
@@ -43,7 +45,7 @@ def section(choices: Choices, measured: Measured) -> Section:
     power = quantities.powers(choices.place(choices.nodes))
     anchors = grid.anchor_cells(choices)
     tables = [_workers(main, measured)]
-    verdicts = [contrasts.verdict(AIM, "idle share of workers", text, contrasts.both(found, choices.seed))]
+    verdicts = [contrasts.verdict(AIM, "idle share of workers", text, pairs)]
     for name in dict.fromkeys(each.label for each in anchors):
         group = [each for each in anchors if each.label == name]
         tables.append(draw.cost_table(f"{name}, {choices.nodes} devices", group, measured, power, choices.seed))
@@ -56,7 +58,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(verdicts),
         tuple(each for each in figures if each is not None),
         tuple(tables),
-        (*grid.refused(choices), *grid.missing(cells(choices), measured)),
+        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured)),
     )
 
 

@@ -23,6 +23,10 @@ from ringtmp.units import bytes_text
 
 AIM = "RingTMP is at least as scalable"
 STRONG, WEAK = "strong", "weak"
+QUICK_WAYS = ("ring", "ps:bsp")
+FULL_WAYS = ("ring", "ring:staleness=1", "ps:bsp", "ps:bsp:servers=workers", "allreduce:ring")
+#: Of weak scaling.
+SAMPLES_PER_DEVICE = 8
 
 
 def cells(choices: Choices) -> list[Cell]:
@@ -55,8 +59,8 @@ def section(choices: Choices, measured: Measured) -> Section:
     return Section(
         "scaling",
         "Scaling",
-        "Speed-up is samples per second over those of one such device alone; a dedicated server counts as a device. Every "
-        "device has the same share of a core at every size.",
+        f"The model is {choices.scaled().name}. Speed-up is samples per second over those of one such device alone; a "
+        "dedicated server counts as a device. Every device has the same share of a core at every size.",
         tuple(verdicts),
         tuple(figures),
         tuple(tables),
@@ -74,29 +78,26 @@ def _kind(choices: Choices, kind: str) -> list[Cell]:
     found = []
     for count in counts:
         devices = choices.place(count, most=max(counts))
-        if count == 1:
-            found.append(cell(choices, ALONE, _work(choices, kind, 1, progress.alone(choices).work.lr), devices, kind))
-            continue
-        for way in _ways(choices):
-            if way.refusal(count, grid.layers(choices.task())) is None:
-                work = _work(choices, kind, count, choices.rate(way, choices.task().lr))
-                found.append(cell(choices, way, work, devices, kind))
+        for way in _ways(choices) if count > 1 else [ALONE]:
+            if way.refusal(count, grid.layers(choices.scaled())) is None:
+                found.append(cell(choices, way, _work(choices, kind, count, way), devices, kind))
     return found
 
 
 def _ways(choices: Choices) -> list[Way]:
-    labels = [way.label for way in choices.ways]
-    plain = [label for label in labels if label in ("ring", "ps:bsp")]
-    return [way for way in choices.ways if not choices.quick or not plain or way.label in plain]
+    """The plain ones, where they are among those chosen: each costs a run for every number of devices."""
+    plain = QUICK_WAYS if choices.quick else FULL_WAYS
+    return [way for way in choices.ways if way.label in plain] or list(choices.ways)
 
 
-def _work(choices: Choices, kind: str, nodes: int, lr: float) -> Workload:
-    task = choices.task()
-    size = task.batch_size * (nodes if kind == WEAK else 1)
+def _work(choices: Choices, kind: str, nodes: int, way: Way) -> Workload:
+    if not choices.quick:
+        work = choices.scaled()
+        return msgspec.structs.replace(work, batch_size=SAMPLES_PER_DEVICE * nodes if kind == WEAK else work.batch_size)
     # In a small bench the smallest and the largest are runs that are there already.
-    shared = choices.quick and nodes in (1, choices.nodes)
-    steps = task.steps if shared else 12 if choices.quick else 30
-    return msgspec.structs.replace(task, batch_size=size, steps=steps, lr=lr)
+    shared = nodes in (1, choices.nodes)
+    work = progress.alone(choices).work if way is ALONE else grid.tuned(choices, way)
+    return work if shared else msgspec.structs.replace(work, steps=12)
 
 
 def _speedup(each: Cell, base: Cell, measured: Measured, seed: int) -> Interval | None:

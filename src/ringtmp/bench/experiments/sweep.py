@@ -16,7 +16,7 @@ from ringtmp.bench.experiments.runs import Cell, Measured, local
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.report.findings import Table
 
-RATES = {True: (0.002, 0.006), False: (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)}
+RATES = {True: (0.0007, 0.002), False: (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)}
 EPOCHS = {True: 1, False: 4}
 _STEPS_PER_EPOCH = 23
 

@@ -50,6 +50,8 @@ def section(choices: Choices, measured: Measured) -> Section:
     nodes = choices.nodes
     main = grid.task_cells(choices)
     found = draw.sampled(main, measured, quantities.sent_bytes)
+    fair, behind = grid.learned(main, measured)
+    pairs = contrasts.both(draw.sampled(fair, measured, quantities.sent_bytes), choices.seed)
     per_step = contrasts.figures(found, choices.seed)
     text = {label: f"{bytes_text(each.middle)} a step" for label, each in per_step.items()}
     batch = choices.task().batch_size
@@ -68,12 +70,12 @@ def section(choices: Choices, measured: Measured) -> Section:
         "every strategy which exchanges the model with the steps: so the larger the batch, the worse for the ring. "
         f"Predictions are for {nodes} nodes and float32.",
         (
-            contrasts.verdict(AIM, f"bytes sent in all at batch {batch}", text, contrasts.both(found, choices.seed)),
+            contrasts.verdict(AIM, f"bytes sent in all at batch {batch}", text, pairs),
             _break_even_verdict(nodes),
         ),
         tuple(figures),
         (_prototype_table(choices, measured), _break_even_table(nodes), _checked(main, measured)),
-        (*grid.refused(choices), *grid.missing(cells(choices), measured)),
+        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured)),
     )
 
 
