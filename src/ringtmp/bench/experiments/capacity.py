@@ -27,8 +27,8 @@ WIDTH = 2048
 #: Weights and gradients, four bytes each.
 PARAMETER_BYTES = 8
 INPUTS, OUTPUTS = 64, 10
-_QUICK = ("ring:protect=off", "ps:bsp", "ps:bsp:fetch=layerwise")
-_FULL = (*_QUICK, "ring:protect=memory", "ps:bsp:servers=workers", "allreduce:ring")
+_QUICK = ("ring:protect=off", "ps:bsp")
+_FULL = (*_QUICK, "ps:bsp:fetch=layerwise", "ring:protect=memory", "ps:bsp:servers=workers", "allreduce:ring")
 
 
 def ways(choices: Choices) -> list[Way]:

@@ -31,11 +31,11 @@ USED_CORES = 0.9
 LINK_MBPS = 100.0
 MEMORY_MB = 1000.0
 
-#: The task with an accuracy: the bundled digits. Nine layers, so that eight nodes can share them.
-DIGITS = Workload("digits", "mlp", {"depth": 8, "width": 128}, "digits", 64, 8, lr=0.003, optimizer="adam")
+#: The task with an accuracy: the bundled digits.
+DIGITS = Workload("digits", "mlp", {}, "digits", 64, 8, lr=0.002, optimizer="adam")
 DIGITS_SAMPLES = 1437
-EPOCHS = {True: 3, False: 6}
-WIDTH = {True: 128, False: 256}
+EPOCHS = {True: 2, False: 6}
+SIZES = {True: {"depth": 4, "width": 256}, False: {"depth": 8, "width": 256}}
 #: For scaling: enough to compute that more devices could help.
 SCALED = Workload("gpt-small", "gpt", {"depth": 8, "width": 128, "heads": 4, "context": 64}, "pysource", 32, 8, steps=8)
 
@@ -73,8 +73,7 @@ class Choices(msgspec.Struct, frozen=True):
 
     def task(self) -> Workload:
         steps = EPOCHS[self.quick] * (DIGITS_SAMPLES // DIGITS.batch_size + 1)
-        settings = DIGITS.settings | {"width": WIDTH[self.quick]}
-        return msgspec.structs.replace(DIGITS, settings=settings, seed=self.seed, steps=steps)
+        return msgspec.structs.replace(DIGITS, settings=SIZES[self.quick], seed=self.seed, steps=steps)
 
     def scaled(self) -> Workload:
         """What more and more devices do. In a small bench the task: its runs are there already."""

@@ -84,9 +84,7 @@ def gantt(name: str, title: str, record: Record) -> Figure | None:
     roles = {track.node: "server" if track.server else "master" if track.node == 0 else f"node {track.node}"
              for track in record.tracks}  # fmt: skip
     spans = tuple(Span(roles.get(bar.node, str(bar.node)), bar.kind, bar.start_s, bar.end_s) for bar in record.bars)
-    return Figure(
-        name, title, "gantt", "seconds", "", spans=spans, caption="One step; where nothing is drawn a node waits."
-    )
+    return Figure(name, title, "gantt", spans=spans, caption="One step; where nothing is drawn a node waits.")
 
 
 def sampled(cells: Sequence[Cell], measured: Measured, values: PerStep) -> list[Sampled]:

@@ -26,7 +26,7 @@ from ringtmp.report.findings import Figure, Holds, Section, Series, Table, Verdi
 from ringtmp.units import seconds_text
 
 AIM = "Communication hides behind computing: equation (3)"
-RATES = {True: (20.0, LINK_MBPS, 1000.0), False: (1.0, 3.0, 10.0, 30.0, LINK_MBPS, 300.0, 1000.0, 10000.0)}
+RATES = {True: (20.0, LINK_MBPS), False: (1.0, 3.0, 10.0, 30.0, LINK_MBPS, 300.0, 1000.0, 10000.0)}
 
 
 class Point(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from ringtmp.bench.experiments import grid
 from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Cell, Measured, lab, local, toml, train_words
+from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Cell, Measured, cell, lab, local, toml, train_words
 from ringtmp.bench.experiments.ways import Way, parse
 from ringtmp.bench.jobs import PYTHON, Job
 from ringtmp.bench.runners.removal import Removal
@@ -79,11 +79,10 @@ def job(choices: Choices, loss: Loss) -> Job:
     if loss.what in ("device", "pause"):
         devices = choices.place(loss.nodes)
         # A device's number in the ring is the order of joining: whichever it is, it holds a share of the work.
-        words, files, device = (
-            [*lab(choices)[len(RINGTMP) :], *words],
-            {DEVICES: toml(devices)},
-            devices[loss.node].name,
-        )
+        # A loss does not depend on the speed of a device, and a small bench has little time.
+        where = msgspec.structs.replace(choices, isolated=choices.isolated and not choices.quick)
+        words = [*lab(where)[len(RINGTMP) :], *words]
+        files, device = {DEVICES: toml(devices)}, devices[loss.node].name
     else:
         words += ["--nodes", str(loss.nodes), "--threads", "1"]
     removal = Removal(tuple(words), loss.what, loss.node, device, work.steps // 2, PAUSE_S)
@@ -102,9 +101,18 @@ def job(choices: Choices, loss: Loss) -> Job:
 
 
 def undisturbed(choices: Choices, loss: Loss) -> Cell:
-    """The same run with nobody lost; the weights do not depend on where it runs."""
+    """The same run with nobody lost. Its weights depend neither on where it runs nor on what is kept for a loss: so it is
+    the run of the task, where there is one."""
+    plain = next((way for way in choices.ways if _same_weights(way, loss.way)), None)
+    if plain is not None and loss.nodes == choices.nodes:
+        return cell(choices, plain, _work(choices, loss.way), choices.place(choices.nodes))
     way = msgspec.structs.replace(loss.way, label=f"{loss.way.label} undisturbed")
     return local(way, _work(choices, loss.way), loss.nodes, "undisturbed")
+
+
+def _same_weights(one: Way, other: Way) -> bool:
+    flags = [{key: value for key, value in way.flags.items() if key != "protect"} for way in (one, other)]
+    return (one.strategy, one.settings, flags[0]) == (other.strategy, other.settings, flags[1])
 
 
 def jobs(choices: Choices) -> list[Job]:
@@ -137,9 +145,9 @@ def section(choices: Choices, measured: Measured) -> Section:
 
 
 def _work(choices: Choices, way: Way) -> Workload:
+    """The task, at the rate of the plain way that trains alike."""
     plain = next((each for each in choices.ways if each.strategy == way.strategy and each.like_one_process), way)
-    work = grid.tuned(choices, plain, steps=46 if choices.quick else 92)
-    return msgspec.structs.replace(work, lr=choices.rate(plain, work.lr))
+    return grid.tuned(choices, plain)
 
 
 def _number(facts: Sequence[Any], key: str) -> float | None:

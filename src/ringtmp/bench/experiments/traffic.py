@@ -7,6 +7,7 @@ row is the set-up of the 2021 prototype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import msgspec
 
@@ -185,9 +186,8 @@ def _values_per_sample(each: Cell, measured: Measured) -> float | None:
     records = measured.records(each.job)
     if not records:
         return None
-    # The first steps fetch the model, which the prototype did not count either.
-    moved = sum(quantities.sent_bytes(records[0], each.job.warm_up))
-    return moved / VALUE_BYTES / max(1, sum(records[0].samples[each.job.warm_up :]))
+    # The median step: what leaves a server at the turn of two steps may be counted to either.
+    return median(quantities.sent_bytes(records[0], each.job.warm_up)) / VALUE_BYTES / each.work.batch_size
 
 
 def _checked(main: Sequence[Cell], measured: Measured) -> Table:
