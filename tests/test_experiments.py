@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ringtmp.bench import harness, process, record
+from ringtmp.bench import harness, process, progress, record
 from ringtmp.bench.experiments import (
     CATALOG,
     conduct,
@@ -32,18 +32,17 @@ from ringtmp.bench.experiments import (
 )
 from ringtmp.bench.experiments.choices import Choices, default_ways
 from ringtmp.bench.experiments.contrasts import Sampled
-from ringtmp.bench.experiments.quantities import Power
 from ringtmp.bench.experiments.runs import Measured, toml
 from ringtmp.bench.experiments.ways import parse, parse_all
 from ringtmp.bench.jobs import Job, digest
 from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import SCHEMA, Measurement, Result
+from ringtmp.bench.measurements import SCHEMA, Measurement, Result, Store
 from ringtmp.bench.runners import largest, removal
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
 from ringtmp.launch import devices
 from ringtmp.metrics import events
-from ringtmp.metrics.energy import Watts
+from ringtmp.metrics.energy import Power, Watts
 from ringtmp.report.findings import Page
 
 ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)
@@ -133,7 +132,8 @@ def run_events(idle_s: float, steps: int = 6, sent: int = 1000, server: bool = F
             )
         found.append(events.StepDone(step + 1.0, step, 0, 2.0 - 0.25 * step, 0.1, 10, 1.0))
     found.append(events.Evaluated(steps + 0.5, steps, 0, 100, 0.5, 0.75, None))
-    found.append(events.NodeEnded(1, 7 * 2**20, 0, 0, 0, 0, 0))
+    power = Power("given", Watts(2.0, 6.0, 1e6), 1.0, "here")
+    found += [events.NodeEnded(node, 7 * 2**20, 0, 0, 0, 0, 0, power=power) for node in (0, 1)]
     return found
 
 
@@ -144,9 +144,8 @@ def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
     assert quantities.sent_bytes(made, 2) == [2000.0] * 4
     assert quantities.busiest_bytes(made, 2) == 1000.0
     # Each node: 2 W for a second, 4 W more for 0.75 s, 2000 bytes at a millijoule each.
-    power = [Power(Watts(2.0, 6.0, 1e6))] * 2
-    assert quantities.step_joules(made, power, 2) == pytest.approx([2 * (2.0 + 3.0 + 2.0)] * 4, rel=1e-12)
-    assert sum(load.joules for load in quantities.run_loads(made, power, 2)) == pytest.approx(4 * 14.0, rel=1e-12)
+    assert quantities.step_joules(made, 2) == pytest.approx([2 * (2.0 + 3.0 + 2.0)] * 4, rel=1e-12)
+    assert sum(load.joules for load in quantities.run_loads(made, 2)) == pytest.approx(4 * 14.0, rel=1e-12)
     assert made.tracks[1].causes == {"activations": 6 * 0.1875, "window": 6 * 0.0625}
     assert made.scores[0].accuracy == 0.75
     assert [bar.kind for bar in made.bars] == ["forward", "forward"]
@@ -280,6 +279,17 @@ def test_a_loss_is_timed_from_the_moment_of_removal() -> None:
     assert facts["pause_s"] == pytest.approx(4.0)
 
 
+def test_who_goes_on_without_a_new_start_trains_again_after_the_longest_pause() -> None:
+    ends = [1.0, 2.0, 2.5, 5.5, 6.5]
+    stream = [
+        *run_events(0.25, steps=0),
+        *(events.StepDone(at, step, 0, 1.0, 0.1, 10, 1.0) for step, at in enumerate(ends)),
+    ]
+    facts = removal.describe(stream, 2.4, 0, "")
+    assert (facts["notice_s"], facts["pause_s"], facts["repeated"]) == (None, 3.0, 0)
+    assert facts["again_s"] == pytest.approx(3.1)
+
+
 def test_a_run_that_ends_with_the_loss_is_a_result_with_its_reason() -> None:
     facts = removal.describe(run_events(0.25, steps=2), 1.5, 4, "warning\nringtmp: lost node 1\n")
     assert (facts["code"], facts["error"]) == (4, "ringtmp: lost node 1")
@@ -298,6 +308,20 @@ def test_the_search_ends_between_a_size_that_worked_and_one_that_did_not(most: i
     assert len(tried) <= 12
     assert max(fits) <= most < min(fails)
     assert min(fails) - max(fits) <= max(1, most // 8)
+
+
+def test_a_result_without_steps_is_kept_told_and_not_measured_again(tmp_path: Path) -> None:
+    script = 'print(\'{"step_s": [], "facts": {"tries": []}}\')'
+    job = Job("capacity", "w", "s", "c", ("python", "-c", script), {}, "told", 1, 0)
+    plan, store = [(0, job)], Store(tmp_path)
+    found = []
+    for _ in range(2):
+        with progress.telling(plan, quiet=True) as teller:
+            found += harness.perform(plan, store, ENVIRONMENT, 30.0, teller)
+    store.close()
+    assert found[0].outcome == "measured", found[0].error
+    assert found[0].result == Result((), {"tries": []})
+    assert found[1] == found[0]
 
 
 def test_parameters_of_a_size_are_those_of_the_model() -> None:

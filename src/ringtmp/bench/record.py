@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.metrics import events
+from ringtmp.metrics.energy import Power
 
 #: Kinds of span that are computing; sends and receives overlap them and each other.
 _COMPUTE = ("forward", "backward", "weights", "update", "serialise", "mail")
@@ -45,6 +46,7 @@ class Track(msgspec.Struct, frozen=True):
     received_bytes: tuple[int, ...]
     causes: dict[str, float]  # seconds idle, over all steps
     peak_rss_bytes: int | None = None
+    power: Power | None = None  # what is known of its device
 
     @property
     def server(self) -> bool:
@@ -67,6 +69,7 @@ class Record(msgspec.Struct, frozen=True):
     tracks: tuple[Track, ...]
     scores: tuple[Score, ...] = ()
     bars: tuple[Bar, ...] = ()
+    scale: float = 1.0  # a second here stands for so much of the described devices' time
 
     @property
     def workers(self) -> list[Track]:
@@ -81,9 +84,11 @@ def record(stream: Iterable[events.Event]) -> Record:
     done: dict[int, events.StepDone] = {}
     parts: dict[int, dict[int, events.NodeStep]] = {}
     scores: list[events.Evaluated] = []
+    scale = 1.0
     for event in stream:
         if isinstance(event, events.RunStarted):
             nodes, ends, done, parts, scores = {}, {}, {}, {}, []
+            scale = event.facts.get("lab_scale", 1.0)
         elif isinstance(event, events.NodeStarted):
             nodes[event.node] = event
         elif isinstance(event, events.NodeEnded):
@@ -108,6 +113,7 @@ def record(stream: Iterable[events.Event]) -> Record:
         tracks=tracks,
         scores=tuple(Score(each.step, each.at - origin, each.loss, each.accuracy) for each in scores),
         bars=_bars(parts, steps),
+        scale=scale,
     )
 
 
@@ -133,6 +139,7 @@ def _track(
         tuple(part.received_bytes if part else 0 for part in mine),
         causes,
         end.peak_rss_bytes if end else None,
+        end.power if end else None,
     )
 
 

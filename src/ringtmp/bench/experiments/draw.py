@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ringtmp.bench.experiments import quantities
 from ringtmp.bench.experiments.contrasts import Sampled
-from ringtmp.bench.experiments.quantities import Power
 from ringtmp.bench.experiments.runs import Cell, Measured
 from ringtmp.bench.record import Record
 from ringtmp.bench.statistics import Interval, interval
@@ -96,9 +95,7 @@ def sampled(cells: Sequence[Cell], measured: Measured, values: PerStep) -> list[
     return found
 
 
-def cost_table(
-    title: str, cells: Sequence[Cell], measured: Measured, power: Sequence[Power] | None, seed: int
-) -> Table:
+def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int) -> Table:
     """Time, idle share, bytes and joules per step, each with its interval."""
     rows = []
     for each in cells:
@@ -109,10 +106,8 @@ def cost_table(
         idle = interval([quantities.idle_shares(record, warm_up) for record in records], "mean", seed)
         moved = interval([quantities.sent_bytes(record, warm_up) for record in records], "mean", seed)
         busiest = max(quantities.busiest_bytes(record, warm_up) for record in records)
-        joules = ""
-        if power is not None:
-            spent = interval([quantities.step_joules(record, power, warm_up) for record in records], "mean", seed)
-            joules = ranged(spent, lambda value: f"{value:.3g}")
+        spent = [quantities.step_joules(record, warm_up) for record in records]
+        joules = ranged(interval(spent, "mean", seed), lambda value: f"{value:.3g}") if all(spent) else ""
         rows.append(
             (
                 each.way.label,

@@ -12,12 +12,11 @@ from typing import Any
 from ringtmp.bench.experiments import contrasts, draw, grid, progress, quantities
 from ringtmp.bench.experiments.choices import ALONE, DIGITS_SAMPLES, Choices
 from ringtmp.bench.experiments.contrasts import Contrast, Sampled
-from ringtmp.bench.experiments.quantities import Power
 from ringtmp.bench.experiments.runs import Cell, Measured
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Record
 from ringtmp.metrics.energy import Sensitivity, sensitivity
-from ringtmp.report.findings import Figure, Section, Series, Skipped, Table, Verdict
+from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
 
 AIM = "RingTMP takes less overall power"
 VARIED = 0.5
@@ -32,9 +31,8 @@ def jobs(choices: Choices) -> list[Job]:
 
 
 def section(choices: Choices, measured: Measured) -> Section:
-    power = quantities.powers(choices.place(choices.nodes))
     every = [each for each in cells(choices) if measured.records(each.job)]
-    found = [each for each in (per_sample(each, measured, power) for each in every) if each is not None]
+    found = [each for each in (per_sample(each, measured) for each in every) if each is not None]
     per_way = contrasts.figures(found, choices.seed)
     text = {label: f"{1e3 * each.middle:.3g} mJ a sample" for label, each in per_way.items()}
     fair, behind = grid.learned([each for each in every if each.way.label != ALONE.label], measured)
@@ -42,10 +40,10 @@ def section(choices: Choices, measured: Measured) -> Section:
     shared = [each for each in found if each.way.label in labels]
     pairs = contrasts.both(shared, choices.seed)
     verdicts = [contrasts.verdict(AIM, "joules per sample", text, pairs)]
-    tables = [_nodes(every, measured, power)]
-    if power is not None:
-        records = {each.way.label: measured.records(each.job)[0] for each in every}
-        varied = [(name, pair, vary(records, pair, power)) for name, pair in pairs]
+    tables = [_nodes(every, measured)]
+    records = {each.way.label: measured.records(each.job)[0] for each in every}
+    if all(quantities.modelled(record) for record in records.values()):
+        varied = [(name, pair, vary(records, pair)) for name, pair in pairs]
         verdicts += [_varied_verdict(name, pair, made) for name, pair, made in varied]
         tables += [_varied_table(name, pair, made) for name, pair, made in varied]
     return Section(
@@ -62,40 +60,33 @@ def section(choices: Choices, measured: Measured) -> Section:
                 per_way,
                 "All devices, with 95 % intervals.",
             ),
-            *_by_node(every, measured, power),
+            *_by_node(every, measured),
         ),
         tuple(tables),
         (
             *grid.refused(choices),
             *behind,
             *grid.missing(cells(choices), measured),
-            *(
-                []
-                if power
-                else [Skipped("modelled joules", "the devices file has no idle_w and busy_w for every device")]
-            ),
         ),
     )
 
 
-def per_sample(each: Cell, measured: Measured, power: Sequence[Power] | None) -> Sampled | None:
+def per_sample(each: Cell, measured: Measured) -> Sampled | None:
     """What meters said, a value per repeat; else the model, a value per step. None where neither is known."""
     metered = [_metered(facts) for facts in measured.facts(each.job)]
     if metered and all(value is not None for value in metered):
         return Sampled(each.way, tuple((float(value or 0.0),) for value in metered))
-    if power is None:
-        return None
     repeats = []
     for record in measured.records(each.job):
-        spent = quantities.step_joules(record, power, each.job.warm_up)
+        spent = quantities.step_joules(record, each.job.warm_up)
         samples = record.samples[each.job.warm_up :]
-        repeats.append(tuple(joules / max(1, count) for joules, count in zip(spent, samples, strict=True)))
+        repeats.append(tuple(joules / max(1, count) for joules, count in zip(spent, samples, strict=False)))
     return Sampled(each.way, tuple(repeats)) if repeats and all(repeats) else None
 
 
-def vary(records: dict[str, Record], pair: Contrast, power: Sequence[Power]) -> Sensitivity:
+def vary(records: dict[str, Record], pair: Contrast) -> Sensitivity:
     """The ring over the server, first repeats, as the model's numbers vary."""
-    ring, server = (quantities.run_loads(records[each.way.label], power, 0) for each in (pair.ring, pair.server))
+    ring, server = (quantities.run_loads(records[each.way.label], 0) for each in (pair.ring, pair.server))
     return sensitivity(ring, server, VARIED)
 
 
@@ -126,15 +117,13 @@ def _varied_table(name: str, pair: Contrast, made: Sensitivity) -> Table:
     return Table(title, ("idle watts", "busy watts", "nanojoules per byte", "joules, ring over server"), rows)
 
 
-def _by_node(every: Sequence[Cell], measured: Measured, power: Sequence[Power] | None) -> list[Figure]:
-    if power is None:
-        return []
+def _by_node(every: Sequence[Cell], measured: Measured) -> list[Figure]:
     shares: dict[int, dict[str, float]] = {}
     for each in every:
-        for record in measured.records(each.job)[:1]:
+        for record in filter(quantities.modelled, measured.records(each.job)[:1]):
             samples = max(1, sum(record.samples))
             for track in record.tracks:
-                joules = quantities.node_load(record, track, power[track.node], 0).joules
+                joules = quantities.node_load(record, track, 0).joules
                 shares.setdefault(track.node, {})[each.way.label] = joules / samples
     labels = tuple(dict.fromkeys(label for each in shares.values() for label in each))
     series = tuple(
@@ -146,7 +135,7 @@ def _by_node(every: Sequence[Cell], measured: Measured, power: Sequence[Power] |
     ]
 
 
-def _nodes(every: Sequence[Cell], measured: Measured, power: Sequence[Power] | None) -> Table:
+def _nodes(every: Sequence[Cell], measured: Measured) -> Table:
     rows = []
     for each in every:
         for record, facts in zip(measured.records(each.job)[:1], measured.facts(each.job)[:1], strict=True):
@@ -156,8 +145,8 @@ def _nodes(every: Sequence[Cell], measured: Measured, power: Sequence[Power] | N
             for track in record.tracks:
                 source = sources.get(track.node, {}).get("energy_source") or "modelled"
                 joules = sources.get(track.node, {}).get("energy_j") if source != "modelled" else None
-                if joules is None and power is not None:
-                    joules = quantities.node_load(record, track, power[track.node], 0).joules
+                if joules is None and track.power is not None:
+                    joules = quantities.node_load(record, track, 0).joules
                 if joules is None:
                     continue
                 per_sample_j = joules / samples

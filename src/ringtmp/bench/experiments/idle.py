@@ -42,13 +42,12 @@ def section(choices: Choices, measured: Measured) -> Section:
         _lines("idle-by-batch", "samples per step", [*_by_batch(choices), *main], choices, measured),
         *(draw.gantt(f"gantt-{_slug(label)}", f"One step of {label}", each[0]) for label, each in records.items()),
     ]
-    power = quantities.powers(choices.place(choices.nodes))
     anchors = grid.anchor_cells(choices)
     tables = [_workers(main, measured)]
     verdicts = [contrasts.verdict(AIM, "idle share of workers", text, pairs)]
     for name in dict.fromkeys(each.label for each in anchors):
         group = [each for each in anchors if each.label == name]
-        tables.append(draw.cost_table(f"{name}, {choices.nodes} devices", group, measured, power, choices.seed))
+        tables.append(draw.cost_table(f"{name}, {choices.nodes} devices", group, measured, choices.seed))
         verdicts.append(_anchor_verdict(name, group, choices, measured))
     return Section(
         "idle",

@@ -15,7 +15,6 @@ import msgspec
 from ringtmp.bench.experiments import contrasts, grid, quantities
 from ringtmp.bench.experiments.choices import ALONE, Choices
 from ringtmp.bench.experiments.contrasts import Sampled
-from ringtmp.bench.experiments.quantities import Power
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Record
@@ -58,10 +57,9 @@ def jobs(choices: Choices) -> list[Job]:
 
 def section(choices: Choices, measured: Measured) -> Section:
     every = [each for each in cells(choices) if measured.records(each.job)]
-    power = quantities.powers(choices.place(choices.nodes))
     records = {each.way.label: measured.records(each.job) for each in every}
     target = target_loss([record for group in records.values() for record in group])
-    costs = {label: [to_target(record, target, power) for record in group] for label, group in records.items()}
+    costs = {label: [to_target(record, target) for record in group] for label, group in records.items()}
     return Section(
         "progress",
         "Progress",
@@ -69,7 +67,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         f"loss of {target:.3f}, averaged over {WINDOW} steps. Strategies that train like one process have the same "
         "losses step by step; what differs is what a step costs.",
         tuple(_verdicts(choices, every, costs)),
-        tuple(_figures(records, power)),
+        tuple(_figures(records)),
         (_table(every, measured, costs),),
         (*grid.refused(choices), *grid.missing(cells(choices), measured)),
     )
@@ -84,12 +82,12 @@ def target_loss(records: Sequence[Record]) -> float:
     return first - WAY_DOWN * (first - lowest)
 
 
-def to_target(record: Record, target: float, power: Sequence[Power] | None) -> Costs:
+def to_target(record: Record, target: float) -> Costs:
     at = quantities.reached(record.loss, target, min(WINDOW, len(record.loss)))
     if at is None:
         return NEVER
     moved = sum(quantities.sent_bytes(record, 0)[: at + 1])
-    spent = sum(quantities.step_joules(record, power, 0)[: at + 1]) if power else math.nan
+    spent = sum(quantities.step_joules(record, 0)[: at + 1]) if quantities.modelled(record) else math.nan
     return Costs(at + 1.0, sum(record.took_s[: at + 1]), moved, spent)
 
 
@@ -115,15 +113,16 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
     return found
 
 
-def _figures(records: dict[str, list[Record]], power: Sequence[Power] | None) -> list[Figure]:
-    axes = [("iteration", "iterations"), ("second", "seconds"), ("byte", "bytes")] + (
-        [("joule", "joules")] if power else []
-    )
+def _figures(records: dict[str, list[Record]]) -> list[Figure]:
+    known = all(quantities.modelled(group[0]) for group in records.values())
+    axes = [("iteration", "iterations"), ("second", "seconds"), ("byte", "bytes")] + [
+        ("joule", "modelled joules")
+    ] * known
     found = []
     for name, label in axes:
         series = []
         for way, group in records.items():
-            x = _axis(name, group[0], power)[WINDOW - 1 :]
+            x = _axis(name, group[0])[WINDOW - 1 :]
             if name != "byte" or any(x):
                 series.append(Series(way, tuple(x), tuple(smooth(group[0].loss))))
         found.append(
@@ -133,13 +132,13 @@ def _figures(records: dict[str, list[Record]], power: Sequence[Power] | None) ->
     return found
 
 
-def _axis(name: str, record: Record, power: Sequence[Power] | None) -> list[float]:
+def _axis(name: str, record: Record) -> list[float]:
     if name == "iteration":
         return [float(step + 1) for step in record.steps]
     values = {
         "second": lambda: list(record.took_s),
         "byte": lambda: quantities.sent_bytes(record, 0),
-        "joule": lambda: quantities.step_joules(record, power or (), 0),
+        "joule": lambda: quantities.step_joules(record, 0),
     }[name]()
     return list(accumulate(values))
 

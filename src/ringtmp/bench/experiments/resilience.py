@@ -136,7 +136,8 @@ def section(choices: Choices, measured: Measured) -> Section:
         "resilience",
         "Resilience",
         "Times are from the moment of removal to the master's noticing, and to the end of the first step after it. For a "
-        "killed master they include the start of a new one. Medians over repeats.",
+        "killed master they include the start of a new one; where nobody had to start anew they end with the longest pause. "
+        "Medians over repeats.",
         tuple(_verdicts(choices, facts, measured)),
         tuple(each for each in (_figure(each, found) for each, found in facts) if each is not None),
         (Table("What a loss costs", columns, tuple(rows)),),
@@ -180,7 +181,7 @@ def _row(choices: Choices, loss: Loss, facts: Sequence[Any], measured: Measured)
     return (
         loss.way.label,
         loss.text,
-        seconds_text(notice) if notice is not None else "by resuming" if loss.what == "master" else "not at all",
+        seconds_text(notice) if notice is not None else "by resuming" if loss.what == "master" else "no new start",
         seconds_text(again) if again is not None else "never",
         f"{repeated:.0f}" if repeated is not None else "",
         f"{accuracy:.1%}" if accuracy is not None else "",

@@ -99,16 +99,15 @@ def describe(stream: list[events.Event], removed_at: float | None, code: int, er
     else:  # nobody noticed: it went on without, or never again
         laid_out = removed_at
         facts |= {"notice_s": None, "repeated": 0, "source": "nothing"}
-    again = [event.at for event in done if event.at > laid_out]
+    ends = [event.at for event in done]
+    again = [at for at in ends if at > laid_out]
+    # The longest time without the end of a step, of those that end after the removal.
+    gap = max(((b - a, b) for a, b in pairwise(ends) if b > removed_at), default=None)
+    facts["pause_s"] = gap[0] if gap else None
+    if not losses and not starts and gap:  # it stumbled there, if anywhere
+        again = [gap[1]]
     facts["again_s"] = min(again) - removed_at if again else None
-    facts["pause_s"] = _longest_gap([event.at for event in done], removed_at)
     return facts
-
-
-def _longest_gap(ends: list[float], removed_at: float) -> float | None:
-    """The longest time without the end of a step, of those that end after the removal."""
-    gaps = [after - before for before, after in pairwise(ends) if after > removed_at]
-    return max(gaps, default=None)
 
 
 def _start(words: tuple[str, ...]) -> subprocess.Popen[bytes]:
