@@ -50,9 +50,9 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 def losses(choices: Choices) -> list[Loss]:
-    ring, server = parse("ring:protect=auto"), parse("ps:bsp")
+    ring, server = parse("ring:protect=auto"), parse("ps:bsp:protect=auto")
     nodes = choices.nodes
-    replicated = parse("ps:bsp:servers=2:replicas=1")
+    replicated = parse("ps:bsp:servers=2:replicas=1:protect=auto")
     found = [
         Loss(ring, nodes, "device", nodes - 1, "worker"),
         Loss(server, nodes, "device", nodes - 1, "worker"),
@@ -62,7 +62,7 @@ def losses(choices: Choices) -> list[Loss]:
     if not choices.quick:
         found += [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
         found.append(Loss(server, nodes, "master", 0, "master"))
-        found += [Loss(parse("allreduce:ring"), nodes, what, nodes - 1, "worker") for what in _HARD]
+        found += [Loss(parse("allreduce:ring:protect=auto"), nodes, what, nodes - 1, "worker") for what in _HARD]
     wanted = {way.strategy for way in choices.ways}
     return [each for each in found if each.way.strategy in wanted]
 
