@@ -33,5 +33,12 @@ if [ "$(uname -s)" = Linux ] && { ! command -v ip >/dev/null || ! command -v tc 
     fi
 fi
 
+# Reports are looked at in a real browser; without one those tests are skipped.
+if [ "$(uname -s)" = Linux ] && ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null \
+    && ! command -v google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 \
+        || echo "chromium cannot be installed: tests that open a report are skipped" >&2
+fi
+
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"

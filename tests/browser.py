@@ -16,7 +16,9 @@ LIMIT_S = 40.0
 
 
 def chromium() -> str | None:
-    return next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    return next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
 
 
 class Browser:
@@ -82,7 +84,9 @@ class Browser:
         """Load a file at this size and in this colour scheme, and wait until it is there."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         self._events.clear()
         self.send("Page.navigate", url=path.resolve().as_uri())
         limit = time.monotonic() + LIMIT_S
@@ -95,7 +99,10 @@ class Browser:
         return result["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        """The whole page, from top to bottom."""
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        whole = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def fetched(self) -> list[str]:

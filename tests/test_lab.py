@@ -300,12 +300,21 @@ def test_exec_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
 
 
 def test_without_isolation_it_trains_and_says_what_is_not_emulated(tmp_path: Path) -> None:
-    file = devices_file(tmp_path, device("a", cpu=64, memory_mb=10**6), device("b"))
+    watts = {"idle_w": 2.0, "busy_w": 6.0, "nj_per_byte": 1000.0}
+    file = devices_file(tmp_path, device("a", cpu=64, memory_mb=10**6) | watts, device("b"))
     flags = ["--steps", 3, "--json", "--run-dir", "run"]
     out, err = finish(
         begin("lab", "--no-isolation", "--devices", file, "--", "train", "--all-devices", *flags, cwd=tmp_path)
     )
-    assert json.loads(out)["nodes"] == 2
+    summary = json.loads(out)
+    assert summary["nodes"] == 2
+    told, assumed = summary["per_node"]
+    seconds = told["busy_s"] + told["idle_s"]
+    joules = 2 * seconds + 4 * told["busy_s"] + 1e-6 * (told["bytes_sent"] + told["bytes_received"])
+    assert told["energy_j"] == pytest.approx(joules * summary["lab_scale"], rel=1e-3)
+    assert {each["energy_source"] for each in summary["per_node"]} == {"modelled"}
+    assert [each["power"]["name"] for each in summary["per_node"]] == ["given", "pi-4b (assumed)"]
+    assert assumed["energy_j"] > 0
     assert "NOT emulated: CPU shares, memory caps, a network of their own" in err
 
 

@@ -140,6 +140,8 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="node_end"):
     applied: int = 0
     dropped: int = 0
     power: Power | None = None
+    #: Tensor payload by receiver, evaluations included.
+    sent_to: dict[int, int] = {}
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag="end"):

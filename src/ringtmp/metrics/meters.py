@@ -5,8 +5,8 @@
     pmic     `vcgencmd pmic_read_adc` of a Raspberry Pi 5: volts and amperes of its rails; less than what the plug sees.
     nvml     `nvidia-smi`: a GPU's watts. Nodes compute on processors, so it is read only when asked for.
 
-Tested on recorded trees and outputs; none has been tried on its hardware, except where docs/energy.md says so. Counters
-are read when asked; watts are sampled by a thread and added up.
+Tested on recorded trees and outputs; only nvml has been tried on its hardware. Counters are read when asked; watts are
+sampled by a thread and added up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PMIC_COMMAND = ("vcgencmd", "pmic_read_adc")
 NVML_COMMAND = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
 #: Chips that watch a board's supply. Others (a GPU's, a battery's, a disk's) see only a part, or what flows in to charge.
 _BOARD_CHIPS = re.compile(r"(ina\d|ltc29|pac19|power_meter|cgbc|isl28022)")
-#: A rail that feeds all others stands for them: Jetsons call it VDD_IN, POM_5V_IN or VIN.
-_INPUT_RAIL = re.compile(r"(^|_)(V?IN|INPUT)(_|$)", re.IGNORECASE)
+#: A rail that feeds all others stands for them: Jetsons call it VDD_IN or POM_5V_IN. (VIN_SYS_5V0 feeds only some.)
+_INPUT_RAIL = re.compile(r"(^|_)V?IN$", re.IGNORECASE)
 _ADC = re.compile(r"^\s*(\S+)_([AV])\s+(?:current|volt)\(\d+\)=([\d.]+)[AV]\s*$", re.MULTILINE)
 
 

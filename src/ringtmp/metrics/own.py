@@ -31,7 +31,9 @@ _MOST_WATTS = 1e4
 
 @functools.cache
 def meter() -> Callable[[], float] | None:
-    """Joules since some moment; None without a meter."""
+    """Joules since some moment; None without a meter. Asked for before the first step, so a wrong setting is told then."""
+    if (text := os.environ.get(WATTS)) is not None:
+        parse_watts(text)
     found = _meter()
     return found.joules if found is not None else None
 

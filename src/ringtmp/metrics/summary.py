@@ -50,6 +50,7 @@ class NodeSummary(msgspec.Struct, frozen=True):
     energy_source: Source | None = None
     busy_kinds: dict[str, float] = {}  # seconds of busy_s by kind of work
     power: Power | None = None  # what is known of its device
+    sent_to: dict[int, int] = {}  # tensor payload of the whole run by receiver, evaluations included
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -205,6 +206,7 @@ def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> N
         end.peak_rss_bytes if end else None,
         busy_kinds=kinds,
         power=end.power if end else None,
+        sent_to=end.sent_to if end else {},
     )
 
 

@@ -27,7 +27,8 @@ class Drawn(msgspec.Struct, frozen=True):
     """A figure as SVG text in light colours. `wide` is another drawing of it, where there is room for one."""
 
     narrow: str
-    wide: str | None = None
+    wide: str | None
+    png: bytes  # of the wide one, where there is one
 
     @property
     def for_page(self) -> tuple[str, str | None]:
@@ -43,7 +44,10 @@ def require_matplotlib() -> None:
 
 
 def draw(figure: Figure) -> Drawn:
-    return Drawn(_svg(figure, False), _svg(figure, True) if is_wide(figure) else None)
+    picture = io.BytesIO()
+    narrow = _svg(figure, False, None if is_wide(figure) else picture)
+    wide = _svg(figure, True, picture) if is_wide(figure) else None
+    return Drawn(narrow, wide, picture.getvalue())
 
 
 def write(figure: Figure, drawn: Drawn, pictures: Path, numbers: Path) -> None:
@@ -51,8 +55,7 @@ def write(figure: Figure, drawn: Drawn, pictures: Path, numbers: Path) -> None:
     svg = drawn.wide or drawn.narrow
     (pictures / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
     (pictures / f"{figure.name}-dark.svg").write_text(theme.dark(svg), encoding="utf-8")
-    with _settings(figure.name):
-        paint(figure, drawn.wide is not None).savefig(pictures / f"{figure.name}.png", dpi=_PNG_DPI)
+    (pictures / f"{figure.name}.png").write_bytes(drawn.png)
     (numbers / f"{figure.name}.csv").write_text(figure_csv(figure), encoding="utf-8")
 
 
@@ -97,10 +100,14 @@ def _settings(salt: str) -> Any:
     return matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": ["DejaVu Sans"]})
 
 
-def _svg(figure: Figure, wide: bool) -> str:
+def _svg(figure: Figure, wide: bool, png: io.BytesIO | None) -> str:
     text = io.StringIO()
     with _settings(f"{figure.name}-{wide}"):
-        paint(figure, wide).savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": figure.title})
+        canvas = paint(figure, wide)
+        canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": figure.title})
+        if png is not None:
+            canvas.set_layout_engine("none")  # it stands where it is
+            canvas.savefig(png, format="png", dpi=_PNG_DPI)
     # In the reader's font; names that nothing refers to would be there twice in a page of many figures.
     svg = re.sub(r"font-family: [^;\"]*", f"font-family: {_FONTS}", text.getvalue())
     used = set(re.findall(r"(?:url\(#|href=\"#)([\w-]+)", svg))

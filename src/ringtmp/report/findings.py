@@ -7,7 +7,7 @@ The values of a Series by kind of Figure:
     stacked   as bars, but series stand on top of each other
     heat      one series per row of cells, x the names of the columns (the same in every row), y the values
     map       as heat; values are ratios, coloured by their logarithm around 1
-    gantt     no series: `spans`, one row per node
+    gantt     no series: `spans`, one row per node; the x axis says its own unit
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Figure(msgspec.Struct, frozen=True):
     marks: tuple[Mark, ...] = ()
     log_x: bool = False
     log_y: bool = False
+    #: Lines whose values begin at nothing: speeds, shares. Bars always do.
+    from_zero: bool = False
     #: What it shows in a sentence; a reader who cannot see the figure gets the title and this.
     caption: str = ""
     #: A limit, a target, an ideal: across the values.

@@ -21,6 +21,8 @@ _HOLDS: dict[Holds, str] = {"yes": "✓ holds", "no": "✗ does not hold", "mixe
 #: A figure's numbers are in the page too, unless they are more than this.
 _MOST_ROWS = 60
 _LONG_FACT = 44
+#: A longer table is folded.
+_MOST_OPEN_ROWS = 16
 
 
 def write(page: Page, folder: Path) -> Path:
@@ -148,7 +150,13 @@ def _readable(cell: str) -> str:
 
 def _table(table: Table) -> str:
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return f"<h3>{escape(table.title)}</h3>\n{_grid(table.columns, table.rows)}{note}"
+    title = f"<h3>{escape(table.title)}</h3>\n"
+    if not table.rows:
+        return f'{title}<p class="note">Nothing was measured.</p>{note}'
+    grid = _grid(table.columns, table.rows)
+    if len(table.rows) > _MOST_OPEN_ROWS:
+        grid = f"<details><summary>{len(table.rows)} rows</summary>{grid}</details>"
+    return f"{title}{grid}{note}"
 
 
 def _grid(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...] | list[tuple[str, ...]]) -> str:
@@ -157,8 +165,7 @@ def _grid(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...] | list[tup
     kinds = [' class="words"' if each else "" for each in words]
     head = "".join(f'<th scope="col"{kind}>{escape(each)}</th>' for kind, each in zip(kinds, columns, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(_cell(kind, cell) for kind, cell in zip(kinds, row, strict=True)) + "</tr>" for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
@@ -166,8 +173,13 @@ def _grid(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...] | list[tup
     )  # fmt: skip
 
 
+def _cell(kind: str, cell: str) -> str:
+    kind = ' class="long"' if len(cell) > _LONG_FACT else kind
+    return f"<td{kind}>{escape(cell)}</td>"
+
+
 def _is_word(cell: str) -> bool:
-    return bool(cell) and not any(letter.isdigit() for letter in cell) and cell not in ("-", "–", "—", "?")
+    return bool(re.match(r"[^\W\d]|\d+-\d", cell))
 
 
 def _skipped(skipped: tuple[Skipped, ...]) -> str:

@@ -6,18 +6,21 @@ Every colour is one of theme.py; strength is opacity, so that it fades towards t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from ringtmp.report.findings import Figure, Series
-from ringtmp.report.theme import LIGHT, longest, series_colours, short
+from ringtmp.report.theme import LIGHT, in_order, longest, series_colours, short
 
 #: Points: 300 wide is a phone's screen with letters of about 10 pixels.
 WIDTH_IN, WIDE_IN, INCH = 300 / 72, 660 / 72, 72.0
-_FONT, _SMALL = 8.5, 7.6
+_FONT, _SMALL = 8.8, 8.1
 _BAR_IN, _ROW_IN = 0.2, 0.3
 #: More points on a line are not seen, only carried.
 MOST_POINTS = 400
+#: So many marks have their text in the figure.
+_MARK_TEXTS = 4
 _DASHES = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
 
 
@@ -30,9 +33,10 @@ def paint(figure: Figure, wide: bool) -> Any:
     canvas.get_layout_engine().set(w_pad=0.03, h_pad=0.04)  # type: ignore[union-attr, call-arg]
     axes = canvas.subplots()
     _ground(axes)
-    {"lines": _lines, "bars": _bars, "stacked": _bars, "heat": _cells, "map": _cells, "gantt": _gantt}[figure.kind](
-        axes, figure
-    )
+    if figure.kind in ("heat", "map"):
+        _cells(axes, figure, wide)
+    else:
+        {"lines": _lines, "bars": _bars, "stacked": _bars, "gantt": _gantt}[figure.kind](axes, figure)
     _legend(canvas, axes, figure, wide)
     return canvas
 
@@ -41,7 +45,7 @@ def height_in(figure: Figure) -> float:
     names = _legend_names(figure)
     legend = 0.2 * math.ceil(len(names) / _columns(names, False)) if names else 0.0
     if figure.kind == "lines":
-        return 2.75 + legend
+        return 2.75 + legend + 0.15 * min(len(figure.marks), _MARK_TEXTS)
     if figure.kind in ("heat", "map"):
         return 0.75 + _ROW_IN * max(1, len(figure.series))
     if figure.kind == "gantt":
@@ -86,12 +90,17 @@ def _lines(axes: Any, figure: Figure) -> None:
         axes.set_yscale("log")
     _numbers(axes.xaxis, figure.log_x, 5)
     _numbers(axes.yaxis, figure.log_y, 5)
-    for mark in figure.marks:
-        axes.axvline(mark.x, color=LIGHT["limit"], linewidth=1, linestyle=(0, (1.5, 1.5)), zorder=1)
-        axes.annotate(
-            mark.text, (mark.x, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
-            rotation=90, va="top", ha="left", fontsize=_SMALL - 0.6, color=LIGHT["limit"],
-        )  # fmt: skip
+    for place, mark in enumerate(figure.marks):
+        axes.axvline(mark.x, color=LIGHT["limit"], linewidth=1.1, linestyle=(0, (1.5, 1.5)), zorder=1)
+        if place < _MARK_TEXTS:  # above one another, the first on top
+            low, high = axes.get_xlim()
+            right = mark.x > (low + high) / 2
+            up = 3 + 10.5 * (min(len(figure.marks), _MARK_TEXTS) - 1 - place)
+            axes.annotate(
+                f"{mark.text} ▾" if right else f"▾ {mark.text}", (mark.x, 1), xycoords=("data", "axes fraction"),
+                xytext=(3.5 if right else -3.5, up), textcoords="offset points", va="bottom", ha="right" if right else "left",
+                fontsize=_SMALL, color=LIGHT["limit"], annotation_clip=False,
+            )  # fmt: skip
     if figure.line is not None:
         axes.axhline(figure.line, color=LIGHT["limit"], linewidth=1.1, linestyle=(0, (4, 3)), zorder=2)
         axes.annotate(
@@ -101,6 +110,8 @@ def _lines(axes: Any, figure: Figure) -> None:
     axes.set_xlabel(figure.x_label, fontsize=_FONT, color=LIGHT["muted"])
     axes.set_ylabel(figure.y_label, fontsize=_FONT, color=LIGHT["muted"])
     axes.margins(x=0.03, y=0.08)
+    if figure.from_zero and not figure.log_y:
+        axes.set_ylim(bottom=0)
 
 
 def _bars(axes: Any, figure: Figure) -> None:
@@ -153,10 +164,12 @@ def _bars(axes: Any, figure: Figure) -> None:
     axes.set_xlabel(figure.y_label, fontsize=_FONT, color=LIGHT["muted"])
 
 
-def _cells(axes: Any, figure: Figure) -> None:
+def _cells(axes: Any, figure: Figure, wide: bool) -> None:
     from matplotlib.patches import Rectangle
 
     columns = _columns_of(figure)
+    names = [_cut(each.name, 34 if wide else 20) for each in figure.series]
+    room = ((WIDE_IN if wide else WIDTH_IN) * INCH - 20 - 4.6 * longest(names)) / max(1, len(columns))
     values = [value for series in figure.series for value in series.y if math.isfinite(value)]
     most = max(values, default=0.0)
     widest = max((abs(math.log(value)) for value in values if value > 0), default=0.0)
@@ -171,24 +184,21 @@ def _cells(axes: Any, figure: Figure) -> None:
             axes.add_patch(
                 Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, facecolor=LIGHT[colour], alpha=strength, linewidth=0)
             )
-            text = "" if not math.isfinite(value) else short(value)
+            text = _fitting(value, room / 4.9)
             strong = colour != "track" and strength > 0.55
             axes.text(
-                column, row, text, ha="center", va="center", fontsize=_SMALL if len(columns) <= 6 else _SMALL - 1,
-                color=LIGHT["on" if strong else "ink"],
+                column, row, text, ha="center", va="center", fontsize=_SMALL, color=LIGHT["on" if strong else "ink"],
             )  # fmt: skip
     axes.set_xlim(-0.52, len(columns) - 0.48)
     axes.set_ylim(len(figure.series) - 0.5, -0.5)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
-    crowded = longest(columns) * len(columns) > 34
+    crowded = (longest(columns) + 1.5) * 4.6 > room
     axes.set_xticks(
         range(len(columns)), [_cut(each, 14) for each in columns], fontsize=_SMALL, color=LIGHT["ink"],
         rotation=35 if crowded else 0, ha="left" if crowded else "center",
     )  # fmt: skip
-    axes.set_yticks(
-        range(len(figure.series)), [_cut(each.name, 20) for each in figure.series], fontsize=_SMALL, color=LIGHT["ink"]
-    )
+    axes.set_yticks(range(len(names)), names, fontsize=_SMALL, color=LIGHT["ink"])
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
@@ -218,7 +228,7 @@ def _gantt(axes: Any, figure: Figure) -> None:
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     _numbers(axes.xaxis, False, 6)
-    axes.set_xlabel(figure.x_label or unit, fontsize=_FONT, color=LIGHT["muted"])
+    axes.set_xlabel(unit, fontsize=_FONT, color=LIGHT["muted"])
 
 
 # -- parts --------------------------------------------------------------------------------------------------------------
@@ -280,15 +290,15 @@ def _legend_names(figure: Figure) -> list[str]:
     if figure.kind in ("heat", "map"):
         return []
     if figure.kind == "gantt":
-        return list(dict.fromkeys(span.kind for span in figure.spans))
+        return in_order(span.kind for span in figure.spans)
     names = [series.name for series in figure.series]
     return names if len(names) > 1 or (figure.kind == "stacked" and names) else []
 
 
 def _columns(names: Sequence[str], wide: bool) -> int:
-    """As many as fit beside each other; about 4.4 points a letter."""
+    """As many as fit beside each other; about 4.7 points a letter."""
     room = (WIDE_IN if wide else WIDTH_IN) * INCH
-    return max(1, min(len(names), int(room / (26 + 4.4 * longest(names)))))
+    return max(1, min(len(names), int(room / (26 + 4.7 * longest(names)))))
 
 
 def _colours(figure: Figure) -> list[str]:
@@ -303,8 +313,24 @@ def _columns_of(figure: Figure) -> list[str]:
     return [_name(each) for each in figure.series[0].x] if figure.series else []
 
 
+def _fitting(value: float, letters: float) -> str:
+    """As exact as there is room for; nothing where there is none."""
+    if not math.isfinite(value):
+        return ""
+    whole = f"{value:.0f}" if value >= 1 else f"{value:.1g}".lstrip("0")
+    return next(
+        (text for text in (short(value), f"{value:.2g}", whole) if len(text) <= letters and "e" not in text), ""
+    )
+
+
 def _gantt_rows(figure: Figure) -> list[str]:
-    return list(dict.fromkeys(span.row for span in figure.spans))
+    """The master or the servers first, then by number; names without one stay in their order."""
+
+    def place(row: str) -> tuple[bool, int]:
+        numbers = re.findall(r"\d+", row)
+        return not row.startswith(("master", "server")), int(numbers[-1]) if numbers else 0
+
+    return sorted(dict.fromkeys(span.row for span in figure.spans), key=place)
 
 
 def _name(value: float | str) -> str:

@@ -5,6 +5,7 @@ Pure: events in, Page out. Steps that were done again after a loss count once, e
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -14,10 +15,9 @@ from ringtmp.metrics.energy import Load
 from ringtmp.metrics.events import Evaluated, Event, NodeStep, Regrouped, RunStarted, StepDone
 from ringtmp.metrics.summary import NodeSummary, Summary, summarise
 from ringtmp.report.findings import Figure, Mark, Page, Section, Series, Span, Table
+from ringtmp.report.theme import in_order
 from ringtmp.units import bytes_text, count_text, seconds_text
 
-#: Kinds of work in the order in which they are drawn.
-WORK = ("forward", "backward", "weights", "update", "serialise", "mail")
 _SPEED_POINTS = 120
 _EXACTNESS = {
     "bits": "exact to the bits",
@@ -70,22 +70,25 @@ def page(run: Run) -> Page:
     sections = [
         Section("loss", "Loss", figures=tuple(_loss(run))),
         Section("time", "Where the time goes", _idle_text(summary), figures=tuple(_time(run))),
-        Section("nodes", "Nodes", figures=(_bytes(summary), *_memory(summary)), tables=(_table(summary),)),
+        Section("nodes", "Nodes", figures=(*_bytes(summary), *_memory(summary)), tables=(_table(summary),)),
     ]
     if any(each.energy_j is not None for each in summary.per_node):
         sections.insert(2, Section("energy", "Energy", _energy_text(summary), figures=tuple(_energy(run))))
     if summary.recoveries:
         sections.append(Section("recoveries", "Recoveries", tables=(_recoveries(summary),)))
-    where = "on emulated devices" if summary.emulated else f"on {summary.nodes} nodes"
     return Page(
         f"{summary.model} on {summary.data}",
-        f"{summary.strategy}, {summary.nodes} nodes, {summary.steps} steps of {summary.batch_size} samples {where}: "
-        f"{summary.outcome}",
+        f"{summary.strategy}, {summary.nodes} {'nodes' if summary.nodes > 1 else 'node'}, {summary.steps} steps of "
+        f"{summary.batch_size} samples: {summary.outcome}",
         _facts(run),
         summary.emulated,
         tuple(section for section in sections if section.figures or section.tables),
         _highlights(summary),
     )
+
+
+def _title(node: NodeSummary) -> str:
+    return f"{name_of(node.node)} (server)" if node.role == "server" else name_of(node.node)
 
 
 def name_of(node: int) -> str:
@@ -178,8 +181,7 @@ def _time(run: Run) -> Iterable[Figure]:
                   for cause in causes),
             caption="Time in training steps when a node has nothing runnable.",
         )  # fmt: skip
-    kinds = [kind for kind in WORK if any(kind in each.busy_kinds for each in nodes)]
-    kinds += sorted({kind for each in nodes for kind in each.busy_kinds} - set(kinds))
+    kinds = in_order(kind for each in nodes for kind in each.busy_kinds)
     if kinds:
         yield Figure(
             "busy", "Busy time by kind of work", "stacked", "node", "% of the time in training steps",
@@ -242,8 +244,9 @@ def speed(run: Run) -> Figure:
         "speed", "Speed", "lines", "seconds", "samples per second",
         (Series("samples/s", middles, tuple(each / stretch for each in done)),),
         marks=tuple(Mark(each.at - begin, _reason(each)) for each in run.summary.recoveries),
-        caption=f"Over stretches of {seconds_text(stretch)}." + (
+        caption=f"Over stretches of {seconds_text(stretch)}; evaluations and checkpoints take their time too." + (
             " Marked: a new generation of the ring." if run.summary.recoveries else ""),
+        from_zero=True,
     )  # fmt: skip
 
 
@@ -307,12 +310,21 @@ def _energy_text(summary: Summary) -> str:
 # -- nodes --------------------------------------------------------------------------------------------------------------
 
 
-def _bytes(summary: Summary) -> Figure:
-    rows = tuple(
-        Series(name_of(each.node), ("sent", "received"), (float(each.bytes_sent), float(each.bytes_received)))
-        for each in summary.per_node
-    )
-    return Figure("bytes", "Bytes by node", "heat", "", "", rows, caption="Tensor payload in training steps.")
+def _bytes(summary: Summary) -> Iterable[Figure]:
+    nodes = [each.node for each in summary.per_node]
+    names = tuple(map(name_of, nodes))
+    if any(each.sent_to for each in summary.per_node):
+        rows = tuple(
+            Series(name_of(each.node), names, tuple(float(each.sent_to.get(to, 0)) or math.nan for to in nodes))
+            for each in summary.per_node
+        )
+        caption = "Tensor payload from the node of the row to that of the column, evaluations included."
+        yield Figure("links", "Bytes by link", "heat", "to", "from", rows, caption=caption)
+    sent = Series("sent", names, tuple(float(each.bytes_sent) for each in summary.per_node))
+    received = Series("received", names, tuple(float(each.bytes_received) for each in summary.per_node))
+    if any((*sent.y, *received.y)):
+        caption = "Tensor payload in training steps."
+        yield Figure("bytes", "Bytes by node", "bars", "node", "bytes", (sent, received), caption=caption)
 
 
 def _memory(summary: Summary) -> Iterable[Figure]:
@@ -328,15 +340,15 @@ def _table(summary: Summary) -> Table:
     rows = []
     for each in summary.per_node:
         cause = max(each.idle_causes, key=lambda cause: each.idle_causes[cause]) if each.idle_causes else ""
-        energy = f"{each.energy_j:.3g} J" if each.energy_j is not None else "?"
+        energy = f"{each.energy_j:.3g} J {each.energy_source}" if each.energy_j is not None else "?"
         rows.append((
-            name_of(each.node), each.role, ", ".join(each.segments), count_text(each.params), seconds_text(each.busy_s),
+            _title(each), ", ".join(each.segments), count_text(each.params), seconds_text(each.busy_s),
             f"{each.idle_fraction:.0%}", cause, bytes_text(each.bytes_sent), bytes_text(each.bytes_received),
-            bytes_text(each.peak_rss_bytes) if each.peak_rss_bytes else "?", energy, each.energy_source or "",
+            bytes_text(each.peak_rss_bytes) if each.peak_rss_bytes else "?", energy,
         ))  # fmt: skip
     columns = (
-        "node", "role", "layers", "parameters", "busy", "idle", "waits most for", "sent", "received", "peak memory",
-        "energy", "source",
+        "node", "layers", "parameters", "busy", "idle", "waits most for", "sent", "received", "peak memory",
+        "energy",
     )  # fmt: skip
     return Table("Every node", columns, tuple(rows))
 
@@ -366,7 +378,7 @@ def _highlights(summary: Summary) -> tuple[tuple[str, str], ...]:
     found += [("idle", f"{idle:.0%}"), ("bytes sent", bytes_text(summary.bytes_total))]
     if summary.energy_j is not None:
         sources = ", ".join(sorted({each.energy_source or "" for each in summary.per_node}))
-        found.append((f"energy, {sources}", f"{summary.energy_j:.3g} J"))
+        found.append((f"{sources} energy", f"{summary.energy_j:.3g} J"))
     return tuple(found)
 
 
@@ -374,7 +386,7 @@ def _facts(run: Run) -> tuple[tuple[str, str], ...]:
     summary, facts = run.summary, run.started.facts
     found = [
         ("outcome", summary.outcome + (f": {summary.error}" if summary.error else "")),
-        ("started", run.started.wall_clock),
+        ("started", run.started.wall_clock.replace("T", " ").replace("+00:00", " UTC")),
         ("took", seconds_text(summary.wall_s)),
         ("strategy", summary.strategy),
         ("nodes", str(summary.nodes)),

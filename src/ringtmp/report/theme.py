@@ -38,6 +38,8 @@ _PREFERRED = {
     "busy": 0, "activations": 5, "gradients": 1, "parameters": 2, "window": 3, "norms": 6, "slowest": 4,
     "ideal": 7, "measured": 0, "predicted": 1,
 }  # fmt: skip
+#: Kinds of work in the order in which they are told of; others follow.
+WORK = ("forward", "backward", "weights", "update", "compute", "reduce", "serialise", "mail", "send", "receive")
 _HEX = re.compile(r"#[0-9a-f]{6}")
 
 
@@ -84,6 +86,11 @@ def short(value: float) -> str:
     if size >= 1000:
         return f"{value:.0f}"
     return "0" if value == 0 else f"{value:.3g}"
+
+
+def in_order(kinds: Iterable[str]) -> list[str]:
+    """Each once."""
+    return sorted(dict.fromkeys(kinds), key=lambda kind: WORK.index(kind) if kind in WORK else len(WORK))
 
 
 def longest(texts: Iterable[str]) -> int:

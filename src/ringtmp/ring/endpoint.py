@@ -92,7 +92,7 @@ class Endpoint:
         self._forgotten: set[int] = set()
         #: Links of ended generations to peers not heard in this one: what was said last may not have reached them.
         self._parting: dict[int, list[Link]] = {}
-        self._retired: list[tuple[Channel, Counters]] = []
+        self._retired: list[tuple[int, Channel, Counters]] = []
         self._looked_at = 0.0
         #: Sees every arriving message before memory is taken for it. A node with a plan sets its own.
         self.inspect: Callable[[Message], None] = lambda message: None
@@ -117,7 +117,7 @@ class Endpoint:
                 self._flush(peer, Channel.CONTROL, link)
             parting[peer] = links
         self._parting = parting
-        self._retired += [(channel, link.counters) for (_, channel), link in self._links.items()]
+        self._retired += [(peer, channel, link.counters) for (peer, channel), link in self._links.items()]
         self._links.clear()
         self._local.clear()
         self._forgotten.clear()
@@ -211,13 +211,24 @@ class Endpoint:
     def counters(self, *channels: Channel) -> Counters:
         """Sums over all links of these channels (all channels if none is named), of all generations."""
         total = Counters()
-        now = [(channel, link.counters) for (_, channel), link in self._links.items()]
-        for channel, counters in (*self._retired, *now):
+        for _, channel, counters in self._counted():
             if channels and channel not in channels:
                 continue
             for name in vars(total):
                 setattr(total, name, getattr(total, name) + getattr(counters, name))
         return total
+
+    def sent_to(self) -> dict[int, int]:
+        """Tensor payload sent to each peer, in all generations."""
+        found: dict[int, int] = {}
+        for peer, channel, counters in self._counted():
+            if channel is Channel.TENSOR and counters.payload_sent:
+                found[peer] = found.get(peer, 0) + counters.payload_sent
+        return found
+
+    def _counted(self) -> list[tuple[int, Channel, Counters]]:
+        now = [(peer, channel, link.counters) for (peer, channel), link in self._links.items()]
+        return [*self._retired, *now]
 
     def close(self) -> None:
         self.shelf.close()

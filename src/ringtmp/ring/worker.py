@@ -98,4 +98,5 @@ def farewell(endpoint: Endpoint) -> NodeEnded:
         everything.overhead_sent,
         everything.resent,
         power=own.power(torch.get_num_threads()),
+        sent_to=endpoint.sent_to(),
     )
