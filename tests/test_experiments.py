@@ -375,7 +375,7 @@ def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool)
     names = [figure.name for figure in made.figures]
     assert len(set(names)) == len(names)
     for wanted in (
-        "idle-causes", "loss-per-joule", "speed-up-strong", "gantt-ring", "bytes-per-link", "memory-per-node", "largest-model",
+        "idle-causes", "loss-per-joule", "speed-up-strong", "gantt-ring", "links-ring", "memory-per-node", "largest-model",
         "around-ring-protect-auto-device-worker", "break-even-total", "joules-per-sample",
     ):  # fmt: skip
         assert wanted in names

@@ -47,6 +47,7 @@ class Track(msgspec.Struct, frozen=True):
     causes: dict[str, float]  # seconds idle, over all steps
     peak_rss_bytes: int | None = None
     power: Power | None = None  # what is known of its device
+    sent_to: dict[int, int] = {}  # bytes over the whole run by receiver, evaluations included
 
     @property
     def server(self) -> bool:
@@ -140,6 +141,7 @@ def _track(
         causes,
         end.peak_rss_bytes if end else None,
         end.power if end else None,
+        end.sent_to if end else {},
     )
 
 

@@ -133,6 +133,11 @@ def ranged(value: Interval, text: Callable[[float], str]) -> str:
     return f"{text(value.middle)} ({text(value.low)}–{text(value.high)})"
 
 
+def slug(label: str) -> str:
+    """For names of files."""
+    return "".join(each if each.isalnum() else "-" for each in label.lower())
+
+
 def share_text(share: float) -> str:
     return f"{share:.1%}"
 

@@ -117,8 +117,8 @@ def _figure(way: Way, points: list[Point]) -> Figure:
         Series(name, x, tuple(point.predicted_s[index] for point in points))
         for index, name in enumerate(("(1) T", "(2) c + T", "(3) max(c, T)"))
     )
-    name = "".join(each if each.isalnum() else "-" for each in way.label)
-    return Figure(f"equations-{name}", f"Step time of {way.label} by link rate", "lines", "Mbit/s", "seconds per step",
+    name, title = f"equations-{draw.slug(way.label)}", f"Step time of {way.label} by link rate"
+    return Figure(name, title, "lines", "Mbit/s", "seconds per step",
                   (*measured, *lines), log_x=True, log_y=True, caption="Slow links to the left.")  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         draw.bars("idle-share", f"Idle share of workers, {choices.nodes} nodes", "share of time in steps", shares),
         _lines("idle-by-nodes", "nodes", [*_by_nodes(choices), *main], choices, measured),
         _lines("idle-by-batch", "samples per step", [*_by_batch(choices), *main], choices, measured),
-        *(draw.gantt(f"gantt-{_slug(label)}", f"One step of {label}", each[0]) for label, each in records.items()),
+        *(draw.gantt(f"gantt-{draw.slug(label)}", f"One step of {label}", each[0]) for label, each in records.items()),
     ]
     anchors = grid.anchor_cells(choices)
     tables = [_workers(main, measured)]
@@ -137,7 +137,3 @@ def _anchor_verdict(name: str, group: Sequence[Cell], choices: Choices, measured
     return contrasts.verdict(
         f"{AIM} ({name})", f"idle share of workers, {name}", text, contrasts.both(found, choices.seed)
     )
-
-
-def _slug(label: str) -> str:
-    return "".join(each if each.isalnum() else "-" for each in label.lower())

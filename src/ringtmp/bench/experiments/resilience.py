@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ringtmp.bench.experiments import grid
+from ringtmp.bench.experiments import draw, grid
 from ringtmp.bench.experiments.choices import Choices
 from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Cell, Measured, cell, lab, local, toml, train_words
 from ringtmp.bench.experiments.ways import Way, parse
@@ -232,7 +232,7 @@ def _figure(loss: Loss, facts: Sequence[Any]) -> Figure | None:
     times = [at for at, _ in line]
     middles = tuple((a + b) / 2 for a, b in pairwise(times))
     speeds = tuple(1 / max(1e-6, b - a) for a, b in pairwise(times))
-    name = "".join(each if each.isalnum() else "-" for each in f"{loss.way.label}-{loss.what}-{loss.role}")
+    name = draw.slug(f"{loss.way.label}-{loss.what}-{loss.role}")
     return Figure(
         f"around-{name}", f"Steps per second around the loss: {loss.way.label}, {loss.text}", "lines",
         "seconds since the removal", "steps per second", (Series(loss.way.label, middles, speeds),),

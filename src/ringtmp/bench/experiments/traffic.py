@@ -17,6 +17,7 @@ from ringtmp.bench.experiments.runs import Cell, Measured, local
 from ringtmp.bench.experiments.shapes import FAMILIES, NETS, Family, Net
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.jobs import Job
+from ringtmp.bench.record import Track
 from ringtmp.bench.workloads import Workload
 from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
 from ringtmp.units import bytes_text
@@ -227,28 +228,29 @@ def _step_values(each: Cell, samples: float) -> float:
 
 
 def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:
-    """Bytes by device and direction: a device has one link for all its neighbours."""
-    rows = []
+    """A heat map per way: who sends how much to whom."""
+    found = []
     for each in main:
         for record in measured.records(each.job)[:1]:
-            steps = max(1, len(record.steps))
-            names = tuple(name for track in record.tracks for name in (f"{track.node} out", f"{track.node} in"))
-            values = tuple(
-                total / steps
+            nodes = [track.node for track in record.tracks]
+            names = tuple(f"to {_name(track)}" for track in record.tracks)
+            rows = tuple(
+                Series(_name(track), names, tuple(float(track.sent_to.get(node, 0)) for node in nodes))
                 for track in record.tracks
-                for total in (float(sum(track.sent_bytes)), float(sum(track.received_bytes)))
             )
-            rows.append(Series(each.way.label, names, values))
-    if not rows:
-        return []
-    return [
-        Figure(
-            "bytes-per-link",
-            "Bytes per step through each device's link",
-            "heat",
-            "device and direction",
-            "",
-            tuple(rows),
-            caption="As measured. Node 0 is the master: of a parameter server with one server, the server.",
-        )
-    ]
+            found.append(
+                Figure(
+                    f"links-{draw.slug(each.way.label)}",
+                    f"Bytes by link, {each.way.label}",
+                    "heat",
+                    "",
+                    "",
+                    rows,
+                    caption="First repeat, the whole run with its evaluations.",
+                )
+            )
+    return found
+
+
+def _name(track: Track) -> str:
+    return "master" if track.node == 0 else f"{track.role} {track.node}"
