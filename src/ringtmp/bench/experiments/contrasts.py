@@ -25,7 +25,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
     @property
     def middle(self) -> float:
-        return statistics.interval(self.samples, self.centre, 0).middle
+        return statistics.middle(self.samples, self.centre)
 
 
 class Contrast(msgspec.Struct, frozen=True):
