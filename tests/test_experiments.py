@@ -23,6 +23,7 @@ from ringtmp.bench.experiments import (
     contrasts,
     energy,
     idle,
+    markdown,
     named,
     quantities,
     resilience,
@@ -143,6 +144,7 @@ def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
     assert quantities.step_s(made, 2) == [1.0] * 4
     assert quantities.sent_bytes(made, 2) == [2000.0] * 4
     assert quantities.busiest_bytes(made, 2) == 1000.0
+    assert quantities.busiest_step_bytes(made, 2) == [1000.0] * 4
     # Each node: 2 W for a second, 4 W more for 0.75 s, 2000 bytes at a millijoule each.
     assert quantities.step_joules(made, 2) == pytest.approx([2 * (2.0 + 3.0 + 2.0)] * 4, rel=1e-12)
     assert sum(load.joules for load in quantities.run_loads(made, 2)) == pytest.approx(4 * 14.0, rel=1e-12)
@@ -379,6 +381,9 @@ def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool)
         "around-ring-protect-auto-device-worker", "break-even-total", "joules-per-sample",
     ):  # fmt: skip
         assert wanted in names
+    text = markdown.markdown(made)
+    assert f"| {idle.AIM} | yes | Idle share of workers: " in text
+    assert all(f"## {section.title}" in text for section in made.sections)
     assert all(section.skipped == () or all(each.why for each in section.skipped) for section in made.sections)
 
 

@@ -109,14 +109,16 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool, given:
 def _write(page: Page, choices: Choices, out: Path) -> None:
     import msgspec
 
+    from ringtmp.bench.experiments import markdown
     from ringtmp.report import page as paper
 
     try:
         results = {"page": page, "learning_rates": choices.rates, "repeats": choices.repeats, "seed": choices.seed}
         (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+        (out / "results.md").write_text(markdown.markdown(page))
         paper.write(page, out)
     except OSError as error:
-        print(f"ringtmp bench: results.json cannot be written to {out}: {error.strerror}", file=sys.stderr)
+        print(f"ringtmp bench: the results cannot be written to {out}: {error.strerror}", file=sys.stderr)
     except RingError as error:  # no matplotlib, a full disk: what was measured is kept, and that is what counts
         print(f"ringtmp bench: {error}", file=sys.stderr)
 
@@ -142,7 +144,7 @@ def _print(page: Page, out: Path, as_json: bool) -> None:
     for section in page.sections:
         for skipped in section.skipped:
             console.print(f"not in it: {section.name}: {escape(skipped.what)}: {escape(skipped.why)}", highlight=False)
-    print(f"{out}/report.html, results.json, measurements/")
+    print(f"{out}/report.html, results.md, results.json, measurements/")
 
 
 def _devices(file: Path | None) -> tuple[Device, ...]:

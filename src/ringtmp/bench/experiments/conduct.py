@@ -11,7 +11,7 @@ from ringtmp.bench.experiments.runs import Measured
 from ringtmp.bench.jobs import Job, interleaved
 from ringtmp.bench.machine import Environment
 from ringtmp.bench.measurements import Measurement
-from ringtmp.report.findings import Page, Section, Skipped, Table, Verdict
+from ringtmp.report.findings import Page, Section, Skipped
 
 #: What others may use of the machine before its figures need a warning.
 QUIET = 0.1
@@ -110,11 +110,3 @@ def method(choices: Choices, measured: Measured) -> Section:
         (sweep.table(choices, measured),),
         tuple(Skipped(each.job.name, why) for each in sweep.cells(choices) if (why := measured.problem(each.job))),
     )
-
-
-def verdict_table(page: Page) -> Table:
-    return Table("Verdicts", ("aim", "holds", "in a sentence"), tuple(_line(each) for each in page.verdicts))
-
-
-def _line(verdict: Verdict) -> tuple[str, str, str]:
-    return verdict.aim, verdict.holds, verdict.sentence

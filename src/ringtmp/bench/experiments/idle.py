@@ -43,7 +43,8 @@ def section(choices: Choices, measured: Measured) -> Section:
         *(draw.gantt(f"gantt-{draw.slug(label)}", f"One step of {label}", each[0]) for label, each in records.items()),
     ]
     anchors = grid.anchor_cells(choices)
-    tables = [_workers(main, measured)]
+    task = draw.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
+    tables = [task, _workers(main, measured)]
     verdicts = [contrasts.verdict(AIM, "idle share of workers", text, pairs)]
     for name in dict.fromkeys(each.label for each in anchors):
         group = [each for each in anchors if each.label == name]

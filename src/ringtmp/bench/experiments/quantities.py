@@ -31,6 +31,14 @@ def sent_bytes(record: Record, warm_up: int) -> list[float]:
     return [float(sum(track.sent_bytes[step] for track in record.tracks)) for step in range(warm_up, len(record.steps))]
 
 
+def busiest_step_bytes(record: Record, warm_up: int) -> list[float]:
+    """In the fuller direction of the fullest link."""
+    return [
+        float(max(max(track.sent_bytes[step], track.received_bytes[step]) for track in record.tracks))
+        for step in range(warm_up, len(record.steps))
+    ]
+
+
 def busiest_bytes(record: Record, warm_up: int) -> float:
     """Per step, in the fuller direction of the fullest link."""
     steps = max(1, len(record.steps) - warm_up)

@@ -23,6 +23,7 @@ from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "There is less communication than with a parameter server"
+BOTTLENECK = "Only neighbours communicate, so no link is a bottleneck"
 BATCH_SIZES = tuple(2**power for power in range(11))
 EPOCH = 60_000
 VALUE_BYTES = 4
@@ -73,6 +74,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         f"Predictions are for {nodes} nodes and float32.",
         (
             contrasts.verdict(AIM, f"bytes sent in all at batch {batch}", text, pairs),
+            _bottleneck_verdict(fair, measured, choices.seed),
             _break_even_verdict(nodes),
         ),
         tuple(figures),
@@ -119,6 +121,12 @@ def _map(name: str, title: str, nodes: int, busiest: bool) -> Figure:
         name, f"{title}: the ring over the parameter server", "map", "samples per step", "", tuple(rows),
         caption="Predicted; below 1 the ring sends less, above 1 more.",
     )  # fmt: skip
+
+
+def _bottleneck_verdict(fair: Sequence[Cell], measured: Measured, seed: int) -> Verdict:
+    found = draw.sampled(fair, measured, quantities.busiest_step_bytes)
+    text = {label: f"{bytes_text(each.middle)} a step" for label, each in contrasts.figures(found, seed).items()}
+    return contrasts.verdict(BOTTLENECK, "bytes through the busiest link", text, contrasts.both(found, seed))
 
 
 def _break_even_verdict(nodes: int) -> Verdict:

@@ -7,7 +7,6 @@ Pure. Whether a way can run on so many nodes is asked of the strategies themselv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -113,10 +112,6 @@ def parse_all(text: str) -> tuple[Way, ...]:
     if not ways:
         raise UsageError("--strategies names none: for instance ring,ps:bsp,allreduce:ring")
     return tuple({way.label: way for way in ways}.values())
-
-
-def family(ways: Sequence[Way], strategy: str) -> list[Way]:
-    return [way for way in ways if way.strategy == strategy]
 
 
 def _number(value: str) -> Any:
