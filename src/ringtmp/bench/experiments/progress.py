@@ -6,7 +6,7 @@ Never speed without accuracy: every row has the accuracy it ended with.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
 
@@ -37,6 +37,12 @@ class Costs(msgspec.Struct, frozen=True):
     joules: float
 
 
+_COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("steps", "iterations to the target", lambda value: f"{value:.0f}"),
+    ("seconds", "seconds to the target", seconds_text),
+    ("bytes", "bytes to the target", bytes_text),
+    ("joules", "modelled joules to the target", lambda value: f"{value:.3g} J"),
+)
 NEVER = Costs(math.inf, math.inf, math.inf, math.inf)
 
 
@@ -98,13 +104,11 @@ def smooth(loss: Sequence[float]) -> list[float]:
 
 def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Costs]]) -> list[Verdict]:
     found = []
-    for key, what, text in (("steps", "iterations to the target", lambda v: f"{v:.0f}"),
-                            ("seconds", "seconds to the target", seconds_text),
-                            ("bytes", "bytes to the target", bytes_text)):  # fmt: skip
+    for key, what, text in _COSTS:
         known = [
             Sampled(each.way, tuple((getattr(cost, key),) for cost in costs[each.way.label]), "median")
             for each in every
-            if each.way is not ALONE and all(math.isfinite(cost.steps) for cost in costs[each.way.label])
+            if each.way is not ALONE and all(math.isfinite(getattr(cost, key)) for cost in costs[each.way.label])
         ]
         said = {label: text(value.middle) for label, value in contrasts.figures(known, choices.seed).items()}
         found.append(
