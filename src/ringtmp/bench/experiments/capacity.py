@@ -41,15 +41,19 @@ def jobs(choices: Choices) -> list[Job]:
 
 
 def job(choices: Choices, way: Way) -> Job:
-    devices = [msgspec.structs.replace(device, memory_mb=cap_mb(choices)) for device in choices.place(choices.nodes)]
+    devices = [
+        msgspec.structs.replace(device, memory_mb=cap_mb(choices))
+        for device in choices.place(nodes(choices), most=nodes(choices))
+    ]
     protect = [] if "protect" in way.flags else ["--protect", "off"]
     words = [
-        *lab(choices)[len(RINGTMP) :], "train", "--model", "mlp", "--data", "digits", "--optimizer", "sgd", "--lr", "0.01",
-        "--batch-size", "32", "--microbatches", "4" if way.strategy == "ring" else str(way.workers(choices.nodes)),
+        *lab(choices, emulated=True)[len(RINGTMP) :],
+        "train", "--model", "mlp", "--data", "digits", "--optimizer", "sgd", "--lr", "0.01",
+        "--batch-size", "32", "--microbatches", "4" if way.strategy == "ring" else str(way.workers(nodes(choices))),
         "--steps", "2", "--seed", str(choices.seed), *way.words(), *protect, "--all-devices", "--json", "--quiet",
     ]  # fmt: skip
     search = Search(
-        tuple(words), INPUTS, OUTPUTS, WIDTH, first_depth(choices, way), choices.nodes, 1.7 if choices.quick else 1.3,
+        tuple(words), INPUTS, OUTPUTS, WIDTH, first_depth(choices, way), nodes(choices), 1.7 if choices.quick else 1.3,
         2 if choices.quick else 6, not choices.quick,
     )  # fmt: skip
     return Job(
@@ -66,6 +70,11 @@ def job(choices: Choices, way: Way) -> Job:
     )
 
 
+def nodes(choices: Choices) -> int:
+    """A small bench has two, which start quicker at a whole core each."""
+    return 2 if choices.quick and not choices.devices else choices.nodes
+
+
 def cap_mb(choices: Choices) -> float:
     """Devices of a file keep their own; they must be equal for one number to mean something, so the least counts."""
     return min(device.memory_mb for device in choices.devices) if choices.devices else CAP_MB
@@ -75,8 +84,8 @@ def first_depth(choices: Choices, way: Way) -> int:
     """About what weights and gradients alone would allow, a little less: the search goes from there."""
     room = (cap_mb(choices) - PROCESS_MB) * 2**20
     layer = PARAMETER_BYTES * WIDTH * WIDTH
-    holders = choices.nodes if way.strategy == "ring" else 1
-    return max(choices.nodes, int(0.6 * room * holders / layer))
+    holders = nodes(choices) if way.strategy == "ring" else 1
+    return max(nodes(choices), int(0.6 * room * holders / layer))
 
 
 def section(choices: Choices, measured: Measured) -> Section:

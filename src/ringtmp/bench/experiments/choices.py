@@ -44,7 +44,7 @@ class Choices(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     ways: tuple[Way, ...]
     devices: tuple[Device, ...]  # of --devices; empty: those described here
-    isolated: bool  # devices of their own, with root; else plain processes
+    isolated: bool  # devices of their own may be emulated, with root; else plain processes
     repeats: int
     seed: int
     quick: bool
@@ -55,6 +55,11 @@ class Choices(msgspec.Struct, frozen=True):
     def nodes(self) -> int:
         """How many devices there are where their number is not what is asked."""
         return len(self.devices) or (3 if self.quick else 4)
+
+    @property
+    def emulated(self) -> bool:
+        """A small bench has no time to start devices at a share of a core; it emulates them only where a cap is asked."""
+        return self.isolated and not self.quick
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

@@ -55,18 +55,19 @@ def page(
     measured = Measured(measurements)
     devices = choices.place(choices.nodes)
     first = devices[0]
-    emulation = (
-        "emulated devices: own network, link rate, CPU share, memory cap"
-        if choices.isolated
-        else "plain processes of one machine behind links of that rate; CPU shares and memory caps are not emulated"
+    described = (
+        f"{len(devices)} emulated, {first.cpu:g} core, {first.link_mbps:g} Mbit/s, {first.memory_mb:g} MiB, each with a "
+        "network of its own"
+        if choices.emulated
+        else f"{len(devices)} plain processes behind links of {first.link_mbps:g} Mbit/s; CPU shares and memory caps are not "
+        "emulated, but where a cap is asked for"
     )
     facts = [
         ("command", command),
         ("date", date),
         ("machine", f"{environment.cpu}, {environment.cores} cores"),
         ("versions", f"ringtmp {environment.ringtmp}, torch {environment.torch}, Python {environment.python}"),
-        ("devices", f"{len(devices)} x {first.cpu:g} core, {first.link_mbps:g} Mbit/s, {first.memory_mb:g} MiB; {emulation}"
-                    + (" (the first of the file; see it for the others)" if choices.devices else "")),
+        ("devices", described + ("; the first of the file, see it for the others" if choices.devices else "")),
         ("strategies", ", ".join(way.label for way in choices.ways)),
         ("repeats", f"{choices.repeats}, interleaved; medians or means with bootstrap intervals of 95 %"
                     + ("; with one repeat they show the spread of steps alone" if choices.repeats == 1 else "")),

@@ -79,9 +79,7 @@ def job(choices: Choices, loss: Loss) -> Job:
     if loss.what in ("device", "pause"):
         devices = choices.place(loss.nodes)
         # A device's number in the ring is the order of joining: whichever it is, it holds a share of the work.
-        # A loss does not depend on the speed of a device, and a small bench has little time.
-        where = msgspec.structs.replace(choices, isolated=choices.isolated and not choices.quick)
-        words = [*lab(where)[len(RINGTMP) :], *words]
+        words = [*lab(choices, choices.emulated)[len(RINGTMP) :], *words]
         files, device = {DEVICES: toml(devices)}, devices[loss.node].name
     else:
         words += ["--nodes", str(loss.nodes), "--threads", "1"]
@@ -89,7 +87,7 @@ def job(choices: Choices, loss: Loss) -> Job:
     return Job(
         experiment="resilience",
         workload=f"{work.name} s{work.steps}",
-        setting=f"{loss.what} {loss.role} of {loss.nodes}" + ("" if choices.isolated else " processes"),
+        setting=f"{loss.what} {loss.role} of {loss.nodes}" + ("" if choices.emulated else " processes"),
         case=loss.way.label,
         command=(PYTHON, "-P", "-m", "ringtmp.bench.runners.removal", msgspec.json.encode(removal).decode()),
         files=files,

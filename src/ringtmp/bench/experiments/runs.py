@@ -50,10 +50,10 @@ def toml(devices: Sequence[Device]) -> str:
     return "\n".join(tables)
 
 
-def lab(choices: Choices) -> list[str]:
-    isolation = [] if choices.isolated else ["--no-isolation"]
+def lab(choices: Choices, emulated: bool) -> list[str]:
+    isolation = [] if emulated else ["--no-isolation"]
     # A file may describe more than this machine has; then all of it is slowed by one factor, and the run says so.
-    scale = ["--scale"] if choices.devices and choices.isolated else []
+    scale = ["--scale"] if choices.devices and emulated else []
     return [*RINGTMP, "lab", *isolation, *scale, "--devices", DEVICES, "--"]
 
 
@@ -66,7 +66,7 @@ def train_words(way: Way, work: Workload, nodes: int, run: str = RUN) -> list[st
 def cell(choices: Choices, way: Way, work: Workload, devices: Sequence[Device], label: str = "") -> Cell:
     """On emulated devices, or on plain processes behind links of the same rate."""
     nodes = len(devices)
-    words = [*lab(choices), *train_words(way, work, nodes), "--all-devices"]
+    words = [*lab(choices, choices.emulated), *train_words(way, work, nodes), "--all-devices"]
     return Cell(
         way, nodes, work, _job(way, work, nodes, _place(choices, devices), words, {DEVICES: toml(devices)}), label
     )
@@ -96,7 +96,7 @@ def _job(way: Way, work: Workload, nodes: int, place: str, words: Sequence[str],
 
 def _place(choices: Choices, devices: Sequence[Device]) -> str:
     first = devices[0]
-    kind = "devices" if choices.isolated else "processes"
+    kind = "devices" if choices.emulated else "processes"
     return f"{len(devices)} {kind} x{first.cpu:g} {first.link_mbps:g}Mbit" + (" of file" if choices.devices else "")
 
 
