@@ -260,7 +260,7 @@ def test_the_busiest_link_by_hand() -> None:
 
 def test_three_real_processes_send_the_values_the_prototype_counted() -> None:
     job = traffic.prototype_cells(choices())[0].job
-    made = harness.measure(job, 0, ENVIRONMENT, 60.0)
+    made = harness.measure(job, 0, ENVIRONMENT, 100.0)
     assert made.outcome == "measured", made.error
     table = next(each for each in traffic.section(choices(), Measured([made])).tables if "prototype" in each.title)
     assert table.rows[0][1:4] == ("1.32e+07", "1.32e+07", "1.32e+07")
