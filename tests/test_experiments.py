@@ -461,7 +461,9 @@ def test_without_isolation_capacity_is_left_out_with_its_reason() -> None:
     section = next(each for each in made.sections if each.name == "capacity")
     assert "needs the lab" in section.skipped[0].why
     assert not [job for _, job in conduct.plan(asked) if job.experiment == "capacity"]
-    assert all("--no-isolation" in job.text for _, job in conduct.plan(asked) if " lab " in job.text)
+    labs = [job.text for _, job in conduct.plan(asked) if "devices.toml" in job.text]
+    assert labs
+    assert all("--no-isolation" in text and "--all-devices" in text for text in labs), "none is left out as too slow"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

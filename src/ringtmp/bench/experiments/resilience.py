@@ -79,7 +79,7 @@ def job(choices: Choices, loss: Loss) -> Job:
     if loss.what in ("device", "pause"):
         devices = choices.place(loss.nodes)
         # A device's number in the ring is the order of joining: whichever it is, it holds a share of the work.
-        words = [*lab(choices, choices.emulated)[len(RINGTMP) :], *words]
+        words = [*lab(choices, choices.emulated)[len(RINGTMP) :], *words, "--all-devices"]
         files, device = {DEVICES: toml(devices)}, devices[loss.node].name
     else:
         words += ["--nodes", str(loss.nodes), "--threads", "1"]
