@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from ringtmp.bench import harness, progress, record
 from ringtmp.bench.experiments import (
     CATALOG,
+    capacity,
     conduct,
     contrasts,
     energy,
@@ -323,6 +324,15 @@ def test_a_result_without_steps_is_kept_told_and_not_measured_again(tmp_path: Pa
     assert found[0].outcome == "measured", found[0].error
     assert found[0].result == Result((), {"tries": []})
     assert found[1] == found[0]
+
+
+def test_a_search_that_met_no_limit_decides_nothing() -> None:
+    fits = [largest.Try(4, 8, 4000, "fits", "", (1, 1))]
+    refused = [*fits, largest.Try(8, 8, 8000, "refused", "too large")]
+    for ring, holds in ((fits, "open"), (refused, "mixed")):
+        known = {"ring": ring, "ps:bsp": refused}
+        best = {label: capacity.largest(each) for label, each in known.items()}
+        assert capacity._verdict(best, known).holds == holds
 
 
 def test_parameters_of_a_size_are_those_of_the_model() -> None:

@@ -53,8 +53,8 @@ def job(choices: Choices, way: Way) -> Job:
         "--steps", "2", "--seed", str(choices.seed), *way.words(), *protect, "--all-devices", "--json", "--quiet",
     ]  # fmt: skip
     search = Search(
-        tuple(words), INPUTS, OUTPUTS, WIDTH, first_depth(choices, way), nodes(choices), 1.7 if choices.quick else 1.3,
-        2 if choices.quick else 6, not choices.quick,
+        tuple(words), INPUTS, OUTPUTS, WIDTH, first_depth(choices, way), nodes(choices), 2.0 if choices.quick else 1.4,
+        3 if choices.quick else 6, not choices.quick,
     )  # fmt: skip
     return Job(
         experiment="capacity",
@@ -81,11 +81,11 @@ def cap_mb(choices: Choices) -> float:
 
 
 def first_depth(choices: Choices, way: Way) -> int:
-    """About what weights and gradients alone would allow, a little less: the search goes from there."""
+    """About what weights and gradients alone would allow: the search goes from there."""
     room = (cap_mb(choices) - PROCESS_MB) * 2**20
     layer = PARAMETER_BYTES * WIDTH * WIDTH
     holders = nodes(choices) if way.strategy == "ring" else 1
-    return max(nodes(choices), int(0.6 * room * holders / layer))
+    return max(nodes(choices), int(room * holders / layer))
 
 
 def section(choices: Choices, measured: Measured) -> Section:
@@ -145,8 +145,16 @@ def _verdict(best: dict[str, Try | None], known: dict[str, list[Try]]) -> Verdic
                 f"{server}, a server {name}"
             )
     holds: Holds = "yes" if min(ratios) > 1 else "no" if max(ratios) < 1 else "mixed"
+    if not all(_bounded(known[label]) for label in (ring, *servers)):
+        holds = "open"
+        parts.append("but not every search came to a size that does not work")
     sentence = f"{ring} holds {count_text(rings[ring].parameters)} parameters: {'; '.join(parts)}."
     return Verdict(AIM, sentence, holds, f"{ratios[0]:.2f}")
+
+
+def _bounded(known: Sequence[Try]) -> bool:
+    best = largest(known)
+    return best is not None and any(each.parameters > best.parameters for each in known if each.outcome != "fits")
 
 
 def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> str:
