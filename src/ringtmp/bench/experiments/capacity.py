@@ -213,4 +213,5 @@ def _table(known: dict[str, list[Try]]) -> Table:
         for each in sorted(made, key=lambda each: each.parameters)
     ]
     columns = ("strategy", "depth", "width", "parameters", "outcome", "most memory of a node", "reason")
-    return Table("Every size that was tried", columns, tuple(rows))
+    note = "A process's resident memory has pages of shared files in it, which the cap may count elsewhere."
+    return Table("Every size that was tried", columns, tuple(rows), note)
