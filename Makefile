@@ -2,13 +2,14 @@
 # make demo    set-up, then the digits on a ring of three processes
 # make test    set-up, lint, types, every quick test (at most 12 minutes on two cores)
 # make long    what takes longer (at most 45 minutes)
+# make bench   every experiment, as root on Linux, into runs/bench (hours; it goes on where it was stopped)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint quick long clean
+.PHONY: setup demo test lint quick long bench clean
 
 setup: $(STAMP)
 
@@ -31,6 +32,9 @@ test: lint quick
 
 long: setup
 	$(BIN)/pytest -m long --timeout 1500
+
+bench: setup
+	$(BIN)/ringtmp bench all --out runs/bench
 
 clean:
 	rm -rf $(VENV) dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

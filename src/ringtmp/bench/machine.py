@@ -16,6 +16,8 @@ from ringtmp.resources import fingerprint
 
 LOOK_S = 0.5
 _STAT = Path("/proc/stat")
+_RUN_BY_JOBS = ("peers", "runners")
+_REPORTING = (("cli", "bench.py"), ("cli", "experiments.py"), ("cli", "report.py"))
 _STEAL = 8  # position in the first line of /proc/stat: cpu user nice system idle iowait irq softirq steal
 
 
@@ -51,7 +53,7 @@ def code_sha256(root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
-        if (parts[0] == "bench" and parts[1] != "peers") or parts == ("cli", "bench.py"):
+        if (parts[0] == "bench" and parts[1] not in _RUN_BY_JOBS) or parts[0] == "report" or parts in _REPORTING:
             continue
         digest.update("/".join(parts).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -75,7 +75,9 @@ class Store:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
         same = found.schema == SCHEMA and found.digest == digest and found.repeat == repeat
-        whole = found.result is not None and len(found.result.step_s) > 0 if found.outcome == "measured" else True
+        # A runner's result is whole without steps: how large a model may be has none.
+        counted = found.result is not None and (found.result.step_s or found.job.output == "told")
+        whole = bool(counted) if found.outcome == "measured" else True
         return found if same and whole else None
 
     def save(self, measurement: Measurement) -> None:

@@ -48,7 +48,8 @@ class Teller:
         count = self._total - len(self._waiting)
         if measurement.result is not None:
             steps = sorted(measurement.result.step_s)
-            said = f"{seconds_text(steps[len(steps) // 2])} a step"
+            # A search for a size has no steps to tell.
+            said = f"{seconds_text(steps[len(steps) // 2])} a step" if steps else seconds_text(measurement.wall_s)
         else:
             said = f"[red]{measurement.outcome}[/red]: {_reason(measurement.error)}"
         place = f"{count}/{self._total}  {measurement.job.name}, repeat {measurement.repeat + 1}"

@@ -1,4 +1,4 @@
-"""What a command left becomes a result: a run directory of `ringtmp train`, or a peer's one line of JSON."""
+"""What a command left becomes a result: a run directory of `ringtmp train`, a peer's or a runner's one line of JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ringtmp.bench import record
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.measurements import Result
 from ringtmp.errors import RingError
@@ -35,9 +36,14 @@ def read(job: Job, out: str, folder: Path) -> Result:
     if not said:
         raise RingError("it printed no line of JSON")
     try:
-        if job.output == "train":
+        if job.output == "told":
+            return msgspec.json.decode(said[-1], type=Result)
+        if job.output != "peer":
             facts = msgspec.json.decode(said[-1], type=dict[str, Any])
-            step_s = step_times(events.read(folder / RUN / "events.jsonl"), job.batch_size, job.warm_up)
+            stream = list(events.read(folder / RUN / "events.jsonl"))
+            step_s = step_times(stream, job.batch_size, job.warm_up)
+            if job.output == "run":
+                facts["record"] = msgspec.to_builtins(record.record(stream))
         else:
             peer = msgspec.json.decode(said[-1], type=PeerSteps)
             facts, step_s = peer.facts, step_times(_as_events(peer), job.batch_size, job.warm_up)

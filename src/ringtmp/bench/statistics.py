@@ -28,14 +28,14 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def interval(samples: Samples, centre: Centre, seed: int) -> Interval:
-    return _interval(_middle(samples, centre), _draws(samples, centre, np.random.default_rng([seed, 0])))
+    return _interval(middle(samples, centre), _draws(samples, centre, np.random.default_rng([seed, 0])))
 
 
 def ratio(over: Samples, over_centre: Centre, under: Samples, under_centre: Centre, seed: int) -> Interval:
     """How many times `under` is `over`? Both are drawn independently."""
     drawn = _draws(over, over_centre, np.random.default_rng([seed, 0]))
     drawn /= _draws(under, under_centre, np.random.default_rng([seed, 1]))
-    return _interval(_middle(over, over_centre) / _middle(under, under_centre), drawn)
+    return _interval(middle(over, over_centre) / middle(under, under_centre), drawn)
 
 
 def _interval(middle: float, drawn: np.ndarray[Any, Any]) -> Interval:
@@ -43,7 +43,8 @@ def _interval(middle: float, drawn: np.ndarray[Any, Any]) -> Interval:
     return Interval(middle, float(low), float(high))
 
 
-def _middle(samples: Samples, centre: Centre) -> float:
+def middle(samples: Samples, centre: Centre) -> float:
+    """The figure alone."""
     return float(np.median([_centre(np.asarray([steps], float), centre)[0] for steps in samples]))
 
 

@@ -15,6 +15,7 @@ class Workload(msgspec.Struct, frozen=True):
     batch_size: int
     pipeline_microbatches: int  # what suits a pipeline: more fill it better, but small products are inefficient
     lr: float = 0.01
+    optimizer: str = "sgd"  # peers have plain SGD alone
     seed: int = 0
     steps: int = 0
 
@@ -37,7 +38,7 @@ QUICK = {
 def train_flags(work: Workload, microbatches: int | str) -> list[str]:
     sizes = [word for key, value in work.settings.items() for word in ("--set", f"{key}={value}")]
     return [
-        "--model", work.model, *sizes, "--data", work.data, "--optimizer", "sgd", "--lr", str(work.lr),
+        "--model", work.model, *sizes, "--data", work.data, "--optimizer", work.optimizer, "--lr", str(work.lr),
         "--batch-size", str(work.batch_size), "--microbatches", str(microbatches),
         "--steps", str(work.steps), "--seed", str(work.seed),
     ]  # fmt: skip

@@ -18,7 +18,7 @@ _VERBS = {
     "node": "Lend this device to a ring.",
     "ring": "Tokens and members of your rings.",
     "lab": "Emulated devices on this machine.",
-    "bench": "Measure against the peers, in one run.",
+    "bench": "Measure: the ring against the others, in one run.",
     "evaluate": "Loss and accuracy of a run's newest checkpoint.",
     "predict": "A run's outputs for inputs from a file.",
     "report": "A page with the pictures of a run.",

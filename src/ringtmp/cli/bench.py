@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +19,26 @@ QUICK_NOTE = "Tiny models (--quick): these figures show that the cases work, not
 PARTIAL_NOTE = "Interrupted: not every repeat was measured."
 
 
-@click.group("bench", short_help="Measure against the peers, in one run.")
+class _Names(click.Group):
+    """`speed` is a command of its own; any other name is an experiment, and several go together."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] in self.commands:
+            return super().resolve_command(ctx, args)
+        from ringtmp.cli.experiments import command as experiments
+
+        return "", experiments, args
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from ringtmp.bench.experiments import CATALOG, EVERY
+
+        with formatter.section("Experiments, any number of them (ringtmp bench idle --help for their options)"):
+            formatter.write_dl([(each.name, each.title) for each in CATALOG.values()] + list(EVERY.items()))
+        with formatter.section("Against others"):
+            formatter.write_dl([("speed", "milliseconds per step of every way to train, torch's own included")])
+
+
+@click.group("bench", cls=_Names, subcommand_metavar="NAME… | quick | all | speed", short_help="Measure in one run.")
 def command() -> None:
     """Experiments that measure. A measurement is a file: what is there is not measured again."""
 
@@ -63,6 +80,7 @@ def speed(
     from ringtmp.bench.measurements import Store
     from ringtmp.bench.settings import SETTINGS
     from ringtmp.bench.workloads import QUICK, WORKLOADS
+    from ringtmp.cli.experiments import can_emulate
     from ringtmp.launch.facts import usable_cores
 
     works = [
@@ -71,7 +89,7 @@ def speed(
     ]
     places = [SETTINGS[name] for name in experiment.chosen("setting", settings, SETTINGS)]
     planned = experiment.jobs(works, places, cases, warm_up, _counts(microbatches))
-    experiment.require_room(places, usable_cores(), _can_emulate())
+    experiment.require_room(places, usable_cores(), can_emulate())
     plan = interleaved(planned, repeats, seed)
     environment = machine.look()
     store = Store(out)
@@ -103,10 +121,6 @@ def _counts(text: str) -> list[int]:
         if not word.isdigit() or int(word) < 1:
             raise UsageError(f"--microbatches {text!r}: give numbers from 1, with commas between them")
     return [int(word) for word in words]
-
-
-def _can_emulate() -> bool:
-    return bool(sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"))
 
 
 def _write(rows: list[Row], out: Path, environment: Environment, repeats: int, note: str) -> None:

@@ -1,0 +1,42 @@
+"""Experiments: the ring against the parameter server. One module each: choices in, jobs out; measurements in, a section out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ringtmp.errors import unknown
+
+
+class Experiment(msgspec.Struct, frozen=True):
+    name: str
+    title: str
+    once: bool = False  # measured once, not in every repeat: its answer is a size, not a time
+
+
+CATALOG = {
+    each.name: each
+    for each in (
+        Experiment("idle", "idle time of every worker, by cause, number of nodes and batch size"),
+        Experiment("progress", "loss per iteration, second, byte and joule; what it takes to a target"),
+        Experiment("scaling", "1 to 8 devices, strong and weak: speed-up, efficiency, the busiest link"),
+        Experiment("resilience", "a worker, a server or the master removed: notice, recovery, work repeated, bits"),
+        Experiment("capacity", "the largest model under a real memory cap, by strategy", once=True),
+        Experiment("energy", "joules per epoch and per sample, by node and strategy, with what the model assumes"),
+        Experiment("traffic", "values and bytes per epoch over batch sizes and shapes, with the break-even"),
+        Experiment("equations", "measured step time against equations (1), (2), (3) over link rates"),
+    )
+}
+#: Words that stand for all of them.
+EVERY = {"quick": "all experiments at small size, in minutes", "all": "all experiments, as the question deserves"}
+
+
+def named(names: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """(experiments in their order, whether small): `quick` alone means all of them in small."""
+    for name in names:
+        if name not in CATALOG and name not in EVERY:
+            raise unknown("experiment", name, [*CATALOG, *EVERY, "speed"])
+    quick = "quick" in names
+    plain = [name for name in CATALOG if name in names]
+    if "all" in names or not plain:
+        plain = list(CATALOG)
+    return tuple(plain), quick

@@ -1,0 +1,217 @@
+"""capacity: the largest model under a real memory cap per device, by strategy.
+
+Depth grows, then width, until a run of two steps is refused or fails. The cap is the kernel's: who takes more is killed.
+So it needs the lab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ringtmp.bench.experiments.choices import Choices
+from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Measured, lab, toml
+from ringtmp.bench.experiments.ways import Way, parse
+from ringtmp.bench.jobs import PYTHON, Job
+from ringtmp.bench.runners.largest import Search, Try
+from ringtmp.report.findings import Figure, Holds, Section, Series, Skipped, Table, Verdict
+from ringtmp.units import bytes_text, count_text
+
+AIM = "RingTMP can hold larger models"
+CAP_MB = 420.0
+#: What the master, which takes models apart, needs of it before any model; the others need about 235.
+PROCESS_MB = 350.0
+WIDTH = 1024
+#: Weights and gradients, four bytes each.
+PARAMETER_BYTES = 8
+INPUTS, OUTPUTS = 64, 10
+_QUICK = ("ring:protect=off", "ps:bsp")
+_FULL = (*_QUICK, "ps:bsp:fetch=layerwise", "ring:protect=memory", "ps:bsp:servers=workers", "allreduce:ring")
+
+
+def ways(choices: Choices) -> list[Way]:
+    wanted = {way.strategy for way in choices.ways}
+    return [way for way in map(parse, _QUICK if choices.quick else _FULL) if way.strategy in wanted]
+
+
+def jobs(choices: Choices) -> list[Job]:
+    return [job(choices, way) for way in ways(choices)] if choices.isolated else []
+
+
+def job(choices: Choices, way: Way) -> Job:
+    devices = [
+        msgspec.structs.replace(device, memory_mb=cap_mb(choices))
+        for device in choices.place(nodes(choices), most=nodes(choices))
+    ]
+    protect = [] if "protect" in way.flags else ["--protect", "off"]
+    words = [
+        *lab(choices, emulated=True)[len(RINGTMP) :],
+        "train", "--model", "mlp", "--data", "digits", "--optimizer", "sgd", "--lr", "0.01",
+        "--batch-size", "32", "--microbatches", "4" if way.strategy == "ring" else str(way.workers(nodes(choices))),
+        "--steps", "2", "--seed", str(choices.seed), *way.words(), *protect, "--all-devices", "--json", "--quiet",
+    ]  # fmt: skip
+    search = Search(
+        tuple(words), INPUTS, OUTPUTS, WIDTH, first_depth(choices, way), nodes(choices), 2.0 if choices.quick else 1.4,
+        3 if choices.quick else 6, not choices.quick,
+    )  # fmt: skip
+    return Job(
+        experiment="capacity",
+        workload=f"mlp w{WIDTH}",
+        setting=f"{len(devices)} devices {cap_mb(choices):g}MiB",
+        case=way.label,
+        command=(PYTHON, "-P", "-m", "ringtmp.bench.runners.largest", msgspec.json.encode(search).decode()),
+        files={DEVICES: toml(devices)},
+        output="told",
+        batch_size=32,
+        warm_up=0,
+        options={"nodes": len(devices)},
+    )
+
+
+def nodes(choices: Choices) -> int:
+    """A small bench has two, which start quicker at a whole core each."""
+    return 2 if choices.quick and not choices.devices else choices.nodes
+
+
+def cap_mb(choices: Choices) -> float:
+    """Devices of a file keep their own; they must be equal for one number to mean something, so the least counts."""
+    return min(device.memory_mb for device in choices.devices) if choices.devices else CAP_MB
+
+
+def first_depth(choices: Choices, way: Way) -> int:
+    """About what weights and gradients alone would allow: the search goes from there."""
+    room = (cap_mb(choices) - PROCESS_MB) * 2**20
+    layer = PARAMETER_BYTES * WIDTH * WIDTH
+    holders = nodes(choices) if way.strategy == "ring" else 1
+    return max(nodes(choices), int(room * holders / layer))
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    title, text = "Capacity", (
+        f"Every device has {cap_mb(choices):g} MiB, kept by the kernel; the master's process takes about {PROCESS_MB:g} of it. "
+        f"Dense layers of {WIDTH}, plain SGD, two steps. A strategy's answer is the largest size that worked."
+    )  # fmt: skip
+    if not choices.isolated:
+        why = "a memory cap per device needs the lab: root on Linux, ip and tc"
+        return Section(
+            "capacity", title, text, (Verdict(AIM, f"Open: {why}.", "open"),), (), (), (Skipped("all of it", why),)
+        )
+    known = {way.label: tries(measured.facts(job(choices, way))) for way in ways(choices)}
+    best = {label: largest(each) for label, each in known.items() if each}
+    return Section(
+        "capacity",
+        title,
+        text,
+        (_verdict(best, known),),
+        tuple(_figures(best, cap_mb(choices))),
+        (_table(known),),
+        tuple(_skipped(choices, measured)),
+    )
+
+
+def _skipped(choices: Choices, measured: Measured) -> list[Skipped]:
+    problems = {way.label: measured.problem(job(choices, way)) for way in ways(choices)}
+    found = [Skipped(label, problem) for label, problem in problems.items() if problem]
+    if choices.quick:
+        found.append(Skipped("growing width; other strategies", "small sizes; ringtmp bench capacity has them"))
+    return found
+
+
+def tries(facts: Sequence[Any]) -> list[Try]:
+    return msgspec.convert(facts[0]["tries"], list[Try]) if facts else []
+
+
+def largest(known: Sequence[Try]) -> Try | None:
+    return max((each for each in known if each.outcome == "fits"), key=lambda each: each.parameters, default=None)
+
+
+def _verdict(best: dict[str, Try | None], known: dict[str, list[Try]]) -> Verdict:
+    rings = {label: made for label, made in best.items() if label.startswith("ring") and made}
+    servers = {label: made for label, made in best.items() if label.startswith("ps") and made}
+    if not rings or not servers:
+        return Verdict(AIM, "Open: the ring or the parameter server held no model that was tried.", "open")
+    ring = max(rings, key=lambda label: rings[label].parameters)
+    plain = {label: made for label, made in servers.items() if "layerwise" not in label}
+    parts, ratios = [], []
+    for name, group in (("where each worker holds the whole model", plain), ("at its best", servers)):
+        if group:
+            server = max(group, key=lambda label: group[label].parameters)
+            ratio = rings[ring].parameters / group[server].parameters
+            ratios.append(ratio)
+            parts.append(
+                f"{ratio:.2f} times ({_bounds(known[ring], known[server])}) the {count_text(group[server].parameters)} of "
+                f"{server}, a server {name}"
+            )
+    holds: Holds = "yes" if min(ratios) > 1 else "no" if max(ratios) < 1 else "mixed"
+    if not all(_bounded(known[label]) for label in (ring, *servers)):
+        holds = "open"
+        parts.append("but not every search came to a size that does not work")
+    sentence = f"{ring} holds {count_text(rings[ring].parameters)} parameters: {'; '.join(parts)}."
+    return Verdict(AIM, sentence, holds, f"{ratios[0]:.2f}")
+
+
+def _bounded(known: Sequence[Try]) -> bool:
+    best = largest(known)
+    return best is not None and any(each.parameters > best.parameters for each in known if each.outcome != "fits")
+
+
+def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> str:
+    """What the sizes that were tried leave open: the true largest lies below the smallest that did not work."""
+    low_ring, low_server = largest(ring), largest(server)
+    assert low_ring is not None
+    assert low_server is not None
+    high = [
+        min(
+            (each.parameters for each in side if each.outcome != "fits" and each.parameters > low.parameters),
+            default=None,
+        )
+        for side, low in ((ring, low_ring), (server, low_server))
+    ]
+    most = f"{high[0] / low_server.parameters:.2f}" if high[0] else "more"
+    least = f"{low_ring.parameters / high[1]:.2f}" if high[1] else "less"
+    return f"{least}–{most}"
+
+
+def _figures(best: dict[str, Try | None], cap: float) -> list[Figure]:
+    known = {label: made for label, made in best.items() if made is not None}
+    if not known:
+        return []
+    nodes = max(len(made.peak_rss_bytes) for made in known.values())
+    memory = tuple(
+        Series(
+            "master" if node == 0 else f"node {node}",
+            tuple(known),
+            tuple(
+                made.peak_rss_bytes[node] / 2**20 if node < len(made.peak_rss_bytes) else float("nan")
+                for made in known.values()
+            ),
+        )
+        for node in range(nodes)
+    )
+    sizes = Series("parameters", tuple(known), tuple(float(made.parameters) for made in known.values()))
+    return [
+        Figure("largest-model", "Largest model that trained", "bars", "", "parameters", (sizes,)),
+        Figure("memory-per-node", "Peak memory per node at the largest model", "bars", "", "MiB", memory,
+               line=cap, line_label=f"cap {cap:g} MiB"),
+    ]  # fmt: skip
+
+
+def _table(known: dict[str, list[Try]]) -> Table:
+    rows = [
+        (
+            label,
+            str(each.depth),
+            str(each.width),
+            count_text(each.parameters),
+            each.outcome,
+            bytes_text(max(each.peak_rss_bytes)) if each.peak_rss_bytes else "",
+            each.reason,
+        )
+        for label, made in known.items()
+        for each in sorted(made, key=lambda each: each.parameters)
+    ]
+    columns = ("strategy", "depth", "width", "parameters", "outcome", "most memory of a node", "reason")
+    note = "A process's resident memory has pages of shared files in it, which the cap may count elsewhere."
+    return Table("Every size that was tried", columns, tuple(rows), note)

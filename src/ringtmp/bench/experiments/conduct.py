@@ -1,0 +1,113 @@
+"""All chosen experiments as one: which jobs in which order, and the page their measurements make. Pure."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from ringtmp.bench.experiments import CATALOG, sweep
+from ringtmp.bench.experiments.choices import Choices
+from ringtmp.bench.experiments.runs import Measured
+from ringtmp.bench.jobs import Job, interleaved
+from ringtmp.bench.machine import Environment
+from ringtmp.bench.measurements import Measurement
+from ringtmp.report.findings import Page, Section, Skipped
+
+#: What others may use of the machine before its figures need a warning.
+QUIET = 0.1
+Plan = list[tuple[int, Job]]
+
+
+def sweep_plan(choices: Choices) -> Plan:
+    return interleaved([each.job for each in sweep.cells(choices)], 1, choices.seed)
+
+
+def plan(choices: Choices) -> Plan:
+    """A run that several experiments read is measured once. `choices` has the learning rates by now."""
+    often: dict[str, Job] = {}
+    once: dict[str, Job] = {}
+    for name in choices.names:
+        found = importlib.import_module(f"ringtmp.bench.experiments.{name}").jobs(choices)
+        for job in found:
+            (once if CATALOG[name].once else often).setdefault(job.file_stem, job)
+    return interleaved(list(often.values()), choices.repeats, choices.seed) + interleaved(
+        list(once.values()), 1, choices.seed
+    )
+
+
+def sections(choices: Choices, measured: Measured) -> list[Section]:
+    found: list[Section] = []
+    for name in choices.names:
+        made: Section = importlib.import_module(f"ringtmp.bench.experiments.{name}").section(choices, measured)
+        found.append(made)
+    return found
+
+
+def page(
+    choices: Choices,
+    measurements: Sequence[Measurement],
+    environment: Environment,
+    command: str,
+    date: str,
+    partial: bool,
+) -> Page:
+    """`partial`: the bench was ended before its end."""
+    measured = Measured(measurements)
+    devices = choices.place(choices.nodes)
+    first = devices[0]
+    described = (
+        f"{len(devices)} emulated, {first.cpu:g} core, {first.link_mbps:g} Mbit/s, {first.memory_mb:g} MiB, each with a "
+        "network of its own"
+        if choices.emulated
+        else f"{len(devices)} plain processes behind links of {first.link_mbps:g} Mbit/s; CPU shares and memory caps are not "
+        "emulated, but where a cap is asked for"
+    )
+    facts = [
+        ("command", command),
+        ("date", date),
+        ("machine", f"{environment.cpu}, {environment.cores} cores"),
+        ("versions", f"ringtmp {environment.ringtmp}, torch {environment.torch}, Python {environment.python}"),
+        ("devices", described + ("; the first of the file, see it for the others" if choices.devices else "")),
+        ("strategies", ", ".join(way.label for way in choices.ways)),
+        ("repeats", f"{choices.repeats}, interleaved; medians or means with bootstrap intervals of 95 %"
+                    + ("; with one repeat they show the spread of steps alone" if choices.repeats == 1 else "")),
+    ]  # fmt: skip
+    if choices.quick:
+        facts.append(
+            ("note", "Small sizes (quick): this shows that everything works and which way it points, no more.")
+        )
+    if partial:
+        facts.append(("note", "Ended early: not everything was measured."))
+    busy = max((each.busy_before for each in measurements), default=0.0)
+    if busy > QUIET:
+        facts.append(("warning", f"Not a quiet machine: others used up to {busy:.0%} of it just before a measurement."))
+    stolen = max((each.stolen_share for each in measurements), default=0.0)
+    if stolen > QUIET / 2:
+        facts.append(
+            ("warning", f"Up to {stolen:.0%} of the CPU time of a measurement went to other guests of the host.")
+        )
+    made = [*sections(choices, measured), method(choices, measured)]
+    return Page(
+        "The ring against the parameter server",
+        "An answer per aim, wins and losses alike, then the measurements behind it.",
+        tuple(facts),
+        True,
+        tuple(made),
+    )
+
+
+def method(choices: Choices, measured: Measured) -> Section:
+    return Section(
+        "method",
+        "How it was measured",
+        "Every strategy has the same model, first weights, batches, optimizer and number of devices, and the "
+        "learning rate that was best for it in a small sweep. One device alone is the base line. A case is run in "
+        "interleaved repeats, so that a slow quarter of an hour hits all alike; a figure is the median over repeats, its "
+        "interval a bootstrap over repeats and steps. A difference counts as found when the interval of the ratio does not "
+        "have 1 in it.\n\n"
+        "Asynchronous servers take the ways of the clock into their weights; all other runs give the same losses every time.",
+        (),
+        (),
+        (sweep.table(choices, measured),),
+        tuple(Skipped(each.job.name, why) for each in sweep.cells(choices) if (why := measured.problem(each.job))),
+    )

@@ -1,0 +1,110 @@
+"""Is the ring better? The best ring against the best parameter server, with an interval, in one sentence. Pure.
+
+A ratio below 1 is in the ring's favour: everything compared here is a cost. If the 95 % interval has 1 inside, no
+difference was found, and that is what is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ringtmp.bench import statistics
+from ringtmp.bench.experiments.ways import Way
+from ringtmp.bench.statistics import Centre, Interval
+from ringtmp.report.findings import Holds, Verdict
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A way with what was measured of it: repeats, each with its steps."""
+
+    way: Way
+    samples: tuple[tuple[float, ...], ...]
+    centre: Centre = "mean"
+
+    @property
+    def middle(self) -> float:
+        return statistics.middle(self.samples, self.centre)
+
+
+class Contrast(msgspec.Struct, frozen=True):
+    ring: Sampled
+    server: Sampled
+    ratio: Interval
+
+    @property
+    def single(self) -> bool:
+        """One value on a side has no spread: nothing can be said of chance."""
+        return min(sum(map(len, each.samples)) for each in (self.ring, self.server)) < 2
+
+    @property
+    def holds(self) -> Holds:
+        """yes: the ring costs less; no: it costs more; open: no difference was found."""
+        if self.single:
+            return "open"
+        return "yes" if self.ratio.high < 1 else "no" if self.ratio.low > 1 else "open"
+
+    @property
+    def ratio_text(self) -> str:
+        if self.single:
+            return f"{_short(self.ratio.middle)} (measured once, no interval)"
+        return f"{_short(self.ratio.middle)} ({_short(self.ratio.low)}–{_short(self.ratio.high)})"
+
+
+def contrast(found: Sequence[Sampled], seed: int) -> Contrast | None:
+    """None where one side was not measured."""
+    rings = [each for each in found if each.way.strategy == "ring" and each.samples]
+    servers = [each for each in found if each.way.strategy == "ps" and each.samples]
+    if not rings or not servers:
+        return None
+    ring, server = (min(side, key=lambda each: each.middle) for side in (rings, servers))
+    under = server.middle
+    if under == 0:  # nothing to divide by: as good as it gets
+        return Contrast(ring, server, Interval(1.0, 1.0, 1.0) if ring.middle == 0 else Interval(9e9, 9e9, 9e9))
+    ratio = statistics.ratio(ring.samples, ring.centre, server.samples, server.centre, seed)
+    return Contrast(ring, server, ratio)
+
+
+def both(found: Sequence[Sampled], seed: int) -> list[tuple[str, Contrast]]:
+    """At the same wire precision (and no staleness), and each at its best."""
+    plain = [each for each in found if each.way.wire == "float32" and not each.way.staleness]
+    same, best = contrast(plain, seed), contrast(found, seed)
+    if same is not None and same == best:
+        return [("same precision and each at its best", same)]
+    made = [("same precision", same), ("each at its best", best)]
+    return [(name, each) for name, each in made if each is not None]
+
+
+def verdict(aim: str, what: str, text: Mapping[str, str], pairs: Sequence[tuple[str, Contrast]]) -> Verdict:
+    """`what` is the cost in words, `text` a figure with its unit for every way that can be named."""
+    if not pairs:
+        return Verdict(
+            aim, f"Open: the ring or the parameter server was not measured, so {what} cannot be compared.", "open"
+        )
+    parts = []
+    for name, each in pairs:
+        ring, server = each.ring.way.label, each.server.way.label
+        said = {
+            "yes": f"{_times(1 / each.ratio.middle) if each.ratio.middle else 'infinitely'} less",
+            "no": f"{_times(each.ratio.middle)} more",
+            "open": "measured once, so open" if each.single else "no difference found",
+        }[each.holds]
+        parts.append(
+            f"{name}, {ring} {text.get(ring, '')} against {server} {text.get(server, '')}: {said}, ratio {each.ratio_text}"
+        )
+    answers = {each.holds for _, each in pairs}
+    holds: Holds = answers.pop() if len(answers) == 1 else "mixed"
+    return Verdict(aim, f"{what[0].upper()}{what[1:]}: {'; '.join(parts)}.", holds, pairs[0][1].ratio_text)
+
+
+def figures(found: Sequence[Sampled], seed: int) -> dict[str, Interval]:
+    return {each.way.label: statistics.interval(each.samples, each.centre, seed) for each in found if each.samples}
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g} times"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.3g}"

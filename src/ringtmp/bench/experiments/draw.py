@@ -1,0 +1,146 @@
+"""Records and intervals become the figures and tables that several experiments show. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ringtmp.bench.experiments import quantities
+from ringtmp.bench.experiments.contrasts import Sampled
+from ringtmp.bench.experiments.runs import Cell, Measured
+from ringtmp.bench.record import Record
+from ringtmp.bench.statistics import Interval, interval
+from ringtmp.report.findings import Figure, Series, Span, Table
+from ringtmp.units import bytes_text, seconds_text
+
+#: Record, steps to warm up -> a value per step
+PerStep = Callable[[Record, int], Sequence[float]]
+#: Recorders' words for what a node waits for, in the order of the figure.
+CAUSES = ("activations", "gradients", "parameters", "window")
+
+
+def bars(
+    name: str, title: str, unit: str, values: Mapping[str, Interval], caption: str = "", log: bool = False
+) -> Figure:
+    """A bar per way with its interval."""
+    every = list(values.values())
+    series = Series(
+        unit,
+        tuple(values),
+        tuple(each.middle for each in every),
+        tuple(each.low for each in every),
+        tuple(each.high for each in every),
+    )
+    return Figure(name, title, "bars", "", unit, (series,), caption=caption, log_y=log)
+
+
+def lines(
+    name: str, title: str, x: str, y: str, points: Mapping[str, Sequence[tuple[float, Interval]]], log_x: bool = False,
+    log_y: bool = False, caption: str = "",
+) -> Figure:  # fmt: skip
+    made = []
+    for label, each in points.items():
+        ordered = sorted(each, key=lambda point: point[0])
+        made.append(
+            Series(
+                label,
+                tuple(at for at, _ in ordered),
+                tuple(value.middle for _, value in ordered),
+                tuple(value.low for _, value in ordered),
+                tuple(value.high for _, value in ordered),
+            )
+        )
+    return Figure(name, title, "lines", x, y, tuple(made), log_x=log_x, log_y=log_y, caption=caption)
+
+
+def causes_figure(name: str, title: str, records: Mapping[str, Sequence[Record]]) -> Figure:
+    """Workers' time by what they waited for; the rest of a bar up to 1 is work."""
+    shares = {label: cause_shares(each) for label, each in records.items()}
+    known = sorted({cause for each in shares.values() for cause in each}, key=_rank)
+    series = tuple(
+        Series(cause, tuple(shares), tuple(each.get(cause, 0.0) for each in shares.values())) for cause in known
+    )
+    return Figure(
+        name, title, "stacked", "", "share of workers' time in steps", series,
+        caption="What workers waited for. What is missing to 1 is work. Dedicated servers are not in it.",
+    )  # fmt: skip
+
+
+def cause_shares(records: Sequence[Record]) -> dict[str, float]:
+    """Of all workers' time in steps, over all repeats."""
+    whole = sum(sum(t.busy_s) + sum(t.idle_s) for record in records for t in record.workers)
+    found: dict[str, float] = {}
+    for record in records:
+        for track in record.workers:
+            for cause, seconds in track.causes.items():
+                found[cause] = found.get(cause, 0.0) + seconds / whole if whole else 0.0
+    return found
+
+
+def gantt(name: str, title: str, record: Record) -> Figure | None:
+    """One step in the middle of the run; None where no step was kept whole."""
+    if not record.bars:
+        return None
+    roles = {track.node: "server" if track.server else "master" if track.node == 0 else f"node {track.node}"
+             for track in record.tracks}  # fmt: skip
+    spans = tuple(Span(roles.get(bar.node, str(bar.node)), bar.kind, bar.start_s, bar.end_s) for bar in record.bars)
+    return Figure(name, title, "gantt", spans=spans, caption="One step; where nothing is drawn a node waits.")
+
+
+def sampled(cells: Sequence[Cell], measured: Measured, values: PerStep) -> list[Sampled]:
+    found = []
+    for each in cells:
+        repeats = tuple(tuple(values(record, each.job.warm_up)) for record in measured.records(each.job))
+        if repeats and all(repeats):
+            found.append(Sampled(each.way, repeats))
+    return found
+
+
+def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int) -> Table:
+    """Time, idle share, bytes and joules per step, each with its interval."""
+    rows = []
+    for each in cells:
+        records, warm_up = measured.records(each.job), each.job.warm_up
+        if not records:
+            continue
+        times = interval([quantities.step_s(record, warm_up) for record in records], each.way.centre, seed)
+        idle = interval([quantities.idle_shares(record, warm_up) for record in records], "mean", seed)
+        moved = interval([quantities.sent_bytes(record, warm_up) for record in records], "mean", seed)
+        busiest = max(quantities.busiest_bytes(record, warm_up) for record in records)
+        spent = [quantities.step_joules(record, warm_up) for record in records]
+        joules = ranged(interval(spent, "mean", seed), lambda value: f"{value:.3g}") if all(spent) else ""
+        rows.append(
+            (
+                each.way.label,
+                ranged(times, seconds_text),
+                ranged(idle, share_text),
+                bytes_text(moved.middle),
+                bytes_text(busiest),
+                joules,
+            )
+        )
+    columns = (
+        "strategy",
+        "time per step",
+        "idle share of workers",
+        "bytes per step",
+        "busiest link",
+        "modelled joules per step",
+    )
+    return Table(title, columns, tuple(rows), "In brackets 95 % intervals over repeats and steps.")
+
+
+def ranged(value: Interval, text: Callable[[float], str]) -> str:
+    return f"{text(value.middle)} ({text(value.low)}–{text(value.high)})"
+
+
+def slug(label: str) -> str:
+    """For names of files."""
+    return "".join(each if each.isalnum() else "-" for each in label.lower())
+
+
+def share_text(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _rank(cause: str) -> tuple[int, str]:
+    return (CAUSES.index(cause) if cause in CAUSES else len(CAUSES), cause)

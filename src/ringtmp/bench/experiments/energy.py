@@ -1,0 +1,163 @@
+"""energy: joules per epoch and per sample, by node and strategy, and how much of the answer is the model.
+
+A device with a meter says what it used. Where there is none, joules are modelled from time, busy time and bytes, and say
+nothing that time and bytes did not say: so the comparison is repeated with every number of the model varied by half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ringtmp.bench.experiments import contrasts, draw, grid, progress, quantities
+from ringtmp.bench.experiments.choices import ALONE, DIGITS_SAMPLES, Choices
+from ringtmp.bench.experiments.contrasts import Contrast, Sampled
+from ringtmp.bench.experiments.runs import Cell, Measured
+from ringtmp.bench.jobs import Job
+from ringtmp.bench.record import Record
+from ringtmp.metrics.energy import Sensitivity, sensitivity
+from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
+
+AIM = "RingTMP takes less overall power"
+VARIED = 0.5
+
+
+def cells(choices: Choices) -> list[Cell]:
+    return [progress.alone(choices), *grid.task_cells(choices)]
+
+
+def jobs(choices: Choices) -> list[Job]:
+    return [each.job for each in cells(choices)]
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    every = [each for each in cells(choices) if measured.records(each.job)]
+    found = [each for each in (per_sample(each, measured) for each in every) if each is not None]
+    per_way = contrasts.figures(found, choices.seed)
+    text = {label: f"{1e3 * each.middle:.3g} mJ a sample" for label, each in per_way.items()}
+    fair, behind = grid.learned([each for each in every if each.way.label != ALONE.label], measured)
+    labels = [each.way.label for each in fair]
+    shared = [each for each in found if each.way.label in labels]
+    pairs = contrasts.both(shared, choices.seed)
+    verdicts = [contrasts.verdict(AIM, "joules per sample", text, pairs)]
+    tables = [_nodes(every, measured)]
+    records = {each.way.label: measured.records(each.job)[0] for each in every}
+    if all(quantities.modelled(record) for record in records.values()):
+        varied = [(name, pair, vary(records, pair)) for name, pair in pairs]
+        verdicts += [_varied_verdict(name, pair, made) for name, pair, made in varied]
+        tables += [_varied_table(name, pair, made) for name, pair, made in varied]
+    return Section(
+        "energy",
+        "Energy",
+        "Modelled joules restate time and bytes in other units: idle watts for as long as a step takes, more while a node is "
+        "busy, and nanojoules per byte at each end. No device here has a meter of its own unless the table says measured.",
+        tuple(verdicts),
+        (
+            draw.bars(
+                "joules-per-sample",
+                "Joules per sample",
+                "joules",
+                per_way,
+                "All devices, with 95 % intervals.",
+            ),
+            *_by_node(every, measured),
+        ),
+        tuple(tables),
+        (
+            *grid.refused(choices),
+            *behind,
+            *grid.missing(cells(choices), measured),
+        ),
+    )
+
+
+def per_sample(each: Cell, measured: Measured) -> Sampled | None:
+    """What meters said, a value per repeat; else the model, a value per step. None where neither is known."""
+    metered = [_metered(facts) for facts in measured.facts(each.job)]
+    if metered and all(value is not None for value in metered):
+        return Sampled(each.way, tuple((float(value or 0.0),) for value in metered))
+    repeats = []
+    for record in measured.records(each.job):
+        spent = quantities.step_joules(record, each.job.warm_up)
+        samples = record.samples[each.job.warm_up :]
+        repeats.append(tuple(joules / max(1, count) for joules, count in zip(spent, samples, strict=False)))
+    return Sampled(each.way, tuple(repeats)) if repeats and all(repeats) else None
+
+
+def vary(records: dict[str, Record], pair: Contrast) -> Sensitivity:
+    """The ring over the server, first repeats, as the model's numbers vary."""
+    ring, server = (quantities.run_loads(records[each.way.label], 0) for each in (pair.ring, pair.server))
+    return sensitivity(ring, server, VARIED)
+
+
+def _metered(facts: Any) -> float | None:
+    """Joules per sample by meters alone."""
+    nodes = facts.get("per_node", [])
+    if not nodes or any(node.get("energy_source") not in ("measured", "estimated") for node in nodes):
+        return None
+    samples: int = sum(facts["record"]["samples"])
+    joules: float = sum(node["energy_j"] for node in nodes)
+    return joules / max(1, samples)
+
+
+def _varied_verdict(name: str, pair: Contrast, made: Sensitivity) -> Verdict:
+    return Verdict(
+        f"{AIM} ({name}, whatever the model's numbers)",
+        f"{pair.ring.way.label} takes {made.sentence}.",
+        "mixed" if made.changes else "yes" if made.ratio < 1 else "no",
+        f"{made.low:.2f}–{made.high:.2f}",
+    )
+
+
+def _varied_table(name: str, pair: Contrast, made: Sensitivity) -> Table:
+    rows = tuple(
+        (f"x {case.idle:g}", f"x {case.busy:g}", f"x {case.byte:g}", f"{case.ratio:.3f}") for case in made.cases
+    )
+    title = f"{pair.ring.way.label} over {pair.server.way.label} ({name}) as the model's numbers vary"
+    return Table(title, ("idle watts", "busy watts", "nanojoules per byte", "joules, ring over server"), rows)
+
+
+def _by_node(every: Sequence[Cell], measured: Measured) -> list[Figure]:
+    shares: dict[int, dict[str, float]] = {}
+    for each in every:
+        for record in filter(quantities.modelled, measured.records(each.job)[:1]):
+            samples = max(1, sum(record.samples))
+            for track in record.tracks:
+                joules = quantities.node_load(record, track, 0).joules
+                shares.setdefault(track.node, {})[each.way.label] = joules / samples
+    labels = tuple(dict.fromkeys(label for each in shares.values() for label in each))
+    series = tuple(
+        Series(f"node {node}" if node else "master", labels, tuple(each.get(label, 0.0) for label in labels))
+        for node, each in sorted(shares.items())
+    )
+    return [
+        Figure("joules-by-node", "Joules per sample, by node", "stacked", "", "joules", series, caption="First repeat.")
+    ]
+
+
+def _nodes(every: Sequence[Cell], measured: Measured) -> Table:
+    rows = []
+    for each in every:
+        for record, facts in zip(measured.records(each.job)[:1], measured.facts(each.job)[:1], strict=True):
+            nodes: Any = facts.get("per_node", [])
+            sources = {node["node"]: node for node in nodes}
+            samples = max(1, sum(record.samples))
+            for track in record.tracks:
+                source = sources.get(track.node, {}).get("energy_source") or "modelled"
+                joules = sources.get(track.node, {}).get("energy_j") if source != "modelled" else None
+                if joules is None and track.power is not None:
+                    joules = quantities.node_load(record, track, 0).joules
+                if joules is None:
+                    continue
+                per_sample_j = joules / samples
+                rows.append(
+                    (
+                        each.way.label,
+                        f"{track.node} {track.role}",
+                        f"{per_sample_j * 1e3:.3g}",
+                        f"{per_sample_j * DIGITS_SAMPLES:.3g}",
+                        source,
+                    )
+                )
+    columns = ("strategy", "node", "millijoules per sample", "joules per epoch", "source")
+    return Table("Joules by node, first repeat", columns, tuple(rows))

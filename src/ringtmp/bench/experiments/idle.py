@@ -1,0 +1,140 @@
+"""idle: how much of its time in training steps does a worker wait, and for what?
+
+By strategy, number of nodes and batch size. Dedicated servers are listed apart: their waiting is no worker's. Time
+throttled away from an emulated device counts as busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringtmp.bench.experiments import contrasts, draw, grid, quantities
+from ringtmp.bench.experiments.choices import Choices
+from ringtmp.bench.experiments.runs import Cell, Measured, cell
+from ringtmp.bench.jobs import Job
+from ringtmp.bench.statistics import Interval
+from ringtmp.report.findings import Figure, Section, Table, Verdict
+from ringtmp.units import bytes_text
+
+AIM = "RingTMP reduces the time workers are idle"
+
+
+def jobs(choices: Choices) -> list[Job]:
+    return [each.job for each in cells(choices)]
+
+
+def cells(choices: Choices) -> list[Cell]:
+    return [*grid.task_cells(choices), *_by_nodes(choices), *_by_batch(choices), *grid.anchor_cells(choices)]
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    main = grid.task_cells(choices)
+    found = draw.sampled(main, measured, quantities.idle_shares)
+    fair, behind = grid.learned(main, measured)
+    pairs = contrasts.both(draw.sampled(fair, measured, quantities.idle_shares), choices.seed)
+    shares = contrasts.figures(found, choices.seed)
+    text = {label: draw.share_text(each.middle) for label, each in shares.items()}
+    records = {each.way.label: measured.records(each.job) for each in main if measured.records(each.job)}
+    figures = [
+        draw.causes_figure("idle-causes", f"What workers wait for, {choices.nodes} nodes", records),
+        draw.bars("idle-share", f"Idle share of workers, {choices.nodes} nodes", "share of time in steps", shares),
+        _lines("idle-by-nodes", "nodes", [*_by_nodes(choices), *main], choices, measured),
+        _lines("idle-by-batch", "samples per step", [*_by_batch(choices), *main], choices, measured),
+        *(draw.gantt(f"gantt-{draw.slug(label)}", f"One step of {label}", each[0]) for label, each in records.items()),
+    ]
+    anchors = grid.anchor_cells(choices)
+    task = draw.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
+    tables = [task, _workers(main, measured)]
+    verdicts = [contrasts.verdict(AIM, "idle share of workers", text, pairs)]
+    for name in dict.fromkeys(each.label for each in anchors):
+        group = [each for each in anchors if each.label == name]
+        tables.append(draw.cost_table(f"{name}, {choices.nodes} devices", group, measured, choices.seed))
+        verdicts.append(_anchor_verdict(name, group, choices, measured))
+    return Section(
+        "idle",
+        "Idle time",
+        "Idle is the time inside training steps in which a node had nothing runnable. Start-up, evaluation and checkpoints "
+        "do not count, and time throttled away from an emulated device counts as busy.",
+        tuple(verdicts),
+        tuple(each for each in figures if each is not None),
+        tuple(tables),
+        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured)),
+    )
+
+
+def _some(choices: Choices) -> list[str]:
+    """A small bench looks at the two plain ways alone."""
+    labels = [way.label for way in choices.ways]
+    plain = [label for label in labels if label in ("ring", "ps:bsp")]
+    return plain if choices.quick and plain else labels
+
+
+def _by_nodes(choices: Choices) -> list[Cell]:
+    counts = [count for count in choices.node_counts if 1 < count < choices.nodes]
+    return [
+        cell(choices, way, grid.tuned(choices, way, steps=_steps(choices)), choices.place(count), f"{count} nodes")
+        for way in choices.ways
+        if way.label in _some(choices)
+        for count in counts
+        if way.refusal(count, grid.layers(choices.task())) is None
+    ]
+
+
+def _by_batch(choices: Choices) -> list[Cell]:
+    devices = choices.place(choices.nodes)
+    return [
+        cell(choices, way, grid.tuned(choices, way, _steps(choices), size), devices, f"batch {size}")
+        for way in choices.ways
+        if way.label in _some(choices) and way.refusal(len(devices), grid.layers(choices.task())) is None
+        for size in choices.batch_sizes
+    ]
+
+
+def _steps(choices: Choices) -> int:
+    return 12 if choices.quick else 40
+
+
+def _lines(name: str, label: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Figure | None:
+    points: dict[str, list[tuple[float, Interval]]] = {}
+    for each in group:
+        for way in draw.sampled([each], measured, quantities.idle_shares):
+            at = each.nodes if label == "nodes" else each.work.batch_size
+            points.setdefault(way.way.label, []).append(
+                (float(at), contrasts.figures([way], choices.seed)[way.way.label])
+            )
+    several = {key: each for key, each in points.items() if len(each) > 1}
+    if not several:
+        return None
+    return draw.lines(
+        name, f"Idle share by {label}", label, "idle share of workers", several, log_x=label != "nodes",
+        caption="Bands are 95 % intervals over repeats and steps.",
+    )  # fmt: skip
+
+
+def _workers(main: Sequence[Cell], measured: Measured) -> Table:
+    """Every worker of the first repeat, and servers apart."""
+    rows = []
+    for each in main:
+        for record in measured.records(each.job)[:1]:
+            for track in record.tracks:
+                causes = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in sorted(track.causes.items()))
+                rows.append(
+                    (
+                        each.way.label,
+                        f"{track.node} {track.role}",
+                        draw.share_text(track.idle_share),
+                        causes,
+                        bytes_text(sum(track.sent_bytes)),
+                        bytes_text(track.peak_rss_bytes or 0),
+                    )
+                )
+    columns = ("strategy", "node", "idle", "waited for", "sent", "peak memory")
+    return Table("Every node, first repeat", columns, tuple(rows), "Dedicated servers count in no worker's share.")
+
+
+def _anchor_verdict(name: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Verdict:
+    found = draw.sampled(group, measured, quantities.idle_shares)
+    text = {label: draw.share_text(each.middle) for label, each in contrasts.figures(found, choices.seed).items()}
+    return contrasts.verdict(
+        f"{AIM} ({name})", f"idle share of workers, {name}", text, contrasts.both(found, choices.seed)
+    )

@@ -1,0 +1,250 @@
+"""resilience: a worker, a server or the master is taken away while a model is trained.
+
+Time to notice, time until the next step, work done again, accuracy at the end, and whether the weights have the bits of a
+run in which nobody was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal
+
+import msgspec
+
+from ringtmp.bench.experiments import draw, grid
+from ringtmp.bench.experiments.choices import Choices
+from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Cell, Measured, cell, lab, local, toml, train_words
+from ringtmp.bench.experiments.ways import Way, parse
+from ringtmp.bench.jobs import PYTHON, Job
+from ringtmp.bench.runners.removal import Removal
+from ringtmp.bench.workloads import Workload
+from ringtmp.report.findings import Figure, Holds, Mark, Section, Series, Skipped, Table, Verdict
+from ringtmp.units import seconds_text
+
+AIM = "RingTMP is as resilient as a parameter server"
+PAUSE_S = 6.0
+CHECKPOINT_EVERY = "10"
+What = Literal["process", "device", "pause", "master"]
+_TEXT = {
+    "process": "a {role}'s process killed",
+    "device": "a {role}'s device gone for good",
+    "pause": f"a {{role}}'s device away for {PAUSE_S:g} s",
+    "master": "the master killed and resumed",
+}
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """One way losing one node."""
+
+    way: Way
+    nodes: int
+    what: What
+    node: int
+    role: str
+
+    @property
+    def text(self) -> str:
+        return _TEXT[self.what].format(role=self.role)
+
+
+def losses(choices: Choices) -> list[Loss]:
+    ring, server = parse("ring:protect=auto"), parse("ps:bsp:protect=auto")
+    nodes = choices.nodes
+    replicated = parse("ps:bsp:servers=2:replicas=1:protect=auto")
+    found = [
+        Loss(ring, nodes, "device", nodes - 1, "worker"),
+        Loss(server, nodes, "device", nodes - 1, "worker"),
+        Loss(ring, nodes, "master", 0, "master"),
+        Loss(replicated, max(nodes, 4), "process", 1, "server"),
+    ]
+    if not choices.quick:
+        found += [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
+        found.append(Loss(server, nodes, "master", 0, "master"))
+        found += [Loss(parse("allreduce:ring:protect=auto"), nodes, what, nodes - 1, "worker") for what in _HARD]
+    wanted = {way.strategy for way in choices.ways}
+    return [each for each in found if each.way.strategy in wanted]
+
+
+_SOFT: tuple[What, ...] = ("process", "pause")
+_HARD: tuple[What, ...] = ("device", "process")
+
+
+def job(choices: Choices, loss: Loss) -> Job:
+    work = _work(choices, loss.way)
+    words = [*train_words(loss.way, work, loss.nodes), "--checkpoint-every", CHECKPOINT_EVERY]
+    files = {}
+    device = ""
+    if loss.what in ("device", "pause"):
+        devices = choices.place(loss.nodes)
+        # A device's number in the ring is the order of joining: whichever it is, it holds a share of the work.
+        words = [*lab(choices, choices.emulated)[len(RINGTMP) :], *words, "--all-devices"]
+        files, device = {DEVICES: toml(devices)}, devices[loss.node].name
+    else:
+        words += ["--nodes", str(loss.nodes), "--threads", "1"]
+    removal = Removal(tuple(words), loss.what, loss.node, device, work.steps // 2, PAUSE_S)
+    return Job(
+        experiment="resilience",
+        workload=f"{work.name} s{work.steps}",
+        setting=f"{loss.what} {loss.role} of {loss.nodes}" + ("" if choices.emulated else " processes"),
+        case=loss.way.label,
+        command=(PYTHON, "-P", "-m", "ringtmp.bench.runners.removal", msgspec.json.encode(removal).decode()),
+        files=files,
+        output="told",
+        batch_size=work.batch_size,
+        warm_up=0,
+        options={"nodes": loss.nodes},
+    )
+
+
+def undisturbed(choices: Choices, loss: Loss) -> Cell:
+    """The same run with nobody lost. Its weights depend neither on where it runs nor on what is kept for a loss: so it is
+    the run of the task, where there is one."""
+    plain = next((way for way in choices.ways if _same_weights(way, loss.way)), None)
+    if plain is not None and loss.nodes == choices.nodes:
+        return cell(choices, plain, _work(choices, loss.way), choices.place(choices.nodes))
+    way = msgspec.structs.replace(loss.way, label=f"{loss.way.label} undisturbed")
+    return local(way, _work(choices, loss.way), loss.nodes, "undisturbed")
+
+
+def _same_weights(one: Way, other: Way) -> bool:
+    flags = [{key: value for key, value in way.flags.items() if key != "protect"} for way in (one, other)]
+    return (one.strategy, one.settings, flags[0]) == (other.strategy, other.settings, flags[1])
+
+
+def jobs(choices: Choices) -> list[Job]:
+    every = losses(choices)
+    return [*(job(choices, each) for each in every), *(undisturbed(choices, each).job for each in every)]
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    every = losses(choices)
+    facts = [(each, measured.facts(job(choices, each))) for each in every]
+    rows = [_row(choices, each, found, measured) for each, found in facts if found]
+    left = [
+        Skipped(f"{each.way.label}: {each.text}", why)
+        for each in every
+        if (why := measured.problem(job(choices, each)))
+    ]
+    left += _skipped(choices)
+    columns = ("strategy", "what happened", "noticed after", "trained again after", "steps repeated", "test accuracy",
+               "undisturbed", "bits", "outcome")  # fmt: skip
+    return Section(
+        "resilience",
+        "Resilience",
+        "Times are from the moment of removal to the master's noticing, and to the end of the first step after it. For a "
+        "killed master they include the start of a new one; where nobody had to start anew they end with the longest pause. "
+        "Medians over repeats.",
+        tuple(_verdicts(choices, facts, measured)),
+        tuple(each for each in (_figure(each, found) for each, found in facts) if each is not None),
+        (Table("What a loss costs", columns, tuple(rows)),),
+        tuple(left),
+    )
+
+
+def _work(choices: Choices, way: Way) -> Workload:
+    """The task, at the rate of the plain way that trains alike."""
+    plain = next((each for each in choices.ways if each.strategy == way.strategy and each.like_one_process), way)
+    return grid.tuned(choices, plain)
+
+
+def _number(facts: Sequence[Any], key: str) -> float | None:
+    """Median over repeats; None where any has none."""
+    values = [each.get(key) for each in facts]
+    return None if not values or any(value is None for value in values) else float(median(values))
+
+
+def survived(facts: Sequence[Any]) -> bool:
+    return all(each.get("code") == 0 and each.get("removed") for each in facts)
+
+
+def same_bits(facts: Sequence[Any], reference: Sequence[Any]) -> bool | None:
+    """None where there is nothing to compare with."""
+    wanted = {each.get("weights_sha256") for each in reference}
+    if not facts or len(wanted) != 1 or None in wanted:
+        return None
+    return {each.get("weights_sha256") for each in facts} == wanted
+
+
+def _row(choices: Choices, loss: Loss, facts: Sequence[Any], measured: Measured) -> tuple[str, ...]:
+    reference = measured.facts(undisturbed(choices, loss).job)
+    notice, again, repeated = (_number(facts, key) for key in ("notice_s", "again_s", "repeated"))
+    accuracy, before = _number(facts, "accuracy"), _number(reference, "accuracy")
+    bits = same_bits(facts, reference)
+    failed = [each for each in facts if each.get("code") != 0]
+    outcome = f"failed: {failed[0].get('error')}" if failed else "went on"
+    if not failed and not all(each.get("removed") for each in facts):
+        outcome = "ended before the step of the removal"
+    return (
+        loss.way.label,
+        loss.text,
+        seconds_text(notice) if notice is not None else "by resuming" if loss.what == "master" else "no new start",
+        seconds_text(again) if again is not None else "never",
+        f"{repeated:.0f}" if repeated is not None else "",
+        f"{accuracy:.1%}" if accuracy is not None else "",
+        f"{before:.1%}" if before is not None else "",
+        {None: "", True: "same", False: "other"}[bits],
+        outcome,
+    )
+
+
+def _verdicts(choices: Choices, facts: Sequence[tuple[Loss, Sequence[Any]]], measured: Measured) -> list[Verdict]:
+    """Per kind of loss: the ring against the parameter server, by whether it went on, with which bits, after how long."""
+    found = []
+    for text in dict.fromkeys(loss.text for loss, made in facts if made):
+        group = [(loss, made) for loss, made in facts if made and loss.text == text]
+        parts, alive, again, exact = [], {}, {}, {}
+        for loss, made in group:
+            reference = measured.facts(undisturbed(choices, loss).job)
+            strategy = loss.way.strategy
+            alive[strategy], again[strategy] = survived(made), _number(made, "again_s")
+            exact[strategy] = same_bits(made, reference)
+            ends = {True: "the same bits", False: "other bits", None: "bits unknown"}[exact[strategy]]
+            values = sorted(each["again_s"] for each in made if each.get("again_s") is not None)
+            spread = f" ({seconds_text(values[0])}–{seconds_text(values[-1])})" if len(values) > 1 else ""
+            after = again[strategy]
+            time = f"trains again after {seconds_text(after)}{spread}" if after is not None else "never trains again"
+            parts.append(f"{loss.way.label} {'goes on' if alive[strategy] else 'ends'}, {time}, {ends}")
+        ring_s = again.get("ring")
+        number = seconds_text(ring_s) if ring_s is not None else ""
+        found.append(Verdict(f"{AIM}: {group[0][0].text}", f"{'; '.join(parts)}.", _holds(alive, again), number))
+    return found
+
+
+def _holds(alive: dict[str, bool], again: dict[str, float | None]) -> Holds:
+    """As resilient: goes on where the other does. How long it takes is in the sentence."""
+    if "ring" not in alive or "ps" not in alive:
+        only = next(iter(alive.values()))
+        return "open" if only else "no"
+    if alive["ring"] != alive["ps"]:
+        return "yes" if alive["ring"] else "no"
+    return "yes" if alive["ring"] and (again["ring"] or 0) <= 2 * (again["ps"] or 0) else "mixed"
+
+
+def _figure(loss: Loss, facts: Sequence[Any]) -> Figure | None:
+    """Steps per second around the loss, first repeat."""
+    line = facts[0].get("timeline") if facts else None
+    if not line or len(line) < 3:
+        return None
+    times = [at for at, _ in line]
+    middles = tuple((a + b) / 2 for a, b in pairwise(times))
+    speeds = tuple(1 / max(1e-6, b - a) for a, b in pairwise(times))
+    name = draw.slug(f"{loss.way.label}-{loss.what}-{loss.role}")
+    return Figure(
+        f"around-{name}", f"Steps per second around the loss: {loss.way.label}, {loss.text}", "lines",
+        "seconds since the removal", "steps per second", (Series(loss.way.label, middles, speeds),),
+        marks=(Mark(0.0, "removed"),), caption="First repeat; a gap in speed is time in which nothing was learned.",
+    )  # fmt: skip
+
+
+def _skipped(choices: Choices) -> list[Skipped]:
+    found = []
+    if choices.quick:
+        found.append(
+            Skipped("a device away for a while, other strategies", "small sizes; ringtmp bench resilience has them")
+        )
+    found.append(
+        Skipped("ps:bsp: its only server removed", "the server is the master; see the master killed and resumed")
+    )
+    return found

@@ -1,0 +1,165 @@
+"""scaling: the same task on 1 to 8 equal devices. Strong: the batch stays; weak: it grows with the devices.
+
+Speed-up is samples per second over those of one device alone; efficiency is speed-up over devices, servers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ringtmp.bench import statistics
+from ringtmp.bench.experiments import contrasts, draw, grid, progress, quantities
+from ringtmp.bench.experiments.choices import ALONE, Choices
+from ringtmp.bench.experiments.runs import Cell, Measured, cell
+from ringtmp.bench.experiments.ways import Way
+from ringtmp.bench.jobs import Job
+from ringtmp.bench.record import Record
+from ringtmp.bench.statistics import Interval
+from ringtmp.bench.workloads import Workload
+from ringtmp.report.findings import Figure, Section, Series, Skipped, Table
+from ringtmp.units import bytes_text
+
+AIM = "RingTMP is at least as scalable"
+STRONG, WEAK = "strong", "weak"
+QUICK_WAYS = ("ring", "ps:bsp")
+FULL_WAYS = ("ring", "ring:staleness=1", "ps:bsp", "ps:bsp:servers=workers", "allreduce:ring")
+#: Of weak scaling.
+SAMPLES_PER_DEVICE = 8
+
+
+def cells(choices: Choices) -> list[Cell]:
+    return [*_kind(choices, STRONG), *([] if choices.quick else _kind(choices, WEAK))]
+
+
+def jobs(choices: Choices) -> list[Job]:
+    return [each.job for each in cells(choices)]
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    verdicts, figures, tables = [], [], []
+    for kind in (STRONG, WEAK):
+        group = [each for each in cells(choices) if each.label == kind]
+        base = next((each for each in group if each.way is ALONE), None)
+        if base is None or not measured.records(base.job):
+            continue
+        most = max(each.nodes for each in group)
+        largest = [each for each in group if each.nodes == most]
+        found = draw.sampled(largest, measured, sample_s)
+        speedups = {each.way.label: _speedup(each, base, measured, choices.seed) for each in largest}
+        text = {label: f"{value.middle:.2f} times one device" for label, value in speedups.items() if value}
+        verdicts.append(
+            contrasts.verdict(
+                f"{AIM} ({kind})", f"time per sample on {most} devices", text, contrasts.both(found, choices.seed)
+            )
+        )
+        figures += _figures(kind, group, base, measured, choices)
+        tables.append(_table(kind, group, base, measured, choices.seed))
+    return Section(
+        "scaling",
+        "Scaling",
+        f"The model is {choices.scaled().name}. Speed-up is samples per second over those of one such device alone; a "
+        "dedicated server counts as a device. Every device has the same share of a core at every size.",
+        tuple(verdicts),
+        tuple(figures),
+        tuple(tables),
+        (*_skipped(choices), *grid.missing(cells(choices), measured)),
+    )
+
+
+def sample_s(record: Record, warm_up: int) -> list[float]:
+    """Seconds per sample, a value per step."""
+    return [took / max(1, n) for took, n in zip(record.took_s[warm_up:], record.samples[warm_up:], strict=True)]
+
+
+def _kind(choices: Choices, kind: str) -> list[Cell]:
+    counts = choices.node_counts
+    found = []
+    for count in counts:
+        devices = choices.place(count, most=max(counts))
+        for way in _ways(choices) if count > 1 else [ALONE]:
+            if way.refusal(count, grid.layers(choices.scaled())) is None:
+                found.append(cell(choices, way, _work(choices, kind, count, way), devices, kind))
+    return found
+
+
+def _ways(choices: Choices) -> list[Way]:
+    """The plain ones, where they are among those chosen: each costs a run for every number of devices."""
+    plain = QUICK_WAYS if choices.quick else FULL_WAYS
+    return [way for way in choices.ways if way.label in plain] or list(choices.ways)
+
+
+def _work(choices: Choices, kind: str, nodes: int, way: Way) -> Workload:
+    if not choices.quick:
+        work = choices.scaled()
+        return msgspec.structs.replace(work, batch_size=SAMPLES_PER_DEVICE * nodes if kind == WEAK else work.batch_size)
+    # In a small bench the smallest and the largest are runs that are there already.
+    shared = nodes in (1, choices.nodes)
+    work = progress.alone(choices).work if way is ALONE else grid.tuned(choices, way)
+    return work if shared else msgspec.structs.replace(work, steps=12)
+
+
+def _speedup(each: Cell, base: Cell, measured: Measured, seed: int) -> Interval | None:
+    records, alone = measured.records(each.job), measured.records(base.job)
+    if not records or not alone:
+        return None
+    over = [sample_s(record, base.job.warm_up) for record in alone]
+    under = [sample_s(record, each.job.warm_up) for record in records]
+    return statistics.ratio(over, "mean", under, "mean", seed)
+
+
+def _figures(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, choices: Choices) -> list[Figure]:
+    points: dict[str, list[tuple[float, Interval]]] = {}
+    busiest: dict[str, list[tuple[float, Interval]]] = {}
+    for each in group:
+        speedup = _speedup(each, base, measured, choices.seed)
+        if speedup is None or each.way is ALONE:
+            continue
+        points.setdefault(each.way.label, [(1.0, Interval(1.0, 1.0, 1.0))]).append((float(each.nodes), speedup))
+        moved = [quantities.busiest_bytes(record, each.job.warm_up) for record in measured.records(each.job)]
+        middle = sum(moved) / len(moved)
+        busiest.setdefault(each.way.label, []).append((float(each.nodes), Interval(middle, min(moved), max(moved))))
+    if not points:
+        return []
+    made = draw.lines(f"speed-up-{kind}", f"Speed-up, {kind} scaling", "devices", "times one device", points)
+    counts = tuple(float(count) for count in choices.node_counts)
+    ideal = Series("ideal", counts, counts)
+    made = Figure(made.name, made.title, "lines", made.x_label, made.y_label, (*made.series, ideal),
+                  caption="Bands are 95 % intervals; the ideal line is one device's speed times devices.")  # fmt: skip
+    link = draw.lines(f"busiest-link-{kind}", f"Bytes per step through the busiest link, {kind} scaling", "devices",
+                      "bytes per step", busiest, log_y=True)  # fmt: skip
+    return [made, link]
+
+
+def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, seed: int) -> Table:
+    rows = []
+    for each in group:
+        speedup = _speedup(each, base, measured, seed)
+        if speedup is None:
+            continue
+        moved = max(quantities.busiest_bytes(record, each.job.warm_up) for record in measured.records(each.job))
+        rate = statistics.interval([sample_s(r, each.job.warm_up) for r in measured.records(each.job)], "mean", seed)
+        rows.append(
+            (
+                each.way.label,
+                str(each.nodes),
+                str(each.work.batch_size),
+                f"{1 / rate.middle:.0f}",
+                draw.ranged(speedup, lambda value: f"{value:.2f}"),
+                f"{speedup.middle / each.nodes:.0%}",
+                bytes_text(moved),
+            )
+        )
+    columns = ("strategy", "devices", "batch", "samples per second", "speed-up", "efficiency", "busiest link, per step")
+    return Table(f"{kind.capitalize()} scaling", columns, tuple(rows))
+
+
+def _skipped(choices: Choices) -> list[Skipped]:
+    found = [each for count in choices.node_counts if count > 1 for each in grid.refused(choices, count)]
+    if choices.quick:
+        found.append(Skipped("weak scaling, larger rings", "small sizes; ringtmp bench scaling measures them"))
+    elif choices.devices:
+        most = max(choices.node_counts)
+        found.append(Skipped(f"more than {most} devices", f"the devices file has {len(choices.devices)}"))
+    return found

@@ -1,0 +1,264 @@
+"""traffic: values and bytes per epoch by strategy, over batch sizes and three shapes of network, with the break-even.
+
+Mostly arithmetic (`shapes.py`); measured runs stand beside it to show that the nodes send what the arithmetic says. One
+row is the set-up of the 2021 prototype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from ringtmp.bench.experiments import contrasts, draw, grid, quantities, shapes
+from ringtmp.bench.experiments.choices import Choices
+from ringtmp.bench.experiments.runs import Cell, Measured, local
+from ringtmp.bench.experiments.shapes import FAMILIES, NETS, Family, Net
+from ringtmp.bench.experiments.ways import Way
+from ringtmp.bench.jobs import Job
+from ringtmp.bench.record import Track
+from ringtmp.bench.workloads import Workload
+from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
+from ringtmp.units import bytes_text
+
+AIM = "There is less communication than with a parameter server"
+BOTTLENECK = "Only neighbours communicate, so no link is a bottleneck"
+BATCH_SIZES = tuple(2**power for power in range(11))
+EPOCH = 60_000
+VALUE_BYTES = 4
+_WIRE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROTOTYPE = Workload("prototype", "mlp", {"depth": 2, "width": 50}, "random:784x10", 1, 1, steps=12)
+
+
+def prototype_cells(choices: Choices) -> list[Cell]:
+    """As it was: three nodes, a sample at a time; the parameter server's two workers take one each."""
+    work = msgspec.structs.replace(PROTOTYPE, seed=choices.seed)
+    nodes = shapes.PROTOTYPE_NODES
+    return [
+        local(Way("ring", "ring"), work, nodes, "the prototype's ring", ("--cuts", "0,1,2,-")),
+        local(Way("ps:bsp", "ps"), msgspec.structs.replace(work, batch_size=2), nodes, "the prototype's server"),
+    ]
+
+
+def jobs(choices: Choices) -> list[Job]:
+    return [each.job for each in cells(choices)]
+
+
+def cells(choices: Choices) -> list[Cell]:
+    return [*grid.task_cells(choices), *prototype_cells(choices)]
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    nodes = choices.nodes
+    main = grid.task_cells(choices)
+    found = draw.sampled(main, measured, quantities.sent_bytes)
+    fair, behind = grid.learned(main, measured)
+    pairs = contrasts.both(draw.sampled(fair, measured, quantities.sent_bytes), choices.seed)
+    per_step = contrasts.figures(found, choices.seed)
+    text = {label: f"{bytes_text(each.middle)} a step" for label, each in per_step.items()}
+    batch = choices.task().batch_size
+    figures = [
+        *(_epoch_figure(net, nodes) for net in NETS),
+        _map("break-even-total", "Bytes in all", nodes, busiest=False),
+        _map("break-even-busiest", "Bytes on the busiest device's link", nodes, busiest=True),
+        *([draw.bars("bytes-per-step", f"Bytes per step as measured, batch {batch}", "bytes", per_step, log=True)]
+          if per_step else []),
+        *_links(main, measured),
+    ]  # fmt: skip
+    return Section(
+        "traffic",
+        "Traffic",
+        "Bytes are tensor payload; framing and control are not in it. The ring's traffic grows with the samples, that of "
+        "every strategy which exchanges the model with the steps: so the larger the batch, the worse for the ring. "
+        f"Predictions are for {nodes} nodes and float32.",
+        (
+            contrasts.verdict(AIM, f"bytes sent in all at batch {batch}", text, pairs),
+            _bottleneck_verdict(fair, measured, choices.seed),
+            _break_even_verdict(nodes),
+        ),
+        tuple(figures),
+        (_prototype_table(choices, measured), _break_even_table(nodes), _checked(main, measured)),
+        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured)),
+    )
+
+
+def _epoch_figure(net: Net, nodes: int) -> Figure:
+    series = tuple(
+        Series(
+            family,
+            tuple(float(size) for size in BATCH_SIZES),
+            tuple(VALUE_BYTES * shapes.epoch_values(net, family, nodes, size, EPOCH) for size in BATCH_SIZES),
+        )
+        for family in FAMILIES
+        if family in ("ring", "ps", "allreduce")
+    )
+    at = shapes.break_even(net, nodes)
+    return Figure(
+        f"epoch-{net.name.replace(' ', '-')}", f"Bytes per epoch of {EPOCH:,} samples, {net.name} ({net.text})", "lines",
+        "samples per step", "bytes per epoch", series, log_x=True, log_y=True,
+        caption=f"Predicted. Ring and parameter server send as much at {at:.0f} samples per step; servers on all workers and "
+        "all-reduce send as much as one server does, but spread over all links.",
+    )  # fmt: skip
+
+
+def _map(name: str, title: str, nodes: int, busiest: bool) -> Figure:
+    """Ring over each of the others: below 1 the ring sends less."""
+    rows = []
+    others: tuple[Family, ...] = ("ps", "ps:servers=workers") if busiest else ("ps",)
+    for net in NETS:
+        for other in others:
+            ratios = []
+            for size in BATCH_SIZES:
+                if busiest:
+                    ring, server = (shapes.busiest_values(net, each, nodes, size) for each in ("ring", other))
+                else:
+                    ring, server = (shapes.epoch_values(net, each, nodes, size, EPOCH) for each in ("ring", other))
+                ratios.append(ring / server)
+            label = f"{net.name} / {other}" if busiest else net.name
+            rows.append(Series(label, tuple(str(size) for size in BATCH_SIZES), tuple(ratios)))
+    return Figure(
+        name, f"{title}: the ring over the parameter server", "map", "samples per step", "", tuple(rows),
+        caption="Predicted; below 1 the ring sends less, above 1 more.",
+    )  # fmt: skip
+
+
+def _bottleneck_verdict(fair: Sequence[Cell], measured: Measured, seed: int) -> Verdict:
+    found = draw.sampled(fair, measured, quantities.busiest_step_bytes)
+    text = {label: f"{bytes_text(each.middle)} a step" for label, each in contrasts.figures(found, seed).items()}
+    return contrasts.verdict(BOTTLENECK, "bytes through the busiest link", text, contrasts.both(found, seed))
+
+
+def _break_even_verdict(nodes: int) -> Verdict:
+    parts = [f"{net.name} below {shapes.break_even(net, nodes):.0f}" for net in NETS]
+    return Verdict(
+        f"{AIM} (over shapes and batch sizes)",
+        f"With {nodes} nodes the ring sends less in all while a step has few samples: {', '.join(parts)}; above, the "
+        "parameter server sends less.",
+        "mixed",
+        ", ".join(f"{shapes.break_even(net, nodes):.0f}" for net in NETS),
+    )
+
+
+def _break_even_table(nodes: int) -> Table:
+    rows = []
+    for net in NETS:
+        cuts = shapes.even_cuts(net, nodes)
+        rows.append(
+            (net.name, net.text, f"{net.size:,}", " ".join(map(str, cuts)), f"{shapes.break_even(net, nodes):.1f}")
+        )
+    columns = (
+        "shape",
+        "layers",
+        "parameters P",
+        "values per sample at the cuts",
+        "break-even samples per step P (n-1) / W",
+    )
+    return Table(f"Break-even, {nodes} nodes", columns, tuple(rows))
+
+
+def _prototype_table(choices: Choices, measured: Measured) -> Table:
+    """Values per epoch: reported then, by arithmetic, and as our nodes send them."""
+    ring, server = (_values_per_sample(each, measured) for each in prototype_cells(choices))
+    said = [f"{each * shapes.PROTOTYPE_SAMPLES:.5g}" if each else "not measured" for each in (ring, server)]
+    return Table(
+        "The prototype of 2021: 784-50-50-10, loss-only tail, batch 1, three nodes, 60,000 samples",
+        (
+            "system",
+            "values per epoch it reported",
+            "by arithmetic",
+            "measured here, x 60,000 samples",
+            "how it comes about",
+        ),
+        (
+            (
+                "ring",
+                f"{shapes.PROTOTYPE_RING:.5g}",
+                f"{shapes.prototype_ring():.5g}",
+                said[0],
+                "60,000 samples x 2 directions x (50 + 50 + 10) values at the three cuts",
+            ),
+            (
+                "parameter server",
+                f"{shapes.PROTOTYPE_SERVER:.5g}",
+                f"{shapes.prototype_server():.5g}",
+                said[1],
+                "60,000 samples x (push + pull) x 42,310 parameters: every sample is a worker's whole batch",
+            ),
+        ),
+        "The ratio is 384.6 / b for b samples per worker and step, so it was a matter of batch size 1 as much as of topology. "
+        "Here a parameter travels in vectors whose tensors start on 64-byte boundaries, at most 15 values of padding each.",
+    )
+
+
+def _values_per_sample(each: Cell, measured: Measured) -> float | None:
+    records = measured.records(each.job)
+    if not records:
+        return None
+    # The median step: what leaves a server at the turn of two steps may be counted to either.
+    return median(quantities.sent_bytes(records[0], each.job.warm_up)) / VALUE_BYTES / each.work.batch_size
+
+
+def _checked(main: Sequence[Cell], measured: Measured) -> Table:
+    """Measured bytes per step beside the arithmetic, for every way whose wire it knows."""
+    rows = []
+    for each in main:
+        width = _WIRE_BYTES.get(each.way.wire)
+        for record in measured.records(each.job)[:1]:
+            moved = quantities.sent_bytes(record, each.job.warm_up)
+            seen = sum(moved) / max(1, len(moved))
+            samples = sum(record.samples[each.job.warm_up :]) / max(1, len(moved))
+            predicted = width * _step_values(each, samples) if width else None
+            rows.append(
+                (
+                    each.way.label,
+                    bytes_text(predicted) if predicted else "",
+                    bytes_text(seen),
+                    f"{seen / predicted:.3f}" if predicted else "",
+                )
+            )
+    return Table(
+        "Bytes per step of the task: arithmetic and measurement",
+        ("strategy", "predicted", "measured", "ratio"),
+        tuple(rows),
+    )
+
+
+def _step_values(each: Cell, samples: float) -> float:
+    width, depth = int(each.work.settings["width"]), int(each.work.settings["depth"])
+    net = shapes.dense("task", "", (64, *[width] * depth, 10))
+    if each.way.strategy == "ring":
+        return 2.0 * each.nodes * width * samples
+    workers = each.way.workers(each.nodes)
+    # With servers on all nodes, each worker keeps its own share at home.
+    remote = workers if each.way.servers(each.nodes) else workers - 1
+    return 2.0 * net.size * remote
+
+
+def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:
+    """A heat map per way: who sends how much to whom."""
+    found = []
+    for each in main:
+        for record in measured.records(each.job)[:1]:
+            nodes = [track.node for track in record.tracks]
+            names = tuple(f"to {_name(track)}" for track in record.tracks)
+            rows = tuple(
+                Series(_name(track), names, tuple(float(track.sent_to.get(node, 0)) for node in nodes))
+                for track in record.tracks
+            )
+            found.append(
+                Figure(
+                    f"links-{draw.slug(each.way.label)}",
+                    f"Bytes by link, {each.way.label}",
+                    "heat",
+                    "",
+                    "",
+                    rows,
+                    caption="First repeat, the whole run with its evaluations.",
+                )
+            )
+    return found
+
+
+def _name(track: Track) -> str:
+    return "master" if track.node == 0 else f"{track.role} {track.node}"

@@ -1,0 +1,1 @@
+"""Commands that jobs run where one `ringtmp train` is not enough: each prints one line of JSON, a Result."""

@@ -1,0 +1,106 @@
+"""How large may a model be? Depth grows, then width, until a run of two steps is refused or fails; a bounded search.
+
+Every size is one `ringtmp lab … train`. A size that does not work ends in its reason, and the search goes on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from ringtmp.bench.measurements import Result
+
+Outcome = Literal["fits", "refused", "failed", "timed out"]
+TRY_LIMIT_S = 240.0
+STOP_LIMIT_S = 120.0
+#: Exit code of `ringtmp` for what does not fit.
+REFUSED = 3
+
+
+class Search(msgspec.Struct, frozen=True):
+    """`words` of ringtmp, complete but for the size."""
+
+    words: tuple[str, ...]
+    inputs: int
+    outputs: int
+    width: int  # while depth grows
+    depth: int  # where it begins
+    least_depth: int  # while width grows: what the strategy needs
+    factor: float
+    most_tries: int  # per direction
+    grow_width: bool
+
+
+class Try(msgspec.Struct, frozen=True):
+    depth: int
+    width: int
+    parameters: int
+    outcome: Outcome
+    reason: str
+    peak_rss_bytes: tuple[int, ...] = ()
+
+
+def main() -> None:
+    search = msgspec.json.decode(sys.argv[1], type=Search)
+    tries = perform(search, lambda depth, width: attempt(search, depth, width))
+    facts: dict[str, Any] = {"tries": msgspec.to_builtins(tries)}
+    sys.stdout.write(msgspec.json.encode(Result((), facts)).decode() + "\n")
+
+
+def perform(search: Search, attempt: Callable[[int, int], Try]) -> list[Try]:
+    """Depth first, at one width; then width, at the least depth, from the width whose layers are as large."""
+    found = climb(search.depth, search.factor, search.most_tries, lambda depth: attempt(depth, search.width))
+    if search.grow_width:
+        best = max((each.parameters for each in found if each.outcome == "fits"), default=0)
+        wide = max(search.width, int((best / max(1, search.least_depth)) ** 0.5))
+        found += climb(wide, search.factor**0.5, search.most_tries, lambda width: attempt(search.least_depth, width))
+    return found
+
+
+def climb(first: int, factor: float, most: int, attempt: Callable[[int], Try]) -> list[Try]:
+    """Up while it works, down until it does; then once between the largest that did and the smallest that did not."""
+    tried: dict[int, Try] = {}
+    size = first
+    while len(tried) < most and size not in tried:
+        tried[size] = attempt(size)
+        fits = [each for each, made in tried.items() if made.outcome == "fits"]
+        fails = [each for each, made in tried.items() if made.outcome != "fits"]
+        if fits and fails:
+            size = (max(fits) + min(fails)) // 2
+        elif fits:
+            size = max(size + 1, round(size * factor))
+        else:
+            size = max(1, int(size / factor))
+    return list(tried.values())
+
+
+def parameters(search: Search, depth: int, width: int) -> int:
+    """Of an mlp."""
+    return (search.inputs + 1) * width + (depth - 1) * (width + 1) * width + (width + 1) * search.outputs
+
+
+def attempt(search: Search, depth: int, width: int) -> Try:
+    words = [*search.words, "--set", f"depth={depth}", "--set", f"width={width}", "--run-dir", f"run-{depth}-{width}"]
+    count = parameters(search, depth, width)
+    command = [sys.executable, "-P", "-m", "ringtmp", *words]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=TRY_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # a lab takes its networks down
+        process.communicate(timeout=STOP_LIMIT_S)
+        return Try(depth, width, count, "timed out", f"no end within {TRY_LIMIT_S:g} s")
+    if process.returncode == 0:
+        summary = msgspec.json.decode(out.splitlines()[-1])
+        return Try(depth, width, count, "fits", "", tuple(node["peak_rss_bytes"] or 0 for node in summary["per_node"]))
+    lines = [line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("ringtmp: ")] or lines or ["nothing was said"]
+    return Try(depth, width, count, "refused" if process.returncode == REFUSED else "failed", said[-1][:300])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Start a training, take a node away at a step, see what happens; the outcome is a result, whatever it is.
+
+    process   one compute process is killed; a fresh one may take its place
+    device    everything on one device of a lab is killed, for good
+    pause     everything on one device is stopped, and goes on some seconds later
+    master    the master is killed, and the run resumed
+
+The master's clock is this process's clock, so events and the moment of removal are on one time line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from ringtmp.bench.measurements import Result
+from ringtmp.bench.process import MARK
+from ringtmp.bench.reading import RUN
+from ringtmp.metrics import events
+from ringtmp.metrics.summary import summarise
+
+LOOK_S = 0.02
+#: No run here needs longer to reach the step; the bench has a limit of its own above this.
+STEP_LIMIT_S = 300.0
+END_LIMIT_S = 600.0
+
+
+class Removal(msgspec.Struct, frozen=True):
+    words: tuple[str, ...]  # of ringtmp
+    what: Literal["process", "device", "pause", "master"]
+    node: int  # which; for a device its place in the devices file is its name's number
+    device: str
+    step: int
+    pause_s: float = 0.0
+
+
+def main() -> None:
+    removal = msgspec.json.decode(sys.argv[1], type=Removal)
+    sys.stdout.write(msgspec.json.encode(perform(removal, Path(RUN))).decode() + "\n")
+
+
+def perform(removal: Removal, run: Path) -> Result:
+    process = _start(removal.words)
+    removed_at: float | None = None
+    try:
+        if _reaches(process, run / "events.jsonl", removal.step):
+            removed_at = _remove(removal, process, run)
+            if removal.what == "master":
+                process.wait(END_LIMIT_S)
+                process = _start(("train", "--resume", str(run), "--json", "--quiet"))
+        _, err = process.communicate(timeout=END_LIMIT_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    stream = list(events.read(run / "events.jsonl"))
+    return Result(_step_s(stream), describe(stream, removed_at, process.returncode, err.decode(errors="replace")))
+
+
+def describe(stream: list[events.Event], removed_at: float | None, code: int, err: str) -> dict[str, Any]:
+    """What the events say of it. Pure. Times in seconds from the removal."""
+    summary = summarise(stream, "")
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    facts: dict[str, Any] = {
+        "code": code,
+        "outcome": summary.outcome if summary else "never began",
+        "error": None if code == 0 else (lines[-1][:300] if lines else "nothing was said"),
+        "accuracy": summary.accuracy if summary else None,
+        "weights_sha256": summary.weights_sha256 if summary else None,
+        "steps": summary.steps if summary else 0,
+        "nodes": summary.nodes if summary else 0,
+        "removed": removed_at is not None,
+    }
+    if removed_at is None:
+        return facts
+    done = [event for event in stream if isinstance(event, events.StepDone)]
+    before = [event for event in done if event.at <= removed_at]
+    facts["timeline"] = [(event.at - removed_at, event.step) for event in done]
+    losses = [event for event in stream if isinstance(event, events.Regrouped) and event.at > removed_at and event.lost]
+    starts = [event for event in stream if isinstance(event, events.RunStarted) and event.at > removed_at]
+    reached = max((event.step for event in before), default=-1) + 1
+    if losses:
+        laid_out = losses[0].at
+        facts |= {"notice_s": max(0.0, laid_out - losses[0].seconds - removed_at), "repeated": losses[0].repeated}
+        facts["source"] = losses[0].source
+    elif starts:
+        laid_out = starts[0].at
+        facts |= {"notice_s": None, "repeated": max(0, reached - starts[0].first_step), "source": "checkpoint"}
+    else:  # nobody noticed: it went on without, or never again
+        laid_out = removed_at
+        facts |= {"notice_s": None, "repeated": 0, "source": "nothing"}
+    ends = [event.at for event in done]
+    again = [at for at in ends if at > laid_out]
+    # The longest time without the end of a step, of those that end after the removal.
+    gap = max(((b - a, b) for a, b in pairwise(ends) if b > removed_at), default=None)
+    facts["pause_s"] = gap[0] if gap else None
+    if not losses and not starts and gap:  # it stumbled there, if anywhere
+        again = [gap[1]]
+    facts["again_s"] = min(again) - removed_at if again else None
+    return facts
+
+
+def _start(words: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "ringtmp", *words]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _reaches(process: subprocess.Popen[bytes], log: Path, step: int) -> bool:
+    """Wait for the end of a step; False if the run ends before it."""
+    limit = time.monotonic() + STEP_LIMIT_S
+    while process.poll() is None and time.monotonic() < limit:
+        if log.exists() and any(isinstance(each, events.StepDone) and each.step >= step for each in events.read(log)):
+            return True
+        time.sleep(LOOK_S)
+    return False
+
+
+def _remove(removal: Removal, process: subprocess.Popen[bytes], run: Path) -> float:
+    targets = _targets(removal, process, run)
+    at = time.monotonic()
+    for target in targets:
+        with contextlib.suppress(psutil.Error):
+            target.suspend() if removal.what == "pause" else target.kill()
+    if removal.what == "pause":
+        time.sleep(removal.pause_s)
+        for target in targets:
+            with contextlib.suppress(psutil.Error):
+                target.resume()
+    return at
+
+
+def _targets(removal: Removal, process: subprocess.Popen[bytes], run: Path) -> list[psutil.Process]:
+    if removal.what == "master":
+        return [psutil.Process(process.pid)]
+    if removal.what == "process":
+        started = [each for each in events.read(run / "events.jsonl") if isinstance(each, events.NodeStarted)]
+        return [psutil.Process(next(each.pid for each in reversed(started) if each.node == removal.node))]
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            environment = each.environ()
+            mine = environment.get(MARK) == os.environ.get(MARK)
+            if mine and environment.get("RINGTMP_DEVICE") == removal.device:
+                found.append(each)
+    return found
+
+
+def _step_s(stream: list[events.Event]) -> tuple[float, ...]:
+    return tuple(event.wall_s for event in stream if isinstance(event, events.StepDone))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    main()

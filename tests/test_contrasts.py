@@ -1,0 +1,61 @@
+"""A difference is found where it was planted, and nowhere else."""
+
+from __future__ import annotations
+
+import random
+
+from ringtmp.bench.experiments import contrasts
+from ringtmp.bench.experiments.contrasts import Sampled
+from ringtmp.bench.experiments.ways import parse
+
+
+def noisy(way: str, centre: float, seed: int) -> Sampled:
+    """Five repeats of twenty steps, two percent of noise between repeats and five between steps."""
+    draw = random.Random(f"{way} {seed}")
+    repeats = [centre * (1 + draw.gauss(0, 0.02)) for _ in range(5)]
+    return Sampled(parse(way), tuple(tuple(each * (1 + draw.gauss(0, 0.05)) for _ in range(20)) for each in repeats))
+
+
+def test_a_planted_difference_of_a_tenth_is_found() -> None:
+    found = contrasts.both([noisy("ring", 0.9, 1), noisy("ps:bsp", 1.0, 1), noisy("ps:async", 1.5, 1)], 0)
+    assert [(name, each.server.way.label, each.holds) for name, each in found] == [
+        ("same precision and each at its best", "ps:bsp", "yes")
+    ]
+    assert found[0][1].ratio.low < 0.9 < found[0][1].ratio.high
+    verdict = contrasts.verdict("aim", "seconds", {"ring": "0.9 s", "ps:bsp": "1 s"}, found)
+    assert verdict.holds == "yes"
+    assert "ring 0.9 s against ps:bsp 1 s: 1.1" in verdict.sentence
+    worse = contrasts.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
+    assert contrasts.verdict("aim", "seconds", {}, worse).holds == "no", "losses are said like wins"
+
+
+def test_a_planted_difference_of_nothing_is_reported_as_none() -> None:
+    found = contrasts.both([noisy("ring", 1.0, 2), noisy("ps:bsp", 1.0, 2)], 0)
+    verdict = contrasts.verdict("aim", "seconds", {}, found)
+    assert verdict.holds == "open"
+    assert "no difference found" in verdict.sentence
+
+
+def test_what_was_measured_once_decides_nothing() -> None:
+    found = contrasts.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((2.0,),))], 0)
+    assert contrasts.verdict("aim", "seconds", {}, found).holds == "open"
+    assert "no interval" in found[0][1].ratio_text
+
+
+def test_false_alarms_are_rare() -> None:
+    alarms = sum(
+        contrasts.both([noisy("ring", 1.0, seed), noisy("ps:bsp", 1.0, seed)], 0)[0][1].holds != "open"
+        for seed in range(10)
+    )
+    assert alarms <= 2, "five repeats give intervals that are a little too narrow, not more"
+
+
+def test_the_best_of_a_side_may_have_another_wire_only_where_each_is_at_its_best() -> None:
+    plain, lossy = noisy("ring", 1.0, 3), noisy("ring:wire=bfloat16", 0.5, 3)
+    found = dict(contrasts.both([plain, lossy, noisy("ps:bsp", 1.0, 3)], 0))
+    assert found["same precision"].ring.way.label == "ring"
+    assert found["each at its best"].ring.way.label == "ring:wire=bfloat16"
+
+
+def test_without_a_parameter_server_nothing_is_claimed() -> None:
+    assert contrasts.verdict("aim", "seconds", {}, contrasts.both([noisy("ring", 1.0, 4)], 0)).holds == "open"

@@ -1,0 +1,483 @@
+"""The experiments: what is known beforehand comes out exactly, differences are found where they are, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from ringtmp.bench import harness, progress, record
+from ringtmp.bench.experiments import (
+    CATALOG,
+    capacity,
+    conduct,
+    energy,
+    idle,
+    markdown,
+    named,
+    quantities,
+    resilience,
+    shapes,
+    sweep,
+    traffic,
+)
+from ringtmp.bench.experiments.choices import Choices, default_ways
+from ringtmp.bench.experiments.runs import Measured, toml
+from ringtmp.bench.experiments.ways import parse, parse_all
+from ringtmp.bench.jobs import Job, digest
+from ringtmp.bench.machine import Environment
+from ringtmp.bench.measurements import SCHEMA, Measurement, Result, Store
+from ringtmp.bench.runners import largest, removal
+from ringtmp.cli import bench as verb
+from ringtmp.errors import UsageError
+from ringtmp.launch import devices
+from ringtmp.metrics import events
+from ringtmp.metrics.energy import Power, Watts
+from ringtmp.report.findings import Page
+
+ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)
+CONFIG = {"ring": {"strategy": "ring", "schedule": "1f1b"}, "model": {"name": "mlp"},
+          "training": {"seed": 0, "staleness": 0, "wire": "float32"}}  # fmt: skip
+FACTS = {"data": "digits", "batch_size": 10, "microbatches": 1, "threads": 1}
+needs_isolation = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
+    reason="needs root on Linux and iproute2",
+)
+
+
+def choices(quick: bool = True, strategies: str = "ring,ring:staleness=1,ps:bsp,ps:async", **changes: Any) -> Choices:
+    made = Choices(tuple(CATALOG), parse_all(strategies), (), True, 3, 0, quick, 2)
+    return msgspec.structs.replace(made, **changes)
+
+
+# -- ways -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_way_is_the_flags_one_would_type() -> None:
+    assert parse("ring").words() == ["--strategy", "ring"]
+    assert parse("ring:staleness=1").words() == ["--strategy", "ring", "--staleness", "1"]
+    assert parse("ps:ssp:3").words() == ["--strategy", "ps", "--with", "consistency=ssp:3"]
+    assert parse("ps:bsp:servers=workers:wire=int8").words() == [
+        "--strategy", "ps", "--with", "consistency=bsp", "--with", "servers=workers", "--wire", "int8",
+    ]  # fmt: skip
+    assert parse("allreduce:ring").settings == {"algorithm": "ring"}
+    assert (parse("ps:bsp").workers(4), parse("ps:bsp:servers=workers").workers(4), parse("ring").workers(4)) == (
+        3,
+        4,
+        4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rnig", "did you mean 'ring'"),
+        ("ring:stalenes=1", "did you mean 'staleness'"),
+        ("ps:bsp:staleness=1", "unknown setting of ps"),
+        ("ring:wire=int9", "did you mean 'int8'"),
+        ("ring:staleness=2", "must be 0 or 1"),
+        ("ring:window=0", "must be a whole number"),
+        (" , ", "names none"),
+    ],
+)
+def test_a_wrong_way_is_refused_with_what_was_meant(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_all(text)
+
+
+def test_a_way_that_cannot_run_is_skipped_with_its_reason_and_never_silently() -> None:
+    asked = choices(strategies="ring,ps:bsp:servers=3")  # three nodes: no worker is left
+    assert [each.way.label for each in idle.cells(asked) if not each.label] == ["ring"]
+    skipped = [each for each in idle.section(asked, Measured([])).skipped if each.what == "ps:bsp:servers=3, 3 nodes"]
+    assert skipped
+    assert "leaves no worker" in skipped[0].why
+
+
+# -- what is known comes back -----------------------------------------------------------------------------------------
+
+
+def run_events(idle_s: float, steps: int = 6, sent: int = 1000, server: bool = False) -> list[events.Event]:
+    """Two nodes. A step takes a second; a worker is busy for the rest of it; each sends and receives `sent` bytes."""
+    found: list[events.Event] = [
+        events.RunStarted(0.0, "", 1, "r", "0", CONFIG, FACTS, 1, 0),
+        events.NodeStarted(0.0, 0, "server" if server else "master", 1, 1, (), 10),
+        events.NodeStarted(0.0, 1, "worker", 2, 1, (), 10),
+    ]
+    for step in range(steps):
+        for node in (0, 1):
+            causes = {"activations": idle_s * 0.75, "window": idle_s * 0.25}
+            found.append(
+                events.NodeStep(
+                    node,
+                    step,
+                    float(step),
+                    step + 1.0,
+                    1 - idle_s,
+                    idle_s,
+                    causes,
+                    sent,
+                    sent,
+                    (events.Span("forward", 0, 0, step + 0.1, step + 0.4),),
+                )
+            )
+        found.append(events.StepDone(step + 1.0, step, 0, 2.0 - 0.25 * step, 0.1, 10, 1.0))
+    found.append(events.Evaluated(steps + 0.5, steps, 0, 100, 0.5, 0.75, None))
+    power = Power("given", Watts(2.0, 6.0, 1e6), 1.0, "here")
+    found += [events.NodeEnded(node, 7 * 2**20, 0, 0, 0, 0, 0, power=power) for node in (0, 1)]
+    return found
+
+
+def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
+    made = record.record(run_events(idle_s=0.25))
+    assert quantities.idle_shares(made, 2) == [0.25] * 4
+    assert quantities.step_s(made, 2) == [1.0] * 4
+    assert quantities.sent_bytes(made, 2) == [2000.0] * 4
+    assert quantities.busiest_bytes(made, 2) == 1000.0
+    assert quantities.busiest_step_bytes(made, 2) == [1000.0] * 4
+    # Each node: 2 W for a second, 4 W more for 0.75 s, 2000 bytes at a millijoule each.
+    assert quantities.step_joules(made, 2) == pytest.approx([2 * (2.0 + 3.0 + 2.0)] * 4, rel=1e-12)
+    assert sum(load.joules for load in quantities.run_loads(made, 2)) == pytest.approx(4 * 14.0, rel=1e-12)
+    assert made.tracks[1].causes == {"activations": 6 * 0.1875, "window": 6 * 0.0625}
+    assert made.scores[0].accuracy == 0.75
+    assert [bar.kind for bar in made.bars] == ["forward", "forward"]
+    assert msgspec.convert(msgspec.to_builtins(made), record.Record) == made
+
+
+def test_a_dedicated_server_is_in_no_workers_share() -> None:
+    stream = run_events(0.25, server=True)
+    lazy = [msgspec.structs.replace(each, busy_s=0.0, idle_s=1.0) if isinstance(each, events.NodeStep) and each.node == 0
+            else each for each in stream]  # fmt: skip
+    assert quantities.idle_shares(record.record(lazy), 0) == [0.25] * 6
+
+
+def test_a_step_done_again_counts_once() -> None:
+    stream = run_events(0.25, steps=3)
+    again = [*stream[:8], *stream[3:]]  # the first steps twice
+    assert record.record(again).steps == (0, 1, 2)
+    assert sum(quantities.sent_bytes(record.record(again), 0)) == 6000
+
+
+def test_a_target_is_reached_where_the_mean_of_the_last_steps_is_below_it() -> None:
+    assert quantities.reached([4.0, 2.0, 0.0, 0.0], 1.0, 2) == 2
+    assert quantities.reached([4.0, 2.0, 0.0], 0.5, 2) is None
+    assert quantities.reached([float("nan")] * 3, 1.0, 2) is None
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_prototypes_counts_are_reproduced() -> None:
+    assert shapes.PROTOTYPE.size == 39_250 + 2_550 + 510
+    assert shapes.prototype_ring() == shapes.PROTOTYPE_RING == 1.32e7
+    assert shapes.prototype_server() == shapes.PROTOTYPE_SERVER == 5.0772e9
+
+
+def test_break_even_lies_where_both_send_as_much() -> None:
+    for net in shapes.NETS:
+        at = shapes.break_even(net, 4)
+        for size, less in ((int(at * 0.9), "ring"), (int(at * 1.1) + 1, "ps")):
+            ring, server = (shapes.epoch_values(net, each, 4, size, 1000) for each in ("ring", "ps"))
+            assert ("ring" if ring < server else "ps") == less, net.name
+    figures = {each.name: each for each in traffic.section(choices(), Measured([])).figures}
+    ratios = [value for series in figures["break-even-total"].series for value in series.y]
+    assert min(ratios) < 1 < max(ratios), "both regions are shown"
+
+
+def test_the_busiest_link_by_hand() -> None:
+    net = shapes.dense("d", "", (4, 8, 8, 8, 8, 2))  # 40 + 3 x 72 + 18 parameters
+    assert net.size == 274
+    assert shapes.even_cuts(net, 3) == (8, 8, 8)
+    assert shapes.busiest_values(net, "ring", 3, 10) == 10 * 16
+    assert shapes.busiest_values(net, "ps", 3, 10) == 274 * 2
+    assert shapes.busiest_values(net, "allreduce", 3, 10) == pytest.approx(2 * 274 * 2 / 3)
+
+
+def test_three_real_processes_send_the_values_the_prototype_counted() -> None:
+    job = traffic.prototype_cells(choices())[0].job
+    made = harness.measure(job, 0, ENVIRONMENT, 100.0)
+    assert made.outcome == "measured", made.error
+    table = next(each for each in traffic.section(choices(), Measured([made])).tables if "prototype" in each.title)
+    assert table.rows[0][1:4] == ("1.32e+07", "1.32e+07", "1.32e+07")
+
+
+# -- runners ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_timed_from_the_moment_of_removal() -> None:
+    stream = run_events(0.25, steps=4)
+    lost = events.Regrouped(7.0, 3, 2, "lost", 2, 1.5, (1,), 0.2, 1, "snapshot")
+    after = [events.StepDone(8.0 + step, 3 + step, 0, 1.0, 0.1, 10, 1.0) for step in range(2)]
+    facts = removal.describe([*stream, lost, *after], 5.0, 0, "")
+    assert facts["notice_s"] == pytest.approx(0.5), "laid out at 7, noticed 1.5 s before, removed at 5"
+    assert facts["again_s"] == pytest.approx(3.0)
+    assert (facts["repeated"], facts["source"], facts["removed"]) == (1, "snapshot", True)
+    assert facts["pause_s"] == pytest.approx(4.0)
+
+
+def test_who_goes_on_without_a_new_start_trains_again_after_the_longest_pause() -> None:
+    ends = [1.0, 2.0, 2.5, 5.5, 6.5]
+    stream = [
+        *run_events(0.25, steps=0),
+        *(events.StepDone(at, step, 0, 1.0, 0.1, 10, 1.0) for step, at in enumerate(ends)),
+    ]
+    facts = removal.describe(stream, 2.4, 0, "")
+    assert (facts["notice_s"], facts["pause_s"], facts["repeated"]) == (None, 3.0, 0)
+    assert facts["again_s"] == pytest.approx(3.1)
+
+
+def test_a_run_that_ends_with_the_loss_is_a_result_with_its_reason() -> None:
+    facts = removal.describe(run_events(0.25, steps=2), 1.5, 4, "warning\nringtmp: lost node 1\n")
+    assert (facts["code"], facts["error"]) == (4, "ringtmp: lost node 1")
+    assert facts["again_s"] == pytest.approx(0.5)
+    assert not resilience.survived([facts])
+
+
+@pytest.mark.parametrize(("most", "first"), [(37, 4), (37, 90), (1, 4)])
+def test_the_search_ends_between_a_size_that_worked_and_one_that_did_not(most: int, first: int) -> None:
+    def attempt(size: int) -> largest.Try:
+        return largest.Try(size, 1, size, "fits" if size <= most else "refused", "")
+
+    tried = largest.climb(first, 1.5, 12, attempt)
+    fits = [each.depth for each in tried if each.outcome == "fits"]
+    fails = [each.depth for each in tried if each.outcome != "fits"]
+    assert len(tried) <= 12
+    assert max(fits) <= most < min(fails)
+    assert min(fails) - max(fits) <= max(1, most // 8)
+
+
+def test_a_result_without_steps_is_kept_told_and_not_measured_again(tmp_path: Path) -> None:
+    script = 'print(\'{"step_s": [], "facts": {"tries": []}}\')'
+    job = Job("capacity", "w", "s", "c", ("python", "-c", script), {}, "told", 1, 0)
+    plan, store = [(0, job)], Store(tmp_path)
+    found = []
+    for _ in range(2):
+        with progress.telling(plan, quiet=True) as teller:
+            found += harness.perform(plan, store, ENVIRONMENT, 30.0, teller)
+    store.close()
+    assert found[0].outcome == "measured", found[0].error
+    assert found[0].result == Result((), {"tries": []})
+    assert found[1] == found[0]
+
+
+def test_a_search_that_met_no_limit_decides_nothing() -> None:
+    fits = [largest.Try(4, 8, 4000, "fits", "", (1, 1))]
+    refused = [*fits, largest.Try(8, 8, 8000, "refused", "too large")]
+    for ring, holds in ((fits, "open"), (refused, "mixed")):
+        known = {"ring": ring, "ps:bsp": refused}
+        best = {label: capacity.largest(each) for label, each in known.items()}
+        assert capacity._verdict(best, known).holds == holds
+
+
+def test_parameters_of_a_size_are_those_of_the_model() -> None:
+    search = largest.Search((), 64, 10, 8, 3, 3, 1.5, 4, False)
+    assert largest.parameters(search, 3, 8) == (64 * 8 + 8) + 2 * (8 * 8 + 8) + (8 * 10 + 10)
+
+
+# -- all together -----------------------------------------------------------------------------------------------------
+
+
+def measurement(job: Job, repeat: int, result: Result) -> Measurement:
+    return Measurement(
+        SCHEMA, job, repeat, digest(job, ENVIRONMENT), ENVIRONMENT, "", 1.0, 0.0, 0.0, 0.0, "measured", None, result
+    )
+
+
+def invented(asked: Choices) -> list[Measurement]:
+    """As if everything had been measured: the ring idles for a quarter of its time, everything else for a half."""
+    found = []
+    for repeat, job in [*conduct.sweep_plan(asked), *conduct.plan(asked)]:
+        if job.experiment == "resilience":
+            facts: dict[str, Any] = removal.describe(run_events(0.25), 3.5, 0, "")
+        elif job.experiment == "capacity":
+            size = 9 if "ring" in job.case else 3
+            tries = [largest.Try(size, 2048, size * 10**6, "fits", "", (10**8,) * 3),
+                     largest.Try(size + 1, 2048, (size + 1) * 10**6, "refused", "too large")]  # fmt: skip
+            facts = {"tries": msgspec.to_builtins(tries)}
+        else:
+            made = record.record(run_events(0.25 if "ring" in job.case else 0.5))
+            facts = {"record": msgspec.to_builtins(made), "test_loss": 0.5, "accuracy": 0.9, "weights_sha256": "ab"}
+        found.append(measurement(job, repeat, Result((1.0,) * 4, facts)))
+    return found
+
+
+def page(asked: Choices, measurements: list[Measurement]) -> Page:
+    return conduct.page(asked, measurements, ENVIRONMENT, "ringtmp bench", "2026-01-01", partial=False)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool) -> None:
+    asked = choices(quick, rates={"ring": 0.002})
+    made = page(asked, invented(asked))
+    assert [section.name for section in made.sections] == [*CATALOG, "method"]
+    said = {verdict.aim: verdict for verdict in made.verdicts}
+    for module in (idle, energy, traffic, resilience):
+        assert any(aim.startswith(module.AIM) for aim in said), module.AIM
+    assert said[idle.AIM].holds == "yes"
+    assert "25.0%" in said[idle.AIM].sentence
+    assert "0.50 (0.50–0.50)" in said[idle.AIM].sentence
+    assert said["RingTMP can hold larger models"].number == "3.00"
+    names = [figure.name for figure in made.figures]
+    assert len(set(names)) == len(names)
+    for wanted in (
+        "idle-causes", "loss-per-joule", "speed-up-strong", "gantt-ring", "links-ring", "memory-per-node", "largest-model",
+        "around-ring-protect-auto-device-worker", "break-even-total", "joules-per-sample",
+    ):  # fmt: skip
+        assert wanted in names
+    text = markdown.markdown(made)
+    assert f"| {idle.AIM} | yes | Idle share of workers: " in text
+    assert all(f"## {section.title}" in text for section in made.sections)
+    assert all(section.skipped == () or all(each.why for each in section.skipped) for section in made.sections)
+
+
+def test_a_way_that_did_not_learn_is_in_no_verdict_and_that_is_said() -> None:
+    asked = choices()
+    found = [
+        msgspec.structs.replace(
+            each, result=Result((1.0,), (each.result.facts if each.result else {}) | {"accuracy": 0.2})
+        )
+        if each.job.case == "ring"
+        else each
+        for each in invented(asked)
+    ]
+    section = next(each for each in page(asked, found).sections if each.name == "idle")
+    assert "ring:staleness=1" in section.verdicts[0].sentence, "the ring that learned"
+    assert any(
+        each.what == "ring: verdicts" and "20.0% where the best has 90.0%" in each.why for each in section.skipped
+    )
+
+
+def test_with_nothing_measured_the_report_says_so_and_claims_nothing() -> None:
+    asked = choices()
+    made = page(asked, [])
+    known = [verdict for verdict in made.verdicts if "over shapes" not in verdict.aim]
+    assert {verdict.holds for verdict in known} == {"open"}
+    assert any("interrupted before it" in each.why for section in made.sections for each in section.skipped)
+
+
+def test_a_run_several_experiments_read_is_measured_once_per_repeat() -> None:
+    asked = choices()
+    plan = conduct.plan(asked)
+    stems = [(repeat, job.file_stem) for repeat, job in plan]
+    assert len(set(stems)) == len(stems)
+    wanted = sum(len({each.file_stem for each in _module(name).jobs(asked)}) for name in asked.names)
+    assert len({stem for _, stem in stems}) < wanted
+    assert [repeat for repeat, job in plan if job.experiment == "capacity"] == [0, 0], "a size is found once"
+
+
+def _module(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(f"ringtmp.bench.experiments.{name}")
+
+
+def test_every_way_gets_the_rate_that_was_best_for_it() -> None:
+    asked = choices()
+    losses = {
+        ("one process", 0.0007): 0.9,
+        ("one process", 0.002): 0.4,
+        ("ps:async", 0.0007): 0.3,
+        ("ps:async", 0.002): 2.0,
+    }
+    found = [
+        measurement(each.job, 0, Result((1.0,), {"test_loss": losses[each.way.label, each.work.lr]}))
+        for each in sweep.cells(asked)
+        if (each.way.label, each.work.lr) in losses
+    ]
+    rates = sweep.rates(asked, Measured(found))
+    assert rates == {"ring": 0.002, "ps:bsp": 0.002, "ps:async": 0.0007}, "staleness 1 was not measured"
+    table = sweep.table(msgspec.structs.replace(asked, rates=rates), Measured(found))
+    assert [row[-1] for row in table.rows] == ["0.002", "none", "0.002", "0.0007"]
+
+
+def test_the_devices_become_a_file_the_lab_takes() -> None:
+    made = choices().place(3, link_mbps=20.0)
+    assert devices.parse(toml(made), "devices.toml") == made
+    given = devices.parse('[[device]]\nname = "a"\npreset = "pi-4b"\n[[device]]\nname = "b"\npreset = "pi-3b"\n', "f")
+    assert devices.parse(toml(given), "devices.toml") == given
+    assert choices(devices=given).nodes == 2
+    assert choices(devices=given).node_counts == (1, 2)
+
+
+def test_without_isolation_capacity_is_left_out_with_its_reason() -> None:
+    asked = choices(isolated=False)
+    made = page(asked, [])
+    section = next(each for each in made.sections if each.name == "capacity")
+    assert "needs the lab" in section.skipped[0].why
+    assert not [job for _, job in conduct.plan(asked) if job.experiment == "capacity"]
+    labs = [job.text for _, job in conduct.plan(asked) if "devices.toml" in job.text]
+    assert labs
+    assert all("--no-isolation" in text and "--all-devices" in text for text in labs), "none is left out as too slow"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def bench(*words: str) -> None:
+    verb.command.main(list(words), standalone_mode=False)
+
+
+def test_wrong_usage_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    with pytest.raises(UsageError, match="unknown experiment 'idel': did you mean 'idle'"):
+        bench("idel", *out)
+    with pytest.raises(UsageError, match="unknown strategy"):
+        bench("idle", "--strategies", "rnig", *out)
+    file = tmp_path / "devices.toml"
+    for text, said in (
+        ('[[device]]\nname = "a"\ncpu = 0.5\nmemory = 1', "unknown key 'memory': did you mean 'memory_mb'"),
+        ('[[device]]\nname = "a"\ncpu = -1\nmemory_mb = 1000\nlink_mbps = 10', "it must be from"),
+        ('[[device]]\nname = "a"\ncpu = 1\nmemory_mb = 1000\nlink_mbps = 10', "one device"),
+        ("[[device", "not TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            bench("idle", "--devices", str(file), *out)
+    with pytest.raises(UsageError, match="cannot be read"):
+        bench("idle", "--devices", str(tmp_path / "none"), *out)
+    monkeypatch.setattr("ringtmp.cli.experiments.can_emulate", lambda: False)
+    with pytest.raises(UsageError, match="need root on Linux.*--no-isolation"):
+        bench("idle", *out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_go_together_and_help_lists_them_all() -> None:
+    assert named(("traffic", "idle")) == (("idle", "traffic"), False)
+    assert named(("quick",)) == (tuple(CATALOG), True)
+    assert named(("quick", "idle")) == (("idle",), True)
+    assert named(("all",)) == (tuple(CATALOG), False)
+    said = CliRunner().invoke(verb.command, ["--help"]).output
+    assert all(name in said for name in [*CATALOG, "quick", "all", "speed"])
+    assert {way.strategy for way in default_ways(True)} == {"ring", "ps", "allreduce"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@needs_isolation
+def test_bench_quick_is_complete_within_six_minutes(tmp_path: Path) -> None:
+    began = time.monotonic()
+    command = [sys.executable, "-m", "ringtmp", "bench", "quick", "--out", str(tmp_path / "out"), "--json", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=True)
+    took_s = time.monotonic() - began
+    made = json.loads(done.stdout)["page"]
+    assert [section["name"] for section in made["sections"]] == [*CATALOG, "method"]
+    failed = [
+        each
+        for section in made["sections"]
+        for each in section["skipped"]
+        if each["why"].startswith(("failed", "timed out"))
+    ]
+    assert not failed
+    for section in made["sections"][:-1]:
+        assert section["verdicts"], section["name"]
+        assert section["tables"], section["name"]
+    assert (tmp_path / "out" / "report.html").stat().st_size > 50_000
+    assert took_s < 360
