@@ -65,8 +65,8 @@ def test_every_case_becomes_the_command_one_would_type() -> None:
 
 def test_one_process_is_always_measured_and_only_once_per_workload() -> None:
     made = jobs(list(WORKLOADS.values()), list(SETTINGS.values()), "ring,ddp", 2, [])
-    assert [each.case for each in made].count("one") == 2
-    assert len(made) == 2 * (1 + 3 * 2)
+    assert [each.case for each in made].count("one") == len(WORKLOADS)
+    assert len(made) == len(WORKLOADS) * (1 + len(SETTINGS) * 2)
     assert len({each.file_stem for each in made}) == len(made)
 
 
@@ -74,6 +74,12 @@ def test_several_microbatch_counts_make_several_cases_of_a_pipeline_alone() -> N
     made = jobs([WORKLOADS["gpt"]], [SETTINGS["two"]], "ring,ddp,pipelining:1f1b", 2, [4, 16])
     names = [each.case for each in made]
     assert names == ["one", "ring:m4", "ring:m16", "ddp", "pipelining:1f1b:m4", "pipelining:1f1b:m16"]
+
+
+def test_a_ring_that_chooses_its_microbatches_is_told_so_and_is_one_case_whatever_is_asked_for() -> None:
+    made = jobs([WORKLOADS["gpt"]], [SETTINGS["two"]], "ring:*", 2, [4, 16])
+    assert [each.case for each in made] == ["one", "ring:auto", "ring:zero-bubble", "ring:staleness=1"]
+    assert all("--microbatches auto" in each.text for each in made[1:])
 
 
 def test_the_devices_file_is_one_the_lab_takes() -> None:
@@ -86,7 +92,7 @@ def test_wrong_names_and_missing_rights_are_refused_before_anything_starts(tmp_p
         chosen("workload", "gtp", WORKLOADS)
     with pytest.raises(UsageError, match="unknown case 'rnig'"):
         jobs([WORKLOADS["gpt"]], [SETTINGS["two"]], "rnig", 2, [])
-    with pytest.raises(UsageError, match="lab-fast and lab-100 need the lab.*--settings two"):
+    with pytest.raises(UsageError, match="lab-fast and lab-100 .*need the lab.*--settings two"):
         require_room(list(SETTINGS.values()), 2, can_emulate=False)
     with pytest.raises(UsageError, match="two needs 2 cores, and this machine has 1"):
         require_room([SETTINGS["two"]], 1, can_emulate=True)
@@ -183,7 +189,7 @@ def test_without_one_process_there_are_times_and_no_ratio() -> None:
 def test_the_page_has_command_date_table_and_failures() -> None:
     page = table.markdown(analyse(synthetic(), 0), ENVIRONMENT, "ringtmp bench speed", "2026-11-15", 1, "")
     assert "`ringtmp bench speed`, 2026-11-15. a processor, 2 cores" in page
-    assert "| ring | 8 | 1200 | 1200–1200 | 1.20 | 1000 | 1.20 | 0.80 (0.80–0.80) | 2.0% |" in page
+    assert "| ring | 8 | 1200 | 1200–1200 | 1.20 | 1.67 | 1000 | 1.20 |  |  | 0.80 (0.80–0.80) | 2.0% |" in page
     assert "- failed: ps:bsp: ringtmp: unknown strategy 'ps'" in page
     assert "one process 2000 ms; ideal 1000 ms; best peer ddp" in page
 

@@ -33,11 +33,10 @@ HEADER = (
 QUIET = 0.1
 LEGEND = (
     "ideal: max(c, T), with T one process, one thread, whole batch, divided by all cores, and c one cut's activations over "
-    "the link. One device: the step over that of one such device alone, above 1 is faster. Own limit: max(c, T) for what this "
-    "case computes on and sends through its busiest device. Stage, simulated: the ring's own forecast before its first step, of "
-    "the slowest stage alone and of the whole step with fill and drain. Best peer: the "
-    "fastest of torch's own in the same setting; below 1 is faster. Stolen: CPU time the machine's host gave to others, the "
-    "worst repeat."
+    "the link. One device: the step of one such device alone over this one; above 1 is faster. Own limit: max(c, T) for "
+    "what this case computes on and sends through its busiest device. Stage, simulated: the ring's own forecast before its "
+    "first step, of the slowest stage alone and of the whole step with fill and drain. Best peer: the fastest of torch's own "
+    "in the same setting; below 1 is faster. Stolen: CPU time the machine's host gave to others, the worst repeat."
 )
 
 

@@ -34,10 +34,10 @@ def command(
     from ringtmp.bench import forecast, harness, machine, process, progress
     from ringtmp.bench.jobs import interleaved
     from ringtmp.bench.measurements import Store
-    from ringtmp.cli.bench import _can_emulate
+    from ringtmp.cli.experiments import can_emulate
     from ringtmp.cli.show import print_json
 
-    if not _can_emulate():
+    if not can_emulate():
         raise UsageError("bench plan needs the lab, which needs root on Linux, ip and tc: sudo ringtmp bench plan …")
     beds, contrasts = list(forecast.BEDS), list(forecast.CONTRASTS)
     if names:
