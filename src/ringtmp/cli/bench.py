@@ -20,7 +20,7 @@ PARTIAL_NOTE = "Interrupted: not every repeat was measured."
 
 
 class _Names(click.Group):
-    """`speed` is a command of its own; any other name is an experiment, and several go together."""
+    """`speed` and `plan` are commands of their own; any other name is an experiment, and several go together."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] in self.commands:
@@ -35,10 +35,15 @@ class _Names(click.Group):
         with formatter.section("Experiments, any number of them (ringtmp bench idle --help for their options)"):
             formatter.write_dl([(each.name, each.title) for each in CATALOG.values()] + list(EVERY.items()))
         with formatter.section("Against others"):
-            formatter.write_dl([("speed", "milliseconds per step of every way to train, torch's own included")])
+            formatter.write_dl(
+                [
+                    ("speed", "milliseconds per step of every way to train, torch's own included"),
+                    ("plan", "what plans predict against what is measured, on ten rings of emulated devices"),
+                ]
+            )
 
 
-@click.group("bench", cls=_Names, subcommand_metavar="NAME… | quick | all | speed", short_help="Measure in one run.")
+@click.group("bench", cls=_Names, subcommand_metavar="NAME… | quick | all | speed | plan", short_help="Measure in one run.")
 def command() -> None:
     """Experiments that measure. A measurement is a file: what is there is not measured again."""
 
