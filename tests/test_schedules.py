@@ -15,7 +15,7 @@ from torch import nn
 
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
-from ringtmp.api import Interruption, Silent, start
+from ringtmp.api import Interruption, Ring, Silent, start
 from ringtmp.config import KeepPart, RingPart, resolve
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
@@ -200,3 +200,26 @@ class Watching(MemoryCrew):
         if any(worker.step == 1 for worker in self._workers):
             self._stopping.asked = True
         return super().advance()
+
+
+def test_python_takes_every_schedule_and_refuses_what_is_none(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+
+    data = (torch.ones(16, 8), torch.zeros(16, dtype=torch.int64))
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"route": "x"}, {}, "unknown route 'x'"),
+        ({"recompute": "maybe"}, {}, "unknown recompute"),
+        ({"laps": 0}, {}, "--laps 0"),
+        ({}, {"staleness": 3}, "--staleness 3"),
+        ({}, {"protect": "maybe"}, "unknown protection"),
+    ]
+    for ring, fit, says in wrong:
+        with pytest.raises(UsageError, match=says):
+            Ring(2, **ring).fit(model(), data, steps=2, run_dir=tmp_path / "refused", **fit)
+    assert not (tmp_path / "refused").exists()
+    given: dict[str, Any] = {"steps": 3, "staleness": 1, "protect": "off"}
+    far = Ring(2, laps=2, recompute="all").fit(model(), data, run_dir=tmp_path / "two", **given)
+    near = Ring(1).fit(model(), data, run_dir=tmp_path / "one", **given)
+    assert far.summary.weights_sha256 == near.summary.weights_sha256

@@ -109,6 +109,9 @@ class Ring:
         cuts: str | None = None,
         window: int | None = None,
         schedule: str = "1f1b",
+        laps: int = 1,
+        route: str = "ring",
+        recompute: str = "none",
         rebalance: bool = True,
         strategy: str = "ring",
         settings: Mapping[str, Any] | None = None,
@@ -119,7 +122,7 @@ class Ring:
         self._part = RingPart(
             nodes=nodes,
             all_devices=all_devices, cuts=cuts, window=window, schedule=schedule,  # type: ignore[arg-type]
-            rebalance=rebalance,
+            laps=laps, route=route, recompute=recompute, rebalance=rebalance,  # type: ignore[arg-type]
             strategy=strategy, strategy_settings=dict(settings or {}),
         )  # fmt: skip
         self._threads = threads
@@ -142,23 +145,25 @@ class Ring:
         clip_norm: float | None = None,
         seed: int = 0,
         wire: str = "float32",
+        staleness: int = 0,
         early_stop: int | None = None,
         checkpoint_every: int | None = None,
+        protect: str = "auto",
         run_dir: str | Path | None = None,
         watcher: Watcher | None = None,
     ) -> Result:
-        """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window and schedule."""
+        """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window, route and schedule."""
         name, settings = (optimizer, {}) if isinstance(optimizer, str) else (optimizer[0], dict(optimizer[1]))
         config = RunConfig(
             ModelPart(model if isinstance(model, str) else type(model).__name__),
             TrainingPart(
                 data=train_data if isinstance(train_data, str) else "given", epochs=epochs, steps=steps,
                 batch_size=batch_size, microbatches=microbatches, optimizer=name, optimizer_settings=settings,
-                lr_schedule=dict(lr_schedule or {}), clip_norm=clip_norm, seed=seed, wire=wire,
+                lr_schedule=dict(lr_schedule or {}), clip_norm=clip_norm, seed=seed, wire=wire, staleness=staleness,
                 threads=self._threads, early_stop=early_stop,
             ),
             self._part,
-            KeepPart(checkpoint_every=checkpoint_every),
+            KeepPart(checkpoint_every=checkpoint_every, protect=protect),  # type: ignore[arg-type]
         )  # fmt: skip
         given = None if isinstance(train_data, str) else (from_python(train_data), _optional(test_data))
         watcher = watcher or Telling()

@@ -21,6 +21,8 @@ DEFAULT_EPOCHS = 10
 
 Protect = Literal["auto", "memory", "disk", "checkpoint", "off"]
 PROTECT: tuple[Protect, ...] = get_args(Protect)
+Shape = Literal["ring", "v"]
+Recompute = Literal["none", "all", "auto"]
 
 
 class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,8 +61,8 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: int | None = None
     schedule: Schedule = "1f1b"
     laps: int = 1
-    route: Literal["ring", "v"] = "ring"
-    recompute: Literal["none", "all", "auto"] = "none"
+    route: Shape = "ring"
+    recompute: Recompute = "none"
     rebalance: bool = True  # deal the layers anew when devices are not as fast as planned
 
 
@@ -108,8 +110,13 @@ def resolve(config: RunConfig) -> RunConfig:
             raise UsageError(f"{name} {value} must be at least {least}")
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v goes out and back once: leave out --laps")
-    if config.keep.protect not in PROTECT:
-        raise unknown("protection", config.keep.protect, PROTECT)
+    for what, given, known in (
+        ("protection", config.keep.protect, PROTECT),
+        ("route", ring.route, get_args(Shape)),
+        ("recompute", ring.recompute, get_args(Recompute)),
+    ):
+        if given not in known:
+            raise unknown(what, given, known)
     if not 0.5 <= config.keep.notice_s <= 3600:
         raise UsageError(f"--notice {config.keep.notice_s:g} must be from 0.5 to 3600 seconds")
     if training.staleness not in (0, 1):

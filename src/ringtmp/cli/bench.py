@@ -43,7 +43,9 @@ class _Names(click.Group):
             )
 
 
-@click.group("bench", cls=_Names, subcommand_metavar="NAME… | quick | all | speed | plan", short_help="Measure in one run.")
+@click.group(
+    "bench", cls=_Names, subcommand_metavar="NAME… | quick | all | speed | plan", short_help="Measure in one run."
+)
 def command() -> None:
     """Experiments that measure. A measurement is a file: what is there is not measured again."""
 
