@@ -219,7 +219,7 @@ def test_python_takes_every_schedule_and_refuses_what_is_none(tmp_path: Path) ->
         with pytest.raises(UsageError, match=says):
             Ring(2, **ring).fit(model(), data, steps=2, run_dir=tmp_path / "refused", **fit)
     assert not (tmp_path / "refused").exists()
-    given: dict[str, Any] = {"steps": 3, "staleness": 1, "protect": "off"}
+    given: dict[str, Any] = {"batch_size": 16, "steps": 3, "staleness": 1, "protect": "off"}
     far = Ring(2, laps=2, recompute="all").fit(model(), data, run_dir=tmp_path / "two", **given)
     near = Ring(1).fit(model(), data, run_dir=tmp_path / "one", **given)
     assert far.summary.weights_sha256 == near.summary.weights_sha256
