@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -54,7 +54,7 @@ def test_nothing_readable_crosses_the_switch(tmp_path: Path) -> None:
     )
     switch = f"rtlab-{process.pid}-switch"
     limit = time.monotonic() + 20
-    while not os.path.exists(f"/var/run/netns/{switch}"):
+    while subprocess.run(["ip", "-n", switch, "link", "show", "bridge"], capture_output=True, check=False).returncode:
         assert time.monotonic() < limit
         time.sleep(0.005)
     sniffer = subprocess.Popen(
@@ -68,6 +68,9 @@ def test_nothing_readable_crosses_the_switch(tmp_path: Path) -> None:
     finally:
         sniffer.terminate()
         sniffer.communicate()
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
     assert process.returncode == 0, err
     heard = (tmp_path / "heard").read_bytes()
     summary = json.loads(out)

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from commands import CLI, ringtmp
 from ringtmp.metrics import events
 from ringtmp.metrics.events import NodeStarted, Regrouped
 from test_failpoints import MODEL
-from test_lab import CLI, device, devices_file, inside, left, needs_isolation
-from test_processes import ringtmp
+from test_lab import device, devices_file, inside, left, needs_isolation
 
 pytestmark = [needs_isolation, pytest.mark.long, pytest.mark.timeout(400)]
 

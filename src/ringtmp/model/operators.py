@@ -62,7 +62,9 @@ smooth_l1_loss square_ scatter_add_ triu_indices tril_indices normal:Tensor_floa
 _weight_norm unsafe_chunk unsafe_split:Tensor mT mH adjoint positive negative multiply:Tensor,Scalar
 divide:Tensor,Scalar,Tensor_mode,Scalar_mode subtract:Tensor,Scalar true_divide:Tensor,Scalar concat concatenate
 clip:default,Tensor clip_:default,Tensor addmv addr baddbmm_ log_ multinomial argsort:default,stable
-cosine_embedding_loss bilinear pairwise_distance cdist unfold_copy nan_to_num isfinite hypot logaddexp
+cosine_embedding_loss cross_entropy_loss nll_loss_nd nll_loss2d binary_cross_entropy_with_logits soft_margin_loss
+margin_ranking_loss hinge_embedding_loss triplet_margin_loss poisson_nll_loss bilinear pairwise_distance cdist
+unfold_copy nan_to_num isfinite hypot logaddexp
 expand_copy column_stack hstack vstack dstack atleast_1d:default,Sequence atleast_2d:default,Sequence rot90
 count_nonzero:default,dim_IntList logit tensordot inner kron swapdims linalg_norm linalg_matrix_norm
 float_power:Tensor_Tensor,Tensor_Scalar,Scalar exp2 sinc sgn lgamma digamma erfinv frac heaviside ravel

@@ -255,9 +255,16 @@ class _Runner:
         self, program: Program, owned: dict[str, torch.Tensor], given: Sequence[torch.Tensor], wants: Sequence[bool]
     ) -> None:
         self._program, self._owned, self._given, self._wants = program, owned, given, wants
+        self._before = {name: tensor.clone() for name, tensor in owned.items() if not tensor.requires_grad}
         self.output_bytes = 0
 
+    def _forget(self) -> None:
+        """A layer that counts its runs must not count these: it may do something else from some number on."""
+        for name, before in self._before.items():
+            self._owned[name].copy_(before)
+
     def _forward(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self._forget()
         leaves = [leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)]
         return leaves, self._go(leaves)
 
@@ -292,6 +299,7 @@ class _Runner:
                 leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)
             ]
             others.add_(1.0)
+            self._forget()
             began = clock()
             generator.manual_seed(runs)  # as a stage does before every layer
             outputs = self._go(leaves)
