@@ -30,7 +30,7 @@ FINALISTS = 5
 #: A device is left out only for a gain above this.
 LEAST_GAIN = 0.01
 #: A wider window holds more activations, and must be worth it.
-WIDER_GAIN = 0.01
+WIDER_GAIN = 0.002
 #: Orders tried where there are too many to weigh.
 SEARCHED_ORDERS = 24
 
