@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import nn
 
 from ringtmp.model.execute import Program
 from ringtmp.model.export import Exporter
+from ringtmp.plan.route import Visit
+from ringtmp.ring.stage import Stage
+from ringtmp.wire.message import Recipe
 
 
 class Twice(nn.Module):
@@ -115,3 +119,24 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.equal(b)
     return bool(a == b)
+
+
+def test_what_has_waited_is_let_go_when_it_is_done() -> None:
+    """A job once held on to the graph before it, and the graph to the list of jobs: every microbatch stayed for ever."""
+    layer, tensors = Exporter().export("two", nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(3, 8))
+    how = Recipe(0, 1, "sgd", {"lr": 0.1}, {"kind": "constant", "warmup": 0})
+    stage = Stage(Visit(0, 0, 0, 1), how, defer=True)
+    stage.place(0, layer, [tensors[each.name].clone() for each in layer.tensors], {})
+
+    def living() -> int:
+        for microbatch in range(4):
+            stage.forward(microbatch, 0, [torch.randn(4, 8)], [True], True)
+            stage.backward(0, microbatch, [torch.randn(4, 8)])
+        while stage.deferred:
+            stage.weight_gradients()
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    living()  # the optimizer's and the parameters' own
+    before = living()
+    assert living() == before

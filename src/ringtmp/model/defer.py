@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()  # else a job would hold on to the whole graph before it
         weight, bias = ctx.weight, ctx.bias
 
         def work() -> None:
@@ -197,7 +197,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()
         weight, bias, settings = ctx.weight, ctx.bias, ctx.settings
         sizes = None if bias is None else list(bias.shape)
 

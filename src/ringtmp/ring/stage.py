@@ -259,6 +259,7 @@ class Stage:
             run_backward(roots, seeds)
         if held.later:
             self._deferred.append((step, deque(held.later)))
+            held.later.clear()  # the graph holds on to this list, and would hold on to itself through the jobs in it
         return held.caught
 
     def weight_gradients(self) -> None:
