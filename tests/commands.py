@@ -16,6 +16,24 @@ import psutil
 from ringtmp import cli
 
 CLI = [sys.executable, "-m", "ringtmp"]
+#: Dropout, BatchNorm, AdamW, clipping and a schedule, all of which remember something.
+REMEMBERING = (
+    "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--lr-schedule", "cosine:warmup=5", "--json",
+    "--quiet",
+)  # fmt: skip
+
+
+def remembering_model(width: int) -> str:
+    """The text of mine.py."""
+    return f"""
+from torch import nn
+
+def model():
+    yield nn.Sequential(nn.Flatten(), nn.Linear(64, {width}), nn.BatchNorm1d({width}))
+    for _ in range(4):
+        yield nn.Sequential(nn.Linear({width}, {width}), nn.BatchNorm1d({width}), nn.ReLU(), nn.Dropout(0.2))
+    yield nn.Linear({width}, 10)
+"""
 
 
 def ringtmp(*args: object, cwd: Path, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -15,23 +15,12 @@ from typing import Any
 
 import pytest
 
+from commands import REMEMBERING, remembering_model, ringtmp
 from failpoints.points import MASTERS, ONCE, WHILE_HEALING
 from ringtmp.metrics import events
-from test_processes import ringtmp
 
-MODEL = """
-from torch import nn
-
-def model():
-    yield nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32))
-    for _ in range(4):
-        yield nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
-    yield nn.Linear(32, 10)
-"""
-FLAGS = (
-    "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--lr-schedule", "cosine:warmup=5",
-    "--steps", 60, "--checkpoint-every", 50, "--json", "--quiet",
-)  # fmt: skip
+MODEL = remembering_model(32)
+FLAGS = (*REMEMBERING, "--steps", 60, "--checkpoint-every", 50)
 pytestmark = pytest.mark.timeout(300)
 QUICK = ("after an update", "holder before it tells")
 QUICK_HEALING = ("before the new generation",)

@@ -13,24 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import assert_all_gone, begin, here, wait_for_step, workers_of
+from commands import REMEMBERING, assert_all_gone, begin, here, remembering_model, wait_for_step, workers_of
 from ringtmp.metrics import events
 
-#: Dropout, BatchNorm, AdamW, clipping and a schedule, all of which remember something.
-MODEL = """
-from torch import nn
-
-def model():
-    yield nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.BatchNorm1d(128))
-    for _ in range(4):
-        yield nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2))
-    yield nn.Linear(128, 10)
-"""
-FLAGS = (
-    "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--lr-schedule", "cosine:warmup=5",
-    "--steps", 160, "--json", "--quiet",
-)  # fmt: skip
-
+MODEL = remembering_model(128)
+FLAGS = (*REMEMBERING, "--steps", 160)
 KILLS = 30
 
 
@@ -90,7 +77,7 @@ def test_a_killed_master_is_resumed_with_the_same_bits(tmp_path: Path, expected:
 @pytest.mark.timeout(400)
 def test_the_same_node_killed_thirty_times_costs_neither_memory_nor_open_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    flags = [*FLAGS[: FLAGS.index("--steps")], "--steps", 25 * (KILLS + 2), "--json", "--quiet"]
+    flags = [*REMEMBERING, "--steps", 25 * (KILLS + 2)]
     process = begin("train", *flags, "--nodes", 3, "--run-dir", tmp_path / "run", cwd=tmp_path)
     master = psutil.Process(process.pid)
     used: list[tuple[int, int]] = []

@@ -173,22 +173,24 @@ def _all(run: Run) -> Iterable[NodeStep]:
 def _time(run: Run) -> Iterable[Figure]:
     nodes = run.summary.per_node
     names = tuple(name_of(each.node) for each in nodes)
-    causes = sorted({cause for each in nodes for cause in each.idle_causes})
-    if causes:
-        yield Figure(
-            "idle", "Idle time by what was waited for", "stacked", "node", "% of the time in training steps",
-            tuple(Series(cause, names, tuple(100 * _part(each, each.idle_causes.get(cause, 0.0)) for each in nodes))
-                  for cause in causes),
-            caption="Time in training steps when a node has nothing runnable.",
-        )  # fmt: skip
-    kinds = in_order(kind for each in nodes for kind in each.busy_kinds)
-    if kinds:
-        yield Figure(
-            "busy", "Busy time by kind of work", "stacked", "node", "% of the time in training steps",
-            tuple(Series(kind, names, tuple(100 * _part(each, each.busy_kinds.get(kind, 0.0)) for each in nodes))
-                  for kind in kinds),
-            caption="The rest is idle. A throttled processor counts as busy.",
-        )  # fmt: skip
+    parts = (
+        ("idle", "Idle time by what was waited for", sorted({each for node in nodes for each in node.idle_causes}),
+         [node.idle_causes for node in nodes], "Time in training steps when a node has nothing runnable."),
+        ("busy", "Busy time by kind of work", in_order(each for node in nodes for each in node.busy_kinds),
+         [node.busy_kinds for node in nodes], "The rest is idle. A throttled processor counts as busy."),
+    )  # fmt: skip
+    for name, title, kinds, seconds, caption in parts:
+        if kinds:
+            yield Figure(
+                name, title, "stacked", "node", "% of the time in training steps",
+                tuple(
+                    Series(kind, names, tuple(
+                        100 * _part(node, spent.get(kind, 0.0)) for node, spent in zip(nodes, seconds, strict=True)
+                    ))
+                    for kind in kinds
+                ),
+                caption=caption,
+            )  # fmt: skip
     if (drawn := median_step(run)) is not None:
         step, spans = drawn
         yield Figure(

@@ -42,7 +42,7 @@ class RingPlan:
     lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
-    planned: Plan | None = None  # None: cuts by hand or by cost alone
+    planned: Plan | None = None  # None: cuts by hand, or not a plain ring
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
         return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)

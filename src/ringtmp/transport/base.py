@@ -43,3 +43,26 @@ class Transport(Protocol):
     def wait(self, timeout_s: float) -> bool: ...
 
     def close(self) -> None: ...
+
+
+class Around:
+    """A transport around another: what it does not do in a way of its own is passed on."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.node = inner.node
+        self._inner = inner
+
+    def connect(self, peer: int, address: Address) -> None:
+        self._inner.connect(peer, address)
+
+    def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
+        self._inner.send(peer, channel, frames)
+
+    def receive(self) -> list[Arrival]:
+        return self._inner.receive()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._inner.wait(timeout_s)
+
+    def close(self) -> None:
+        self._inner.close()

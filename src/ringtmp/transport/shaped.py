@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from ringtmp.transport.base import Arrival, Channel, Frame, Transport
-from ringtmp.wire.address import Address
+from ringtmp.transport.base import Around, Arrival, Channel, Frame, Transport
 
 
 @dataclass(frozen=True)
@@ -19,18 +18,14 @@ class Faults:
     reorder: float = 0.0
 
 
-class Shaped:
+class Shaped(Around):
     """A transport whose sending suffers `faults`, decided by `seed`."""
 
     def __init__(self, inner: Transport, faults: Faults, seed: int) -> None:
-        self.node = inner.node
-        self._inner = inner
+        super().__init__(inner)
         self._faults = faults
         self._random = random.Random(seed)
         self._held: list[tuple[int, Channel, list[Frame]]] = []
-
-    def connect(self, peer: int, address: Address) -> None:
-        self._inner.connect(peer, address)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         luck = self._random
@@ -47,63 +42,31 @@ class Shaped:
         self._release()
         return self._inner.receive()
 
-    def wait(self, timeout_s: float) -> bool:
-        return self._inner.wait(timeout_s)
-
-    def close(self) -> None:
-        self._inner.close()
-
     def _release(self) -> None:
         held, self._held = self._held, []
         for peer, channel, frames in held:
             self._inner.send(peer, channel, frames)
 
 
-class Severed:
+class Severed(Around):
     """A transport on a network where some do not hear some others. `cuts`: pairs of sender and receiver, as of now."""
 
     def __init__(self, inner: Transport, cuts: Collection[tuple[int, int]]) -> None:
-        self.node = inner.node
-        self._inner = inner
+        super().__init__(inner)
         self._cuts = cuts
-
-    def connect(self, peer: int, address: Address) -> None:
-        self._inner.connect(peer, address)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         if (self.node, peer) not in self._cuts:
             self._inner.send(peer, channel, frames)
 
-    def receive(self) -> list[Arrival]:
-        return self._inner.receive()
 
-    def wait(self, timeout_s: float) -> bool:
-        return self._inner.wait(timeout_s)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class Tapped:
+class Tapped(Around):
     """A transport that shows every packet it sends to a listener."""
 
     def __init__(self, inner: Transport, listener: Callable[[int, int, Channel, Sequence[Frame]], None]) -> None:
-        self.node = inner.node
-        self._inner = inner
+        super().__init__(inner)
         self._listener = listener
-
-    def connect(self, peer: int, address: Address) -> None:
-        self._inner.connect(peer, address)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         self._listener(self.node, peer, channel, frames)
         self._inner.send(peer, channel, frames)
-
-    def receive(self) -> list[Arrival]:
-        return self._inner.receive()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._inner.wait(timeout_s)
-
-    def close(self) -> None:
-        self._inner.close()

@@ -15,15 +15,14 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from ringtmp.errors import ProtocolError
-from ringtmp.transport.base import Arrival, Channel, Frame, Transport
-from ringtmp.wire.address import Address
+from ringtmp.transport.base import Around, Arrival, Channel, Frame, Transport
 
 _STAMP = struct.Struct("<d")
 LATENCY = "RINGTMP_LATENCY_MS"
 RATE = "RINGTMP_LINK_MBPS"
 
 
-class Slow:
+class Slow(Around):
     def __init__(
         self,
         inner: Transport,
@@ -31,8 +30,7 @@ class Slow:
         bytes_per_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.node = inner.node
-        self._inner = inner
+        super().__init__(inner)
         self._latency_s = latency_s
         self._s_per_byte = 1 / bytes_per_s if bytes_per_s else 0.0
         self._clock = clock
@@ -40,9 +38,6 @@ class Slow:
         self._in_free_at = 0.0
         self._held: list[tuple[float, int, Arrival]] = []
         self._numbers = count()
-
-    def connect(self, peer: int, address: Address) -> None:
-        self._inner.connect(peer, address)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         begins = max(self._clock(), self._out_free_at)
@@ -70,9 +65,6 @@ class Slow:
             timeout_s = min(timeout_s, max(0.0, self._held[0][0] - self._clock()))
         self._inner.wait(timeout_s)
         return True
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def slowed(transport: Transport) -> Transport:
