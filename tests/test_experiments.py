@@ -418,6 +418,21 @@ def test_without_isolation_capacity_is_left_out_with_its_reason() -> None:
     assert all("--no-isolation" in text and "--all-devices" in text for text in labs), "none is left out as too slow"
 
 
+def test_devices_that_joined_are_used_as_they_are_and_what_would_change_them_is_left_out_with_its_reason() -> None:
+    asked = choices(listen="192.0.2.1:47100", joined=3, rates={"ring": 0.002})
+    jobs = [job for _, job in conduct.plan(asked)]
+    assert asked.node_counts == (1, 2, 3)
+    there = [job.text for job in jobs if "--listen 192.0.2.1:47100" in job.text]
+    assert there
+    assert all("--nodes" in text and "--all-devices" in text for text in there)
+    assert not [job for job in jobs if " lab " in job.text]
+    made = page(asked, invented(asked))
+    assert [section.name for section in made.sections] == [*CATALOG, "method"]
+    assert not made.emulated
+    for name, why in (("capacity", "memory caps"), ("resilience", "takes devices away"), ("equations", "link rates")):
+        assert why in next(each for each in made.sections if each.name == name).skipped[0].why
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -443,6 +458,10 @@ def test_wrong_usage_is_refused_before_anything_starts(tmp_path: Path, monkeypat
             bench("idle", "--devices", str(file), *out)
     with pytest.raises(UsageError, match="cannot be read"):
         bench("idle", "--devices", str(tmp_path / "none"), *out)
+    with pytest.raises(UsageError, match="--listen and --nodes go together"):
+        bench("idle", "--listen", "127.0.0.1", *out)
+    with pytest.raises(UsageError, match="leave out --devices"):
+        bench("idle", "--listen", "127.0.0.1", "--nodes", "3", "--no-isolation", *out)
     monkeypatch.setattr("ringtmp.cli.experiments.can_emulate", lambda: False)
     with pytest.raises(UsageError, match="need root on Linux.*--no-isolation"):
         bench("idle", *out)

@@ -128,6 +128,13 @@ def crowd(ports: list[int]) -> list[socket.socket]:
     return made
 
 
+def test_all_or_none_gives_up_when_its_wait_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGTMP_CONFIG", str(tmp_path / "config"))
+    where = ("--listen", f"127.0.0.1:{free_port()}", "--nodes", 3, "--start-with", 3, "--wait", 0.5)
+    done = here("train", *where, "--steps", 1, *FLAGS, cwd=tmp_path, code=1)
+    assert "0 of 2 devices came within 500.0 ms: start again, or use --start-with" in done.stderr
+
+
 def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run(ring: Ring, expected: str) -> None:
     process = ring.master(3, "--steps", 150)
     for name in ("alpha", "beta"):

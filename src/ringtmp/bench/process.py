@@ -108,9 +108,12 @@ def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _environment(mark: str) -> dict[str, str]:
-    """Without any other RINGTMP_…: a setting from the caller's environment would be part of no record. And with this
-    very package on the path: a command runs in another folder, where a relative path would lead elsewhere."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("RINGTMP_")}
+    """Without any other RINGTMP_…: a setting from the caller's environment would be part of no record; but for the folder of
+    keys, by which devices that joined know their master. And with this very package on the path: a command runs in
+    another folder, where a relative path would lead elsewhere."""
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith("RINGTMP_") or key == "RINGTMP_CONFIG"
+    }
     paths = [str(Path(ringtmp.__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return kept | {MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -33,11 +33,14 @@ if TYPE_CHECKING:
               help="Where measurements and the report go.")  # fmt: skip
 @click.option("--no-isolation", is_flag=True,
               help="Plain processes, not emulated devices: no root, no CPU shares, no memory caps.")  # fmt: skip
+@click.option("--listen", default="", metavar="ADDRESS[:PORT]",
+              help="Use devices that joined here (ringtmp node), not emulated ones; with --nodes.")  # fmt: skip
+@click.option("--nodes", "joined", type=click.IntRange(2), help="With --listen: how many, this one included.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def command(
     names: tuple[str, ...], file: Path | None, strategies: str | None, repeats: int | None, seed: int, limit_s: float,
-    out: Path, no_isolation: bool, as_json: bool, quiet: bool,
+    out: Path, no_isolation: bool, listen: str, joined: int | None, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """The ring against the parameter server: experiments that end in one report with a verdict per aim.
 
@@ -50,16 +53,19 @@ def command(
     from ringtmp.bench.measurements import Store
     from ringtmp.launch.facts import usable_cores
 
+    _refuse_mixed(listen, joined, file, no_isolation)
     wanted, small = experiments.named(names)
     choices = chosen.Choices(
         names=wanted,
         ways=ways.parse_all(strategies) if strategies is not None else chosen.default_ways(small),
         devices=_devices(file),
-        isolated=_isolated(no_isolation, small),
+        isolated=not listen and _isolated(no_isolation, small),
         repeats=repeats or (1 if small else 5),
         seed=seed,
         quick=small,
         cores=usable_cores(),
+        listen=listen,
+        joined=joined or 0,
     )
     store = Store(out)
     try:
@@ -160,6 +166,13 @@ def _devices(file: Path | None) -> tuple[Device, ...]:
     if len(found) < 2:
         raise UsageError(f"{file} has one device; to compare ways to share work there must be two or more")
     return found
+
+
+def _refuse_mixed(listen: str, joined: int | None, file: Path | None, no_isolation: bool) -> None:
+    if bool(listen) != (joined is not None):
+        raise UsageError("--listen and --nodes go together: where devices join, and how many there are with this one")
+    if listen and (file is not None or no_isolation):
+        raise UsageError("with --listen the devices are those that joined: leave out --devices and --no-isolation")
 
 
 def can_emulate() -> bool:

@@ -19,7 +19,12 @@ from ringtmp.errors import UsageError
 @click.option(
     "--ring", "ring_name", default="home", show_default=True, help="The ring the devices join (with --listen)."
 )
-@click.option("--start-with", type=int, metavar="K", help="Start with K nodes if no more come within --wait.")
+@click.option(
+    "--start-with",
+    type=int,
+    metavar="K",
+    help="Start with K nodes if no more come within --wait; all or none if K is --nodes.",
+)
 @click.option(
     "--wait", "wait_s", type=float, default=60.0, show_default=True, metavar="S", help="Seconds --start-with waits."
 )

@@ -23,7 +23,7 @@ from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.curve import new_key_pair
 from ringtmp.transport.slow import slowed
 from ringtmp.transport.zeromq import ZeroMQTransport
-from ringtmp.units import bytes_text
+from ringtmp.units import bytes_text, seconds_text
 from ringtmp.wire.address import Address
 
 JOIN_LIMIT_S = 3600.0
@@ -61,6 +61,8 @@ class RemoteCrew:
         self._port = port
         self._least = start_with or nodes
         self._wait_s = wait_s
+        # As many as there are to be, or none: then nobody waits for an hour.
+        self._join_s = wait_s if start_with == nodes else JOIN_LIMIT_S
         self._phase = phase
         self._tell = tell
         self._hub: Hub | None = None
@@ -311,9 +313,10 @@ class RemoteCrew:
             waited = time.monotonic() - began
             if len(here) >= self._least - 1 and waited > self._wait_s and self._least < self.nodes:
                 break
-            if waited > JOIN_LIMIT_S:
+            if waited > self._join_s:
                 raise WaitTimeout(
-                    f"{len(here)} of {self.nodes - 1} devices came within an hour: start again, or use --start-with"
+                    f"{len(here)} of {self.nodes - 1} devices came within {seconds_text(self._join_s)}: start again, or use "
+                    "--start-with"
                 )
             self._phase(f"{len(here)} of {self.nodes - 1} devices are here")
         chosen = here[: self.nodes - 1]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from ringtmp.errors import ProtocolError
@@ -20,7 +21,7 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, Link, Quota
+from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, LayerCost, Link, Quota
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import own_memory_bytes, rss_bytes
 from ringtmp.ring.edges import run_backward
@@ -31,6 +32,9 @@ from ringtmp.wire.message import Crossing, Echo, Sample, Timed
 
 MEASURE_S = 0.4
 LEAST_RUNS = 2
+#: Of weights with their gradients, and of stored activations: more than this is in no small device's caches anyway.
+WORKING_BYTES = 48 * 2**20
+FILL = 0.01
 
 
 @dataclass(frozen=True)
@@ -42,45 +46,78 @@ class Seen:
 
 
 def sample_of(
-    layers: Sequence[Layer], costs_s: Sequence[float], outputs: Sequence[Sequence[Crossing]], samples: int
+    layers: Sequence[Layer], costs: Sequence[LayerCost], outputs: Sequence[Sequence[Crossing]], samples: int, nodes: int
 ) -> tuple[int, Sample] | None:
     """The dearest layer that gets what another layer gives (only then is it known what enters); None: there is none."""
-    inner = [index for index in range(1, len(layers)) if outputs[index - 1] and costs_s[index] > 0]
+    cost_s = [cost.measured[-1].forward_s + cost.measured[-1].backward_s for cost in costs]
+    inner = [index for index in range(1, len(layers)) if outputs[index - 1] and cost_s[index] > 0]
     if not inner:
         return None
-    dearest = max(inner, key=lambda index: costs_s[index])
-    return dearest, Sample(portable.encode(layers[dearest]), tuple(outputs[dearest - 1]), samples)
+    dearest = max(inner, key=lambda index: cost_s[index])
+    cost = costs[dearest]
+    copies = _within(-(-len(layers) // nodes), cost.weight_bytes + cost.gradient_bytes)
+    held = _within(nodes, copies * cost.at(samples).stored_bytes)
+    return dearest, Sample(portable.encode(layers[dearest]), tuple(outputs[dearest - 1]), samples, copies, held)
+
+
+def _within(wanted: int, each_bytes: float) -> int:
+    return max(1, min(wanted, int(WORKING_BYTES // max(each_bytes, 1))))
+
+
+class Trial:
+    """A sample made ready: copies of the layer, and what enters them."""
+
+    def __init__(self, sample: Sample) -> None:
+        layer = portable.decode(sample.graph)
+        self._program = Program(layer.train)
+        # Not zeros: pages never written to are all one page, which no cache ever loses.
+        self._copies = [
+            {
+                each.name: torch.full(each.shape, FILL, dtype=dtype_of(each.dtype)).requires_grad_(each.trainable)
+                for each in layer.tensors
+            }
+            for _ in range(sample.copies)
+        ]
+        self._held = [[_made_up(crossing, sample.samples) for crossing in sample.inputs] for _ in range(sample.held)]
+
+    def round(self) -> int:
+        """Every microbatch forward through every copy, then backward. Returns how many runs of the layer that was."""
+        gone = [(entering, owned, self._forward(entering, owned)) for entering in self._held for owned in self._copies]
+        for _, _, outputs in gone:
+            if outputs:
+                run_backward(outputs, [torch.ones_like(each) for each in outputs])
+        return len(gone)
+
+    def _forward(self, entering: Sequence[torch.Tensor], owned: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        values = [each.clone() for each in entering] if self._program.changes_inputs else list(entering)
+        return [each for each in self._program.run(values, owned) if each.requires_grad]
+
+
+def _made_up(crossing: Crossing, samples: int) -> torch.Tensor:
+    shape = (samples, *crossing.rest) if crossing.per_sample else crossing.rest
+    dtype = dtype_of(crossing.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.full(shape, FILL, dtype=dtype).requires_grad_()
 
 
 def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
-    """Seconds of one forward and backward, on average over `clock_s` on the wall."""
-    layer = portable.decode(sample.graph)
-    program = Program(layer.train)
-    owned = {
-        each.name: torch.zeros(each.shape, dtype=dtype_of(each.dtype)).requires_grad_(each.trainable)
-        for each in layer.tensors
-    }
-    entering = []
-    for crossing in sample.inputs:
-        shape = (sample.samples, *crossing.rest) if crossing.per_sample else crossing.rest
-        tensor = torch.zeros(shape, dtype=dtype_of(crossing.dtype))
-        entering.append(tensor.requires_grad_(tensor.is_floating_point()))
-    runs, began = -1, time.monotonic()  # the first warms up
+    """Seconds of one forward and backward, on average over `clock_s` on the wall, or one round if that takes longer."""
+    trial = Trial(sample)
+    trial.round()  # warms up
+    runs, began = 0, time.monotonic()
     while runs < LEAST_RUNS or time.monotonic() - began < clock_s:
-        values = [each.clone() for each in entering] if program.changes_inputs else list(entering)
-        outputs = [each for each in program.run(values, owned) if each.requires_grad]
-        if outputs:
-            run_backward(outputs, [torch.zeros_like(each) for each in outputs])
-        runs += 1
-        if runs == 0:
-            began = time.monotonic()
+        runs += trial.round()
     return (time.monotonic() - began) / runs
 
 
 def timed(sample: Sample) -> Timed:
-    limits = group_limits()
-    seconds = run_sample(sample)
-    return Timed(seconds, rss_bytes(), own_memory_bytes(), limits.cores, limits.period_s)
+    limits, memory = group_limits(), own_memory_bytes()
+    small = msgspec.structs.replace(sample, copies=1, held=1)
+    Trial(small).round()
+    rss = rss_bytes()  # libraries loaded, and what a process keeps in any case; not what the trial itself takes
+    roomy = memory - rss > 3 * WORKING_BYTES
+    return Timed(run_sample(sample if roomy else small), rss, memory, limits.cores, limits.period_s)
 
 
 def answer(endpoint: Endpoint, mail: Mail) -> bool:

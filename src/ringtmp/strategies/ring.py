@@ -84,7 +84,7 @@ def tried(
     `hellos` of those who have said it already; returned with those who said it meanwhile."""
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
-    sample = sample_of(brief.layers, index.cost_s, index.outputs, largest)
+    sample = sample_of(brief.layers, index.costs, index.outputs, largest, len(brief.addresses))
     if crew.alike or ring.strategy != "ring" or sample is None:
         return brief, dict(hellos)
     phase("measuring the devices")

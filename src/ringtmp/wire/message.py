@@ -214,11 +214,14 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
-    """A layer to run for a while, on made-up tensors: how fast is this device?"""
+    """A layer to run for a while, on made-up tensors: how fast is this device? As many copies as it would hold, and as many
+    microbatches between forward and backward, so that caches are as full as they will be."""
 
     graph: bytes
     inputs: tuple[Crossing, ...]
     samples: int
+    copies: int = 1
+    held: int = 1
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):

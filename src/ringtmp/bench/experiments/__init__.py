@@ -11,6 +11,7 @@ class Experiment(msgspec.Struct, frozen=True):
     name: str
     title: str
     once: bool = False  # measured once, not in every repeat: its answer is a size, not a time
+    lab: str = ""  # what it does to devices, which only emulated ones (or plain processes) let it
 
 
 CATALOG = {
@@ -19,11 +20,19 @@ CATALOG = {
         Experiment("idle", "idle time of every worker, by cause, number of nodes and batch size"),
         Experiment("progress", "loss per iteration, second, byte and joule; what it takes to a target"),
         Experiment("scaling", "1 to 8 devices, strong and weak: speed-up, efficiency, the busiest link"),
-        Experiment("resilience", "a worker, a server or the master removed: notice, recovery, work repeated, bits"),
-        Experiment("capacity", "the largest model under a real memory cap, by strategy", once=True),
+        Experiment(
+            "resilience",
+            "a worker, a server or the master removed: notice, recovery, work repeated, bits",
+            lab="takes devices away",
+        ),
+        Experiment(
+            "capacity", "the largest model under a real memory cap, by strategy", once=True, lab="sets memory caps"
+        ),
         Experiment("energy", "joules per epoch and per sample, by node and strategy, with what the model assumes"),
         Experiment("traffic", "values and bytes per epoch over batch sizes and shapes, with the break-even"),
-        Experiment("equations", "measured step time against equations (1), (2), (3) over link rates"),
+        Experiment(
+            "equations", "measured step time against equations (1), (2), (3) over link rates", lab="sets link rates"
+        ),
     )
 }
 #: Words that stand for all of them.

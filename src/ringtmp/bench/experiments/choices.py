@@ -50,16 +50,18 @@ class Choices(msgspec.Struct, frozen=True):
     quick: bool
     cores: int
     rates: dict[str, float] = {}  # way's label -> the learning rate of its sweep
+    listen: str = ""  # where devices of their own wait to be used; empty: the bench starts its own
+    joined: int = 0  # how many, the master included
 
     @property
     def nodes(self) -> int:
         """How many devices there are where their number is not what is asked."""
-        return len(self.devices) or (3 if self.quick else 4)
+        return self.joined or len(self.devices) or (3 if self.quick else 4)
 
     @property
     def emulated(self) -> bool:
         """A small bench has no time to start devices at a share of a core; it emulates them only where a cap is asked."""
-        return self.isolated and not self.quick
+        return self.isolated and not self.quick and not self.listen
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -70,7 +72,8 @@ class Choices(msgspec.Struct, frozen=True):
     def node_counts(self) -> tuple[int, ...]:
         """For scaling."""
         counts = (1, 2, 3) if self.quick else (1, 2, 3, 4, 6, 8)
-        return tuple(n for n in counts if n <= len(self.devices)) if self.devices else counts
+        most = self.joined or len(self.devices)
+        return tuple(n for n in counts if n <= most) if most else counts
 
     @property
     def anchors(self) -> tuple[Workload, ...]:

@@ -26,7 +26,7 @@ def plan(choices: Choices) -> Plan:
     """A run that several experiments read is measured once. `choices` has the learning rates by now."""
     often: dict[str, Job] = {}
     once: dict[str, Job] = {}
-    for name in choices.names:
+    for name in _possible(choices):
         found = importlib.import_module(f"ringtmp.bench.experiments.{name}").jobs(choices)
         for job in found:
             (once if CATALOG[name].once else often).setdefault(job.file_stem, job)
@@ -35,9 +35,17 @@ def plan(choices: Choices) -> Plan:
     )
 
 
+def _possible(choices: Choices) -> list[str]:
+    return [name for name in choices.names if not (choices.listen and CATALOG[name].lab)]
+
+
 def sections(choices: Choices, measured: Measured) -> list[Section]:
     found: list[Section] = []
     for name in choices.names:
+        if name not in _possible(choices):
+            why = f"it {CATALOG[name].lab}, which devices that joined do not let it"
+            found.append(Section(name, name.capitalize(), "", skipped=(Skipped("all of it", why),)))
+            continue
         made: Section = importlib.import_module(f"ringtmp.bench.experiments.{name}").section(choices, measured)
         found.append(made)
     return found
@@ -62,6 +70,8 @@ def page(
         else f"{len(devices)} plain processes behind links of {first.link_mbps:g} Mbit/s; CPU shares and memory caps are not "
         "emulated, but where a cap is asked for"
     )
+    if choices.listen:
+        described = f"{choices.joined} of their own, that joined over the network"
     facts = [
         ("command", command),
         ("date", date),
@@ -91,7 +101,7 @@ def page(
         "The ring against the parameter server",
         "An answer per aim, wins and losses alike, then the measurements behind it.",
         tuple(facts),
-        True,
+        not choices.listen,
         tuple(made),
     )
 

@@ -21,6 +21,8 @@ from ringtmp.launch.devices import Device
 EXPERIMENT = "run"
 DEVICES = "devices.toml"
 WARM_UP = 2
+#: Between runs devices that joined need a moment to be back; one that is not there after this is not coming.
+JOIN_S = "60"
 RINGTMP = (PYTHON, "-P", "-m", "ringtmp")
 
 
@@ -64,8 +66,21 @@ def train_words(way: Way, work: Workload, nodes: int, run: str = RUN) -> list[st
 
 
 def cell(choices: Choices, way: Way, work: Workload, devices: Sequence[Device], label: str = "") -> Cell:
-    """On emulated devices, or on plain processes behind links of the same rate."""
+    """On emulated devices, on plain processes behind links of the same rate, or on devices that joined."""
     nodes = len(devices)
+    if choices.listen:
+        there = ["--listen", choices.listen, "--start-with", str(nodes), "--wait", JOIN_S] if nodes > 1 else []
+        words = [
+            *RINGTMP,
+            *train_words(way, work, nodes),
+            *there,
+            "--nodes",
+            str(nodes),
+            "--threads",
+            "1",
+            "--all-devices",
+        ]
+        return Cell(way, nodes, work, _job(way, work, nodes, f"{nodes} joined", words, {}), label)
     words = [*lab(choices, choices.emulated), *train_words(way, work, nodes), "--all-devices"]
     return Cell(
         way, nodes, work, _job(way, work, nodes, _place(choices, devices), words, {DEVICES: toml(devices)}), label
