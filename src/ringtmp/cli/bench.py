@@ -45,7 +45,10 @@ class _Names(click.Group):
 
 
 @click.group(
-    "bench", cls=_Names, subcommand_metavar="NAME… | quick | all | speed | messages | plan", short_help="Measure in one run."
+    "bench",
+    cls=_Names,
+    subcommand_metavar="NAME… | quick | all | speed | messages | plan",
+    short_help="Measure in one run.",
 )
 def command() -> None:
     """Experiments that measure. A measurement is a file: what is there is not measured again."""
