@@ -82,7 +82,7 @@ def loading() -> Iterator[None]:
 #: Of the C library (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 #: Freed pieces up to this size are used again, and up to so much in all stays with the process.
-REUSED_UP_TO_BYTES = 32 * 2**20
+REUSED_UP_TO_BYTES = 8 * 2**20
 KEPT_FREE_BYTES = 64 * 2**20
 
 
