@@ -93,7 +93,7 @@ def learning_rate(schedule: Mapping[str, Any], base: float, step: int) -> float:
 
 
 #: Where training with a delay of one update was seen to collapse that went well without (docs/exactness.md has the table).
-DELAY_LIMITS = {"sgd": 1.0, "adam": 0.03, "adamw": 0.03}
+DELAY_LIMITS = {"sgd": 1.0, "adam": 0.1, "adamw": 0.1}
 
 
 def delay_warning(optimizer: str, settings: Mapping[str, Any], staleness: int) -> str | None:
