@@ -283,3 +283,12 @@ def test_every_case_works_in_the_lab_and_learns_the_same(tmp_path: Path, workloa
     for name, case in BY_NAME.items():
         if case.centre == "median":  # asynchronous servers and stale gradients take their own way
             assert learned[name] == pytest.approx(learned["one"], rel=1e-3), name
+
+
+def test_messages_go_between_two_processes_by_the_ring_and_by_gloo() -> None:
+    command = [sys.executable, "-P", "-m", "ringtmp", "bench", "messages", "--count", "20", "--rounds", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["one_way_s"]
+    assert set(rows) == {"node to node, encrypted", "Gloo, in the clear"}
+    assert all(len(seconds) == 2 and 0 < min(seconds) <= max(seconds) < 10 for seconds in rows.values())

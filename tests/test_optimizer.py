@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ringtmp.api import Result, Ring
 from ringtmp.errors import UsageError
 from ringtmp.ring.optimizer import make_optimizer
-from ringtmp.ring.recipe import checked_optimizer, checked_schedule, learning_rate
+from ringtmp.ring.recipe import checked_optimizer, checked_schedule, delay_warning, learning_rate
 
 CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("sgd", {}, torch.optim.SGD),
@@ -97,3 +99,36 @@ def test_a_node_does_not_load_torchs_compiler() -> None:
         "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_on_a_parabola_a_delay_lowers_the_largest_stable_rate_as_the_warning_says(momentum: float) -> None:
+    def grows(lr: float, delay: int) -> bool:
+        weights, velocity = [1.0, 1.0], 0.0
+        for _ in range(2000):
+            velocity = momentum * velocity + weights[-1 - delay]  # curvature 1
+            weights.append(weights[-1] - lr * velocity)
+        return not all(abs(each) <= 1.0 for each in weights[-50:])  # beyond the largest number there is none
+
+    plain, delayed = 2 * (1 + momentum), 1 - momentum
+    assert [grows(0.97 * plain, 0), grows(1.03 * plain, 0)] == [False, True]
+    assert [grows(0.97 * delayed, 1), grows(1.03 * delayed, 1)] == [False, True]
+
+
+def test_a_rate_at_which_delayed_training_collapsed_is_warned_of() -> None:
+    assert delay_warning("sgd", {"lr": 0.1, "momentum": 0.9}, staleness=0) is None
+    assert delay_warning("sgd", {"lr": 0.1}, staleness=1) is None
+    assert delay_warning("adam", {"lr": 0.002}, staleness=1) is None
+    said = delay_warning("sgd", {"lr": 0.1, "momentum": 0.9}, staleness=1) or ""
+    assert "lr 0.1 and momentum 0.9, which act as 1" in said
+    assert "smaller --lr or momentum, or --staleness 0" in said
+    assert "lr 3:" in (delay_warning("sgd", {"lr": 3.0}, staleness=1) or "")
+    assert "adamw, lr 0.1" in (delay_warning("adamw", {"lr": 0.1}, staleness=1) or "")
+
+
+def test_a_run_warns_of_the_delay_once(tmp_path: Path) -> None:
+    settings = ("sgd", {"lr": 0.1, "momentum": 0.9})
+    result = Ring(1).fit("mlp", "digits", steps=1, staleness=1, optimizer=settings, run_dir=tmp_path / "run")
+    assert sum("seen to collapse" in text for text in result.summary.warnings) == 1
+    Ring(1).resume(tmp_path / "run", steps=2)
+    assert sum("seen to collapse" in text for text in Result(tmp_path / "run").summary.warnings) == 1

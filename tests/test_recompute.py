@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,25 @@ def test_auto_recomputes_where_memory_is_short_and_leaves_out_what_cannot_be(
         monkeypatch.setattr("ringtmp.ring.node.free_memory_bytes", lambda free=free: free)
         assert ring_in_memory(built, recipe(), batches, 4, loss, 2, recompute="auto") == (state_sha256(plain), losses)
         assert any(runs) is repeats
+
+
+def test_the_microbatch_that_was_measured_is_let_go_without_a_garbage_collection() -> None:
+    """The first one is stored to see what it takes. An operator that saves its own output once held itself that way: a
+    microbatch's activations stayed with every node that computes them again."""
+    layer, tensors = Exporter().export("bent", nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.zeros(3, 8))
+    how = Recipe(0, 1, "sgd", {"lr": 0.1}, {"kind": "constant", "warmup": 0})
+
+    def living() -> int:
+        stage = Stage(Visit(0, 0, 0, 1), how, recompute=lambda saved_bytes: True)
+        stage.place(0, layer, [tensors[each.name].clone() for each in layer.tensors], {})
+        stage.forward(0, 0, [torch.randn(4, 8)], [True], True)
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    living()
+    gc.collect()
+    gc.disable()
+    try:
+        before = living()
+        assert living() == before
+    finally:
+        gc.enable()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringtmp.cli import bench_plan
+from ringtmp.cli import bench_messages, bench_plan
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ PARTIAL_NOTE = "Interrupted: not every repeat was measured."
 
 
 class _Names(click.Group):
-    """`speed` and `plan` are commands of their own; any other name is an experiment, and several go together."""
+    """`speed`, `messages` and `plan` are commands of their own; any other name is an experiment, and several go together."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] in self.commands:
@@ -38,19 +38,24 @@ class _Names(click.Group):
             formatter.write_dl(
                 [
                     ("speed", "milliseconds per step of every way to train, torch's own included"),
+                    ("messages", "microseconds of a small message, node to node, beside Gloo"),
                     ("plan", "what plans predict against what is measured, on ten rings of emulated devices"),
                 ]
             )
 
 
 @click.group(
-    "bench", cls=_Names, subcommand_metavar="NAME… | quick | all | speed | plan", short_help="Measure in one run."
+    "bench",
+    cls=_Names,
+    subcommand_metavar="NAME… | quick | all | speed | messages | plan",
+    short_help="Measure in one run.",
 )
 def command() -> None:
     """Experiments that measure. A measurement is a file: what is there is not measured again."""
 
 
 command.add_command(bench_plan.command)
+command.add_command(bench_messages.command)
 
 
 @command.command("speed", short_help="Milliseconds per step of every way to train.")

@@ -54,7 +54,8 @@ class Saved:
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        return tensor
+        # Not the tensor itself: an operator that saves what it gives would hold itself, until a garbage collection.
+        return tensor.detach()
 
 
 @contextmanager

@@ -92,6 +92,24 @@ def learning_rate(schedule: Mapping[str, Any], base: float, step: int) -> float:
     return base
 
 
+#: Where training with a delay of one update was seen to collapse that went well without (docs/exactness.md has the table).
+DELAY_LIMITS = {"sgd": 1.0, "adam": 0.1, "adamw": 0.1}
+
+
+def delay_warning(optimizer: str, settings: Mapping[str, Any], staleness: int) -> str | None:
+    """What is known to go wrong with delayed gradients at such a learning rate. Momentum counts: on a slope of curvature c
+    plain descent is stable up to lr = 2 (1 + momentum) / c, with a delay only up to (1 - momentum) / c."""
+    lr, momentum = settings["lr"], settings.get("momentum", 0.0)
+    rate = lr / (1 - momentum) if momentum < 1 else math.inf
+    if staleness == 0 or rate < DELAY_LIMITS[optimizer]:
+        return None
+    given = f"lr {lr:g}" + (f" and momentum {momentum:g}, which act as {rate:.3g}" if momentum else "")
+    return (
+        f"--staleness 1 with {optimizer}, {given}: from {DELAY_LIMITS[optimizer]:g} on, training that works without delay was "
+        f"seen to collapse with it: use a smaller --lr{' or momentum' if momentum else ''}, or --staleness 0"
+    )
+
+
 def random_key(seed: int, step: int, microbatch: int, layer: int) -> int:
     """The seed of a layer's randomness in one microbatch: depends on nothing else, above all not on the cut."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, microbatch, layer), digest_size=8).digest()

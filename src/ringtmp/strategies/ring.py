@@ -28,6 +28,7 @@ from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Crew
 from ringtmp.ring.master import Master
+from ringtmp.ring.recipe import delay_warning
 from ringtmp.ring.scout import Scout, described, sample_of
 from ringtmp.strategies.brief import Brief, Share
 from ringtmp.wire.lossy import wire_bytes
@@ -64,8 +65,12 @@ def plan(brief: Brief) -> RingPlan:
     if gone := sorted(set(brief.addresses) - set(members)):
         who = ", ".join(f"node {node}" for node in gone)
         warnings += (f"{who} left out: in no order of the ring does everyone reach its neighbours",)
+    recipe = brief.recipe
+    danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
+    if danger is not None and brief.step == 0:  # once: not again when a ring heals or a run is resumed
+        warnings += (danger,)
     setup = Setup(
-        route, brief.recipe, planned.window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
+        route, recipe, planned.window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.keep.protect, _lines(route, members, brief),
     )  # fmt: skip

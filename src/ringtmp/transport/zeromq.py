@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import zmq
 
@@ -32,6 +33,8 @@ INTRODUCTION = b""
 INTRODUCE_EVERY_S = 0.5
 #: A piece, its header and CURVE's overhead stay far below; a layer's graph is the largest header.
 MAX_FRAME_BYTES = 32 * 1024 * 1024
+#: Plain numbers: joining flags of their own kind takes longer than handing over a frame.
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _ENDS = {Channel.CONTROL: "c", Channel.TENSOR: "t", Channel.BULK: "b"}
 
 
@@ -48,6 +51,14 @@ def has_mail(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
+def _take(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """One message, not copied. A frame knows whether another follows; asking the socket takes longer than the frame."""
+    parts = [socket.recv(_LAST, copy=False)]
+    while parts[-1].more:
+        parts.append(socket.recv(_LAST, copy=False))
+    return parts
+
+
 class ZeroMQTransport:
     def __init__(self, node: int, endpoints: Sequence[str], keys: KeyPair | None = None) -> None:
         """Listens on the three endpoints; over TCP `keys` are this node's own, fresh for every generation."""
@@ -62,6 +73,7 @@ class ZeroMQTransport:
         self._routes: dict[tuple[int, Channel], bytes] = {}  # who was last heard on which connection
         self._introduced = 0.0
         self._known: dict[int, str] = {}  # link keys by peer
+        self._ready: list[tuple[Any, int]] = []  # what the last wait found
         bound = []
         try:
             for channel, endpoint in zip(Channel, endpoints, strict=True):
@@ -123,10 +135,13 @@ class ZeroMQTransport:
         self._introduce_again()
         arrivals: list[Arrival] = []
         # One poll over all sockets: asking each in turn costs an exception for every empty one.
-        for socket, _ in self._poller.poll(0):
+        ready, self._ready = self._ready or self._poller.poll(0), []
+        for socket, _ in ready:
+            if socket not in self._sources:
+                continue  # hung up since the wait
             peer, channel = self._sources[socket]
             while has_mail(socket):
-                parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = _take(socket)
                 if peer is not None:
                     arrivals.append(Arrival(peer, channel, [part.buffer for part in parts]))
                 elif (sender := self._sender(parts, channel)) is not None:
@@ -143,7 +158,8 @@ class ZeroMQTransport:
                 self._put(dealer, [INTRODUCTION])
 
     def wait(self, timeout_s: float) -> bool:
-        return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
+        self._ready = self._poller.poll(max(0, round(timeout_s * 1000)))
+        return bool(self._ready)
 
     def close(self) -> None:
         for socket in self._sources:
@@ -200,9 +216,8 @@ class ZeroMQTransport:
         """A line that is down and not yet up again takes nothing: the packet is lost, and the link sends it again."""
         last = len(frames) - 1
         for position, frame in enumerate(frames):
-            more = zmq.SNDMORE if position < last else 0
             try:
-                socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < ZERO_COPY_FROM_BYTES)
+                socket.send(frame, _MORE if position < last else _LAST, len(frame) < ZERO_COPY_FROM_BYTES)
             except zmq.Again:
                 if position:
                     raise  # a message half taken is taken whole
