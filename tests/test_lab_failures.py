@@ -170,3 +170,96 @@ def test_a_pulled_cable_then_an_owner_lost_with_its_holder(labs: Callable[..., L
     lost = lab.until_regrouped(3)
     assert (lost.source, lost.nodes) == ("checkpoint", 4)
     lab.assert_same_bits()
+
+
+def test_a_lost_route_to_the_master_and_one_between_two_neighbours(labs: Callable[..., Lab]) -> None:
+    lab = labs(4)
+    lab.ip("attic", "route", "add", "blackhole", f"{ADDRESSES['desk']}/32")  # one direction
+    lost = lab.until_regrouped(1)
+    assert "(attic) has not been heard" in lost.reason
+    assert lost.nodes == 3
+    lab.ip("attic", "route", "del", "blackhole", f"{ADDRESSES['desk']}/32")
+    assert lab.until_regrouped(2).reason == "attic joined"
+    lab.ip(lab.node(1), "route", "add", "blackhole", f"{ADDRESSES[lab.node(2)]}/32")
+    link = lab.until_regrouped(3)
+    assert "cannot reach each other" in link.reason
+    assert (link.lost, link.nodes) == ((), 4)
+    lab.train_on(20)
+    lab.assert_same_bits()
+
+
+def test_a_host_stopped_for_half_a_minute_is_lost_in_time_and_back_when_it_wakes(labs: Callable[..., Lab]) -> None:
+    lab = labs(3)
+    family = lab.processes("attic")
+    stopped = time.monotonic()
+    for each in family:
+        each.suspend()
+    lost = lab.until_regrouped(1)
+    assert "(attic) has not been heard" in lost.reason
+    assert lost.nodes == 2
+    assert 3 <= lost.notice_s < 5
+    time.sleep(max(0.0, stopped + 30 - time.monotonic()))
+    for each in family:
+        each.resume()
+    assert lab.until_regrouped(2).reason == "attic joined"
+    lab.assert_same_bits()
+
+
+def test_a_minute_at_1_mbit_and_a_tenth_of_the_processor_evicts_nobody(labs: Callable[..., Lab]) -> None:
+    lab = labs(3)
+    lab.limit_rate("shelf", 1)
+    lab.slow_processor("attic", 10)
+    time.sleep(60)
+    assert [each.reason for each in lab.regrouped() if each.lost] == []
+    lab.limit_rate("shelf", 100)
+    lab.slow_processor("attic", 0.1)
+    lab.train_on(20)
+    assert [each.reason for each in lab.regrouped() if each.lost] == []
+    lab.assert_same_bits()
+
+
+def test_a_killed_master_is_resumed_with_all_devices(labs: Callable[..., Lab]) -> None:
+    lab = labs(3, "--checkpoint-every", 10)
+    lab.train_on(15)
+    (master,) = [each for each in lab.processes("desk") if "train" in each.cmdline()]
+    master.kill()
+    assert lab.process.wait(60) == 137, lab.said()
+    assert left(lab.process.pid) == []
+    reached = lab.steps_done()
+    lab.begin("--resume", "run", "--steps", 10**6)
+    lab.until(lambda: lab.steps_done() >= reached + 20, "steps after the resume")
+    lab.assert_same_bits()
+
+
+def test_a_device_with_a_wiped_disk_comes_back_with_a_new_token(labs: Callable[..., Lab]) -> None:
+    lab = labs(3)
+    agent, *_ = sorted(lab.processes("shelf"), key=lambda each: each.pid)
+    environment = agent.environ()
+    for each in lab.processes("shelf"):
+        each.kill()
+    lost = lab.until_regrouped(1)
+    assert "(shelf)" in lost.reason
+    assert lost.nodes == 2
+    fresh = lab.folder / "fresh"
+    desk = next(each.environ() for each in lab.processes("desk"))
+    token = subprocess.run([*CLI, "ring", "token"], env=desk, capture_output=True, text=True, check=True, timeout=30)
+    new = subprocess.Popen(
+        ["ip", "netns", "exec", lab.inside("shelf"), *CLI, "node", "--join", "-", "--name", "shelf", "--memory", "1500"],
+        env={**environment, "RINGTMP_CONFIG": str(fresh)}, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert new.stdin is not None
+        new.stdin.write(token.stdout)
+        new.stdin.close()
+        back = lab.until_regrouped(2)
+        assert (back.reason, back.nodes) == ("shelf joined", 3)
+    finally:
+        lab.process.send_signal(signal.SIGINT)
+        lab.process.wait(60)
+        new.terminate()
+        new.wait(20)
+    steps = lab.steps_done() + 2
+    alone = ("--nodes", 1, "--threads", 1, "--steps", steps, "--json", "--quiet")
+    gone_on = ringtmp("train", "--resume", "run", *alone, cwd=lab.folder)
+    calm = ringtmp("train", *FLAGS, *alone, "--run-dir", "calm", cwd=lab.folder)
+    assert json.loads(gone_on.stdout)["weights_sha256"] == json.loads(calm.stdout)["weights_sha256"]
