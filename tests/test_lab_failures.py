@@ -37,7 +37,7 @@ class Lab:
     def __init__(self, folder: Path, devices: int, *more: object) -> None:
         self.folder, self.names = folder, NAMES[:devices]
         (folder / "mine.py").write_text(MODEL)
-        self._file = devices_file(folder, *(device(name, cpu=2 / devices) for name in self.names))
+        self._file = devices_file(folder, *(device(name) for name in self.names))
         self.log = folder / "run" / "events.jsonl"
         self._said = folder / "said"
         self.begin(*FLAGS, "--steps", 10**6, "--run-dir", "run", *more)

@@ -321,8 +321,9 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
-        crew = MemoryCrew(1, threads=threads)
-        if nodes > 1:
+        if nodes == 1:
+            crew = MemoryCrew(1, threads=threads)
+        else:
             crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
     with interruptible() as interruption:
         Session(job, crew, watcher, interruption).train()

@@ -69,8 +69,7 @@ class Rebalancing:
         if self._unproven is None or not balance.watched:
             return
         move, self._unproven = self._unproven, None
-        kept = balance.step_s <= move.step_s * (1 - move.gain / 2)
-        self._pause_s = PAUSE_S if kept else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._pause_s = PAUSE_S if balance.kept(move) else min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._not_before = self._moved_at + self._pause_s
         balance.hold(self._not_before)
 

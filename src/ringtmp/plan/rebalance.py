@@ -41,6 +41,8 @@ ASK_EVERY_S = 15.0
 NEWS = 0.1
 #: Between two moves at least.
 PAUSE_S = 60.0
+#: Off the forecast by this much after a move: the device has changed since, and the move is not to blame.
+CHANGED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,11 @@ class Balance:
 
     def step_took(self, at: float, seconds: float) -> None:
         self._steps.add(at, seconds)
+
+    def kept(self, move: Move) -> bool:
+        """Whether the move this generation came of gave at least half of what it promised, as far as it could."""
+        changed = any(min(_off(older), _off(newer)) > CHANGED for older, newer in self._ratios())
+        return changed or self.step_s <= move.step_s * (1 - move.gain / 2)
 
     def decide(self, now: float, steps_left: int, move_s: float) -> Move | None:
         """`move_s`: what a new generation costs, without the steps done again."""
