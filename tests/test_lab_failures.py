@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,13 +22,14 @@ from commands import CLI, ringtmp
 from ringtmp.metrics import events
 from ringtmp.metrics.events import NodeStarted, Regrouped
 from test_failpoints import MODEL
-from test_lab import device, devices_file, inside, left, needs_isolation
+from test_lab import device, devices_file, inside, left, needs_isolation, throttle
 
 pytestmark = [needs_isolation, pytest.mark.long, pytest.mark.timeout(400)]
 
 NAMES = ("desk", "shelf", "attic", "shed")  # the first is the master
 ADDRESSES = {name: f"10.77.0.{number + 1}" for number, name in enumerate(NAMES)}
 FLAGS = ("--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1)
+CPU = 0.5
 WAIT_S = 90.0
 
 
@@ -37,7 +37,7 @@ class Lab:
     def __init__(self, folder: Path, devices: int, *more: object) -> None:
         self.folder, self.names = folder, NAMES[:devices]
         (folder / "mine.py").write_text(MODEL)
-        self._file = devices_file(folder, *(device(name) for name in self.names))
+        self._file = devices_file(folder, *(device(name, CPU) for name in self.names))
         self.log = folder / "run" / "events.jsonl"
         self._said = folder / "said"
         self.begin(*FLAGS, "--steps", 10**6, "--run-dir", "run", *more)
@@ -105,14 +105,6 @@ class Lab:
             rate = ["rate", f"{round(mbit * 1000)}kbit", "burst", "15140", "latency", "50ms"]
             command = ["tc", "-n", self.inside(where), "qdisc", "replace", "dev", port, "root", "tbf", *rate]
             subprocess.run(command, check=True, timeout=10)
-
-    def slow_processor(self, name: str, factor: float) -> None:
-        for folder, _, files in os.walk("/sys/fs/cgroup"):
-            if folder.endswith(f"/rtlab-{self.process.pid}/{name}"):
-                for file in {"cpu.cfs_quota_us", "cpu.max"} & set(files):
-                    path = Path(folder, file)
-                    quota, *rest = path.read_text().split()
-                    path.write_text(" ".join([str(round(int(quota) / factor)), *rest]))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -208,11 +200,11 @@ def test_a_host_stopped_for_half_a_minute_is_lost_in_time_and_back_when_it_wakes
 def test_a_minute_at_1_mbit_and_a_tenth_of_the_processor_evicts_nobody(labs: Callable[..., Lab]) -> None:
     lab = labs(3)
     lab.limit_rate("shelf", 1)
-    lab.slow_processor("attic", 10)
+    throttle(lab.process.pid, "attic", CPU / 10)
     time.sleep(60)
     assert [each.reason for each in lab.regrouped() if each.lost] == []
     lab.limit_rate("shelf", 100)
-    lab.slow_processor("attic", 0.1)
+    throttle(lab.process.pid, "attic", CPU)
     lab.train_on(20)
     assert [each.reason for each in lab.regrouped() if each.lost] == []
     lab.assert_same_bits()

@@ -66,7 +66,7 @@ def test_the_widest_model_a_plan_accepts_runs_under_its_cap_and_a_little_wider_i
 @pytest.mark.timeout(300)
 def test_snapshots_on_disk_leave_95_percent_of_what_fits_without_under_a_real_cap(tmp_path: Path) -> None:
     """Large layers, whose snapshots in memory would not fit beside them by far. Who takes more than the cap is killed."""
-    file = devices_file(tmp_path, *(device(name, 0.6, 600, 1000) for name in ("desk", "shelf", "attic")))
+    file = devices_file(tmp_path, *(device(name, 0.5, 600, 1000) for name in ("desk", "shelf", "attic")))
 
     def words(width: int, protect: str) -> list[object]:
         return [
@@ -74,8 +74,8 @@ def test_snapshots_on_disk_leave_95_percent_of_what_fits_without_under_a_real_ca
             "--protect", protect, "--all-devices", "--json",
         ]  # fmt: skip
 
-    fits, too_wide = 256, 4096
-    while too_wide - fits > 16:
+    fits, too_wide = 256, 2304
+    while too_wide - fits > 32:
         width = (fits + too_wide) // 32 * 16
         done = ringtmp("plan", "--devices", file, *words(width, "off"), cwd=tmp_path, code=None)
         fits, too_wide = (width, too_wide) if done.returncode == 0 else (fits, width)
