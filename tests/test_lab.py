@@ -92,12 +92,14 @@ def inside(pid: int) -> list[psutil.Process]:
     return found
 
 
-def wait_until(true: Callable[[], object], what: str, process: subprocess.Popen[str] | None = None) -> None:
-    limit = time.monotonic() + 60
+def wait_until(
+    true: Callable[[], object], what: str, process: subprocess.Popen[str] | None = None, seconds: float = 60
+) -> None:
+    limit = time.monotonic() + seconds
     while not true():
         if process is not None and process.poll() is not None:
             raise AssertionError(f"ended too early: {process.communicate()}")
-        assert time.monotonic() < limit, f"no {what} within a minute"
+        assert time.monotonic() < limit, f"no {what} within {seconds:.0f} s"
         time.sleep(0.05)
 
 
