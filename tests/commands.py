@@ -36,7 +36,7 @@ def model():
 """
 
 
-def ringtmp(*args: object, cwd: Path, code: int | None = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+def ringtmp(*args: object, cwd: Path, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
     """To its end, in a process of its own."""
     done = subprocess.run(
         [*CLI, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=100, check=False, **options
@@ -56,8 +56,8 @@ def here(*args: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess
     return _checked(subprocess.CompletedProcess(args, ended, out.getvalue(), err.getvalue()), code)
 
 
-def _checked(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
-    assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+def _checked(done: subprocess.CompletedProcess[str], code: int) -> subprocess.CompletedProcess[str]:
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 

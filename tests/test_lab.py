@@ -92,14 +92,12 @@ def inside(pid: int) -> list[psutil.Process]:
     return found
 
 
-def wait_until(
-    true: Callable[[], object], what: str, process: subprocess.Popen[str] | None = None, seconds: float = 60
-) -> None:
-    limit = time.monotonic() + seconds
+def wait_until(true: Callable[[], object], what: str, process: subprocess.Popen[str] | None = None) -> None:
+    limit = time.monotonic() + 60
     while not true():
         if process is not None and process.poll() is not None:
             raise AssertionError(f"ended too early: {process.communicate()}")
-        assert time.monotonic() < limit, f"no {what} within {seconds:.0f} s"
+        assert time.monotonic() < limit, f"no {what} within a minute"
         time.sleep(0.05)
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import ringtmp
 from ringtmp.bench import forecast
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.machine import Environment
 from ringtmp.bench.measurements import SCHEMA, Measurement, Result
-from ringtmp.metrics import events
-from test_lab import begin, device, devices_file, finish, needs_isolation, wait_until
+from test_lab import begin, device, devices_file, finish, needs_isolation
 
 CAP_MB = 420
 
@@ -61,40 +57,6 @@ def test_the_widest_model_a_plan_accepts_runs_under_its_cap_and_a_little_wider_i
         (process + (peaks[node["node"]] - process) * (too_wide / fits) ** 2) / node["free_bytes"] for node in said
     )
     assert fullest * 1.15 >= 1, f"width {too_wide} was refused, and would have needed {fullest:.0%} of what there is"
-
-
-@needs_isolation
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_snapshots_on_disk_leave_95_percent_of_what_fits_without_under_a_real_cap(tmp_path: Path) -> None:
-    """Large layers, whose snapshots in memory would not fit beside them by far. Who takes more than the cap is killed."""
-    file = devices_file(tmp_path, *(device(name, 0.5, 600, 1000) for name in ("desk", "shelf", "attic")))
-
-    def words(width: int, protect: str) -> list[object]:
-        return [
-            "--model", "mlp", "--set", "depth=6", "--set", f"width={width}", "--data", "random:64x10", "--batch-size", 16,
-            "--protect", protect, "--all-devices", "--json",
-        ]  # fmt: skip
-
-    fits, too_wide = 1024, 4096
-    while too_wide - fits > 64:
-        width = (fits + too_wide) // 2
-        done = ringtmp("plan", "--devices", file, *words(width, "off"), cwd=tmp_path, code=None)
-        fits, too_wide = (width, too_wide) if done.returncode == 0 else (fits, width)
-    wide = math.ceil(fits * 0.95**0.5)
-    process = begin(
-        "lab", "--devices", file, "--", "train", *words(wide, "disk"), "--steps", 10**6, "--run-dir", "run", cwd=tmp_path
-    )  # fmt: skip
-    log = tmp_path / "run" / "events.jsonl"
-    try:
-        wait_until(lambda: log.exists() and b'"type":"snapshot"' in log.read_bytes(), "whole snapshot", process, 120)
-    finally:
-        process.send_signal(signal.SIGINT)
-    finish(process, 130)
-    told = list(events.read(log))
-    whole = next(each for each in told if isinstance(each, events.SnapshotWhole))
-    print(f"width {fits} fits without snapshots; at {wide} that of step {whole.step} was whole on disk")
-    assert [each.text for each in told if isinstance(each, events.Warned)] == []
 
 
 # -- the bench, on paper --------------------------------------------------------------------------------------------------
