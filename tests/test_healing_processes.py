@@ -1,4 +1,5 @@
-"""Real processes stopped, or killed again and again; a killed master resumed: the bits are those of an undisturbed run.
+"""Real processes stopped, or killed again and again, and those that take their place; a killed master resumed: the bits
+are those of an undisturbed run.
 
 Kills at named moments are in test_failpoints.py.
 """
@@ -6,7 +7,10 @@ Kills at named moments are in test_failpoints.py.
 from __future__ import annotations
 
 import json
+import signal
+import statistics
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +75,58 @@ def test_a_killed_master_is_resumed_with_the_same_bits(tmp_path: Path, expected:
     done = here("train", "--resume", tmp_path / "run", "--json", "--quiet", cwd=tmp_path)
     assert json.loads(done.stdout)["weights_sha256"] == expected
     assert not (tmp_path / "run" / "snapshots").exists()
+
+
+def waiting_spare(process: subprocess.Popen[str], used: set[int]) -> int:
+    """The process id of a spare that has loaded all it needs: it waits and uses no processor time."""
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        for each in psutil.Process(process.pid).children():
+            if "spare" in each.cmdline() and each.pid not in used:
+                before = each.cpu_times().user
+                time.sleep(0.5)
+                if before > 0 and each.cpu_times().user == before:
+                    return each.pid
+        time.sleep(0.1)
+    raise AssertionError("no spare process within a minute")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_spare_process_takes_the_place_of_a_killed_one_within_two_seconds(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    # A schedule would depend on the number of steps.
+    flags = ("--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--json", "--quiet")
+    process = begin("train", *flags, "--steps", 10**6, "--nodes", 3, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    run, used = tmp_path / "run", set[int]()
+
+    def told(kind: type[Any]) -> list[Any]:
+        return [each for each in events.read(run / "events.jsonl") if isinstance(each, kind)]
+
+    try:
+        wait_for_step(run, 10, process)
+        for kill in range(3):
+            used.add(spare := waiting_spare(process, used))
+            node = 1 + kill % 2
+            psutil.Process([each.pid for each in told(events.NodeStarted) if each.node == node][-1]).kill()
+            wait_for_step(run, len(told(events.StepDone)) + 20, process)
+            assert [each.pid for each in told(events.NodeStarted) if each.node == node][-1] == spare
+        everyone = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+    finally:
+        process.kill()
+        process.communicate()
+    assert_all_gone(everyone)
+    healed = told(events.Regrouped)
+    assert len(healed) == 3
+    assert statistics.median(each.notice_s + each.seconds for each in healed) < 2, healed
+    assert sorted(each.name for each in (run / "logs").iterdir()) == ["node-1.log", "node-2.log"]
+    steps = max(each.step for each in told(events.StepDone)) + 2
+    gone_on = here("train", "--resume", run, "--nodes", 1, "--steps", steps, "--json", "--quiet", cwd=tmp_path)
+    calm = here("train", *flags, "--nodes", 1, "--steps", steps, cwd=tmp_path)
+    assert json.loads(gone_on.stdout)["weights_sha256"] == json.loads(calm.stdout)["weights_sha256"]
 
 
 @pytest.mark.long

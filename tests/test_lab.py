@@ -22,6 +22,7 @@ import pytest
 from commands import begin
 from ringtmp.cli import lab as verb
 from ringtmp.errors import DoesNotFit, UsageError
+from ringtmp.launch import cgroups
 from ringtmp.launch.lab import LEAST_MEMORY_MB
 from ringtmp.launch.remote import TORCH_BYTES
 
@@ -43,6 +44,17 @@ def devices_file(folder: Path, *devices: dict[str, Any]) -> Path:
 
 def device(name: str, cpu: float = 0.5, memory_mb: float = 2000, link_mbps: float = 100) -> dict[str, Any]:
     return {"name": name, "cpu": cpu, "memory_mb": memory_mb, "link_mbps": link_mbps}
+
+
+def throttle(lab: int, name: str, cpu: float) -> None:
+    """Another share for a device that works, as when it becomes too hot."""
+    tree, (period_us, quota_us) = cgroups.this_tree(), cgroups.quota(cpu)
+    group = tree.cpu / f"rtlab-{lab}" / name
+    if tree.version == 1:
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        (group / "cpu.cfs_period_us").write_text(str(period_us))
+    else:
+        (group / "cpu.max").write_text(f"{quota_us} {period_us}")
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,13 +22,14 @@ from commands import CLI, ringtmp
 from ringtmp.metrics import events
 from ringtmp.metrics.events import NodeStarted, Regrouped
 from test_failpoints import MODEL
-from test_lab import device, devices_file, inside, left, needs_isolation
+from test_lab import device, devices_file, inside, left, needs_isolation, throttle
 
 pytestmark = [needs_isolation, pytest.mark.long, pytest.mark.timeout(400)]
 
 NAMES = ("desk", "shelf", "attic", "shed")  # the first is the master
 ADDRESSES = {name: f"10.77.0.{number + 1}" for number, name in enumerate(NAMES)}
 FLAGS = ("--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1)
+CPU = 0.5
 WAIT_S = 90.0
 
 
@@ -37,7 +37,7 @@ class Lab:
     def __init__(self, folder: Path, devices: int, *more: object) -> None:
         self.folder, self.names = folder, NAMES[:devices]
         (folder / "mine.py").write_text(MODEL)
-        self._file = devices_file(folder, *(device(name, cpu=2 / devices) for name in self.names))
+        self._file = devices_file(folder, *(device(name, CPU) for name in self.names))
         self.log = folder / "run" / "events.jsonl"
         self._said = folder / "said"
         self.begin(*FLAGS, "--steps", 10**6, "--run-dir", "run", *more)
@@ -106,14 +106,6 @@ class Lab:
             command = ["tc", "-n", self.inside(where), "qdisc", "replace", "dev", port, "root", "tbf", *rate]
             subprocess.run(command, check=True, timeout=10)
 
-    def slow_processor(self, name: str, factor: float) -> None:
-        for folder, _, files in os.walk("/sys/fs/cgroup"):
-            if folder.endswith(f"/rtlab-{self.process.pid}/{name}"):
-                for file in {"cpu.cfs_quota_us", "cpu.max"} & set(files):
-                    path = Path(folder, file)
-                    quota, *rest = path.read_text().split()
-                    path.write_text(" ".join([str(round(int(quota) / factor)), *rest]))
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -170,3 +162,96 @@ def test_a_pulled_cable_then_an_owner_lost_with_its_holder(labs: Callable[..., L
     lost = lab.until_regrouped(3)
     assert (lost.source, lost.nodes) == ("checkpoint", 4)
     lab.assert_same_bits()
+
+
+def test_a_lost_route_to_the_master_and_one_between_two_neighbours(labs: Callable[..., Lab]) -> None:
+    lab = labs(4)
+    lab.ip("attic", "route", "add", "blackhole", f"{ADDRESSES['desk']}/32")  # one direction
+    lost = lab.until_regrouped(1)
+    assert "(attic) has not been heard" in lost.reason
+    assert lost.nodes == 3
+    lab.ip("attic", "route", "del", "blackhole", f"{ADDRESSES['desk']}/32")
+    assert lab.until_regrouped(2).reason == "attic joined"
+    lab.ip(lab.node(1), "route", "add", "blackhole", f"{ADDRESSES[lab.node(2)]}/32")
+    link = lab.until_regrouped(3)
+    assert "cannot reach each other" in link.reason
+    assert (link.lost, link.nodes) == ((), 4)
+    lab.train_on(20)
+    lab.assert_same_bits()
+
+
+def test_a_host_stopped_for_half_a_minute_is_lost_in_time_and_back_when_it_wakes(labs: Callable[..., Lab]) -> None:
+    lab = labs(3)
+    family = lab.processes("attic")
+    stopped = time.monotonic()
+    for each in family:
+        each.suspend()
+    lost = lab.until_regrouped(1)
+    assert "(attic) has not been heard" in lost.reason
+    assert lost.nodes == 2
+    assert 3 <= lost.notice_s < 5
+    time.sleep(max(0.0, stopped + 30 - time.monotonic()))
+    for each in family:
+        each.resume()
+    assert lab.until_regrouped(2).reason == "attic joined"
+    lab.assert_same_bits()
+
+
+def test_a_minute_at_1_mbit_and_a_tenth_of_the_processor_evicts_nobody(labs: Callable[..., Lab]) -> None:
+    lab = labs(3)
+    lab.limit_rate("shelf", 1)
+    throttle(lab.process.pid, "attic", CPU / 10)
+    time.sleep(60)
+    assert [each.reason for each in lab.regrouped() if each.lost] == []
+    lab.limit_rate("shelf", 100)
+    throttle(lab.process.pid, "attic", CPU)
+    lab.train_on(20)
+    assert [each.reason for each in lab.regrouped() if each.lost] == []
+    lab.assert_same_bits()
+
+
+def test_a_killed_master_is_resumed_with_all_devices(labs: Callable[..., Lab]) -> None:
+    lab = labs(3, "--checkpoint-every", 10)
+    lab.train_on(15)
+    (master,) = [each for each in lab.processes("desk") if "train" in each.cmdline()]
+    master.kill()
+    assert lab.process.wait(60) == 137, lab.said()
+    assert left(lab.process.pid) == []
+    reached = lab.steps_done()
+    lab.begin("--resume", "run", "--steps", 10**6)
+    lab.until(lambda: lab.steps_done() >= reached + 20, "steps after the resume")
+    lab.assert_same_bits()
+
+
+def test_a_device_with_a_wiped_disk_comes_back_with_a_new_token(labs: Callable[..., Lab]) -> None:
+    lab = labs(3)
+    agent, *_ = sorted(lab.processes("shelf"), key=lambda each: each.pid)
+    environment = agent.environ()
+    for each in lab.processes("shelf"):
+        each.kill()
+    lost = lab.until_regrouped(1)
+    assert "(shelf)" in lost.reason
+    assert lost.nodes == 2
+    fresh = lab.folder / "fresh"
+    desk = next(each.environ() for each in lab.processes("desk"))
+    token = subprocess.run([*CLI, "ring", "token"], env=desk, capture_output=True, text=True, check=True, timeout=30)
+    new = subprocess.Popen(
+        ["ip", "netns", "exec", lab.inside("shelf"), *CLI, "node", "--join", "-", "--name", "shelf", "--memory", "1500"],
+        env={**environment, "RINGTMP_CONFIG": str(fresh)}, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert new.stdin is not None
+        new.stdin.write(token.stdout)
+        new.stdin.close()
+        back = lab.until_regrouped(2)
+        assert (back.reason, back.nodes) == ("shelf joined", 3)
+    finally:
+        lab.process.send_signal(signal.SIGINT)
+        lab.process.wait(60)
+        new.terminate()
+        new.wait(20)
+    steps = lab.steps_done() + 2
+    alone = ("--nodes", 1, "--threads", 1, "--steps", steps, "--json", "--quiet")
+    gone_on = ringtmp("train", "--resume", "run", *alone, cwd=lab.folder)
+    calm = ringtmp("train", *FLAGS, *alone, "--run-dir", "calm", cwd=lab.folder)
+    assert json.loads(gone_on.stdout)["weights_sha256"] == json.loads(calm.stdout)["weights_sha256"]

@@ -202,6 +202,24 @@ def test_a_plan_leaves_room_for_the_snapshots_it_is_told_of() -> None:
         plan(model, there, PlanOptions(1, 1, process_bytes=0.0, protect="memory"))
 
 
+def test_snapshots_on_disk_cost_at_most_a_twentieth_of_the_largest_model() -> None:
+    parameters = 2**21  # a layer of 32 MiB with its gradients and Adam's state
+    each = replace(layer(weights=4 * parameters), optimizer_bytes=8 * parameters)
+    there = [replace(one, memory_bytes=1000.0 * 2**20) for one in devices(4)]
+
+    def fits(count: int, protect: str) -> bool:
+        try:
+            return bool(plan([each] * count, there, PlanOptions(4, 4, protect=protect)).bounds)
+        except DoesNotFit:
+            return False
+
+    most = 4 * ((1000 - 230) // 32)
+    assert fits(most, "off")
+    assert not fits(most + 1, "off")
+    assert fits(math.ceil(0.95 * most), "disk")
+    assert not fits(most // 2, "memory")
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("window", [None, 2, 16])
 def test_a_full_window_is_the_most_any_visit_holds(schedule: str, window: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from ringtmp.config import KeepPart
 from ringtmp.errors import SnapshotUnusable
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
+from ringtmp.plan.memory import PIECES_BYTES
 from ringtmp.ring import protect
 from ringtmp.ring.checkpoint import Progress
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.keeping import LINE_SHARE, Pace
+from ringtmp.ring.keeping import LINE_SHARE, MOST_PIECE_BYTES, Pace
 from ringtmp.ring.node import Node
-from ringtmp.ring.parcel import Parcel, pack
+from ringtmp.ring.parcel import Parcel, Writing, laid_out
 from ringtmp.ring.protect import BUDGET, Protection, interval_steps
 from ringtmp.ring.shelf import Shelf
 from ringtmp.wire.message import Held
+from ringtmp.wire.tensors import raw_bytes
 from test_healing import CASES, Death, Mortal, run
 
 
@@ -34,13 +37,25 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parcel(step: int = 3, layer: int = 1) -> Parcel:
     state = {("weight", "step"): torch.tensor(4.0), ("weight", "exp_avg"): torch.randn(5, 3).t()}
-    return pack(step, layer, [torch.randn(5, 3).t(), torch.arange(4)], state).sealed()
+    return packed(step, layer, [torch.randn(5, 3).t(), torch.arange(4)], state)
+
+
+def packed(step: int, layer: int, tensors: list[torch.Tensor], state: dict[Any, torch.Tensor]) -> Parcel:
+    label, views = laid_out(step, layer, tensors, state)
+    writing = Writing(label)
+    for view in views:
+        writing.add(view)
+    return writing.parcel()
+
+
+def put(shelf: Shelf, given: Parcel, mode: str) -> str | None:
+    return shelf.put(given.label, [raw_bytes(given.body)], mode)
 
 
 def test_a_parcel_gives_back_bits_strides_and_boundaries() -> None:
     tensors = [torch.randn(5, 3).t(), torch.randn(7)[1:], torch.arange(4)]
     state = {("weight", "step"): torch.tensor(4.0)}
-    given, states = pack(3, 1, tensors, state).sealed().unpack()
+    given, states = packed(3, 1, tensors, state).unpack()
     for before, after in zip([*tensors, *state.values()], [*given, *states.values()], strict=True):
         assert before.equal(after)
         assert before.stride() == after.stride()
@@ -59,7 +74,7 @@ def test_a_parcel_with_one_bit_changed_is_refused() -> None:
 def test_a_shelf_keeps_parcels_until_they_may_go(mode: str, tmp_path: Path) -> None:
     shelf = Shelf(tmp_path / "shelf")
     for step in (3, 6):
-        assert shelf.put(parcel(step), mode) is None
+        assert put(shelf, parcel(step), mode) is None
     assert shelf.contents() == ((3, 1), (6, 1))
     found = shelf.get(3, 1)
     assert found is not None
@@ -72,15 +87,80 @@ def test_a_shelf_keeps_parcels_until_they_may_go(mode: str, tmp_path: Path) -> N
     assert not (tmp_path / "shelf").exists()
 
 
+@pytest.mark.parametrize("mode", ["memory", "disk"])
+def test_a_parcel_that_comes_in_pieces_is_refused_if_a_bit_changed_and_leaves_nothing_when_given_up(
+    mode: str, tmp_path: Path
+) -> None:
+    shelf, made = Shelf(tmp_path / "shelf"), parcel()
+    body = raw_bytes(made.body)
+
+    def bring(content: memoryview) -> str | None:
+        assert shelf.begin(made.label, mode) is None
+        pieces = [content[start : start + 10] for start in range(0, len(content), 10)]
+        return next(filter(None, (shelf.add(made.label, each) for each in pieces)), None)
+
+    assert bring(body[:-1]) is None
+    assert "does not match its digest" in (shelf.finish(made.label) or "")
+    changed = bytearray(body)
+    changed[5] ^= 1
+    assert bring(memoryview(changed)) is None
+    assert "does not match its digest" in (shelf.finish(made.label) or "")
+    assert "has more bytes" in (bring(memoryview(bytes(body) + b"more")) or "")
+    assert bring(body) is None
+    assert shelf.awaits(made.label)
+    shelf.discard(3)
+    assert not shelf.awaits(made.label)
+    assert list(tmp_path.rglob("*-1")) == []
+    assert bring(body) is None
+    assert shelf.finish(made.label) is None
+    piece = shelf.piece(made.label, 7, 10**6)
+    assert piece is not None
+    assert piece.equal(made.body[7:])
+    assert shelf.label(3, 1) == made.label
+
+
+def test_a_large_layer_goes_to_disk_and_to_a_neighbour_without_being_in_memory_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = [torch.ones(2**22)]  # 16 MiB
+    owner, holder = Shelf(tmp_path / "owner"), Shelf(tmp_path / "holder")
+    made, empty = [0], torch.empty
+
+    def counted(size: int, **how: Any) -> torch.Tensor:
+        made.append(size)
+        return empty(size, **how)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    tracemalloc.start()  # of all but tensors
+    try:
+        label, views = laid_out(3, 1, layer, {})
+        assert owner.put(label, views, "disk") is None
+        sealed = owner.label(3, 1)
+        assert sealed is not None
+        assert holder.begin(sealed, "disk") is None
+        for start in range(0, sealed.size, MOST_PIECE_BYTES):
+            piece = owner.piece(sealed, start, MOST_PIECE_BYTES)
+            assert piece is not None
+            assert holder.add(sealed, raw_bytes(piece)) is None
+        assert holder.finish(sealed) is None
+        assert tracemalloc.get_traced_memory()[1] + max(made) < PIECES_BYTES
+    finally:
+        tracemalloc.stop()
+    monkeypatch.undo()
+    found = holder.get(3, 1)
+    assert found is not None
+    assert found.unpack()[0][0].equal(layer[0])
+
+
 def test_auto_takes_memory_where_there_is_room_then_the_disk_then_nothing(tmp_path: Path) -> None:
     roomy, tight = Shelf(tmp_path / "a", lambda: 2**30), Shelf(tmp_path / "b", lambda: 100)
-    assert roomy.put(parcel(), "auto") is None
+    assert put(roomy, parcel(), "auto") is None
     assert not (tmp_path / "a").exists()
-    assert tight.put(parcel(), "auto") is None
+    assert put(tight, parcel(), "auto") is None
     assert (tmp_path / "b" / "3-1").exists()
-    assert Shelf(None, lambda: 100).put(parcel(), "auto") == "there is neither memory nor a disk for it"
+    assert put(Shelf(None, lambda: 400), parcel(), "auto") == "there is neither memory nor a disk for it"
     (tmp_path / "file").write_text("in the way")
-    assert Shelf(tmp_path / "file" / "c").put(parcel(), "disk") == "Not a directory"
+    assert put(Shelf(tmp_path / "file" / "c"), parcel(), "disk") == "Not a directory"
 
 
 def test_the_interval_keeps_the_cost_within_the_budget() -> None:
@@ -174,14 +254,14 @@ def test_a_fast_line_is_not_held_back_nor_one_whose_rate_nobody_knows() -> None:
 def test_what_a_checkpoint_needs_is_left_free(tmp_path: Path) -> None:
     made = parcel()
     shelf = Shelf(tmp_path / "shelf", lambda: 2000)
-    assert shelf.refuses(made.label.size) is None
+    assert put(shelf, made, "memory") is None
     shelf.reserve_bytes = 1900
-    assert shelf.put(made, "memory") == "no memory is free"
-    assert shelf.put(made, "auto") is None
-    assert (tmp_path / "shelf" / "3-1").exists()
-    assert shelf.refuses(200) == (
-        "100 B of memory are left beside the 1.9 KiB of a checkpoint, and a layer of 200 B does not fit in"
+    assert put(shelf, parcel(6), "memory") == (
+        f"100 B of memory are left beside the 1.9 KiB of a checkpoint, and a layer of {made.label.size} B does not fit in"
     )
+    assert put(shelf, parcel(6), "auto") is None
+    assert (tmp_path / "shelf" / "6-1").exists()
+    shelf.discard(6)
     shelf.discard(3)
     assert shelf.contents() == ()
 

@@ -320,8 +320,11 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
 def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
-        notice_s = job.config.keep.notice_s
-        crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, job.run.logs, notice_s)
+        keep = job.config.keep
+        if nodes == 1:
+            crew = MemoryCrew(1, threads=threads)
+        else:
+            crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
     with interruptible() as interruption:
         Session(job, crew, watcher, interruption).train()
 

@@ -34,6 +34,7 @@ class Rebalancing:
         self._decided_at = 0.0
         self._from_step = 0  # a snapshot of this step or later will do
         self._not_before = 0.0
+        self._calm_until = 0.0
         self._pause_s = PAUSE_S
         self._move_s = MOVE_S
         self._clock: Callable[[], float] = time.monotonic
@@ -47,6 +48,7 @@ class Rebalancing:
             # The master has the last visit too.
             members = [visit.node for visit in plan.setup.route.visits[:-1]]
             self._balance = Balance(plan.planned, plan.brief.devices, members, self._not_before)
+            self._balance.calm(self._calm_until)
 
     def _heard(self, times: NodeTimes) -> None:
         if self._balance is not None:
@@ -69,10 +71,9 @@ class Rebalancing:
         if self._unproven is None or not balance.watched:
             return
         move, self._unproven = self._unproven, None
-        kept = balance.step_s <= move.step_s * (1 - move.gain / 2)
-        self._pause_s = PAUSE_S if kept else min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._not_before = self._moved_at + self._pause_s
-        balance.hold(self._not_before)
+        self._pause_s = PAUSE_S if balance.kept(move) else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._calm_until = self._moved_at + self._pause_s
+        balance.calm(self._calm_until)
 
     def at_rest(self, leader: Leader, protection: Protection) -> bool:
         """The ring stands still: a moment to try lines that are suspected. True if it was taken."""
@@ -105,7 +106,7 @@ class Rebalancing:
         move = self._move
         assert move is not None, "there is something to move"
         self._unproven, self._moved_at = move, self._clock()
-        self._not_before = self._moved_at + self._pause_s
+        self._not_before, self._calm_until = self._moved_at + PAUSE_S, self._moved_at + self._pause_s
         return move
 
     def moved(self, event: Regrouped, move: Move) -> str:

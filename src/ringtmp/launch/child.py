@@ -18,26 +18,36 @@ STOP_LIMIT_S = 3.0
 
 
 def spawn(orders: Orders, log: Path) -> subprocess.Popen[bytes]:
-    """A session of its own, so that Ctrl-C reaches its parent alone. Over TCP its first line of output is awaited."""
-    environment = dict(os.environ, OMP_NUM_THREADS=str(orders.threads), PYTHONUNBUFFERED="1")
+    """A compute process that has its orders. Over TCP its first line of output is awaited."""
+    child = start(log, orders.threads, orders.secure)
+    give(child, orders)
+    return child
+
+
+def start(log: Path | None, threads: int, secure: bool, *words: str) -> subprocess.Popen[bytes]:
+    """One that waits for orders; a session of its own, so that Ctrl-C reaches its parent alone."""
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
     environment.pop("RINGTMP_TOKEN", None)  # the agent's business alone
     try:
-        with log.open("ab") as file:
-            child = subprocess.Popen(
+        with open(log or os.devnull, "ab") as file:
+            return subprocess.Popen(
                 # -P: the user's folder is not on the path, so no file of theirs can be imported by accident.
-                [sys.executable, "-P", "-m", "ringtmp.launch.compute"],
+                [sys.executable, "-P", "-m", "ringtmp.launch.compute", *words],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if orders.secure else file,
+                stdout=subprocess.PIPE if secure else file,
                 stderr=file,
                 env=environment,
                 start_new_session=True,
             )
     except OSError as error:
-        raise UsageError(f"cannot start a process for node {orders.node}: {error.strerror}") from error
+        raise UsageError(f"cannot start a compute process: {error.strerror}") from error
+
+
+def give(child: subprocess.Popen[bytes], orders: Orders) -> None:
     assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(orders) + b"\n")
-    child.stdin.flush()
-    return child
+    with contextlib.suppress(BrokenPipeError):  # it has died: whoever looks after it will see
+        child.stdin.write(msgspec.json.encode(orders) + b"\n")
+        child.stdin.flush()
 
 
 def let_go(child: subprocess.Popen[bytes]) -> None:

@@ -28,6 +28,7 @@ class Orders(msgspec.Struct, frozen=True):
     secure: bool = False
     memory_bytes: int = 0  # what this device lends; 0: what is free
     shelf: str = ""  # a folder for snapshots; whoever gives the orders removes it
+    log: str = ""  # a file to write to from here on; empty: as it was started
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -36,13 +37,22 @@ class Bound(msgspec.Struct, frozen=True):
     address: Address
 
 
+#: On the command line: load everything before orders come.
+SPARE = "spare"
 WAIT_S = 0.2
 FAREWELL_LIMIT_S = 1.0
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
+    if SPARE in sys.argv[1:]:
+        _load()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0  # a spare one that was not needed: its parent is gone
+    orders = msgspec.json.decode(line, type=Orders)
+    if orders.log:
+        _write_to(orders.log)
     threading.Thread(target=_follow_parent, daemon=True).start()
 
     from ringtmp.transport.curve import new_key_pair
@@ -54,16 +64,15 @@ def main() -> int:
         sys.stdout.buffer.write(msgspec.json.encode(Bound(transport.address)) + b"\n")
         sys.stdout.buffer.flush()
 
-    from ringtmp.resources import free_memory_bytes, limit_memory, loading, set_threads
-
-    with loading():
-        from ringtmp.plan.route import MASTER
-        from ringtmp.ring.endpoint import Endpoint
-        from ringtmp.ring.scout import answer
-        from ringtmp.ring.shelf import Shelf
-        from ringtmp.ring.worker import Worker
-        from ringtmp.strategies.catalog import member
-        from ringtmp.wire.message import Failed
+    _load()
+    from ringtmp.plan.route import MASTER
+    from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
+    from ringtmp.ring.endpoint import Endpoint
+    from ringtmp.ring.scout import answer
+    from ringtmp.ring.shelf import Shelf
+    from ringtmp.ring.worker import Worker
+    from ringtmp.strategies.catalog import member
+    from ringtmp.wire.message import Failed
 
     set_threads(orders.threads)
     if orders.secure:
@@ -86,6 +95,23 @@ def main() -> int:
         endpoint.wait(0.02)
     endpoint.close()
     return code
+
+
+def _load() -> None:
+    """Torch above all: two seconds on a fast machine."""
+    from ringtmp.resources import loading
+
+    with loading():
+        import ringtmp.ring.scout
+        import ringtmp.strategies.catalog
+        import ringtmp.transport.zeromq  # noqa: F401
+
+
+def _write_to(log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
 
 
 def _follow_parent() -> None:

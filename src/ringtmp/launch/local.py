@@ -23,6 +23,7 @@ from ringtmp.launch import described
 from ringtmp.launch.child import end, is_stopped, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
+from ringtmp.launch.spare import Spare
 from ringtmp.plan.device import Device
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import machine_free_bytes, own_memory_bytes, rss_bytes
@@ -31,11 +32,14 @@ from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
 from ringtmp.wire.address import Address
 
+STEPS_BEFORE_SPARE = 3
+
 
 class LocalCrew:
     alike = True
 
-    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0) -> None:
+    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False) -> None:
+        """`spare`: have a process ready for the place of one that dies."""
         self.nodes = nodes
         self.threads = threads
         self._logs = logs
@@ -46,6 +50,8 @@ class LocalCrew:
         self._notice_s = notice_s
         self._stopped: set[int] = set()
         self._stopped_at: dict[int, float] = {}
+        self._spare = Spare(threads) if spare else None
+        self._at = (0, 0)  # the step, and how many there were since the ring was laid out
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
@@ -97,6 +103,7 @@ class LocalCrew:
                 self._spawn(node, ring, generation)
         self._stopped.clear()
         self._stopped_at.clear()
+        self._at = (0, 0)
         return living
 
     def _spawn(self, node: int, ring: str, generation: int) -> None:
@@ -106,9 +113,11 @@ class LocalCrew:
             ring, generation, node, addresses[node].endpoints, addresses[0], self.threads,
             shelf=str(self._shelf(node)),
         )  # fmt: skip
-        self._children[node] = spawn(orders, self._log(node))
+        ready = self._spare.take(orders, self._log(node)) if self._spare is not None else None
+        self._children[node] = ready or spawn(orders, self._log(node))
 
     def check(self, step: int) -> None:
+        self._mind_the_spare(step)
         now = time.monotonic()
         since, self._checked = now - self._checked, now
         for node, child in self._children.items():
@@ -122,6 +131,14 @@ class LocalCrew:
                     node,
                     since,
                 )
+
+    def _mind_the_spare(self, step: int) -> None:
+        """Only once steps are done is it known how much memory the run leaves."""
+        before, steps = self._at
+        if step != before:
+            self._at = (step, steps + 1)
+        if self._spare is not None and steps >= STEPS_BEFORE_SPARE:
+            self._spare.mind()
 
     def _check_stopped(self, node: int, child: subprocess.Popen[bytes], step: int, now: float) -> None:
         """Stopped for longer than the limit is lost. Slow is not: a slow process is not stopped."""
@@ -146,6 +163,8 @@ class LocalCrew:
 
     def stop(self) -> None:
         """End every child and remove the sockets. Safe to call twice."""
+        if self._spare is not None:
+            self._spare.end()
         for child in self._children.values():
             let_go(child)
         for child in self._children.values():

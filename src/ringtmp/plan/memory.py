@@ -9,7 +9,7 @@ formula, and what is told and refused counts what the simulation held, and one m
 waits, and what has left and is not yet acknowledged, one more than is held. Working space: a backward builds gradients of
 activations while it frees them; the largest layer's stored bytes stand for it. Snapshots are of weights and optimizer
 state, a node's own and those it holds for the one before it in the ring (the master's own stay with it). In memory there are
-two of each, the whole one and the next; on disk a layer of each is in memory while it is written or sent. What they take
+two of each, the whole one and the next; on disk pieces of each are in memory while it is sent or received. What they take
 where it is left to the nodes (auto) is never more than there is.
 """
 
@@ -29,6 +29,8 @@ from ringtmp.units import bytes_text
 
 #: A compute process with torch loaded, before it holds a single weight.
 PROCESS_BYTES = 230 * 2**20
+#: Of a snapshot on disk, while it is written, sent or received: a few pieces.
+PIECES_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def _snapshot_bytes(table: CostTable, route: Route, node: int, protect: str, spa
         owners.append(max(route.nodes()))  # the last worker's clockwise neighbour
     states = [[_state_bytes(table, i) for visit in route.on(owner) for i in visit.layers] for owner in owners]
     in_memory = 2 * sum(map(sum, states))
-    on_disk = sum(max(each, default=0.0) for each in states)
+    on_disk = sum(min(PIECES_BYTES, max(each, default=0.0)) for each in states)
     if protect != "auto":
         return in_memory if protect == "memory" else on_disk
     return next((each for each in (in_memory, on_disk) if each <= spare_bytes), 0.0)

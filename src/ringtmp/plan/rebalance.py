@@ -41,6 +41,8 @@ ASK_EVERY_S = 15.0
 NEWS = 0.1
 #: Between two moves at least.
 PAUSE_S = 60.0
+#: Off the forecast by this much: the device has changed since the last move, which is then neither to blame nor waited out.
+CHANGED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Balance:
         self._everyone = tuple(everyone)
         self._number = {number: node for node, number in enumerate(members)}
         self._not_before = not_before
+        self._calm_until = 0.0
         self._next_look = 0.0
         self._forecast_s = _compute_s(plan)
         self._computed = [_Window() for _ in members]
@@ -83,9 +86,9 @@ class Balance:
         """Long enough to tell."""
         return all(window.full for window in (self._steps, *self._computed))
 
-    def hold(self, until: float) -> None:
-        """No move before."""
-        self._not_before = max(self._not_before, until)
+    def calm(self, until: float) -> None:
+        """No move before, unless a device changes: forecasts have not been worth much."""
+        self._calm_until = until
 
     def heard(self, number: int, at: float, compute_s: float) -> None:
         """A node's share of a step."""
@@ -95,12 +98,16 @@ class Balance:
     def step_took(self, at: float, seconds: float) -> None:
         self._steps.add(at, seconds)
 
+    def kept(self, move: Move) -> bool:
+        """Whether the move this generation came of gave at least half of what it promised, as far as it could."""
+        return self._changed() or self.step_s <= move.step_s * (1 - move.gain / 2)
+
     def decide(self, now: float, steps_left: int, move_s: float) -> Move | None:
         """`move_s`: what a new generation costs, without the steps done again."""
         if now < max(self._not_before, self._next_look):
             return None
         self._next_look = now + WATCH_S / LOOKS
-        if not self.watched:
+        if not self.watched or (now < self._calm_until and not self._changed()):
             return None
         reason = self._slow_line or self._straying()
         ratios = [newer for _, newer in self._ratios()]
@@ -135,7 +142,7 @@ class Balance:
 
     def suspects_lines(self, now: float) -> bool:
         """Whether steps are longer than they were, and no processor is the reason."""
-        if now < self._not_before or not self.watched:
+        if now < max(self._not_before, self._calm_until) or not self.watched:
             return False
         older, newer = self._steps.halves()
         if self._usual_s is None:
@@ -167,6 +174,9 @@ class Balance:
             older, newer = window.halves()
             found.append((older / forecast_s, newer / forecast_s) if forecast_s > 0 else (1.0, 1.0))
         return found
+
+    def _changed(self) -> bool:
+        return any(min(_off(older), _off(newer)) > CHANGED for older, newer in self._ratios())
 
     def _straying(self) -> str | None:
         """Who is off, the furthest first; None if nobody is."""

@@ -14,13 +14,12 @@ from collections import deque
 from dataclasses import dataclass
 
 import msgspec
-import torch
 
 from ringtmp.errors import SnapshotUnusable
 from ringtmp.plan.route import MASTER, Route
 from ringtmp.ring.checkpoint import LayerTensors
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.parcel import Label, Parcel, pack
+from ringtmp.ring.parcel import Label, laid_out
 from ringtmp.ring.stage import Stage
 from ringtmp.transport.base import Channel
 from ringtmp.wire.message import Held, Keep, LayerState, Missing, Recall, Void, Whole
@@ -42,7 +41,6 @@ class _Going:
 
     label: Label
     seconds: float
-    parcel: Parcel | None = None  # in memory from its first piece to its last
     sent: int = 0
 
 
@@ -72,8 +70,10 @@ class Pace:
 
 @dataclass
 class _Coming:
+    """A neighbour's parcel on its way to the shelf."""
+
     label: Label
-    body: torch.Tensor
+    arrived: int = 0
     seconds: float = 0.0
 
 
@@ -95,15 +95,11 @@ class Keeping:
         self._going = deque(each for each in self._going if each.label.step == step)
         for layer in stage.visit.layers:
             began = self._endpoint.clock()
-            tensors, state = stage.layer_state(layer)
-            size = sum(each.nbytes for each in (*tensors, *state.values()))
-            if not size:
+            label, views = laid_out(step, layer, *stage.layer_state(layer))
+            if not label.size:
                 continue
-            label, trouble = None, self._endpoint.shelf.refuses(size)
-            if trouble is None:
-                parcel = pack(step, layer, tensors, state).sealed()
-                label, trouble = parcel.label, self._endpoint.shelf.put(parcel, self._mode)
-                del parcel  # on the shelf, perhaps in a file
+            trouble = self._endpoint.shelf.put(label, views, self._mode)
+            del views
             seconds = self._endpoint.clock() - began
             if trouble is not None:
                 self._endpoint.shelf.discard(step)
@@ -111,8 +107,9 @@ class Keeping:
             if trouble is not None or self.holder is None:
                 self._endpoint.post(MASTER, Held(step, layer, self._endpoint.node, seconds, 0.0, trouble or ""))
             else:
-                assert label is not None
-                self._going.append(_Going(label, seconds))
+                kept = self._endpoint.shelf.label(step, layer)
+                assert kept is not None
+                self._going.append(_Going(kept, seconds))
             if trouble is not None:
                 return
 
@@ -127,14 +124,12 @@ class Keeping:
             return False
         going = self._going[0]
         label, start = going.label, going.sent
-        if going.parcel is None:
-            going.parcel = self._endpoint.shelf.get(label.step, label.layer)
-        if going.parcel is None:
+        piece = self._endpoint.shelf.piece(label, start, self._pace.piece_bytes(now))
+        if piece is None:
             self._going.clear()
             trouble = f"layer {label.layer} as of step {label.step} cannot be read back"
             self._endpoint.post(MASTER, Held(label.step, label.layer, self._endpoint.node, 0.0, 0.0, trouble))
             return False
-        piece = going.parcel.body[start : start + self._pace.piece_bytes(now)]
         going.sent += piece.numel()
         going.seconds += self._endpoint.clock() - now
         last = going.sent == label.size
@@ -178,37 +173,28 @@ class Keeping:
         began = self._endpoint.clock()
         key = (mail.sender, message.layer)
         piece = mail.present()[0]
+        trouble: str | None = None
         if message.start == 0:
             label = msgspec.msgpack.decode(message.label, type=Label)
-            if (trouble := self._endpoint.shelf.refuses(label.size)) is not None:
-                self._endpoint.post(MASTER, Held(label.step, label.layer, mail.sender, message.seconds, 0.0, trouble))
-                self._endpoint.shelf.discard(label.step)
-                self._coming.pop(key, None)
-                return
-            body = piece if label.size == piece.numel() else torch.empty(label.size, dtype=torch.uint8)
-            self._coming[key] = _Coming(label, body)
+            self._coming[key] = _Coming(label)
+            trouble = self._endpoint.shelf.begin(label, self._mode)
         coming = self._coming.get(key)
-        if coming is None:
-            return  # of a parcel that was refused
-        if coming.body is not piece:
-            raw_bytes(coming.body)[message.start : message.start + piece.numel()] = raw_bytes(piece)
-        if message.start + piece.numel() == coming.label.size:
+        if coming is None or not (trouble or self._endpoint.shelf.awaits(coming.label)):
+            return  # of a parcel that was refused, or of a snapshot that was given up
+        trouble = trouble or self._endpoint.shelf.add(coming.label, raw_bytes(piece))
+        coming.arrived += piece.numel()
+        if trouble is not None or coming.arrived >= coming.label.size:
             del self._coming[key]
-            self._hold(message, mail.sender, coming, began)
+            self._hold(message, mail.sender, coming, began, trouble)
         else:
             coming.seconds += self._endpoint.clock() - began
 
-    def _hold(self, message: Keep, owner: int, coming: _Coming, began: float) -> None:
+    def _hold(self, message: Keep, owner: int, coming: _Coming, began: float, trouble: str | None) -> None:
         """Whole: say so, or why not."""
-        parcel = Parcel(coming.label, coming.body)
-        trouble: str | None
-        try:
-            parcel.check()
-        except SnapshotUnusable as error:
-            trouble = str(error)
+        label = coming.label
+        if trouble is not None:
+            self._endpoint.shelf.discard(label.step)
         else:
-            trouble = self._endpoint.shelf.put(parcel, self._mode)
+            trouble = self._endpoint.shelf.finish(label)
         seconds = coming.seconds + self._endpoint.clock() - began
-        self._endpoint.post(
-            MASTER, Held(coming.label.step, message.layer, owner, message.seconds, seconds, trouble or "")
-        )
+        self._endpoint.post(MASTER, Held(label.step, message.layer, owner, message.seconds, seconds, trouble or ""))

@@ -1,17 +1,18 @@
 """A layer's state as one run of bytes with a label: what a snapshot consists of.
 
-Packing copies, so training may change the tensors at once. The digest is of the bytes; unpacking refuses others.
+Writing copies, so training may change the tensors at once. The digest is of the bytes; unpacking refuses others.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import BinaryIO
 
 import msgspec
 import torch
 
-from ringtmp.errors import SnapshotUnusable
+from ringtmp.errors import ProtocolError, SnapshotUnusable
 from ringtmp.ring.checkpoint import LayerTensors, StateName
 from ringtmp.wire.tensors import Landing, TensorSpec, payload, raw_bytes
 
@@ -27,27 +28,56 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes = b""  # known when the last byte has been seen
 
 
-def pack(step: int, layer: int, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]) -> Parcel:
+def laid_out(
+    step: int, layer: int, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
+) -> tuple[Label, list[memoryview]]:
+    """A label, without a digest yet, and the bytes where they lie: nothing is copied unless a tensor has holes."""
     specs, views = payload([*tensors, *state.values()])
-    body = torch.empty(sum(map(len, views)), dtype=torch.uint8)
-    if body.numel():
-        memory, start = raw_bytes(body), 0
-        for view in views:
-            memory[start : start + len(view)] = view
-            start += len(view)
     # Whoever unpacks gets fresh memory, which begins on a boundary as everything a stage owns does.
     aligned = tuple(msgspec.structs.replace(each, offset=0) for each in specs if each is not None)
-    return Parcel(Label(step, layer, tuple(state), aligned, body.numel()), body)
+    return Label(step, layer, tuple(state), aligned, sum(map(len, views))), views
+
+
+class Writing:
+    """Bytes on their way into a parcel, in order, in memory or into a file; their digest is taken as they pass."""
+
+    def __init__(self, label: Label, file: BinaryIO | None = None) -> None:
+        self.label = label
+        self.file = file
+        self._body = torch.empty(0 if file is not None else label.size, dtype=torch.uint8)
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._size = 0
+
+    def add(self, piece: memoryview) -> None:
+        """OSError if the file does not take it, ProtocolError if there is more than was said."""
+        if self._size + len(piece) > self.label.size:
+            raise ProtocolError(
+                f"layer {self.label.layer} has more bytes than the {self.label.size} it was said to have"
+            )
+        self._digest.update(piece)
+        if self.file is not None:
+            self.file.write(piece)
+        elif len(piece):
+            raw_bytes(self._body)[self._size : self._size + len(piece)] = piece
+        self._size += len(piece)
+
+    @property
+    def whole(self) -> bool:
+        return self._size == self.label.size
+
+    def sealed(self) -> Label:
+        """The label with the digest of what has passed."""
+        return msgspec.structs.replace(self.label, digest=self._digest.digest())
+
+    def parcel(self) -> Parcel:
+        """Of one in memory."""
+        return Parcel(self.sealed(), self._body)
 
 
 class Parcel:
     def __init__(self, label: Label, body: torch.Tensor) -> None:
         self.label = label
         self.body = body
-
-    def sealed(self) -> Parcel:
-        """With its digest."""
-        return Parcel(msgspec.structs.replace(self.label, digest=digest_of(self.body)), self.body)
 
     def check(self) -> None:
         """Raises SnapshotUnusable if the bytes are not those that were packed."""

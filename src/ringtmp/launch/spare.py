@@ -1,0 +1,77 @@
+"""A compute process kept ready for the place of one that dies: it has loaded torch, which takes longer than all the rest
+of healing, and waits for its orders.
+
+It takes no part in a plan's memory forecast because it gives way: none is started unless several times its size is free,
+and it ends when memory becomes short. Its parent's end is its own: what it waits for is a line from its parent's pipe.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ringtmp.errors import UsageError
+from ringtmp.launch.child import give, let_go, start
+from ringtmp.launch.compute import SPARE, Orders
+from ringtmp.plan.memory import PROCESS_BYTES
+from ringtmp.resources import machine_free_bytes
+
+#: A short run needs none; nor does one that loses nodes faster than they load.
+AFTER_S = 5.0
+LOOK_EVERY_S = 1.0
+#: So many times its size must be free before it is started, and once its size for it to stay.
+ROOM = 4
+
+
+class Spare:
+    """At most one process. Whoever has it must `mind` it now and then, and `end` it."""
+
+    def __init__(
+        self, threads: int, free_bytes: Callable[[], int] = machine_free_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._threads = threads
+        self._free_bytes = free_bytes
+        self._clock = clock
+        self._child: subprocess.Popen[bytes] | None = None
+        self._due = clock() + AFTER_S
+
+    def mind(self) -> None:
+        """Start one when it is time and there is room; let it go when there is not."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + LOOK_EVERY_S
+        if self._child is None:
+            if self._free_bytes() >= ROOM * PROCESS_BYTES:
+                try:
+                    self._child = start(None, self._threads, False, SPARE)
+                except UsageError:  # the run does not depend on it
+                    self._due = math.inf
+        elif self._child.poll() is not None:  # something ended it, and would again
+            self.end()
+            self._due = math.inf
+        elif self._free_bytes() < PROCESS_BYTES:
+            self.end()
+
+    def take(self, orders: Orders, log: Path) -> subprocess.Popen[bytes] | None:
+        """The process, with its orders; from here on it is the caller's, and writes to `log`. None: there is none."""
+        child, self._child = self._child, None
+        self._due = self._clock() + AFTER_S
+        if child is None or child.poll() is not None:
+            return None
+        give(child, msgspec.structs.replace(orders, log=str(log)))
+        return child
+
+    def end(self) -> None:
+        """It has nothing to save, and while it loads it does not listen."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            let_go(child)

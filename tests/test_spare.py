@@ -1,0 +1,126 @@
+"""A compute process that waits for the place of one that dies: real processes, and a clock and a memory that are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ringtmp.launch.child import end
+from ringtmp.launch.compute import Orders
+from ringtmp.launch.spare import AFTER_S, LOOK_EVERY_S, ROOM, Spare
+from ringtmp.plan.memory import PROCESS_BYTES
+from ringtmp.transport.zeromq import ipc_address
+
+
+class World:
+    now = 0.0
+    free_bytes = ROOM * PROCESS_BYTES
+
+    def spare(self) -> Spare:
+        return Spare(1, free_bytes=lambda: self.free_bytes, clock=lambda: self.now)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def spare(world: World) -> Iterator[Spare]:
+    made = world.spare()
+    yield made
+    made.end()
+
+
+def processes() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "spare" in each.cmdline()]
+
+
+def runs(process: psutil.Process) -> bool:
+    """One that has ended and that nobody has asked about yet does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_spare_process_comes_after_a_while_where_there_is_room_and_goes_when_memory_is_short(
+    world: World, spare: Spare
+) -> None:
+    spare.mind()
+    assert processes() == []
+    world.now, world.free_bytes = AFTER_S, ROOM * PROCESS_BYTES - 1
+    spare.mind()
+    assert processes() == []
+    world.now, world.free_bytes = world.now + LOOK_EVERY_S, ROOM * PROCESS_BYTES
+    spare.mind()
+    (waiting,) = processes()
+    world.now, world.free_bytes = world.now + LOOK_EVERY_S, PROCESS_BYTES
+    spare.mind()
+    assert processes() == [waiting], "what it was started for is still there"
+    world.now, world.free_bytes = world.now + LOOK_EVERY_S, PROCESS_BYTES - 1
+    spare.mind()
+    assert processes() == []
+
+
+def test_a_spare_process_that_something_ends_is_not_started_again_and_again(world: World, spare: Spare) -> None:
+    world.now = AFTER_S
+    spare.mind()
+    (waiting,) = processes()
+    waiting.kill()
+    os.waitid(os.P_PID, waiting.pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(3):
+        world.now += 10 * AFTER_S
+        spare.mind()
+        assert processes() == []
+    assert spare.take(Orders("r", 1, 1, ("", "", ""), ipc_address("/nowhere", 0), 1), Path(os.devnull)) is None
+
+
+def test_a_spare_process_gets_orders_once_and_writes_to_the_log_of_the_node_it_becomes(
+    world: World, spare: Spare, tmp_path: Path
+) -> None:
+    world.now = AFTER_S
+    spare.mind()
+    (waiting,) = processes()
+    log = tmp_path / "node-1.log"
+    log.write_text("of the one before\n")
+    # A folder that is not there: it says so, and ends.
+    orders = Orders("r", 1, 1, ipc_address(str(tmp_path / "none"), 1).endpoints, ipc_address(str(tmp_path), 0), 1)
+    child = spare.take(orders, log)
+    assert child is not None
+    assert child.pid == waiting.pid
+    assert spare.take(orders, log) is None
+    child.wait(30)
+    end(child)
+    said = log.read_text()
+    assert said.startswith("of the one before\n")
+    assert "ZMQError" in said
+
+
+def test_a_spare_process_ends_with_its_parent_however_that_went() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import time, ringtmp.launch.spare as it; it.AFTER_S = 0.0; it.ROOM = 0; "
+         "it.Spare(1).mind(); print(flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    try:
+        parent.stdout.readline()
+        (waiting,) = psutil.Process(parent.pid).children()
+        parent.send_signal(signal.SIGKILL)
+        limit = time.monotonic() + 20  # while it loads it does not look
+        while runs(waiting):
+            assert time.monotonic() < limit, "it lives on"
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
