@@ -147,6 +147,7 @@ def test_the_cpu_quota_keeps_its_share_where_the_kernel_wants_at_least_a_millise
 def test_a_fast_link_may_burst_two_milliseconds_and_a_slow_one_ten_frames() -> None:
     assert netns.burst_bytes(1000) == 250_000
     assert netns.burst_bytes(1) == 15_140
+    assert [netns.packet_bytes(rate) for rate in (1, 10, 40, 100, 1000)] == [1500, 1500, 5000, 9000, 9000]
 
 
 V1_MOUNTS = """tmpfs {root} tmpfs rw 0 0

@@ -28,6 +28,9 @@ COMMAND_LIMIT_S = 30.0
 QUEUE_MS = 50
 #: The most that TCP hands to a card at once, and its headers.
 SEGMENT_BYTES = 68_000
+#: Congestion control: the one every kernel lets a namespace choose; the host's own may be one that sends packet by packet on a
+#: timer (bbr). Receive buffers: large packets fill small ones early, and what finds them full is dropped.
+SETTINGS = {"tcp_congestion_control": "reno", "tcp_rmem": "4096 1048576 6291456"}
 _NAME = re.compile(PREFIX + r"(\d+)-[a-z0-9-]+")
 
 
@@ -64,13 +67,23 @@ def build(lab: int, ports: Sequence[Port]) -> None:
         cables.append(
             f"link add p{port.number} type veth peer name eth0 netns {namespace(lab, port.name)}",
         )
-        cables.append(f"link set p{port.number} master bridge up")
+        cables.append(f"link set p{port.number} master bridge mtu {packet_bytes(port.link_mbps)} up")
     _batch("ip", switch, cables)
     _batch("tc", switch, [_limit(f"p{port.number}", port.link_mbps) for port in ports])
     for port in ports:
         inside = namespace(lab, port.name)
-        _batch("ip", inside, ["link set lo up", f"addr add {port.address}/24 dev eth0", "link set eth0 up"])
+        _batch(
+            "ip",
+            inside,
+            [
+                "link set lo up",
+                f"addr add {port.address}/24 dev eth0",
+                f"link set eth0 mtu {packet_bytes(port.link_mbps)} up",
+            ],
+        )
         _batch("tc", inside, [_limit("eth0", port.link_mbps)])
+        for file, value in SETTINGS.items():
+            _run(["ip", "netns", "exec", inside, "tee", f"/proc/sys/net/ipv4/{file}"], value)
 
 
 def remove(lab: int) -> None:
@@ -83,6 +96,12 @@ def remove(lab: int) -> None:
 def labs() -> set[int]:
     """Process ids of the labs that namespaces exist of."""
     return {int(found[1]) for name in _names() if (found := _NAME.fullmatch(name))}
+
+
+def packet_bytes(link_mbps: float) -> int:
+    """A millisecond's worth, within what Ethernet knows. Every packet that waits for its turn costs a timer, an interrupt and
+    a wake-up, and they are charged to the device that happens to run; a real wire charges nobody."""
+    return max(1500, min(9000, round(link_mbps * 1e6 / 8 / 1000)))
 
 
 def burst_bytes(link_mbps: float) -> int:
