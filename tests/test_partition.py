@@ -291,6 +291,15 @@ def test_a_device_that_would_slow_the_ring_is_left_out_and_named() -> None:
     assert kept.step_s > 2 * made.step_s
 
 
+def test_a_weak_device_must_be_worth_more_than_a_forecast_may_err() -> None:
+    made = plan(layers(18), [device("a"), device("weak", 0.08)], PlanOptions(8, 8))
+    assert [each.device for each in made.left_out] == ["weak"]
+    assert "far slower than others, and with all 2 a step would gain less than 10%" in made.left_out[0].reason
+    assert plan(layers(18), [device("a"), device("weak", 0.08)], PlanOptions(8, 8, keep_all=True)).step_s < made.step_s
+    together = plan(layers(18), [device("a"), *(device(f"weak{i}", 0.2) for i in range(4))], PlanOptions(32, 32))
+    assert len(together.devices) > 1, "several bring enough"
+
+
 def test_a_plan_is_never_slower_than_the_master_alone() -> None:
     there = [device("a"), *(device(f"far{i}", 1.0, 0.01) for i in range(3))]
     made = plan(layers(8, output=100.0), there, PlanOptions(4, 4))

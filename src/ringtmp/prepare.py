@@ -13,6 +13,7 @@ from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.profile import ProfileCache, Profiler, with_loss
 from ringtmp.plan.device import LayerCost
+from ringtmp.resources import give_back_memory
 from ringtmp.ring.checkpoint import CheckpointWriter, Progress
 from ringtmp.ring.losses import LossFunction, check_loss
 from ringtmp.ring.optimizer import make_optimizer
@@ -57,6 +58,7 @@ def write_model(
         least = 1 if last.takes_one_sample else 2
         run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least))
         writer.commit()
+        give_back_memory()  # measuring held more of a layer than training will
     except OSError as error:
         writer.abandon()
         raise UsageError(f"the model's first weights cannot be written to {run.path}: {error.strerror}") from error

@@ -84,6 +84,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 #: Freed pieces up to this size are used again, and up to so much in all stays with the process.
 REUSED_UP_TO_BYTES = 8 * 2**20
 KEPT_FREE_BYTES = 64 * 2**20
+#: With less than this to be had nothing is kept but what the C library keeps by itself.
+SHORT_BYTES = 8 * KEPT_FREE_BYTES
+_USUAL_BYTES = 128 * 2**10
 
 
 def set_threads(threads: int) -> None:
@@ -98,11 +101,20 @@ def set_threads(threads: int) -> None:
 
 def _reuse_memory() -> None:
     """Activations come and go with every microbatch. The C library gives pieces of their size back to the system and takes
-    them anew, page by page: a tenth of a step's processor time. Where it has no such switch, nothing changes."""
+    them anew, page by page: a tenth of a step's processor time. Where memory is short that is as it should be; where the
+    library has no such switch, nothing changes."""
+    short = free_memory_bytes() < SHORT_BYTES
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, REUSED_UP_TO_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _USUAL_BYTES if short else REUSED_UP_TO_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _USUAL_BYTES if short else KEPT_FREE_BYTES)
+
+
+def give_back_memory() -> None:
+    """What was kept free goes back to the system, and how much may be kept from here on is decided anew."""
+    _reuse_memory()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def fingerprint(threads: int) -> dict[str, Any]:

@@ -29,6 +29,9 @@ MOST_STATES = 256
 FINALISTS = 5
 #: A device is left out only for a gain above this.
 LEAST_GAIN = 0.01
+#: Below this share of the strongest's pace a device is weak: forecasts are least true of those (1.8 times too short at a tenth
+#: of a core), so a ring with one must promise this much more than the best without.
+WEAK_SHARE, WEAK_GAIN = 0.25, 0.1
 #: A wider window holds more activations, and must be worth it.
 WIDER_GAIN = 0.002
 #: Orders tried where there are too many to weigh.
@@ -198,10 +201,11 @@ def _chosen(
     segments: Segments, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, found: Found,
     gap: float, paths: Paths | None,
 ) -> Plan:  # fmt: skip
-    fastest = min(took for _, took in found)
+    allowed = _without_weak(found, devices)
+    fastest = min(took for _, took in allowed)
     # Of those as good as the fastest, the one with most devices: more memory, and nobody turned away for nothing.
     chosen, took = max(
-        (each for each in found if each[1] <= fastest * (1 + LEAST_GAIN)),
+        (each for each in allowed if each[1] <= fastest * (1 + LEAST_GAIN)),
         key=lambda each: (len(each[0].order), -each[1]),
     )
     gone = [each for i, each in enumerate(devices) if i not in chosen.order]
@@ -209,6 +213,14 @@ def _chosen(
     members = [devices[i] for i in chosen.order]
     made = _make(segments.table, layers, members, left_out, options, segments.options, chosen.bounds, gap, paths)
     return _widened(made, segments.table, segments.options, paths)
+
+
+def _without_weak(found: Found, devices: Sequence[Device]) -> Found:
+    """Only rings without weak devices, unless one with them is worth it, or none fits without."""
+    weak = {i for i, each in enumerate(devices) if each.pace < WEAK_SHARE * max(other.pace for other in devices)}
+    strong = [each for each in found if weak.isdisjoint(each[0].order)]
+    worth = min(took for _, took in found) * (1 + WEAK_GAIN)
+    return strong if strong and min(took for _, took in strong) <= worth else found
 
 
 def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | None) -> Plan:
@@ -348,6 +360,8 @@ def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, de
     if most > len(chosen.order):
         slower = min(other for each, other in found if len(each.order) == most)
         who = f"all {devices}" if most == devices else str(most)
+        if slower < took:
+            return f"it is far slower than others, and with {who} a step would gain less than {WEAK_GAIN:.0%}"
         return f"with {who} a step would take {seconds_text(slower)} instead of {seconds_text(took)}"
     table = segments.table
     spare = table.count - table.least_front - table.least_tail
