@@ -31,7 +31,8 @@ quick: setup
 test: lint quick
 
 long: setup
-	$(BIN)/pytest -m long --timeout 1500
+	$(BIN)/pytest -m "long and not alone" -n 2 --dist worksteal --timeout 1500
+	$(BIN)/pytest -m "long and alone" --timeout 1500
 
 bench: setup
 	$(BIN)/ringtmp bench all --out runs/bench

@@ -272,6 +272,7 @@ def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(1500)
 @needs_isolation
 @pytest.mark.parametrize("workload", list(QUICK))

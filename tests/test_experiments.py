@@ -479,6 +479,7 @@ def test_names_go_together_and_help_lists_them_all() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 @needs_isolation
 def test_bench_quick_is_complete_within_six_minutes(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def waiting_spare(process: subprocess.Popen[str], used: set[int]) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_spare_process_takes_the_place_of_a_killed_one_within_two_seconds(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
@@ -130,6 +131,7 @@ def test_a_spare_process_takes_the_place_of_a_killed_one_within_two_seconds(tmp_
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_same_node_killed_thirty_times_costs_neither_memory_nor_open_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)

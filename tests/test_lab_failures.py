@@ -24,7 +24,7 @@ from ringtmp.metrics.events import NodeStarted, Regrouped
 from test_failpoints import MODEL
 from test_lab import device, devices_file, inside, left, needs_isolation, throttle
 
-pytestmark = [needs_isolation, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [needs_isolation, pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(400)]
 
 NAMES = ("desk", "shelf", "attic", "shed")  # the first is the master
 ADDRESSES = {name: f"10.77.0.{number + 1}" for number, name in enumerate(NAMES)}

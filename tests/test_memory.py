@@ -19,6 +19,7 @@ WITHIN = 0.15
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "how",

@@ -33,6 +33,7 @@ def trial(folder: Path, width: int) -> tuple[int, dict[str, Any], str]:
 
 @needs_isolation
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_widest_model_a_plan_accepts_runs_under_its_cap_and_a_little_wider_is_refused(tmp_path: Path) -> None:
     """Bisection over real runs: whatever is accepted ends well, whatever is refused names device and bytes."""
@@ -134,6 +135,7 @@ def test_a_ring_that_failed_is_told_and_leaves_the_others() -> None:
 
 @needs_isolation
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(200)
 def test_a_model_that_fits_nowhere_is_refused_with_exit_3_before_it_starts(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("desk", 0.6, 400, 1000), device("shelf", 0.6, 400, 1000))

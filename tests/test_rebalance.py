@@ -414,6 +414,7 @@ class Lab:
 
 @needs_isolation
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(480)
 def test_a_device_throttled_four_times_is_rebalanced_within_90_s_to_85_percent_of_the_best(tmp_path: Path) -> None:
     slowed = Lab(tmp_path / "slowed", 0.4)

@@ -340,6 +340,7 @@ def test_crashes_cuts_and_faults_by_seed_change_no_bit(half: int, bases: list[Ba
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(1400)
 def test_twenty_thousand_seeds_change_no_bit() -> None:
     parts = 40
