@@ -110,8 +110,9 @@ def test_another_killed_while_the_ring_heals_changes_no_bit(
     first, point = WHILE_HEALING[name]
     summary = Run(tmp_path, base, first, name).resume()
     assert summary["weights_sha256"] == expected
-    (healed,) = summary["recoveries"]
-    assert set(healed["lost"]) == {ONCE[first].node, point.node}
+    # One recovery, or two where the first was over when the second loss was noticed.
+    lost = {node for healed in summary["recoveries"] for node in healed["lost"]}
+    assert lost == {ONCE[first].node, point.node}
 
 
 @pytest.mark.parametrize("name", chosen(MASTERS, QUICK_MASTER))
