@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from living import assert_lets_go, living_tensors
 from ringtmp.model.execute import Program
 from ringtmp.model.export import Exporter
 from ringtmp.plan.route import Visit
@@ -135,13 +135,6 @@ def test_what_has_waited_is_let_go_when_it_is_done() -> None:
             stage.backward(0, microbatch, [torch.randn(4, 8)])
         while stage.deferred:
             stage.weight_gradients()
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        return living_tensors()
 
-    living()  # the optimizer's and the parameters' own
-    gc.collect()
-    gc.disable()
-    try:
-        before = living()
-        assert living() == before
-    finally:
-        gc.enable()
+    assert_lets_go(living)

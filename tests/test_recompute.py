@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from harness import Built, recipe, ring_in_memory
+from living import assert_lets_go, living_tensors
 from oracle import plain_loop, state_sha256
 from ringtmp.errors import UsageError
 from ringtmp.model.export import Exporter
@@ -160,13 +160,6 @@ def test_the_microbatch_that_was_measured_is_let_go_without_a_garbage_collection
         stage = Stage(Visit(0, 0, 0, 1), how, recompute=lambda saved_bytes: True)
         stage.place(0, layer, [tensors[each.name].clone() for each in layer.tensors], {})
         stage.forward(0, 0, [torch.randn(4, 8)], [True], True)
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        return living_tensors()
 
-    living()
-    gc.collect()
-    gc.disable()
-    try:
-        before = living()
-        assert living() == before
-    finally:
-        gc.enable()
+    assert_lets_go(living)

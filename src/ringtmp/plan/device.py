@@ -111,6 +111,11 @@ class LayerCost:
     update_s: float = 0.0  # one optimizer step
     has_parameters: bool = True
 
+    @property
+    def largest_s(self) -> float:
+        """Forward and backward of the largest microbatch that was measured."""
+        return self.measured[-1].forward_s + self.measured[-1].backward_s
+
     def at(self, samples: float) -> Measured:
         """At any microbatch size: a straight line through the two nearest sizes, or through nothing with one."""
         points = self.measured

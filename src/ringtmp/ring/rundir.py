@@ -36,7 +36,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     @property
     def cost_s(self) -> tuple[float, ...]:
         """Forward and backward of the largest microbatch, by layer."""
-        return tuple(each.measured[-1].forward_s + each.measured[-1].backward_s for each in self.costs)
+        return tuple(each.largest_s for each in self.costs)
 
 
 class SavedConfig(msgspec.Struct, frozen=True):

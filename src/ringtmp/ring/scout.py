@@ -49,11 +49,10 @@ def sample_of(
     layers: Sequence[Layer], costs: Sequence[LayerCost], outputs: Sequence[Sequence[Crossing]], samples: int, nodes: int
 ) -> tuple[int, Sample] | None:
     """The dearest layer that gets what another layer gives (only then is it known what enters); None: there is none."""
-    cost_s = [cost.measured[-1].forward_s + cost.measured[-1].backward_s for cost in costs]
-    inner = [index for index in range(1, len(layers)) if outputs[index - 1] and cost_s[index] > 0]
+    inner = [index for index in range(1, len(layers)) if outputs[index - 1] and costs[index].largest_s > 0]
     if not inner:
         return None
-    dearest = max(inner, key=lambda index: cost_s[index])
+    dearest = max(inner, key=lambda index: costs[index].largest_s)
     cost = costs[dearest]
     copies = _within(-(-len(layers) // nodes), cost.weight_bytes + cost.gradient_bytes)
     held = _within(nodes, copies * cost.at(samples).stored_bytes)

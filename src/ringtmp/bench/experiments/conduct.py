@@ -26,7 +26,7 @@ def plan(choices: Choices) -> Plan:
     """A run that several experiments read is measured once. `choices` has the learning rates by now."""
     often: dict[str, Job] = {}
     once: dict[str, Job] = {}
-    for name in _possible(choices):
+    for name in [each for each in choices.names if _possible(choices, each)]:
         found = importlib.import_module(f"ringtmp.bench.experiments.{name}").jobs(choices)
         for job in found:
             (once if CATALOG[name].once else often).setdefault(job.file_stem, job)
@@ -35,14 +35,14 @@ def plan(choices: Choices) -> Plan:
     )
 
 
-def _possible(choices: Choices) -> list[str]:
-    return [name for name in choices.names if not (choices.listen and CATALOG[name].lab)]
+def _possible(choices: Choices, name: str) -> bool:
+    return not (choices.listen and CATALOG[name].lab)
 
 
 def sections(choices: Choices, measured: Measured) -> list[Section]:
     found: list[Section] = []
     for name in choices.names:
-        if name not in _possible(choices):
+        if not _possible(choices, name):
             why = f"it {CATALOG[name].lab}, which devices that joined do not let it"
             found.append(Section(name, name.capitalize(), "", skipped=(Skipped("all of it", why),)))
             continue

@@ -70,27 +70,17 @@ def cell(choices: Choices, way: Way, work: Workload, devices: Sequence[Device], 
     nodes = len(devices)
     if choices.listen:
         there = ["--listen", choices.listen, "--start-with", str(nodes), "--wait", JOIN_S] if nodes > 1 else []
-        words = [
-            *RINGTMP,
-            *train_words(way, work, nodes),
-            *there,
-            "--nodes",
-            str(nodes),
-            "--threads",
-            "1",
-            "--all-devices",
-        ]
-        return Cell(way, nodes, work, _job(way, work, nodes, f"{nodes} joined", words, {}), label)
+        return local(way, work, nodes, label, [*there, "--all-devices"], f"{nodes} joined")
     words = [*lab(choices, choices.emulated), *train_words(way, work, nodes), "--all-devices"]
     return Cell(
         way, nodes, work, _job(way, work, nodes, _place(choices, devices), words, {DEVICES: toml(devices)}), label
     )
 
 
-def local(way: Way, work: Workload, nodes: int, label: str = "", extra: Sequence[str] = ()) -> Cell:
-    """On processes of this machine, where nothing depends on speed."""
+def local(way: Way, work: Workload, nodes: int, label: str = "", extra: Sequence[str] = (), place: str = "") -> Cell:
+    """On processes of this machine, where nothing depends on speed; or wherever `extra` leads, which `place` names."""
     words = [*RINGTMP, *train_words(way, work, nodes), "--nodes", str(nodes), "--threads", "1", *extra]
-    return Cell(way, nodes, work, _job(way, work, nodes, f"{nodes} processes", words, {}), label)
+    return Cell(way, nodes, work, _job(way, work, nodes, place or f"{nodes} processes", words, {}), label)
 
 
 def _job(way: Way, work: Workload, nodes: int, place: str, words: Sequence[str], files: dict[str, str]) -> Job:
