@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -286,3 +288,22 @@ def test_the_picture_has_a_bar_for_every_piece_of_work() -> None:
 def test_ticks_are_round_and_few(length: float) -> None:
     assert 4 <= tick_count(length) <= 10
     assert f"{tick_s(length):.0e}"[0] in "125"
+
+
+@pytest.mark.parametrize(
+    ("width", "says"),
+    [(20000, "layer 1 of the model has a tensor of"), (7000, "layer dense1 has .* of parameters, and to train it alone")],
+)
+def test_a_layer_too_large_to_build_or_to_try_is_refused_before_its_memory_is_taken(
+    width: int, says: str, tmp_path: Path
+) -> None:
+    limit = 1100 * 2**20
+
+    def capped() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    flags = ("--model", "mlp", "--set", f"width={width}", "--steps", "1", "--nodes", "1", "--run-dir", "run")
+    done = ringtmp("train", *flags, cwd=tmp_path, code=3, preexec_fn=capped)
+    assert re.search(says, done.stderr), done.stderr
+    assert "bytes)" in done.stderr
+    assert not (tmp_path / "run").exists()

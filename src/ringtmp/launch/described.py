@@ -7,10 +7,13 @@ quota of a period is used up.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ringtmp.launch import devices as devices_file
 from ringtmp.launch.cgroups import quota
 from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, PLAIN_BYTE_CPU_S, Device, Link, Quota
+from ringtmp.plan.memory import PROCESS_BYTES
+from ringtmp.resources import own_memory_bytes, rss_bytes
 
 #: Of a full Ethernet frame (1538 bytes with gap and preamble) this is payload; the rest is headers.
 PAYLOAD_SHARE = 0.94
@@ -46,6 +49,13 @@ def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Dev
             )
         )
     return tuple(found)
+
+
+def as_this_process(device: Device) -> Device:
+    """It may have a limit of its own, and holds data and what built the model."""
+    taken = rss_bytes()
+    memory = min(device.memory_bytes + taken, own_memory_bytes())
+    return replace(device, memory_bytes=memory, extra_bytes=max(0, taken - PROCESS_BYTES))
 
 
 def local_processes(nodes: int, threads: int, cores: int, free_bytes: int) -> tuple[Device, ...]:

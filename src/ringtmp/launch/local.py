@@ -25,8 +25,7 @@ from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
 from ringtmp.launch.spare import Spare
 from ringtmp.plan.device import Device
-from ringtmp.plan.memory import PROCESS_BYTES
-from ringtmp.resources import machine_free_bytes, own_memory_bytes, rss_bytes
+from ringtmp.resources import machine_free_bytes, own_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
@@ -69,10 +68,9 @@ class LocalCrew:
 
     def devices(self) -> tuple[Device, ...]:
         master, *others = described.local_processes(self.nodes, self.threads, usable_cores(), machine_free_bytes())
-        # This process may have a limit of its own, and holds data and what built the model.
-        taken = rss_bytes()
-        memory, extra = min(master.memory_bytes + taken, own_memory_bytes()), max(0, taken - PROCESS_BYTES)
-        return replace(master, memory_bytes=memory, extra_bytes=extra), *others
+        limit = own_memory_bytes()  # of this process, which those it starts inherit
+        each = (replace(other, memory_bytes=min(other.memory_bytes, limit)) for other in others)
+        return described.as_this_process(master), *each
 
     def pids(self) -> dict[int, int]:
         return {node: child.pid for node, child in self._children.items()}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 
 from ringtmp.errors import NodeLost
+from ringtmp.launch.described import as_this_process
 from ringtmp.plan.device import Device
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.shelf import Shelf
@@ -20,6 +21,10 @@ from ringtmp.transport.memory import Hub
 from ringtmp.wire.address import NOWHERE, Address
 
 Wrapper = Callable[[Transport], Transport]
+
+#: How often, and for how many rounds at most, a worker is left out.
+NAP_CHANCE = 0.01
+LONGEST_NAP = 60
 
 
 class MemoryCrew:
@@ -45,6 +50,7 @@ class MemoryCrew:
         self._workers: list[Worker] = []
         self._leaving: int | None = None
         self._dead: set[int] = set()
+        self._naps: dict[int, int] = {}  # rounds a worker still sleeps
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """The master's endpoint; the workers are made."""
@@ -75,6 +81,8 @@ class MemoryCrew:
         return dict.fromkeys(range(self.nodes), NOWHERE)
 
     def devices(self) -> tuple[Device, ...]:
+        if self.nodes == 1:
+            return (as_this_process(Device("master")),)
         return tuple(Device("master" if node == 0 else f"node {node}") for node in range(self.nodes))
 
     def pids(self) -> dict[int, int]:
@@ -83,9 +91,20 @@ class MemoryCrew:
     def advance(self) -> bool:
         order = list(self._workers)
         self._random.shuffle(order)
-        # Each works a random number of turns, so that seeds give different interleavings.
-        worked = [worker.turn() for worker in order for _ in range(self._random.randint(1, 3))]
-        return any(worked)
+        # Each works a random number of turns, so that seeds give different interleavings; now and then one gets none
+        # for long, as a process that lost its processor.
+        awake = [worker for worker in order if self._awake(worker)]
+        worked = [worker.turn() for worker in awake for _ in range(self._random.randint(1, 3))]
+        return any(worked) or len(awake) < len(order)
+
+    def _awake(self, worker: Worker) -> bool:
+        left = self._naps.get(worker.endpoint.node, 0)
+        if left:
+            left -= 1
+        elif self._random.random() < NAP_CHANCE:
+            left = self._random.randint(1, LONGEST_NAP)
+        self._naps[worker.endpoint.node] = left
+        return not left
 
     def changed(self) -> str | None:
         return None if self._leaving is None else f"node {self._leaving} was released"

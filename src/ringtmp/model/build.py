@@ -47,6 +47,7 @@ def build_layers(
         example, small, large, single = (_run(module.eval(), each) for each in (example, small, large, single))
         module.train()
         yield BuiltLayer(layer, tensors, large, one_sample)
+        del module, tensors
 
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:

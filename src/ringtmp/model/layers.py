@@ -14,10 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import DoesNotFit, UsageError
+from ringtmp.resources import free_memory_bytes
+from ringtmp.units import bytes_text
 
 Model = nn.Module | Iterable[Any] | Callable[[], Any]
+
+#: Every way in which a module makes the memory of its parameters.
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye, torch.arange}
+#: Smaller tensors are made without asking what is free.
+LARGE_BYTES = 16 * 2**20
 
 
 def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
@@ -31,9 +39,10 @@ def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
     while True:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
-            if iterator is None:
-                iterator = _named(model() if callable(model) and not isinstance(model, nn.Module) else model)
-            item = next(iterator, None)
+            with _Measured(len(taken)):
+                if iterator is None:
+                    iterator = _named(model() if callable(model) and not isinstance(model, nn.Module) else model)
+                item = next(iterator, None)
             state = torch.get_rng_state()
         if item is None:
             break
@@ -43,6 +52,7 @@ def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
         taken.append(name)
         owners.check(name, module)
         yield name, module
+        del item, module  # one layer in memory, not two
     if not taken:
         raise UsageError("the model has no layers")
 
@@ -75,6 +85,34 @@ def _flattened(prefix: str, model: nn.Sequential) -> Iterator[tuple[str, nn.Modu
             yield from _flattened(f"{prefix}{name}.", module)
         else:
             yield prefix + name, module
+
+
+class _Measured(TorchFunctionMode):
+    """While the user's code builds a layer: memory that is not there is refused, by name, before it is taken."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            needed = _bytes_of(func, args, kwargs)
+            if needed > LARGE_BYTES and needed > (free := free_memory_bytes()):
+                raise DoesNotFit(
+                    f"layer {self._index} of the model has a tensor of {bytes_text(needed)} ({needed} bytes), and "
+                    f"{bytes_text(free)} are free where the model is built: make the layer smaller, or let a device with "
+                    "more memory be the master"
+                )
+        return func(*args, **kwargs)
+
+
+def _bytes_of(factory: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """What a call would allocate; 0 where it says no by itself."""
+    try:
+        return int(factory(*args, **{**kwargs, "device": "meta", "out": None}).nbytes)
+    except (TypeError, RuntimeError):
+        return 0
 
 
 class _TiedWeights:

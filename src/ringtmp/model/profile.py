@@ -25,17 +25,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ringtmp import __version__
+from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.execute import Program
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import LayerCost, Measured
-from ringtmp.resources import fingerprint
+from ringtmp.resources import fingerprint, free_memory_bytes
+from ringtmp.units import bytes_text
 
 #: Of the file's layout and of how things are measured.
 FORMAT = 2
 #: Each size is measured until this time is spent, but within these numbers of runs.
 MEASURE_S = 0.15
 LEAST_RUNS, MOST_RUNS = 3, 15
+#: Bytes taken while a layer is measured, per byte of its parameters: copy, gradient, up to two of optimizer state.
+WHILE_MEASURED = 4
 #: Touched between runs: in a ring other layers have been in the cache meanwhile.
 OTHERS_BYTES = 4 * 2**20
 
@@ -119,6 +123,7 @@ class Profiler:
         key = signature(each.layer, leaves, wants, self._sizes, self._here)
         found = self._seen.get(key) or (self._cache.get(key) if self._cache is not None else None)
         if found is None:
+            _refuse_what_cannot_be_tried(each)
             found = _measure(each.layer, each.tensors, leaves, wants, self._sizes, self._make_optimizer, self._clock)
             if self._cache is not None:
                 self._cache.put(key, found)
@@ -126,6 +131,18 @@ class Profiler:
         self._inputs = each.sample_outputs
         self._trained = self._trained or any(tensor.trainable for tensor in each.layer.tensors)
         return layer_cost(each.layer, each.tensors, found)
+
+
+def _refuse_what_cannot_be_tried(built: BuiltLayer) -> None:
+    """A copy to train, its gradient and the optimizer's state; the layer itself is here already."""
+    trainable = sum(built.tensors[each.name].nbytes for each in built.layer.tensors if each.trainable)
+    needed, free = WHILE_MEASURED * trainable, free_memory_bytes()
+    if needed > free:
+        raise DoesNotFit(
+            f"layer {built.layer.name} has {bytes_text(trainable)} of parameters, and to train it alone needs "
+            f"{bytes_text(needed)} more ({needed} bytes); {bytes_text(free)} are free where the model is built: make the layer "
+            "smaller, or let a device with more memory be the master"
+        )
 
 
 def with_loss(

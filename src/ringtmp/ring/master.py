@@ -297,7 +297,7 @@ class Master(Lead):
         visit = self.node.route.holder(index)
         if visit.node == MASTER:
             return self.node.visits[visit.index].stage.layer_state(index)
-        return self._asked(visit.node, Fetch(index), index)
+        return self._asked(visit.node, Fetch(index, self.node.step), index)
 
     def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
         self._states.clear()

@@ -7,6 +7,7 @@ steps and evaluations) strictly in order; within a pass microbatches come and go
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -80,6 +81,7 @@ class Node:
         endpoint.shelf.keep_only(setup.step)
         self.keeping = Keeping(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
         self._news = True
+        self._fetches: deque[Fetch] = deque()
         self._work: dict[str, Callable[[VisitState], None]] = {
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
         }  # fmt: skip
@@ -103,6 +105,7 @@ class Node:
 
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
+        self._answer_fetches()
         if not self._news:
             return self.keeping.send_some(idle=True)  # nothing was runnable, and nothing has come since
         ready = [state.ready(self._clip, self._in_flight(state)) for state in self.visits.values()]
@@ -148,7 +151,7 @@ class Node:
         elif self.keeping.handle(mail) or answer(self.endpoint, mail):
             pass
         elif isinstance(message, Fetch):
-            self._send_layer(message.layer)
+            self._fetches.append(message)
         elif isinstance(message, Inspect):
             bad = tuple(index for index, state in self.visits.items() if not state.stage.finite(message.microbatch))
             self.endpoint.post(mail.sender, Inspected(bad, self.endpoint.unheard(UNHEARD_S)))
@@ -313,9 +316,13 @@ class Node:
         stage.place(message.layer, portable.decode(message.graph), tensors, state)
         self.endpoint.post(MASTER, Placed(message.layer))
 
-    def _send_layer(self, index: int) -> None:
-        tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
-        self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
+    def _answer_fetches(self) -> None:
+        """The master's step ends with its own update. Where the last gradient has only just left, the update here is
+        still to be made, and a layer sent before it would be one of the step before."""
+        while self._fetches and self._fetches[0].step <= self.step:
+            index = self._fetches.popleft().layer
+            tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
+            self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
 
     def leave(self) -> None:
         """Its snapshots are on the shelf already."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import zmq
 
@@ -72,6 +73,7 @@ class ZeroMQTransport:
         self._routes: dict[tuple[int, Channel], bytes] = {}  # who was last heard on which connection
         self._introduced = 0.0
         self._known: dict[int, str] = {}  # link keys by peer
+        self._ready: list[tuple[Any, int]] = []  # what the last wait found
         bound = []
         try:
             for channel, endpoint in zip(Channel, endpoints, strict=True):
@@ -133,7 +135,10 @@ class ZeroMQTransport:
         self._introduce_again()
         arrivals: list[Arrival] = []
         # One poll over all sockets: asking each in turn costs an exception for every empty one.
-        for socket, _ in self._poller.poll(0):
+        ready, self._ready = self._ready or self._poller.poll(0), []
+        for socket, _ in ready:
+            if socket not in self._sources:
+                continue  # hung up since the wait
             peer, channel = self._sources[socket]
             while has_mail(socket):
                 parts = _take(socket)
@@ -153,7 +158,8 @@ class ZeroMQTransport:
                 self._put(dealer, [INTRODUCTION])
 
     def wait(self, timeout_s: float) -> bool:
-        return bool(self._poller.poll(max(0, round(timeout_s * 1000))))
+        self._ready = self._poller.poll(max(0, round(timeout_s * 1000)))
+        return bool(self._ready)
 
     def close(self) -> None:
         for socket in self._sources:

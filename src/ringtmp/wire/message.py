@@ -143,7 +143,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     layer: int
-    step: int = 0  # answered when every update before this step has been made
+    step: int  # answered when every update before this step has been made
     whole: bool = True  # with parameters and optimizer state, not only what belongs to the asked node alone
 
 
