@@ -95,7 +95,7 @@ class MemoryCrew:
         # for long, as a process that lost its processor.
         awake = [worker for worker in order if self._awake(worker)]
         worked = [worker.turn() for worker in awake for _ in range(self._random.randint(1, 3))]
-        return any(worked) or len(awake) < len(order)
+        return any(worked)
 
     def _awake(self, worker: Worker) -> bool:
         left = self._naps.get(worker.endpoint.node, 0)
