@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -214,15 +214,15 @@ def _tree(label: str, spec: Any) -> OutputTree:
 
 def nest(tree: OutputTree, flat: Sequence[Any]) -> Any:
     """Flat tensors as the layer returned them."""
-    rest = iter(flat)
+    return _nest(tree, iter(flat))
 
-    def build(each: OutputTree) -> Any:
-        if each.kind == "*":
-            return next(rest)
-        make: Callable[[Any], Any] = tuple if each.kind == "tuple" else list
-        return make(build(child) for child in each.children)
 
-    return build(tree)
+def _nest(tree: OutputTree, rest: Iterator[Any]) -> Any:
+    # Not a function within `nest`: one that calls itself would hold itself, and the tensors, until a garbage collection.
+    if tree.kind == "*":
+        return next(rest)
+    make: Callable[[Any], Any] = tuple if tree.kind == "tuple" else list
+    return make(_nest(child, rest) for child in tree.children)
 
 
 def _owned(module: nn.Module, constants: dict[str, torch.Tensor]) -> tuple[list[OwnedTensor], dict[str, torch.Tensor]]:

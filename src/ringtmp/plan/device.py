@@ -18,6 +18,10 @@ MESSAGE_CPU_S = 250e-6
 #: messages of 64 KiB to 1 MiB there and back.
 CURVE_BYTE_CPU_S = 1.6e-9
 PLAIN_BYTE_CPU_S = 0.2e-9
+#: Of freed memory so much stays with a process, for use again, on a device with at least this much for it: what
+#: `resources.set_threads` asks of the C library, as seen.
+KEPT_BYTES = 48 * 2**20
+ROOMY_BYTES = 742 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,16 @@ class Device:
     def pace(self) -> float:
         """Profiled seconds of work per second, in the long run."""
         return self.speed * (self.quota.share if self.quota is not None else 1.0)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Freed memory that its process keeps, at most."""
+        return KEPT_BYTES if self.memory_bytes >= ROOMY_BYTES else 0.0
+
+    @property
+    def taken_bytes(self) -> float:
+        """Besides process and layers."""
+        return self.extra_bytes + self.kept_bytes
 
     @property
     def kind(self) -> tuple[object, ...]:

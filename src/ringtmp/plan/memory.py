@@ -7,7 +7,8 @@ Stored activations are held from a microbatch's forward to its backward. With gp
 about the same time, more behind a slow link or node, and never more than the window. So cuts are searched with the
 formula, and what is told and refused counts what the simulation held, and one more. Boundary tensors: what came and
 waits, and what has left and is not yet acknowledged, one more than is held. Working space: a backward builds gradients of
-activations while it frees them; the largest layer's stored bytes stand for it. Snapshots are of weights and optimizer
+activations while it frees them; the largest layer's stored bytes stand for it; and where there is plenty of memory a
+process keeps some of what it has freed. Snapshots are of weights and optimizer
 state, a node's own and those it holds for the one before it in the ring (the master's own stay with it). In memory there are
 two of each, the whole one and the next; on disk pieces of each are in memory while it is sent or received. What they take
 where it is left to the nodes (auto) is never more than there is.
@@ -119,11 +120,16 @@ def forecast(
             optimizer,
             stored,
             boundary,
-            working,
+            working + kept(device, gradients + stored + boundary + working),
         )
         spare = device.memory_bytes - without.total_bytes
         found.append(replace(without, snapshot_bytes=_snapshot_bytes(table, route, node, protect, spare)))
     return tuple(found)
+
+
+def kept(device: Device, passing_bytes: float) -> float:
+    """Of what comes and goes with every microbatch or step, what the process keeps of it when it is free."""
+    return min(device.kept_bytes, passing_bytes / 2)
 
 
 def _snapshot_bytes(table: CostTable, route: Route, node: int, protect: str, spare_bytes: float) -> float:
@@ -153,6 +159,7 @@ def replica_forecast(
     stage = table.stage(0, table.count)
     stored = stage.stored_bytes if works else 0.0
     working = largest_stored(table, 0, table.count) if works else 0.0
+    working += kept(device, stored + 2 * stage.gradient_bytes + working)
     return MemoryForecast(
         device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
         stage.optimizer_bytes, stored, stage.gradient_bytes, working,
@@ -181,10 +188,10 @@ def require_fit(forecasts: Sequence[MemoryForecast], microbatches: int) -> None:
 
 def refuse_single_layers(table: CostTable, devices: Sequence[Device], process_bytes: float = PROCESS_BYTES) -> None:
     """DoesNotFit for a layer that no device could hold, even alone and with one microbatch in flight."""
-    roomiest = max(devices, key=lambda device: device.memory_bytes - device.extra_bytes)
+    roomiest = max(devices, key=lambda device: device.memory_bytes - device.taken_bytes)
     for index, layer in enumerate(table.layers):
         alone = segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
-        need = process_bytes + roomiest.extra_bytes + alone
+        need = process_bytes + roomiest.taken_bytes + alone
         if need > roomiest.memory_bytes:
             raise DoesNotFit(
                 f"layer {index} ({layer.name}) alone needs {bytes_text(need)} ({round(need)} bytes) and the roomiest device, "
