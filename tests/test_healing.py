@@ -13,7 +13,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import from_python, tensors
 from ringtmp.errors import NodeLost
-from ringtmp.launch.memory import MemoryCrew
+from ringtmp.launch.memory import MemoryCrew, Wrapper
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from test_session import blobs, stack
@@ -48,8 +48,8 @@ class Death(NamedTuple):
 class Mortal(MemoryCrew):
     """Nodes that stop without a word, one after the other."""
 
-    def __init__(self, nodes: int, *deaths: Death, seed: int = 0) -> None:
-        super().__init__(nodes, seed, clock=Ticking())
+    def __init__(self, nodes: int, *deaths: Death, seed: int = 0, wrap: Wrapper = lambda transport: transport) -> None:
+        super().__init__(nodes, seed, wrap, clock=Ticking())
         self._deaths = list(deaths)
         self._turns = 0
 

@@ -223,29 +223,3 @@ def test_python_takes_every_schedule_and_refuses_what_is_none(tmp_path: Path) ->
     far = Ring(2, laps=2, recompute="all").fit(model(), data, run_dir=tmp_path / "two", **given)
     near = Ring(1).fit(model(), data, run_dir=tmp_path / "one", **given)
     assert far.summary.weights_sha256 == near.summary.weights_sha256
-
-
-class Tardy(MemoryCrew):
-    """A worker takes a turn only after the master has done all it can."""
-
-    def __init__(self, nodes: int) -> None:
-        super().__init__(nodes)
-        self._asked = 0
-
-    def advance(self) -> bool:
-        self._asked += 1
-        if self._asked % 60:
-            return True
-        for worker in self._workers:
-            worker.turn()
-        return True
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_layer_is_not_sent_to_the_master_before_its_last_update(staleness: int, tmp_path: Path) -> None:
-    """The master's step ends with its own update; a worker whose last gradient has only just left has still to make it."""
-    whole = train(tmp_path / "whole", 1, steps=3, staleness=staleness).summary
-    config = settings(2, steps=3, staleness=staleness)
-    data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    tardy = start(config, stack(), data, None, tmp_path / "tardy", Silent(), Tardy(2)).summary
-    assert tardy.weights_sha256 == whole.weights_sha256

@@ -284,9 +284,12 @@ def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Protection, "held", watched)
-        result = base.run(
-            f"seed-{seed}-{time.monotonic_ns()}", crew, luck.choice([2, 100, 100]), luck.choice(CUTS[nodes])
-        )
+        name = f"seed-{seed}-{time.monotonic_ns()}"
+        try:
+            result = base.run(name, crew, luck.choice([2, 100, 100]), luck.choice(CUTS[nodes]))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
     summary = result.summary
     assert summary.weights_sha256 == base.digest, f"seed {seed}: other bits"
     assert summary.steps == STEPS

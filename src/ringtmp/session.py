@@ -321,7 +321,7 @@ class Session:
         else:
             snapshot = self._protection.newest(scout.hellos, kept, layers, saved)
         if snapshot is not None:
-            self._progress = snapshot.progress
+            self._progress = self._without_undone_epoch(snapshot.progress)
         try:
             self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)
         except SnapshotUnusable as problem:
@@ -331,6 +331,13 @@ class Session:
         if snapshot is None:
             return "checkpoint", saved
         return "survivors" if survivors else "snapshot", snapshot.step
+
+    def _without_undone_epoch(self, progress: Progress) -> Progress:
+        """Where the step that ends an epoch is done again, the epoch has not ended."""
+        per_epoch = self._batches.steps_per_epoch
+        if per_epoch is None:
+            return progress
+        return msgspec.structs.replace(progress, epochs_done=min(progress.epochs_done, progress.step // per_epoch))
 
     def _steps(self, master: Leader) -> str:
         job, training = self._job, self._job.config.training

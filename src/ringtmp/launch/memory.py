@@ -22,9 +22,10 @@ from ringtmp.wire.address import NOWHERE, Address
 
 Wrapper = Callable[[Transport], Transport]
 
-#: How often, and for how many rounds at most, a worker is left out.
+#: How often, and for how many rounds at most, a worker is left out; it wakes when the others have long had nothing to do.
 NAP_CHANCE = 0.01
 LONGEST_NAP = 60
+QUIET_ROUNDS = 10
 
 
 class MemoryCrew:
@@ -51,6 +52,7 @@ class MemoryCrew:
         self._leaving: int | None = None
         self._dead: set[int] = set()
         self._naps: dict[int, int] = {}  # rounds a worker still sleeps
+        self._quiet = 0  # rounds in which no worker had anything to do
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """The master's endpoint; the workers are made."""
@@ -95,6 +97,9 @@ class MemoryCrew:
         # for long, as a process that lost its processor.
         awake = [worker for worker in order if self._awake(worker)]
         worked = [worker.turn() for worker in awake for _ in range(self._random.randint(1, 3))]
+        self._quiet = 0 if any(worked) else self._quiet + 1
+        if self._quiet > QUIET_ROUNDS:
+            self._naps.clear()
         return any(worked)
 
     def _awake(self, worker: Worker) -> bool:

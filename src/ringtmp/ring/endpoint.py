@@ -220,6 +220,10 @@ class Endpoint:
             self._links.pop((peer, channel), None)
         self._forgotten.add(peer)
 
+    def forgot(self, peer: int) -> bool:
+        """Mail of such a peer may still be in hand: it was collected together with the news."""
+        return peer in self._forgotten
+
     def counters(self, *channels: Channel) -> Counters:
         """Sums over all links of these channels (all channels if none is named), of all generations."""
         total = Counters()

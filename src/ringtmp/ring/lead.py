@@ -56,7 +56,8 @@ class Lead:
         self.survived: Callable[[events.Regrouped], None] = log.write
         self._member: Member | None = None
         self._placed: set[int] = set()
-        self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender
+        self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender, of the layer that is awaited
+        self._awaited: int | None = None
         self._gone: set[int] = set()
         self._last_watch = 0.0
         self._longest_step_s = 0.0
@@ -149,6 +150,8 @@ class Lead:
         elif isinstance(message, Placed):
             self._placed.add(message.layer)
         elif isinstance(message, LayerState):
+            if message.layer != self._awaited:
+                return  # asked for twice, because somebody was lost meanwhile
             self._states[mail.sender] = (message, [each for each in mail.tensors if each is not None])
         elif isinstance(message, Failed):
             raise NodeFailed(

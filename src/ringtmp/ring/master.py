@@ -244,7 +244,11 @@ class Master(Lead):
         return turn
 
     def _finish_pass(self, turn: int, step: int) -> None:
-        for limit_s, last in ((ASK_AFTER_S, False), (self._stall_limit() - ASK_AFTER_S, True)):
+        # All that has stalled may answer again by the time it is asked (a line that was down, a host that slept): then the
+        # pass has the stall limit once more to come to its end.
+        stall_s = self._stall_limit()
+        waits = (ASK_AFTER_S, stall_s - ASK_AFTER_S, stall_s)
+        for asked, limit_s in enumerate(waits, start=1):
             try:
                 self._until(
                     lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
@@ -254,8 +258,10 @@ class Master(Lead):
                 return
             except WaitTimeout as stalled:
                 self._look_for_a_broken_link(step)
-                if last:
-                    raise self._blame(stalled, step) from None
+                if asked > 1:
+                    self._blame(stalled, step)
+                if asked == len(waits):
+                    raise
 
     def _look_for_a_broken_link(self, step: int) -> None:
         """Two that answer the master and not each other. Asked twice: one that was merely busy has answered by then."""
@@ -276,14 +282,13 @@ class Master(Lead):
             if peer != MASTER and peer not in mute
         }
 
-    def _blame(self, stalled: WaitTimeout, step: int) -> NodeLost | WaitTimeout:
+    def _blame(self, stalled: WaitTimeout, step: int) -> None:
         """Who does not answer a question any more holds the ring up, and is as good as lost."""
         mute = self._ask_everyone(NO_MICROBATCH, self._pump)
-        if not mute:
-            return stalled
-        self._crew.bury(mute[0])
-        text = f"node {mute[0]} is there and answers nobody in step {step}: {stalled}"
-        return NodeLost(text, mute[0], self._stall_limit())
+        if mute:
+            self._crew.bury(mute[0])
+            text = f"node {mute[0]} is there and answers nobody in step {step}: {stalled}"
+            raise NodeLost(text, mute[0], self._stall_limit()) from None
 
     # -- layers back to the disk --------------------------------------------------------------------------------------
 
@@ -301,6 +306,7 @@ class Master(Lead):
 
     def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
         self._states.clear()
+        self._awaited = index
         self.endpoint.post(node, question)
         done = lambda: node in self._states or (node, index) in self._missing  # noqa: E731
         self._until_node(node, done, f"to send layer {index}", self._stall_limit())

@@ -255,8 +255,9 @@ class Node:
 
     def _weights(self, state: VisitState) -> None:
         state.stage.weight_gradients()
-        if self._clip and state.current is not None:
-            self._pass_norms_on(state, state.current)
+        if self._clip:
+            for each in tuple(state.passes):  # the second of two that overlap has work of its own left for later
+                self._pass_norms_on(state, each)
 
     def _pass_norms_on(self, state: VisitState, current: Pass) -> None:
         """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""

@@ -140,13 +140,16 @@ class Protection:
         self._next = max(self._next, self.whole.step + self.interval)
 
     def renew(self, step: int, nodes: int) -> None:
-        """A new generation begins at this step: what was under way is void, and the next comes at once."""
+        """A new generation begins at this step: what was under way is void, and the next comes at once; but not over the
+        one everybody has just gone back to."""
         self._under_way = None
         self._loud = self._hasty = False
         self._quiet_s.clear()
         self._slowdowns_s.clear()
         self._alone = nodes == 1
         self._next = step if self._steps_s else step + FIRST_AFTER
+        if self.whole is not None:
+            self._next = max(self._next, self.whole.step + 1)
 
     def lapse(self) -> str | None:
         """Why there are no more snapshots, the first time it is asked for."""

@@ -194,6 +194,7 @@ class ParallelLead(Lead):
     def _from(self, worker: int, index: int) -> LayerTensors:
         """A layer from a worker that has all of it."""
         self._states.clear()
+        self._awaited = index
         self.endpoint.post(worker, Fetch(index, self._plan.enlist.step))
         self._until(lambda: worker in self._states, lambda: f"node {worker} to send layer {index}", self._stall_limit())
         message, given = self._states[worker]
@@ -358,6 +359,7 @@ class ParallelLead(Lead):
         wanted = [key for key in self._plan.table if key.layer == index]
         self._states.clear()
         self._kept.clear()
+        self._awaited = index
         self._fetch = Fetch(index, self._committed, False)
         for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
             whole = not self._servers and node == MASTER
@@ -421,6 +423,8 @@ class ParallelLead(Lead):
                 self._dids.setdefault(message.step, []).append((mail.sender, message))
         elif isinstance(message, Scored):
             self._scores.setdefault(mail.sender, []).append(message)
+        elif isinstance(message, Kept) and self._plan.table[message.key].layer != self._awaited:
+            pass  # asked for twice, because somebody was lost meanwhile
         elif isinstance(message, Kept):
             self._kept[message.key] = (message, mail.present())
         else:

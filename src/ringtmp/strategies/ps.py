@@ -85,6 +85,8 @@ class PsMember:
     def handle(self, mail: Mail) -> None:
         message = mail.message
         self._recorder.heard(mail.arrived_at)
+        if self.endpoint.forgot(mail.sender):
+            return  # what it did and is not counted is done by others
         if isinstance(message, Lost):
             self.lose(message.node)
         elif isinstance(message, Pulled) and self._client is not None:
@@ -208,7 +210,7 @@ class Client:
         key = self._table[message.key]
         self._recorder.received(key.layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
         asked = self._asked.get(key.number)
-        if asked is not None and asked.step <= message.step:
+        if asked is not None and asked.step <= (message.oldest if asked.exact else message.step):
             del self._asked[key.number]
             if self._unanswered.pop(key.number, None) is not None and self._to_push:
                 self._send_pushes()
@@ -221,8 +223,10 @@ class Client:
         queue.append((message.change, tensor))
         kept = self._unconfirmed[key.number]
         self._unconfirmed[key.number] = [each for each in kept if each[0].step >= message.oldest]
-        if not self._settings.lag:
-            self._load(key)  # asked for after the layer's backward pass: nobody is using the old values
+        if not self._settings.lag and asked is not None:
+            # Asked for after the layer's backward pass: nobody is using the old values. An answer nobody waits for any
+            # more (one came that was newer than it had to be) waits for the next forward pass.
+            self._load(key)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

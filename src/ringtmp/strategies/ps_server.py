@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -51,7 +52,9 @@ class Server:
         self._next = following(roles.servers, self.me) if settings.replicas else None
         self._waiting: list[tuple[int, Pull]] = []  # pulls that ask for what is not there yet
         self._copying: list[tuple[int, int, Pull, int]] = []  # (until copied, worker, pull, oldest)
-        self._answers: dict[int, list[tuple[int, int, Pull, int]]] = {worker: [] for worker in roles.workers}
+        # By worker: what to answer, the lowest step and key first, and of two for the same the one asked for first.
+        self._answers: dict[int, list[tuple[int, int, int, int]]] = {worker: [] for worker in roles.workers}
+        self._turns = itertools.count()
         self._fetches: list[Fetch] = []
         self._early: list[Mail] = []
         self._squares: dict[int, float] = {}
@@ -114,7 +117,7 @@ class Server:
         elif push.step >= slot.clocks[worker]:
             if push.share:
                 slot.apply(gradient.div_(push.share), push.step, push.share)
-                self._copy(slot, push.step, worker, push.share, gradient)
+            self._copy(slot, push.step, worker, push.share, gradient)
             slot.clocks[worker] = push.step + 1
 
     def _update_if_complete(self, slot: Slot) -> None:
@@ -146,6 +149,11 @@ class Server:
     def _add_squares(self, server: int, message: Squares) -> None:
         if message.servers != len(self._roles.servers):
             return  # said before a server was lost; it is said again
+        if self._total is not None and message.step <= self._total.step:
+            self.endpoint.post(
+                server, self._total
+            )  # said again because a server was lost; all there is to say is known
+            return
         self._squares[server] = message.value
         if len(self._squares) == len(self._roles.servers):
             norm = sum(self._squares[each] for each in self._roles.servers) ** 0.5
@@ -154,6 +162,8 @@ class Server:
                 self.endpoint.post(each, Total(message.step, norm))
 
     def _scale(self, message: Total) -> None:
+        if self._total is not None and message.step <= self._total.step:
+            return  # told twice
         self._total = message
         for slot in self._slots.values():
             gradient, slot.summed = slot.summed, None
@@ -198,17 +208,17 @@ class Server:
         """What a worker has seen must not be lost with this server: the replica has it first."""
         if self._is_copied(self._slots[pull.key]) and self._slots[pull.key].copied < copies:
             return False
-        heapq.heappush(self._answers[worker], (pull.step, pull.key, pull, oldest))
+        heapq.heappush(self._answers[worker], (pull.step, pull.key, next(self._turns), oldest))
         return True
 
-    def _answer(self, worker: int, queue: list[tuple[int, int, Pull, int]]) -> bool:
+    def _answer(self, worker: int, queue: list[tuple[int, int, int, int]]) -> bool:
         sent = False
         while queue and self.endpoint.in_flight_bytes(worker, Channel.TENSOR) < CREDIT_BYTES:
-            _, _, pull, oldest = heapq.heappop(queue)
-            answer = self._slots[pull.key].answer(self._plan.wire, worker, self._settings.deterministic)
+            step, key, _, oldest = heapq.heappop(queue)
+            answer = self._slots[key].answer(self._plan.wire, worker, self._settings.deterministic)
             if worker != self.me:
                 self._recorder.count_sent(sum(each.nbytes for each in answer.tensors))
-            self.endpoint.post(worker, Pulled(pull.key, pull.step, oldest, answer.change), answer.tensors)
+            self.endpoint.post(worker, Pulled(key, step, oldest, answer.change), answer.tensors)
             sent = True
         return sent
 
@@ -225,7 +235,8 @@ class Server:
 
     def _repeat(self, copy: Copy, gradient: torch.Tensor, sender: int) -> None:
         slot = self._replicas[copy.key]
-        slot.apply(gradient, copy.step, copy.share)
+        if copy.share:
+            slot.apply(gradient, copy.step, copy.share)
         if copy.worker < 0:
             slot.updates = copy.step + 1
         else:
@@ -257,6 +268,7 @@ class Server:
         self._roles = self._roles.without(node)
         self._quorum = min(self._quorum, len(self._roles.workers))
         self._waiting = [each for each in self._waiting if each[0] != node]
+        self._early = [each for each in self._early if each.sender != node]
         self._copying = [each for each in self._copying if each[1] != node]
         self._answers.pop(node, None)
         for slot in (*self._slots.values(), *self._replicas.values()):
@@ -292,6 +304,7 @@ class Server:
         """A server's step is over when all its keys have been updated."""
         if self.emit is None:
             return
+        self.endpoint.sent.clear()  # who waited for what to arrive is the workers' record
         done = min((self._oldest(slot) for slot in self._slots.values()), default=0)
         while self.step < done:
             self.emit(self._recorder.close_step(self.step, self._plan.step))
