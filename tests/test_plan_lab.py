@@ -18,13 +18,13 @@ from test_lab import begin, device, devices_file, finish, needs_isolation
 CAP_MB = 420
 
 
-def trial(folder: Path, width: int) -> tuple[int, dict[str, Any], str]:
-    """Two steps of an mlp of this width on three devices with a cap: exit code, summary, what was said."""
+def trial(folder: Path, width: int, protect: str = "off", steps: int = 2) -> tuple[int, dict[str, Any], str]:
+    """A few steps of an mlp of this width on three devices with a cap: exit code, summary, what was said."""
     folder.mkdir()
     file = devices_file(folder, *(device(name, 0.45, CAP_MB, 1000) for name in ("desk", "shelf", "attic")))
     process = begin(
         "lab", "--devices", file, "--", "train", "--model", "mlp", "--set", "depth=6", "--set", f"width={width}",
-        "--data", "random:64x10", "--batch-size", "16", "--steps", "2", "--protect", "off", "--all-devices", "--json",
+        "--data", "random:64x10", "--batch-size", "16", "--steps", str(steps), "--protect", protect, "--all-devices", "--json",
         "--run-dir", folder / "run", cwd=folder,
     )  # fmt: skip
     out, err = process.communicate(timeout=100)
@@ -58,6 +58,12 @@ def test_the_widest_model_a_plan_accepts_runs_under_its_cap_and_a_little_wider_i
         (process + (peaks[node["node"]] - process) * (too_wide / fits) ** 2) / node["free_bytes"] for node in said
     )
     assert fullest * 1.15 >= 1, f"width {too_wide} was refused, and would have needed {fullest:.0%} of what there is"
+    # Snapshots on disk take a twentieth of the parameters at most: nearly that wide a model trains with them, and keeps one.
+    narrower = int(fits * 0.95**0.5) // 8 * 8
+    code, _, said = trial(tmp_path / "disk", narrower, "disk", steps=8)
+    assert code == 0, said
+    log = (tmp_path / "disk" / "run" / "events.jsonl").read_text()
+    assert '"type":"snapshot"' in log, "no snapshot became whole"
 
 
 # -- the bench, on paper --------------------------------------------------------------------------------------------------
