@@ -19,7 +19,7 @@ from ringtmp import __version__
 from ringtmp.config import usual_microbatches
 from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
 from ringtmp.data.sources import Stream
-from ringtmp.errors import Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable, UsageError
+from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable, UsageError
 from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics import events
@@ -30,7 +30,7 @@ from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import refuse_too_small, write_model
 from ringtmp.rebalancing import Rebalancing
-from ringtmp.recovery import Losses, lost_text, memory_need
+from ringtmp.recovery import Losses, lost_text, memory_need, unlike
 from ringtmp.resources import fingerprint, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
@@ -46,6 +46,7 @@ from ringtmp.wire.message import Hello, Recipe, Renew
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
 FAILED_STOP_LIMIT_S = 0.5
+RETRY_S = 30.0
 #: A stream's batches since the last whole state are kept; when they are more than this, a checkpoint lets them go.
 SPOOL_LIMIT_BYTES = 256 * 2**20
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
@@ -68,6 +69,8 @@ class Session:
         self._saving = Saving(job.run.checkpoints)
         self._log: EventLog | None = None
         self._master: Leader | None = None
+        self._endpoint: Endpoint | None = None
+        self._begun = False  # the run's first line is written
         self._progress = Progress(0)
         self._ring = secrets.token_hex(8)
         self._generation = 1
@@ -81,6 +84,7 @@ class Session:
         self._protection = Protection(protect, training.staleness)
         self._rebalancing = Rebalancing(ring.rebalance)
         self._kept = -1  # the step of the last snapshot that was recorded
+        self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -172,6 +176,7 @@ class Session:
     ) -> None:  # fmt: skip
         job, config = self._job, self._job.config
         assert self._log is not None
+        self._endpoint = endpoint
         training = config.training
         schedule = self._lr_schedule = checked_schedule(training.lr_schedule, self._total_steps())
         recipe = self._recipe()
@@ -199,7 +204,8 @@ class Session:
                 job.loss_name,
             )
         )
-        if self._generation == 1:
+        if not self._begun:
+            self._begun = True
             self._log.write(
                 events.RunStarted(
                     time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
@@ -212,6 +218,8 @@ class Session:
                     1, self._progress.step,
                 )
             )  # fmt: skip
+        for text in unlike(found, fingerprint(self._crew.threads)):
+            self._warn(text)
         self._master = master = plan.lead(endpoint, self._crew, self._log)
         master.hellos.update(found)
         master.snapshot, master.protection = snapshot, self._protection
@@ -242,8 +250,9 @@ class Session:
 
     def _recipe(self) -> Recipe:
         training = self._job.config.training
+        assert training.threads is not None, "settled with the crew"
         return Recipe(
-            training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, self._lr_schedule,
+            training.seed, training.threads, training.optimizer, training.optimizer_settings, self._lr_schedule,
             training.clip_norm, training.staleness,
         )  # fmt: skip
 
@@ -301,12 +310,27 @@ class Session:
         self._watcher.tell(lost_text(event))
 
     def _revive(self, reached: Progress) -> tuple[str, int]:
-        """The next generation, from the newest state that is whole; returns what that was, and of which step."""
-        assert self._master is not None
+        """The next generation, from the newest state that is whole; returns what that was, and of which step. Those who are
+        left may not hold the model: then the run pauses until another comes."""
+        while True:
+            try:
+                return self._revived(reached)
+            except DoesNotFit as short:
+                if self._crew.await_another(str(short), self._interrupted):
+                    continue
+                if self._interrupted():
+                    raise Interrupted(
+                        f"interrupted while the run was paused: go on with ringtmp train --resume {self._job.run.path}"
+                    ) from None
+                raise
+
+    def _revived(self, reached: Progress) -> tuple[str, int]:
+        assert self._endpoint is not None
         assert self._log is not None
-        told = self._master.leave()
+        # None: somebody was lost while devices were tried, before there was a plan.
+        told = self._master.leave() if self._master is not None else {}
         self._generation += 1
-        endpoint = self._master.endpoint
+        endpoint = self._endpoint
         config = self._job.config
         index, layers, checkpoint = self._open()
         need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
@@ -327,7 +351,7 @@ class Session:
         except SnapshotUnusable as problem:
             self._protection.spoil()
             self._warn(f"{problem}; going back to the checkpoint of step {saved}")
-            return self._revive(reached)
+            return self._revived(reached)
         if snapshot is None:
             return "checkpoint", saved
         return "survivors" if survivors else "snapshot", snapshot.step
@@ -363,7 +387,7 @@ class Session:
             rate = learning_rate(self._lr_schedule, training.optimizer_settings["lr"], step)
             done = events.StepDone(
                 now, step, batch.epoch, loss, rate,
-                batch.samples, now - started,
+                batch.samples, now - started, self._protection.unprotected,
             )  # fmt: skip
             assert self._log is not None
             self._log.write(done)
@@ -384,7 +408,7 @@ class Session:
             if (every is not None and step % every == 0) or self._batches.spooled_bytes > SPOOL_LIMIT_BYTES:
                 self._save(master)
                 fresh = True
-            if (reason := self._crew.changed()) is not None:
+            if time.monotonic() >= self._not_before and (reason := self._crew.changed()) is not None:
                 master = self._regroup(master, reason)
                 fresh = True
             fresh = self._rebalancing.at_rest(master, self._protection) or fresh
@@ -412,7 +436,8 @@ class Session:
             return None
         if self._protection.due(step) or self._rebalancing.ready(self._protection):
             return None
-        leaving = self._interrupted() or self._crew.changed() is not None
+        changed = time.monotonic() >= self._not_before and self._crew.changed() is not None
+        leaving = self._interrupted() or changed
         return None if leaving else self._batches.early(step)
 
     def _protect(self, step_s: float) -> None:
@@ -433,12 +458,13 @@ class Session:
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
         started = time.monotonic()
+        if not self._saved(master):
+            self._not_before = started + RETRY_S  # who joins, leaves or is let in waits for room on the disk
+            return master
         self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
-        self._save(master, needed=True)
         if self._crew.all_anew():
             master.stop("a new generation begins")
-            self._generation += 1
-            endpoint = self._crew.regroup(self._ring, self._generation)
+            endpoint = self._started_anew()
             self._settle()
             self._lay_out(endpoint, *self._open())
         else:
@@ -450,12 +476,25 @@ class Session:
         )
         return self._master
 
+    def _started_anew(self) -> Endpoint:
+        """Somebody may be lost while all start: then all who are left start again."""
+        self._losses.begin()
+        while True:
+            self._generation += 1
+            try:
+                return self._crew.regroup(self._ring, self._generation)
+            except NodeLost as lost:
+                if not self._losses.bear(lost):
+                    raise
+                self._warn(f"{lost}; starting again without it")
+
     def _rebalance(self, master: Leader, source: str) -> Leader:
         """A new generation because devices are not as fast as planned."""
         assert self._log is not None
+        if source == "checkpoint" and not self._saved(master):
+            self._rebalancing.drop()
+            return master
         move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step
-        if source == "checkpoint":
-            self._save(master, needed=True)
         source, _ = self._revive(self._progress)
         now = time.monotonic()
         event = events.Regrouped(
@@ -492,6 +531,11 @@ class Session:
         if self._job.config.keep.checkpoint_every is None and time.monotonic() - self._saving.at > CHECKPOINT_PAUSE_S:
             self._save(master)
         return patience is not None and self._progress.epochs_without_gain >= patience
+
+    def _saved(self, master: Leader) -> bool:
+        """Whether there is a checkpoint of this very step; a full disk is no reason to end the run."""
+        self._save(master)
+        return self._saving.step == self._progress.step
 
     def _save(self, master: Leader, needed: bool = False) -> None:
         assert self._log is not None

@@ -60,7 +60,7 @@ def command(
         model = api.named_model(settings.model, train)
         work = planning.measure(settings, model, train, watcher.phase, ProfileCache())
         watcher.phase("planning")
-        devices = planning.with_master_here(devices)
+        devices = planning.with_master_here(devices, described=file is not None)
         made = planning.plan(settings, work, devices, settings.ring.all_devices or file is None)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.

@@ -79,6 +79,9 @@ class MemoryCrew:
         self._dead.clear()
         return living
 
+    def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
+        return False  # all there will ever be are on this machine
+
     def addresses(self) -> dict[int, Address]:
         return dict.fromkeys(range(self.nodes), NOWHERE)
 
