@@ -289,7 +289,8 @@ def test_a_result_without_steps_is_kept_told_and_not_measured_again(tmp_path: Pa
 def test_a_search_that_met_no_limit_decides_nothing() -> None:
     fits = [largest.Try(4, 8, 4000, "fits", "", (1, 1))]
     refused = [*fits, largest.Try(8, 8, 8000, "refused", "too large")]
-    for ring, holds in ((fits, "open"), (refused, "mixed")):
+    larger = [largest.Try(40, 8, 40000, "fits", "", (1, 1)), largest.Try(44, 8, 44000, "refused", "too large")]
+    for ring, holds in ((fits, "open"), (refused, "open"), (larger, "yes")):
         known = {"ring": ring, "ps:bsp": refused}
         best = {label: capacity.largest(each) for label, each in known.items()}
         assert capacity._verdict(best, known).holds == holds

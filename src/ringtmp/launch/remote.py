@@ -14,7 +14,7 @@ from ringtmp.launch import token as tokens
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import Device, Hub
 from ringtmp.launch.keys import Rings
-from ringtmp.launch.speech import SILENCE_LIMIT_S, End, Prepare
+from ringtmp.launch.speech import SILENCE_LIMIT_S, Died, End, Prepare
 from ringtmp.launch.token import Token
 from ringtmp.plan import device as planned
 from ringtmp.resources import free_memory_bytes, own_memory_bytes
@@ -79,8 +79,8 @@ class RemoteCrew:
         self._seen: set[str] = set()
         self._wanted = nodes
         self._step = 0
-        self._deaths: dict[str, tuple[int, int]] = {}  # by key: how often in this step, and the step
-        self._resting: set[str] = set()  # keys of devices that die again and again, left out
+        self._deaths: dict[str, _Deaths] = {}  # by incarnation
+        self._resting: set[str] = set()  # incarnations of devices that die again and again, left out
         self._rekey = False  # a revoked device is gone, and those who are left still know its keys
 
     def start(self, ring: str, generation: int) -> Endpoint:
@@ -140,14 +140,19 @@ class RemoteCrew:
             self._places.pop(device.key, None)
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
-        self._await_compute(fresh)
+        try:
+            self._await_compute(fresh)
+        except NodeLost:
+            for device in fresh.values():  # those who did start are of a generation that will not be
+                self._places.pop(device.key, None)
+            raise
         self._mind_the_door()
         return living
 
     def _drop_the_gone(self) -> None:
         assert self._hub is not None
         for node, device in list(self._devices.items()):
-            self._rekey = self._rekey or device.key in self._revoked
+            self._rekey = self._rekey or not self._hub.admits(device.key)
             gone = self._hub.devices.get(device.key) is not device or device.left or self._dies_on(device)
             if gone or self._silent_s(device) > self._notice_s or device.key in (self._revoked | self._released):
                 self._end(device)
@@ -156,21 +161,20 @@ class RemoteCrew:
 
     def _dies_on(self, device: Device) -> bool:
         """Whether its process has died so often without a step between that it would go on."""
-        if device.died is None:
+        if not _dead(device):
             return False
-        count, step = self._deaths.get(device.key, (0, self._step))
-        count = count + 1 if step == self._step else 1
-        self._deaths[device.key] = (count, self._step)
-        if count < MOST_DEATHS:
+        deaths = self._deaths.setdefault(device.incarnation, _Deaths())
+        if not deaths.told_of(device.died, self._step):
             return False
-        self._resting.add(device.key)
+        self._resting.add(device.incarnation)
+        assert device.died is not None
         said = device.died.last_words or "it said nothing"
-        self._tell(f"{device.facts.name} is left out: its process died {count} times without a step between ({said})")
+        self._tell(f"{device.facts.name} is left out: its process died {deaths.count} times without a step ({said})")
         return True
 
     def _lives(self, node: int, device: Device) -> bool:
         """Whether its compute process is there, has this number, and is known to the master's links."""
-        return device.died is None and device.started is not None and self._places.get(device.key) == node
+        return not _dead(device) and device.started is not None and self._places.get(device.key) == node
 
     def _close_ranks(self) -> None:
         for hole in range(1, len(self._devices) + 1):
@@ -220,7 +224,9 @@ class RemoteCrew:
         waiting = [
             each
             for each in self._hub.present()
-            if each.key not in used | self._released | self._resting and self._fits(each, self._seen)
+            if each.key not in used | self._released
+            and each.incarnation not in self._resting
+            and self._fits(each, self._seen)
         ]
         return waiting[: self._wanted - 1 - len(self._devices)]
 
@@ -287,7 +293,7 @@ class RemoteCrew:
             who = f"node {node} ({device.facts.name})"
             if device.key in self._revoked:
                 continue
-            if device.died is not None and device.started is not None and _same_process(device):
+            if _dead(device) and device.died is not None and device.started is not None:
                 words = f": {device.died.last_words}" if device.died.last_words else ""
                 raise NodeLost(
                     f"{who}: its compute process ended with code {device.died.code} in step {step}{words}", node
@@ -383,15 +389,32 @@ class RemoteCrew:
                     )
             if time.monotonic() > limit:
                 node, device = next(iter(waiting.items()))
+                device.died = Died(self._generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")
                 text = f"node {node} ({device.facts.name}) did not start a compute process within {START_LIMIT_S:.0f} s"
                 raise NodeLost(text, node, START_LIMIT_S)
 
 
-def _same_process(device: Device) -> bool:
-    """Whether the one that died is the one that was started last; news of another may come late."""
-    assert device.died is not None
-    assert device.started is not None
-    return device.died.generation == device.started.generation
+def _dead(device: Device) -> bool:
+    """Whether the process that died is the one that was started last; news of another may come late."""
+    return device.died is not None and (
+        device.started is None or device.died.generation == device.started.generation
+    )
+
+
+class _Deaths:
+    """Of one device's processes, without a step between them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._step = -1
+        self._last: Died | None = None
+
+    def told_of(self, died: Died | None, step: int) -> bool:
+        """True when it was once too often. The same death may be told of again."""
+        if died is not self._last:
+            self.count = self.count + 1 if step == self._step else 1
+            self._last, self._step = died, step
+        return self.count >= MOST_DEATHS
 
 
 def _arrival(number: int, device: Device) -> str:

@@ -132,7 +132,7 @@ def _with_kept(without: MemoryForecast, device: Device) -> MemoryForecast:
     """Of what comes and goes with every microbatch or step, what the process keeps when it is free. Never more than there
     is: a node that is short of memory after its first step keeps nothing (`resources.mind_memory`)."""
     passing = without.gradient_bytes + without.stored_bytes + without.boundary_bytes + without.working_bytes
-    room = max(0.0, device.memory_bytes - without.total_bytes)
+    room = max(0.0, device.memory_bytes - without.total_bytes - 1.0)  # a byte less: sums of fractions are not exact
     return replace(without, working_bytes=without.working_bytes + min(device.kept_bytes, passing / 2, room))
 
 
@@ -163,11 +163,11 @@ def replica_forecast(
     stage = table.stage(0, table.count)
     stored = stage.stored_bytes if works else 0.0
     working = largest_stored(table, 0, table.count) if works else 0.0
-    made = MemoryForecast(
+    kept = min(device.kept_bytes, (stored + 2 * stage.gradient_bytes + working) / 2)
+    return MemoryForecast(
         device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
-        stage.optimizer_bytes, stored, stage.gradient_bytes, working,
+        stage.optimizer_bytes, stored, stage.gradient_bytes, working + kept,
     )  # fmt: skip
-    return _with_kept(made, device)
 
 
 def largest_stored(table: CostTable, first: int, stop: int) -> float:

@@ -112,7 +112,9 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
         ]
         said = {label: text(value.middle) for label, value in contrasts.figures(known, choices.seed).items()}
         aim = f"{AIM} per {key.removesuffix('s')}"
-        one_sided = _one_sided(aim, {each.way.strategy for each in every}, {each.way.strategy for each in known})
+        shared = [each.way for each in every if each.way is not ALONE]
+        there = {way.strategy for way in shared if all(math.isfinite(cost.steps) for cost in costs[way.label])}
+        one_sided = _one_sided(aim, {way.strategy for way in shared}, there)
         found.append(one_sided or contrasts.verdict(aim, what, said, contrasts.both(known, choices.seed)))
     return found
 
