@@ -58,7 +58,12 @@ def test_the_best_of_a_side_may_have_another_wire_only_where_each_is_at_its_best
 
 
 def test_delay_is_no_part_of_the_same_precision_on_either_side() -> None:
-    sides = [noisy("ring", 1.0, 4), noisy("ring:staleness=1", 0.6, 4), noisy("ps:bsp", 1.0, 4), noisy("ps:async", 0.5, 4)]
+    sides = [
+        noisy("ring", 1.0, 4),
+        noisy("ring:staleness=1", 0.6, 4),
+        noisy("ps:bsp", 1.0, 4),
+        noisy("ps:async", 0.5, 4),
+    ]
     found = dict(contrasts.both(sides, 0))
     same, best = found["same precision"], found["each at its best"]
     assert (same.ring.way.label, same.server.way.label) == ("ring", "ps:bsp")

@@ -396,9 +396,7 @@ class RemoteCrew:
 
 def _dead(device: Device) -> bool:
     """Whether the process that died is the one that was started last; news of another may come late."""
-    return device.died is not None and (
-        device.started is None or device.died.generation == device.started.generation
-    )
+    return device.died is not None and (device.started is None or device.died.generation == device.started.generation)
 
 
 class _Deaths:
