@@ -57,5 +57,18 @@ def test_the_best_of_a_side_may_have_another_wire_only_where_each_is_at_its_best
     assert found["each at its best"].ring.way.label == "ring:wire=bfloat16"
 
 
+def test_delay_is_no_part_of_the_same_precision_on_either_side() -> None:
+    sides = [
+        noisy("ring", 1.0, 4),
+        noisy("ring:staleness=1", 0.6, 4),
+        noisy("ps:bsp", 1.0, 4),
+        noisy("ps:async", 0.5, 4),
+    ]
+    found = dict(contrasts.both(sides, 0))
+    same, best = found["same precision"], found["each at its best"]
+    assert (same.ring.way.label, same.server.way.label) == ("ring", "ps:bsp")
+    assert (best.ring.way.label, best.server.way.label) == ("ring:staleness=1", "ps:async")
+
+
 def test_without_a_parameter_server_nothing_is_claimed() -> None:
     assert contrasts.verdict("aim", "seconds", {}, contrasts.both([noisy("ring", 1.0, 4)], 0)).holds == "open"

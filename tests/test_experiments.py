@@ -152,6 +152,24 @@ def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
     assert msgspec.convert(msgspec.to_builtins(made), record.Record) == made
 
 
+def test_a_record_is_the_same_read_from_its_file() -> None:
+    made = record.record(run_events(0.5))
+    track = msgspec.structs.replace(made.tracks[0], sent_to={1: 1000, 2: 5})
+    made = msgspec.structs.replace(made, tracks=(track, *made.tracks[1:]))
+    kept = {"record": msgspec.to_builtins(made, str_keys=True)}
+    assert record.from_facts(kept) == made
+    assert record.from_facts(msgspec.json.decode(msgspec.json.encode(kept))) == made
+
+
+def test_busy_time_of_steps_that_overlap_is_not_cut_off_step_by_step() -> None:
+    """A node's record of a step may be of another time than the master's: only over all of them must it fit."""
+    plain = record.record(run_events(0.5))
+    uneven = msgspec.structs.replace(
+        plain, took_s=tuple(sum(plain.took_s) / len(plain.took_s) * factor for factor in (0.1, 1.9) * 3)
+    )
+    assert sum(quantities.step_joules(uneven, 0)) == pytest.approx(sum(quantities.step_joules(plain, 0)))
+
+
 def test_a_dedicated_server_is_in_no_workers_share() -> None:
     stream = run_events(0.25, server=True)
     lazy = [msgspec.structs.replace(each, busy_s=0.0, idle_s=1.0) if isinstance(each, events.NodeStep) and each.node == 0
@@ -271,7 +289,8 @@ def test_a_result_without_steps_is_kept_told_and_not_measured_again(tmp_path: Pa
 def test_a_search_that_met_no_limit_decides_nothing() -> None:
     fits = [largest.Try(4, 8, 4000, "fits", "", (1, 1))]
     refused = [*fits, largest.Try(8, 8, 8000, "refused", "too large")]
-    for ring, holds in ((fits, "open"), (refused, "mixed")):
+    larger = [largest.Try(40, 8, 40000, "fits", "", (1, 1)), largest.Try(44, 8, 44000, "refused", "too large")]
+    for ring, holds in ((fits, "open"), (refused, "open"), (larger, "yes")):
         known = {"ring": ring, "ps:bsp": refused}
         best = {label: capacity.largest(each) for label, each in known.items()}
         assert capacity._verdict(best, known).holds == holds

@@ -22,7 +22,7 @@ ORDER = [
     {"config"},
     {"ring", "strategies"},
     {"launch"},
-    {"session", "inference", "planning", "prepare", "rebalancing", "recovery", "saving", "job"},
+    {"laying", "session", "inference", "planning", "prepare", "rebalancing", "recovery", "saving", "job"},
     {"api"},
     {"cli", "bench", "__main__"},
 ]

@@ -139,6 +139,7 @@ def test_a_new_generation_does_not_write_over_the_snapshot_it_began_with() -> No
         protection.step_took(0.1)
     protection.whole = Snapshot(Progress(5))
     protection.renew(5, 3)
+    assert protection.unprotected, "whoever held a part of it may be the one that was lost"
     assert not protection.due(5)
     assert protection.due(6)
     protection.spoil()

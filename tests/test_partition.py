@@ -14,7 +14,7 @@ from costs import device, devices, layer, layers
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.plan.bottleneck import Segments, every_multiset, given_order, shortest_way
 from ringtmp.plan.costs import CostTable
-from ringtmp.plan.device import KEPT_BYTES, Device, LayerCost, Link, Quota
+from ringtmp.plan.device import Device, LayerCost, Link, Quota
 from ringtmp.plan.memory import forecast, held, held_in, require_fit
 from ringtmp.plan.partition import REFINE_ACTIONS, refine
 from ringtmp.plan.planner import PlanOptions, plan
@@ -216,7 +216,7 @@ def test_snapshots_on_disk_cost_at_most_a_twentieth_of_the_largest_model() -> No
         except DoesNotFit:
             return False
 
-    most = 4 * ((1000 - 230 - KEPT_BYTES // 2**20) // 32)
+    most = 4 * ((1000 - 230) // 32)
     assert fits(most, "off")
     assert not fits(most + 1, "off")
     assert fits(math.ceil(0.95 * most), "disk")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ringtmp.errors import DoesNotFit
 from ringtmp.launch import remote
 from ringtmp.launch.facts import TORCH_BYTES
 from ringtmp.launch.hub import Device
@@ -143,6 +144,9 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
     crew: Any = RemoteCrew(Rings(tmp_path), "home", "127.0.0.1", 1, 3, 1, None, 0.0, said.append, said.append)
     facts = Facts("late", "cpu", 1, TORCH_BYTES + 300 * 2**20, "2", "1", 1)
     crew._hub = Table(Device("key", "1", facts, b"", 0.0), after=5)
+    with pytest.raises(DoesNotFit) as short:
+        crew._gather_spares(350 * 2**20)
+    assert crew.await_another(str(short.value), lambda: False)
     crew._gather_spares(350 * 2**20)
     assert [device.facts.name for device in crew._devices.values()] == ["late"]
     assert len(said) == 1

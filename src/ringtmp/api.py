@@ -185,8 +185,15 @@ class Ring:
         part = self._part
         ring = {"nodes": part.nodes, "cuts": part.cuts, "window": part.window, "rebalance": part.rebalance}
         watcher = watcher or Telling()
-        crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
-        return resume(run_dir, {**ring, "schedule": self._part.schedule, **changes}, given, loss, watcher, crew)
+        changed = {**ring, "schedule": self._part.schedule, **changes}
+        crew = None
+        if self._listen:
+            saved = settings_of(run_dir, changed)
+            crew = remote_crew(
+                self._listen, self._ring, saved.ring.nodes, saved.training.threads, watcher,
+                notice_s=saved.keep.notice_s,
+            )  # fmt: skip
+        return resume(run_dir, changed, given, loss, watcher, crew)
 
     def evaluate(self, run_dir: str | Path, data: Data = None) -> dict[str, Any]:
         """Loss and scores of a run's newest checkpoint; on its own test part unless data is given."""
@@ -227,13 +234,18 @@ def resume(
     """Go on with the run in `run_dir` from its newest whole checkpoint."""
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
-    config = resolve(merge_for_resume(saved.config, changes))
+    config = settings_of(run_dir, changes)
     train, test = data or _named_again(config)
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     function = loss or loss_named(saved.loss)
     _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
     return Result(run.path)
+
+
+def settings_of(run_dir: str | Path, changes: dict[str, Any]) -> RunConfig:
+    """What a run goes on with: its own settings, but for the changes."""
+    return resolve(merge_for_resume(RunDirectory(Path(run_dir)).read_config().config, changes))
 
 
 def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | None = None) -> dict[str, Any]:

@@ -117,8 +117,8 @@ def resolve(config: RunConfig) -> RunConfig:
     ):
         if given not in known:
             raise unknown(what, given, known)
-    if not 0.5 <= config.keep.notice_s <= 3600:
-        raise UsageError(f"--notice {config.keep.notice_s:g} must be from 0.5 to 3600 seconds")
+    if not 1 <= config.keep.notice_s <= 3600:  # signs of life come about twice a second
+        raise UsageError(f"--notice {config.keep.notice_s:g} must be from 1 to 3600 seconds")
     if training.staleness not in (0, 1):
         raise UsageError(f"--staleness {training.staleness} is not supported: use 0 or 1")
     if not -(2**62) < training.seed < 2**62:

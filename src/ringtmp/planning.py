@@ -91,10 +91,12 @@ def measure(
     )  # fmt: skip
 
 
-def with_master_here(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The master is this process: what it holds by now (data, the model's builder) it will hold then."""
+def with_master_here(devices: Sequence[Device], counted_bytes: int) -> tuple[Device, ...]:
+    """The master is this process: what it holds by now (data, the model's builder) it will hold then. `counted_bytes`: what it
+    held when the memory beside it was measured; of a described device, whose memory is all there is, none."""
+    memory = devices[0].memory_bytes + counted_bytes
     extra = max(0.0, float(peak_rss_bytes() - PROCESS_BYTES))
-    return (replace(devices[0], extra_bytes=extra), *devices[1:])
+    return (replace(devices[0], memory_bytes=memory, extra_bytes=extra), *devices[1:])
 
 
 def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:

@@ -102,6 +102,10 @@ class Rebalancing:
             return None
         return replace(brief, devices=move.devices)
 
+    def drop(self) -> None:
+        """The move cannot be made now."""
+        self._move = None
+
     def begin(self) -> Move:
         move = self._move
         assert move is not None, "there is something to move"

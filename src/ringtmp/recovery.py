@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ringtmp.errors import LinkLost, NodeLost
 from ringtmp.metrics.events import Regrouped
 from ringtmp.model.portable import Layer
+from ringtmp.wire.message import Hello
 
 #: So many losses in a row without a step further than ever before: something kills them, and would go on.
 MOST_IN_A_ROW = 8
@@ -56,6 +58,16 @@ class Losses:
     @property
     def notice_s(self) -> float:
         return max((each.notice_s for each in self._now), default=0.0)
+
+
+def unlike(hellos: Mapping[int, Hello], own: Mapping[str, Any]) -> list[str]:
+    """A line for every node whose arithmetic may not be the master's."""
+    return [
+        f"node {node} has torch {hello.torch} with {hello.capability}, the master {own['torch']} with {own['capability']}: "
+        "weights may differ in their last bits from those of one process, and after a loss from an undisturbed run's"
+        for node, hello in sorted(hellos.items())
+        if (hello.torch, hello.capability) != (own["torch"], own["capability"])
+    ]
 
 
 def lost_text(event: Regrouped) -> str:

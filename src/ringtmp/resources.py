@@ -117,6 +117,12 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def mind_memory() -> None:
+    """When a node has everything it needs: where little is left, nothing is kept from here on."""
+    if free_memory_bytes() < SHORT_BYTES:
+        give_back_memory()
+
+
 def fingerprint(threads: int) -> dict[str, Any]:
     """What the bits depend on besides the recipe."""
     import torch

@@ -5,83 +5,37 @@ Everything that can be refused is refused before a node starts; everything that 
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 import time
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
-from ringtmp import __version__
-from ringtmp.config import usual_microbatches
-from ringtmp.data.batches import Batch, TrainingBatches, evaluation_batches
-from ringtmp.data.sources import Stream
-from ringtmp.errors import Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable, UsageError
-from ringtmp.job import Interruption, Job, Watcher
-from ringtmp.launch.crew import Crew
+from ringtmp.data.batches import Batch, evaluation_batches
+from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable
+from ringtmp.laying import Laying
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
-from ringtmp.model.export import EXAMPLE_BATCH
-from ringtmp.model.portable import Layer
 from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import refuse_too_small, write_model
-from ringtmp.rebalancing import Rebalancing
-from ringtmp.recovery import Losses, lost_text, memory_need
-from ringtmp.resources import fingerprint, set_threads
-from ringtmp.ring.checkpoint import Checkpoint, Progress, latest, weights_sha256
+from ringtmp.recovery import memory_need
+from ringtmp.ring.checkpoint import Progress, latest, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.lead import STOP_LIMIT_S, Lead
-from ringtmp.ring.protect import Protection, Snapshot, in_hand
-from ringtmp.ring.recipe import checked_schedule, learning_rate
-from ringtmp.ring.rundir import LayerIndex, SavedConfig
-from ringtmp.saving import Saving
-from ringtmp.strategies import catalog, ring
-from ringtmp.strategies.brief import Brief, Leader
-from ringtmp.wire.message import Hello, Recipe, Renew
+from ringtmp.ring.lead import Lead
+from ringtmp.ring.protect import Snapshot, in_hand
+from ringtmp.ring.recipe import learning_rate
+from ringtmp.strategies.brief import Leader
+from ringtmp.wire.message import Renew
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
-FAILED_STOP_LIMIT_S = 0.5
+RETRY_S = 30.0
 #: A stream's batches since the last whole state are kept; when they are more than this, a checkpoint lets them go.
 SPOOL_LIMIT_BYTES = 256 * 2**20
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
 
 
-class Session:
-    def __init__(self, job: Job, crew: Crew, watcher: Watcher, interrupted: Interruption) -> None:
-        self._job = job
-        self._crew = crew
-        self._watcher = watcher
-        self._interrupted = interrupted
-        training = job.config.training
-        assert training.microbatches is not None, "the settings are not resolved"
-        self._microbatches = usual_microbatches(training)  # with "auto" until the plan has chosen
-        size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
-        self._batch_size = size
-        self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
-        self._targets = job.train.example(EXAMPLE_BATCH)[1]
-        self._saving = Saving(job.run.checkpoints)
-        self._log: EventLog | None = None
-        self._master: Leader | None = None
-        self._progress = Progress(0)
-        self._ring = secrets.token_hex(8)
-        self._generation = 1
-        self._least = 1
-        self._told_of_log = False
-        self._lr_schedule: dict[str, Any] = {}
-        self._losses = Losses()
-        self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
-        ring, keep = job.config.ring, job.config.keep
-        protect = keep.protect if ring.strategy == "ring" else "checkpoint"
-        self._protection = Protection(protect, training.staleness)
-        self._rebalancing = Rebalancing(ring.rebalance)
-        self._kept = -1  # the step of the last snapshot that was recorded
-
+class Session(Laying):
     # -- the whole run ------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
@@ -122,137 +76,6 @@ class Session:
             raise
         finally:
             self._close(outcome, error, digest)
-
-    def _close(self, outcome: str, error: str | None, digest: str | None) -> None:
-        log = self._log
-        try:
-            if self._master is not None and log is not None:
-                try:
-                    # After a failure somebody may be dead and never answer.
-                    self._master.stop(outcome, FAILED_STOP_LIMIT_S if outcome == "failed" else STOP_LIMIT_S)
-                except Exception as problem:  # a broken link must not hide why the run ended
-                    log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
-                log.write(self._master.farewell())
-        finally:
-            self._crew.stop()
-            if log is not None:
-                log.write(events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error))
-                log.close()
-            self._job.run.discard()
-            self._job.run.unlock()
-
-    def _settle(self) -> None:
-        """What only the crew knows: how many came, and the thread count they have in common."""
-        config, ring = self._job.config, self._job.config.ring
-        threads = config.training.threads or self._crew.threads
-        if ring.nodes != self._crew.nodes:  # cuts and window were meant for another ring
-            ring = msgspec.structs.replace(ring, nodes=self._crew.nodes, cuts=None, window=None)
-        training = msgspec.structs.replace(config.training, threads=threads)
-        config = msgspec.structs.replace(config, training=training, ring=ring)
-        self._job = dataclasses.replace(self._job, config=config)
-        set_threads(threads)
-
-    # -- before the first step ----------------------------------------------------------------------------------------
-
-    def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
-        index, layers = self._job.run.read_layers()
-        checkpoint, problems = latest(self._job.run.checkpoints)
-        for problem in problems:
-            self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
-        if checkpoint.manifest.run != index.run:
-            raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
-        self._least = index.least_microbatch
-        self._progress = checkpoint.progress
-        self._saving.opened(index.run, checkpoint.progress.step)
-        return index, layers, checkpoint
-
-    def _lay_out(
-        self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint,
-        hellos: Mapping[int, Hello] = MappingProxyType({}), snapshot: Snapshot | None = None,
-    ) -> None:  # fmt: skip
-        job, config = self._job, self._job.config
-        assert self._log is not None
-        training = config.training
-        schedule = self._lr_schedule = checked_schedule(training.lr_schedule, self._total_steps())
-        recipe = self._recipe()
-        brief = Brief(
-            config, index, layers, job.loss, job.loss_name, recipe,
-            snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
-            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices,
-            self._targets, self._apart,
-        )  # fmt: skip
-        if (measured := self._rebalancing.devices_for(brief)) is not None:
-            brief, found = measured, dict(hellos)
-        else:
-            brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
-        if training.microbatches == "auto":
-            brief = self._choose_microbatches(brief)
-            config, training = brief.config, brief.config.training
-        plan = catalog.plan(brief)
-        self._watcher.expect(plan.lines)
-        for warning in plan.warnings:
-            self._warn(warning)
-        job.run.write_config(
-            SavedConfig(
-                __version__,
-                msgspec.structs.replace(config, training=msgspec.structs.replace(training, lr_schedule=schedule)),
-                job.loss_name,
-            )
-        )
-        if self._generation == 1:
-            self._log.write(
-                events.RunStarted(
-                    time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
-                    msgspec.to_builtins(config),
-                    {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
-                     "microbatches_chosen": brief.chosen,
-                     "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
-                     "exactness": catalog.exactness(
-                         config.ring.strategy, config.ring.strategy_settings, training.wire)},
-                    1, self._progress.step,
-                )
-            )  # fmt: skip
-        self._master = master = plan.lead(endpoint, self._crew, self._log)
-        master.hellos.update(found)
-        master.snapshot, master.protection = snapshot, self._protection
-        master.survived = self._survived
-        self._protection.renew(self._progress.step, self._crew.nodes)
-        plan.start(master, checkpoint, self._watcher.phase)
-        for share in plan.shares:
-            self._log.write(
-                events.NodeStarted(
-                    time.monotonic(), share.node, share.role, self._crew.pids().get(share.node, 0), self._generation,
-                    share.segments, share.parameters,
-                )
-            )  # fmt: skip
-        self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
-        self._log.flush()
-        self._rebalancing.watch(plan, self._log, endpoint.clock, self._crew.alike)
-
-    def _choose_microbatches(self, brief: Brief) -> Brief:
-        """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
-        self._watcher.phase("choosing the number of microbatches")
-        brief = ring.with_best_microbatches(brief, self._batches.sizes())
-        self._microbatches = brief.microbatches
-        self._job = dataclasses.replace(self._job, config=brief.config)
-        self._batches = TrainingBatches(
-            self._job.train, self._batch_size, self._microbatches, brief.config.training.seed
-        )  # fmt: skip
-        return brief
-
-    def _recipe(self) -> Recipe:
-        training = self._job.config.training
-        return Recipe(
-            training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, self._lr_schedule,
-            training.clip_norm, training.staleness,
-        )  # fmt: skip
-
-    def _total_steps(self) -> int | None:
-        training = self._job.config.training
-        if training.steps is not None:
-            return training.steps
-        per_epoch = self._batches.steps_per_epoch
-        return per_epoch * training.epochs if per_epoch is not None and training.epochs is not None else None
 
     # -- step after step ----------------------------------------------------------------------------------------------
 
@@ -295,18 +118,28 @@ class Session:
         )  # fmt: skip
         self._survived(event)
 
-    def _survived(self, event: events.Regrouped) -> None:
-        assert self._log is not None
-        self._log.write(event)
-        self._watcher.tell(lost_text(event))
-
     def _revive(self, reached: Progress) -> tuple[str, int]:
-        """The next generation, from the newest state that is whole; returns what that was, and of which step."""
-        assert self._master is not None
+        """The next generation, from the newest state that is whole; returns what that was, and of which step. Those who are
+        left may not hold the model: then the run pauses until another comes."""
+        while True:
+            try:
+                return self._revived(reached)
+            except DoesNotFit as short:
+                if self._crew.await_another(str(short), self._interrupted):
+                    continue
+                if self._interrupted():
+                    raise Interrupted(
+                        f"interrupted while the run was paused: go on with ringtmp train --resume {self._job.run.path}"
+                    ) from None
+                raise
+
+    def _revived(self, reached: Progress) -> tuple[str, int]:
+        assert self._endpoint is not None
         assert self._log is not None
-        told = self._master.leave()
+        # None: somebody was lost while devices were tried, before there was a plan.
+        told = self._master.leave() if self._master is not None else {}
         self._generation += 1
-        endpoint = self._master.endpoint
+        endpoint = self._endpoint
         config = self._job.config
         index, layers, checkpoint = self._open()
         need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
@@ -327,7 +160,7 @@ class Session:
         except SnapshotUnusable as problem:
             self._protection.spoil()
             self._warn(f"{problem}; going back to the checkpoint of step {saved}")
-            return self._revive(reached)
+            return self._revived(reached)
         if snapshot is None:
             return "checkpoint", saved
         return "survivors" if survivors else "snapshot", snapshot.step
@@ -363,7 +196,7 @@ class Session:
             rate = learning_rate(self._lr_schedule, training.optimizer_settings["lr"], step)
             done = events.StepDone(
                 now, step, batch.epoch, loss, rate,
-                batch.samples, now - started,
+                batch.samples, now - started, self._protection.unprotected,
             )  # fmt: skip
             assert self._log is not None
             self._log.write(done)
@@ -384,7 +217,7 @@ class Session:
             if (every is not None and step % every == 0) or self._batches.spooled_bytes > SPOOL_LIMIT_BYTES:
                 self._save(master)
                 fresh = True
-            if (reason := self._crew.changed()) is not None:
+            if time.monotonic() >= self._not_before and (reason := self._crew.changed()) is not None:
                 master = self._regroup(master, reason)
                 fresh = True
             fresh = self._rebalancing.at_rest(master, self._protection) or fresh
@@ -412,7 +245,8 @@ class Session:
             return None
         if self._protection.due(step) or self._rebalancing.ready(self._protection):
             return None
-        leaving = self._interrupted() or self._crew.changed() is not None
+        changed = time.monotonic() >= self._not_before and self._crew.changed() is not None
+        leaving = self._interrupted() or changed
         return None if leaving else self._batches.early(step)
 
     def _protect(self, step_s: float) -> None:
@@ -433,12 +267,14 @@ class Session:
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
         started = time.monotonic()
+        if not self._saved(master):
+            self._not_before = started + RETRY_S  # who joins, leaves or is let in waits for room on the disk
+            return master
         self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
-        self._save(master, needed=True)
         if self._crew.all_anew():
             master.stop("a new generation begins")
-            self._generation += 1
-            endpoint = self._crew.regroup(self._ring, self._generation)
+            master.leave()
+            endpoint = self._started_anew()
             self._settle()
             self._lay_out(endpoint, *self._open())
         else:
@@ -450,12 +286,25 @@ class Session:
         )
         return self._master
 
+    def _started_anew(self) -> Endpoint:
+        """Somebody may be lost while all start: then all who are left start again."""
+        self._losses.begin()
+        while True:
+            self._generation += 1
+            try:
+                return self._crew.regroup(self._ring, self._generation)
+            except NodeLost as lost:
+                if not self._losses.bear(lost):
+                    raise
+                self._warn(f"{lost}; starting again without it")
+
     def _rebalance(self, master: Leader, source: str) -> Leader:
         """A new generation because devices are not as fast as planned."""
         assert self._log is not None
+        if source == "checkpoint" and not self._saved(master):
+            self._rebalancing.drop()
+            return master
         move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step
-        if source == "checkpoint":
-            self._save(master, needed=True)
         source, _ = self._revive(self._progress)
         now = time.monotonic()
         event = events.Regrouped(
@@ -492,15 +341,3 @@ class Session:
         if self._job.config.keep.checkpoint_every is None and time.monotonic() - self._saving.at > CHECKPOINT_PAUSE_S:
             self._save(master)
         return patience is not None and self._progress.epochs_without_gain >= patience
-
-    def _save(self, master: Leader, needed: bool = False) -> None:
-        assert self._log is not None
-        saved = self._saving.save(master, self._progress, needed, self._warn)
-        if saved is not None:
-            self._batches.forget(saved.step)
-            self._log.write(saved)
-
-    def _warn(self, text: str) -> None:
-        self._watcher.warn(text)
-        if self._log is not None:
-            self._log.write(events.Warned(time.monotonic(), text))

@@ -20,6 +20,7 @@ import ringtmp
 STOP_LIMIT_S = 60.0
 #: In the environment of a command and of all it starts, whatever session they are in and whoever their parent is by then.
 MARK = "RINGTMP_BENCH_MARK"
+_KEPT = ("RINGTMP_CONFIG", "RINGTMP_WATTS", "RINGTMP_METER")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -109,11 +110,9 @@ def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
 
 def _environment(mark: str) -> dict[str, str]:
     """Without any other RINGTMP_…: a setting from the caller's environment would be part of no record; but for the folder of
-    keys, by which devices that joined know their master. And with this very package on the path: a command runs in
-    another folder, where a relative path would lead elsewhere."""
-    kept = {
-        key: value for key, value in os.environ.items() if not key.startswith("RINGTMP_") or key == "RINGTMP_CONFIG"
-    }
+    keys, by which devices that joined know their master, and what this device draws, which the record tells. And with
+    this very package on the path: a command runs in another folder, where a relative path would lead elsewhere."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RINGTMP_") or key in _KEPT}
     paths = [str(Path(ringtmp.__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return kept | {MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}
 

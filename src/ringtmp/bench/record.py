@@ -119,7 +119,8 @@ def record(stream: Iterable[events.Event]) -> Record:
 
 
 def from_facts(facts: dict[str, Any]) -> Record:
-    return msgspec.convert(facts["record"], Record)
+    """From what a measurement keeps, be it just made or read from its file."""
+    return msgspec.convert(facts["record"], Record, str_keys=True)
 
 
 def _track(

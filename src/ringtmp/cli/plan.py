@@ -48,10 +48,12 @@ def command(
     from ringtmp.model.profile import ProfileCache
     from ringtmp.plan import compare as ways
     from ringtmp.plan.gantt import svg as draw
+    from ringtmp.resources import rss_bytes
 
     settings = resolve(settings)
     threads = settings.training.threads or 1
     devices = _devices(file, chosen.get("nodes"), settings.ring.nodes, threads)
+    counted_bytes = rss_bytes() if file is None else 0
     names = [name.strip() for name in compare.split(",")] if compare else []
     for name in names:
         ways.check_name(name)
@@ -60,7 +62,7 @@ def command(
         model = api.named_model(settings.model, train)
         work = planning.measure(settings, model, train, watcher.phase, ProfileCache())
         watcher.phase("planning")
-        devices = planning.with_master_here(devices)
+        devices = planning.with_master_here(devices, counted_bytes)
         made = planning.plan(settings, work, devices, settings.ring.all_devices or file is None)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.

@@ -42,6 +42,8 @@ class Bar:
         speed = event.samples / max(event.wall_s, 1e-9)
         self._speed = speed if not self._speed else 0.9 * self._speed + 0.1 * speed
         details = f"loss {event.loss:.4f}  {count_text(self._speed)} samples/s  idle {idle:.0%}"
+        if event.unprotected:
+            details += "  unprotected"
         if self._progress is not None and self._task is not None:
             self._progress.update(
                 self._task, description=f"epoch {event.epoch + 1}", completed=done, total=total, details=details

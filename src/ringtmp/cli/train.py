@@ -54,6 +54,8 @@ def command(
         from ringtmp import api
         from ringtmp.cli import show
 
+    if resume is not None:
+        settings = api.settings_of(resume, _changes(chosen))
     with show.watcher(quiet) as watcher:
         crew = None
         if listen is not None:

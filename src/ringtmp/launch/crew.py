@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from ringtmp.plan.device import Device
@@ -36,7 +36,11 @@ class Crew(Protocol):
     def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
         they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.
-        Where all together have less memory than `need_bytes`, waits for another to come."""
+        DoesNotFit where all together have less memory than `need_bytes`."""
+        ...
+
+    def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
+        """The run pauses until one more is there. False: nobody comes, or the user is `leaving`."""
         ...
 
     def changed(self) -> str | None:

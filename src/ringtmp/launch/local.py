@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +69,12 @@ class LocalCrew:
     def devices(self) -> tuple[Device, ...]:
         master, *others = described.local_processes(self.nodes, self.threads, usable_cores(), machine_free_bytes())
         limit = own_memory_bytes()  # of this process, which those it starts inherit
-        each = (replace(other, memory_bytes=min(other.memory_bytes, limit)) for other in others)
+        # What the processes have taken already is theirs, and not free any more.
+        taken = [_rss_bytes(self._children.get(node)) for node in range(1, self.nodes)]
+        each = (
+            replace(other, memory_bytes=min(other.memory_bytes + has, limit))
+            for other, has in zip(others, taken, strict=True)
+        )
         return described.as_this_process(master), *each
 
     def pids(self) -> dict[int, int]:
@@ -103,6 +108,9 @@ class LocalCrew:
         self._stopped_at.clear()
         self._at = (0, 0)
         return living
+
+    def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
+        return False  # all there will ever be are on this machine
 
     def _spawn(self, node: int, ring: str, generation: int) -> None:
         addresses = self.addresses()
@@ -175,6 +183,13 @@ class LocalCrew:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
             shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
+
+
+def _rss_bytes(child: subprocess.Popen[bytes] | None) -> int:
+    try:
+        return int(psutil.Process(child.pid).memory_info().rss) if child is not None else 0
+    except psutil.Error:
+        return 0
 
 
 def _how_it_died(code: int) -> str:

@@ -13,6 +13,7 @@ from ringtmp.errors import NodeLost
 from ringtmp.launch.described import as_this_process
 from ringtmp.plan.device import Device
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.scout import answer
 from ringtmp.ring.shelf import Shelf
 from ringtmp.ring.worker import Worker
 from ringtmp.strategies.catalog import member
@@ -62,7 +63,7 @@ class MemoryCrew:
         return endpoint
 
     def _make(self, node: int, ring: str, generation: int) -> None:
-        self._workers.append(Worker(self._endpoint(node, ring, generation), NOWHERE, member))
+        self._workers.append(Worker(self._endpoint(node, ring, generation), NOWHERE, member, answer))
 
     def _endpoint(self, node: int, ring: str, generation: int) -> Endpoint:
         given = self._memory_bytes
@@ -78,6 +79,9 @@ class MemoryCrew:
             self._make(node, ring, generation)
         self._dead.clear()
         return living
+
+    def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
+        return False  # all there will ever be are on this machine
 
     def addresses(self) -> dict[int, Address]:
         return dict.fromkeys(range(self.nodes), NOWHERE)

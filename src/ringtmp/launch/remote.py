@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from ringtmp.errors import NodeLost, WaitTimeout
+from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import Device, Hub
 from ringtmp.launch.keys import Rings
-from ringtmp.launch.speech import SILENCE_LIMIT_S, End, Prepare
+from ringtmp.launch.speech import SILENCE_LIMIT_S, Died, End, Prepare
 from ringtmp.launch.token import Token
 from ringtmp.plan import device as planned
 from ringtmp.resources import free_memory_bytes, own_memory_bytes
@@ -28,6 +28,8 @@ from ringtmp.wire.address import Address
 
 JOIN_LIMIT_S = 3600.0
 START_LIMIT_S = 60.0
+#: A process that dies so often without a step between would go on dying: something on its device kills it.
+MOST_DEATHS = 3
 #: An agent that starts a compute process waits for its first line, and says nothing meanwhile.
 SILENCE_WHILE_STARTING_S = 35.0
 
@@ -76,6 +78,10 @@ class RemoteCrew:
         self._places: dict[str, int] = {}  # keys of devices whose compute process is linked, and its number
         self._seen: set[str] = set()
         self._wanted = nodes
+        self._step = 0
+        self._deaths: dict[str, _Deaths] = {}  # by incarnation
+        self._resting: set[str] = set()  # incarnations of devices that die again and again, left out
+        self._rekey = False  # a revoked device is gone, and those who are left still know its keys
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Show the line to type, wait for the devices, let each start its compute process."""
@@ -97,16 +103,19 @@ class RemoteCrew:
             if device.key in self._revoked or device.key in self._released
         ]
         words += [f"{device.facts.name} joined" for device in self._spares()]
+        if self._rekey:
+            words.append("fresh keys for all who are left")
         return " and ".join(words) or None
 
     def all_anew(self) -> bool:
-        return bool(self._revoked)
+        return bool(self._revoked) or self._rekey
 
     def regroup(self, ring: str, generation: int) -> Endpoint:
         assert self._transport is not None
         self._transport.close()
         self._shelf.close()
         self._drop_the_gone()
+        self._rekey = False
         self._generation = generation
         everyone = [*self._devices.values(), *self._spares()]
         self.nodes = len(everyone) + 1
@@ -131,22 +140,41 @@ class RemoteCrew:
             self._places.pop(device.key, None)
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
-        self._await_compute(fresh)
+        try:
+            self._await_compute(fresh)
+        except NodeLost:
+            for device in fresh.values():  # those who did start are of a generation that will not be
+                self._places.pop(device.key, None)
+            raise
         self._mind_the_door()
         return living
 
     def _drop_the_gone(self) -> None:
         assert self._hub is not None
         for node, device in list(self._devices.items()):
-            gone = self._hub.devices.get(device.key) is not device or device.left
+            self._rekey = self._rekey or not self._hub.admits(device.key)
+            gone = self._hub.devices.get(device.key) is not device or device.left or self._dies_on(device)
             if gone or self._silent_s(device) > self._notice_s or device.key in (self._revoked | self._released):
                 self._end(device)
                 self._places.pop(device.key, None)
                 del self._devices[node]
 
+    def _dies_on(self, device: Device) -> bool:
+        """Whether its process has died so often without a step between that it would go on."""
+        if not _dead(device):
+            return False
+        deaths = self._deaths.setdefault(device.incarnation, _Deaths())
+        if not deaths.told_of(device.died, self._step):
+            return False
+        self._resting.add(device.incarnation)
+        assert device.died is not None
+        said = device.died.last_words or "it said nothing"
+        self._tell(f"{device.facts.name} is left out: its process died {deaths.count} times without a step ({said})")
+        return True
+
     def _lives(self, node: int, device: Device) -> bool:
         """Whether its compute process is there, has this number, and is known to the master's links."""
-        return device.died is None and device.started is not None and self._places.get(device.key) == node
+        return not _dead(device) and device.started is not None and self._places.get(device.key) == node
 
     def _close_ranks(self) -> None:
         for hole in range(1, len(self._devices) + 1):
@@ -154,27 +182,27 @@ class RemoteCrew:
                 self._devices[hole] = self._devices.pop(max(self._devices))
 
     def _gather_spares(self, need_bytes: int) -> None:
-        """Waiting devices get a place. If the memory of all is too little, the run pauses until more come."""
+        """Waiting devices get a place."""
         assert self._hub is not None
-        limit, told = time.monotonic() + JOIN_LIMIT_S, False
-        while True:
-            for device in self._spares():
-                node = next(number for number in range(1, self._wanted) if number not in self._devices)
-                self._devices[node] = device
-            missing = need_bytes - self._room_bytes()
-            if missing <= 0:
-                return
-            if not told:
-                told = True
-                self._tell(
-                    f"paused: those who are left lack {bytes_text(missing)} of memory; the run goes on when a device joins "
-                    "(ringtmp ring token prints a token)"
-                )
-            if time.monotonic() > limit:
-                raise NodeLost(f"nobody came within an hour, and {bytes_text(missing)} of memory are missing")
+        for device in self._spares():
+            node = next(number for number in range(1, self._wanted) if number not in self._devices)
+            self._devices[node] = device
+        missing = need_bytes - self._room_bytes()
+        if missing > 0:
+            raise DoesNotFit(f"those who are left lack {bytes_text(missing)} of memory")
+
+    def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
+        assert self._hub is not None
+        self._wanted = max(self._wanted, len(self._devices) + 2)
+        self._tell(f"paused: {why}; the run goes on when a device joins (ringtmp ring token prints a token)")
+        limit = time.monotonic() + JOIN_LIMIT_S
+        while not leaving() and time.monotonic() < limit:
             self._mind_the_door()
             self._hub.poll(0.2)
             self._hub.refresh()
+            if self._spares():
+                return True
+        return False
 
     def _room_bytes(self) -> int:
         """What the devices said they have free, less what torch takes, and what is free here."""
@@ -196,7 +224,9 @@ class RemoteCrew:
         waiting = [
             each
             for each in self._hub.present()
-            if each.key not in used | self._released and self._fits(each, self._seen)
+            if each.key not in used | self._released
+            and each.incarnation not in self._resting
+            and self._fits(each, self._seen)
         ]
         return waiting[: self._wanted - 1 - len(self._devices)]
 
@@ -254,6 +284,7 @@ class RemoteCrew:
     def check(self, step: int) -> None:
         """Raise NodeLost for a device that died, left, was revoked or fell silent."""
         assert self._hub is not None
+        self._step = step
         self._hub.poll()
         self._hub.refresh()
         self._revoked = {device.key for device in self._devices.values() if not self._hub.admits(device.key)}
@@ -262,7 +293,7 @@ class RemoteCrew:
             who = f"node {node} ({device.facts.name})"
             if device.key in self._revoked:
                 continue
-            if device.died is not None and device.started is not None:
+            if _dead(device) and device.died is not None and device.started is not None:
                 words = f": {device.died.last_words}" if device.died.last_words else ""
                 raise NodeLost(
                     f"{who}: its compute process ended with code {device.died.code} in step {step}{words}", node
@@ -347,7 +378,7 @@ class RemoteCrew:
                     self._transport.connect(node, device.started.address)
                     self._places[device.key] = node
                     del waiting[node]
-                elif device.died is not None or device.left:
+                elif (device.died is not None and device.died.generation == self._generation) or device.left:
                     code = device.died.code if device.died is not None else 0
                     said = device.died.last_words if device.died is not None else "it left"
                     text = f"node {node} ({device.facts.name}) could not start its compute process (code {code}): "
@@ -357,8 +388,31 @@ class RemoteCrew:
                         f"node {node} ({device.facts.name}) fell silent before its compute process had started", node
                     )
             if time.monotonic() > limit:
-                names = ", ".join(f"node {node} ({device.facts.name})" for node, device in waiting.items())
-                raise WaitTimeout(f"{names} did not start a compute process within {START_LIMIT_S:.0f} s")
+                node, device = next(iter(waiting.items()))
+                device.died = Died(self._generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")
+                text = f"node {node} ({device.facts.name}) did not start a compute process within {START_LIMIT_S:.0f} s"
+                raise NodeLost(text, node, START_LIMIT_S)
+
+
+def _dead(device: Device) -> bool:
+    """Whether the process that died is the one that was started last; news of another may come late."""
+    return device.died is not None and (device.started is None or device.died.generation == device.started.generation)
+
+
+class _Deaths:
+    """Of one device's processes, without a step between them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._step = -1
+        self._last: Died | None = None
+
+    def told_of(self, died: Died | None, step: int) -> bool:
+        """True when it was once too often. The same death may be told of again."""
+        if died is not self._last:
+            self.count = self.count + 1 if step == self._step else 1
+            self._last, self._step = died, step
+        return self.count >= MOST_DEATHS
 
 
 def _arrival(number: int, device: Device) -> str:

@@ -59,6 +59,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     lr: float
     samples: int
     wall_s: float
+    unprotected: bool = False  # snapshots are wanted, and there is none of this generation
 
 
 class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):

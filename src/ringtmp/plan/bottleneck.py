@@ -70,24 +70,24 @@ class Segments:
         key = (device.kind, count)
         if key not in self._cache:
             costs = self._seconds(device, self._compute[None, :] - self._compute[:, None], _sum(self._cut, self._cut))
-            costs[self._memory(count) + self.process_bytes + device.taken_bytes > device.memory_bytes] = math.inf
+            costs[self._memory(count) + self.process_bytes + device.extra_bytes > device.memory_bytes] = math.inf
             self._cache[key] = _proper(costs)
         return self._cache[key]
 
     def worker_missing(self, device: Device, visit: int, visits: int) -> Matrix:
         """[first, stop]: bytes that are too few."""
-        need = self._memory(held(visit, visits, self.options, self.safe)) + self.process_bytes + device.taken_bytes
+        need = self._memory(held(visit, visits, self.options, self.safe)) + self.process_bytes + device.extra_bytes
         return _proper(np.maximum(need - device.memory_bytes, 0.0))
 
     def master(self, device: Device, visits: int) -> Matrix:
         """[end of front, begin of tail]: seconds per microbatch."""
         compute = self._compute[:, None] + self._compute[-1] - self._compute[None, :]
         costs = self._seconds(device, compute, _sum(self._cut, self._cut))
-        costs[self._master_memory(visits) + device.taken_bytes > device.memory_bytes] = math.inf
+        costs[self._master_memory(visits) + device.extra_bytes > device.memory_bytes] = math.inf
         return self._allowed(costs)
 
     def master_missing(self, device: Device, visits: int) -> Matrix:
-        return self._allowed(np.maximum(self._master_memory(visits) + device.taken_bytes - device.memory_bytes, 0.0))
+        return self._allowed(np.maximum(self._master_memory(visits) + device.extra_bytes - device.memory_bytes, 0.0))
 
     def passing_s(self, device: Device) -> Matrix:
         """[first, stop]: one microbatch's way through a worker and over the links behind it, there and back."""

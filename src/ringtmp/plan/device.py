@@ -76,11 +76,6 @@ class Device:
         return KEPT_BYTES if self.memory_bytes >= ROOMY_BYTES else 0.0
 
     @property
-    def taken_bytes(self) -> float:
-        """Besides process and layers."""
-        return self.extra_bytes + self.kept_bytes
-
-    @property
     def kind(self) -> tuple[object, ...]:
         """Equal for devices that may stand in for each other."""
         return (

@@ -120,16 +120,20 @@ def forecast(
             optimizer,
             stored,
             boundary,
-            working + kept(device, gradients + stored + boundary + working),
+            working,
         )
         spare = device.memory_bytes - without.total_bytes
-        found.append(replace(without, snapshot_bytes=_snapshot_bytes(table, route, node, protect, spare)))
+        without = replace(without, snapshot_bytes=_snapshot_bytes(table, route, node, protect, spare))
+        found.append(_with_kept(without, device))
     return tuple(found)
 
 
-def kept(device: Device, passing_bytes: float) -> float:
-    """Of what comes and goes with every microbatch or step, what the process keeps of it when it is free."""
-    return min(device.kept_bytes, passing_bytes / 2)
+def _with_kept(without: MemoryForecast, device: Device) -> MemoryForecast:
+    """Of what comes and goes with every microbatch or step, what the process keeps when it is free. Never more than there
+    is: a node that is short of memory after its first step keeps nothing (`resources.mind_memory`)."""
+    passing = without.gradient_bytes + without.stored_bytes + without.boundary_bytes + without.working_bytes
+    room = max(0.0, device.memory_bytes - without.total_bytes - 1.0)  # a byte less: sums of fractions are not exact
+    return replace(without, working_bytes=without.working_bytes + min(device.kept_bytes, passing / 2, room))
 
 
 def _snapshot_bytes(table: CostTable, route: Route, node: int, protect: str, spare_bytes: float) -> float:
@@ -159,10 +163,10 @@ def replica_forecast(
     stage = table.stage(0, table.count)
     stored = stage.stored_bytes if works else 0.0
     working = largest_stored(table, 0, table.count) if works else 0.0
-    working += kept(device, stored + 2 * stage.gradient_bytes + working)
+    kept = min(device.kept_bytes, (stored + 2 * stage.gradient_bytes + working) / 2)
     return MemoryForecast(
         device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
-        stage.optimizer_bytes, stored, stage.gradient_bytes, working,
+        stage.optimizer_bytes, stored, stage.gradient_bytes, working + kept,
     )  # fmt: skip
 
 
@@ -188,10 +192,10 @@ def require_fit(forecasts: Sequence[MemoryForecast], microbatches: int) -> None:
 
 def refuse_single_layers(table: CostTable, devices: Sequence[Device], process_bytes: float = PROCESS_BYTES) -> None:
     """DoesNotFit for a layer that no device could hold, even alone and with one microbatch in flight."""
-    roomiest = max(devices, key=lambda device: device.memory_bytes - device.taken_bytes)
+    roomiest = max(devices, key=lambda device: device.memory_bytes - device.extra_bytes)
     for index, layer in enumerate(table.layers):
         alone = segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
-        need = process_bytes + roomiest.taken_bytes + alone
+        need = process_bytes + roomiest.extra_bytes + alone
         if need > roomiest.memory_bytes:
             raise DoesNotFit(
                 f"layer {index} ({layer.name}) alone needs {bytes_text(need)} ({round(need)} bytes) and the roomiest device, "

@@ -352,7 +352,7 @@ def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate) 
 
 
 def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, device: Device, devices: int) -> str:
-    least = segments.process_bytes + device.taken_bytes
+    least = segments.process_bytes + device.extra_bytes
     if device.memory_bytes <= least:
         have, need = bytes_text(device.memory_bytes), bytes_text(least)
         return f"its {have} do not hold a node, which takes {need} before its first layer"

@@ -19,7 +19,7 @@ from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.rule import Action, Schedule, next_action, places
-from ringtmp.resources import free_memory_bytes
+from ringtmp.resources import free_memory_bytes, mind_memory
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.keeping import Keeping
 from ringtmp.ring.scout import answer
@@ -291,6 +291,8 @@ class Node:
             self.recorder.sent(posted, acknowledged, size)
         self.endpoint.sent.clear()
         self.emit(self.recorder.close_step(self.step, self._first_step))
+        if self.step == self._first_step:
+            mind_memory()
         self.step += 1
 
     # -- layers come and go -------------------------------------------------------------------------------------------
@@ -326,7 +328,10 @@ class Node:
             self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
 
     def leave(self) -> None:
-        """Its snapshots are on the shelf already."""
+        """Its snapshots are on the shelf already. Layers and optimizer state are let go here and now: this node and its
+        own methods hold each other, and a garbage collection may be long in coming."""
+        self.visits.clear()
+        self._work.clear()
 
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)

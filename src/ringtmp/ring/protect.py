@@ -60,6 +60,7 @@ class Protection:
         self._rests = staleness > 0
         self._alone = False
         self._told = False
+        self._bare = True  # of this generation there is none
         self._under_way: _UnderWay | None = None
         self._next = FIRST_AFTER
         self._steps_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -72,6 +73,13 @@ class Protection:
     @property
     def on(self) -> bool:
         return self.mode in ("auto", "memory", "disk") and self.trouble is None and not self._alone
+
+    @property
+    def unprotected(self) -> bool:
+        """Snapshots are wanted, and there is none that everybody who is there has a part in: a loss now may cost all steps
+        since the last checkpoint."""
+        wanted = self.mode in ("auto", "memory", "disk") and not self._alone
+        return wanted and (self.trouble is not None or self.whole is None or self._bare)
 
     @property
     def travel_steps(self) -> int:
@@ -109,7 +117,7 @@ class Protection:
         now.waiting.discard(message.layer)
         if now.waiting:
             return False
-        self.whole, self._under_way = now.snapshot, None
+        self.whole, self._under_way, self._bare = now.snapshot, None, False
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         # Where steps overlap the ring comes to rest for a snapshot, which costs about a step.
         cost_s = max(now.seconds.values()) + (step_s if self._rests else 0.0)
@@ -146,7 +154,7 @@ class Protection:
         self._loud = self._hasty = False
         self._quiet_s.clear()
         self._slowdowns_s.clear()
-        self._alone = nodes == 1
+        self._alone, self._bare = nodes == 1, True
         self._next = step if self._steps_s else step + FIRST_AFTER
         if self.whole is not None:
             self._next = max(self._next, self.whole.step + 1)

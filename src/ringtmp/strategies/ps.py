@@ -120,7 +120,9 @@ class PsMember:
             self._client.lose(node, heir)
 
     def leave(self) -> None:
-        """Keys may be of different steps: a new generation begins with a checkpoint."""
+        """Keys may be of different steps: a new generation begins with a checkpoint. Nothing waits for a garbage
+        collection."""
+        self.server = self.trainer = self._client = None
 
     def farewell(self) -> events.NodeEnded:
         last = farewell(self.endpoint)

@@ -6,6 +6,7 @@ So it needs the lab.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,6 +115,12 @@ def section(choices: Choices, measured: Measured) -> Section:
 def _skipped(choices: Choices, measured: Measured) -> list[Skipped]:
     problems = {way.label: measured.problem(job(choices, way)) for way in ways(choices)}
     found = [Skipped(label, problem) for label, problem in problems.items() if problem]
+    found.append(
+        Skipped(
+            "staleness, async, ssp and lossy wires",
+            "capacity tries the ways of holding a model: ring, server, all-reduce",
+        )
+    )
     if choices.quick:
         found.append(Skipped("growing width; other strategies", "small sizes; ringtmp bench capacity has them"))
     return found
@@ -134,17 +141,22 @@ def _verdict(best: dict[str, Try | None], known: dict[str, list[Try]]) -> Verdic
         return Verdict(AIM, "Open: the ring or the parameter server held no model that was tried.", "open")
     ring = max(rings, key=lambda label: rings[label].parameters)
     plain = {label: made for label, made in servers.items() if "layerwise" not in label}
-    parts, ratios = [], []
+    parts: list[str] = []
+    ratios: list[float] = []
+    answers: list[Holds] = []
     for name, group in (("where each worker holds the whole model", plain), ("at its best", servers)):
         if group:
             server = max(group, key=lambda label: group[label].parameters)
             ratio = rings[ring].parameters / group[server].parameters
             ratios.append(ratio)
+            least, most = _bounds(known[ring], known[server])
+            answers.append("yes" if least > 1 else "no" if most < 1 else "open")
+            between = f"{least:.2f}–{most:.2f}" if math.isfinite(most) else f"{least:.2f} or more"
             parts.append(
-                f"{ratio:.2f} times ({_bounds(known[ring], known[server])}) the {count_text(group[server].parameters)} of "
+                f"{ratio:.2f} times ({between}, as far as sizes were tried) the {count_text(group[server].parameters)} of "
                 f"{server}, a server {name}"
             )
-    holds: Holds = "yes" if min(ratios) > 1 else "no" if max(ratios) < 1 else "mixed"
+    holds: Holds = answers[0] if len(set(answers)) == 1 else "mixed"
     if not all(_bounded(known[label]) for label in (ring, *servers)):
         holds = "open"
         parts.append("but not every search came to a size that does not work")
@@ -157,7 +169,7 @@ def _bounded(known: Sequence[Try]) -> bool:
     return best is not None and any(each.parameters > best.parameters for each in known if each.outcome != "fits")
 
 
-def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> str:
+def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> tuple[float, float]:
     """What the sizes that were tried leave open: the true largest lies below the smallest that did not work."""
     low_ring, low_server = largest(ring), largest(server)
     assert low_ring is not None
@@ -169,9 +181,9 @@ def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> str:
         )
         for side, low in ((ring, low_ring), (server, low_server))
     ]
-    most = f"{high[0] / low_server.parameters:.2f}" if high[0] else "more"
-    least = f"{low_ring.parameters / high[1]:.2f}" if high[1] else "less"
-    return f"{least}–{most}"
+    most = high[0] / low_server.parameters if high[0] else math.inf
+    least = low_ring.parameters / high[1] if high[1] else 0.0
+    return least, most
 
 
 def _figures(best: dict[str, Try | None], cap: float) -> list[Figure]:

@@ -79,6 +79,12 @@ class Choices(msgspec.Struct, frozen=True):
     def anchors(self) -> tuple[Workload, ...]:
         return () if self.quick else (WORKLOADS["gpt"], WORKLOADS["mlp"])
 
+    def some_of(self, usual: Sequence[str]) -> list[Way]:
+        """Where a way is dear, only the usual ones of those nobody chose by name."""
+        if self.ways != default_ways(self.quick):
+            return list(self.ways)
+        return [way for way in self.ways if way.label in usual]
+
     def task(self) -> Workload:
         steps = EPOCHS[self.quick] * (DIGITS_SAMPLES // DIGITS.batch_size + 1)
         return msgspec.structs.replace(DIGITS, settings=SIZES[self.quick], seed=self.seed, steps=steps)

@@ -39,10 +39,10 @@ def section(choices: Choices, measured: Measured) -> Section:
     labels = [each.way.label for each in fair]
     shared = [each for each in found if each.way.label in labels]
     pairs = contrasts.both(shared, choices.seed)
-    verdicts = [contrasts.verdict(AIM, "joules per sample", text, pairs)]
+    verdicts = [contrasts.verdict(AIM, f"{_source(every, measured)} joules per sample", text, pairs)]
     tables = [_nodes(every, measured)]
     records = {each.way.label: measured.records(each.job)[0] for each in every}
-    if all(quantities.modelled(record) for record in records.values()):
+    if _source(every, measured) == "modelled" and all(quantities.modelled(record) for record in records.values()):
         varied = [(name, pair, vary(records, pair)) for name, pair in pairs]
         verdicts += [_varied_verdict(name, pair, made) for name, pair, made in varied]
         tables += [_varied_table(name, pair, made) for name, pair, made in varied]
@@ -56,7 +56,7 @@ def section(choices: Choices, measured: Measured) -> Section:
             draw.bars(
                 "joules-per-sample",
                 "Joules per sample",
-                "joules",
+                f"joules ({_source(every, measured)})",
                 per_way,
                 "All devices, with 95 % intervals.",
             ),
@@ -79,9 +79,24 @@ def per_sample(each: Cell, measured: Measured) -> Sampled | None:
     repeats = []
     for record in measured.records(each.job):
         spent = quantities.step_joules(record, each.job.warm_up)
+        # By the mean number of samples, not each step's own: their mean is then all joules over all samples.
         samples = record.samples[each.job.warm_up :]
-        repeats.append(tuple(joules / max(1, count) for joules, count in zip(spent, samples, strict=False)))
+        usual = sum(samples) / max(1, len(samples))
+        repeats.append(tuple(joules / max(1.0, usual) for joules in spent))
     return Sampled(each.way, tuple(repeats)) if repeats and all(repeats) else None
+
+
+def _source(every: Sequence[Cell], measured: Measured) -> str:
+    """measured, estimated or modelled; the weakest of what there is."""
+    known = {
+        node.get("energy_source") for each in every for facts in measured.facts(each.job) for node in _per_node(facts)
+    }
+    return next((word for word in ("modelled", "estimated", "measured") if word in known), "modelled")
+
+
+def _per_node(facts: Any) -> Sequence[dict[str, Any]]:
+    found: Sequence[dict[str, Any]] = facts.get("per_node", ())
+    return found
 
 
 def vary(records: dict[str, Record], pair: Contrast) -> Sensitivity:
@@ -104,7 +119,7 @@ def _varied_verdict(name: str, pair: Contrast, made: Sensitivity) -> Verdict:
     return Verdict(
         f"{AIM} ({name}, whatever the model's numbers)",
         f"{pair.ring.way.label} takes {made.sentence}.",
-        "mixed" if made.changes else "yes" if made.ratio < 1 else "no",
+        "open" if pair.holds == "open" else "mixed" if made.changes else "yes" if made.ratio < 1 else "no",
         f"{made.low:.2f}–{made.high:.2f}",
     )
 
@@ -131,7 +146,15 @@ def _by_node(every: Sequence[Cell], measured: Measured) -> list[Figure]:
         for node, each in sorted(shares.items())
     )
     return [
-        Figure("joules-by-node", "Joules per sample, by node", "stacked", "", "joules", series, caption="First repeat.")
+        Figure(
+            "joules-by-node",
+            "Joules per sample, by node",
+            "stacked",
+            "",
+            "joules (modelled)",
+            series,
+            caption="First repeat.",
+        )
     ]
 
 

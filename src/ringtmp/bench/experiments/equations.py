@@ -26,6 +26,8 @@ from ringtmp.report.findings import Figure, Holds, Section, Series, Table, Verdi
 from ringtmp.units import seconds_text
 
 AIM = "Communication hides behind computing: equation (3)"
+QUICK_WAYS = ("ring", "ps:bsp")
+FULL_WAYS = ("ring", "ring:staleness=1", "ps:bsp", "allreduce:ring")
 RATES = {True: (20.0, LINK_MBPS), False: (1.0, 3.0, 10.0, 30.0, LINK_MBPS, 300.0, 1000.0, 10000.0)}
 
 
@@ -72,7 +74,11 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(verdicts),
         tuple(figures),
         (Table("Step time by link rate", columns, tuple(rows)),),
-        (*grid.refused(choices), *grid.missing(cells(choices), measured)),
+        (
+            *grid.refused(choices),
+            *grid.not_chosen(choices, _ways(choices)),
+            *grid.missing(cells(choices), measured),
+        ),
     )
 
 
@@ -100,10 +106,8 @@ def busiest_s(record: Record, warm_up: int) -> float:
 
 
 def _ways(choices: Choices) -> list[Way]:
-    able = [way for way in choices.ways if way.refusal(choices.nodes, grid.layers(choices.task())) is None]
-    plain = [way for way in able if way.label in ("ring", "ring:staleness=1", "ps:bsp", "allreduce:ring")]
-    small = [way for way in able if way.label in ("ring", "ps:bsp")]
-    return (small or able[:2]) if choices.quick else (plain or able)
+    some = choices.some_of(QUICK_WAYS if choices.quick else FULL_WAYS)
+    return [way for way in some if way.refusal(choices.nodes, grid.layers(choices.task())) is None]
 
 
 def _rate(each: Cell) -> float:

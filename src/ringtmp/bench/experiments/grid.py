@@ -83,7 +83,21 @@ def refused(choices: Choices, nodes: int | None = None) -> list[Skipped]:
     return [Skipped(f"{label}, {count} nodes", why) for label, why in reasons.items() if why]
 
 
+def not_chosen(choices: Choices, chosen: Sequence[Way]) -> list[Skipped]:
+    """Ways that could run and are left out for the time they would take."""
+    left = [
+        way for way in choices.ways if way not in chosen and way.refusal(choices.nodes, layers(choices.task())) is None
+    ]
+    return [
+        Skipped(way.label, "left out unless --strategies names what to measure: each way takes many runs")
+        for way in left
+    ]
+
+
 def missing(cells: list[Cell], measured: Measured) -> list[Skipped]:
     """What was to be measured and was not."""
-    named = {f"{c.way.label}, {c.label or f'{c.nodes} nodes'}": measured.problem(c.job) for c in cells}
+    named = {
+        f"{each.way.label}, {each.nodes} nodes{f', {each.label}' if each.label else ''}": measured.problem(each.job)
+        for each in cells
+    }
     return [Skipped(what, why) for what, why in named.items() if why]

@@ -18,7 +18,7 @@ from ringtmp.bench.experiments.contrasts import Sampled
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Record
-from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
+from ringtmp.report.findings import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import bytes_text, seconds_text
 
 AIM = "RingTMP makes as much progress"
@@ -111,10 +111,24 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
             if each.way is not ALONE and all(math.isfinite(getattr(cost, key)) for cost in costs[each.way.label])
         ]
         said = {label: text(value.middle) for label, value in contrasts.figures(known, choices.seed).items()}
-        found.append(
-            contrasts.verdict(f"{AIM} per {key.removesuffix('s')}", what, said, contrasts.both(known, choices.seed))
-        )
+        aim = f"{AIM} per {key.removesuffix('s')}"
+        shared = [each.way for each in every if each.way is not ALONE]
+        there = {way.strategy for way in shared if all(math.isfinite(cost.steps) for cost in costs[way.label])}
+        one_sided = _one_sided(aim, {way.strategy for way in shared}, there)
+        found.append(one_sided or contrasts.verdict(aim, what, said, contrasts.both(known, choices.seed)))
     return found
+
+
+def _one_sided(aim: str, measured: set[str], reached: set[str]) -> Verdict | None:
+    """Where both were measured and not both come to the target every time, that is the answer."""
+    if not {"ring", "ps"} <= measured or {"ring", "ps"} <= reached:
+        return None
+    names = {"ring": "ring", "ps": "parameter server"}
+    lost = [names[each] for each in ("ring", "ps") if each not in reached]
+    won = [names[each] for each in ("ring", "ps") if each in reached]
+    told = f"no {' and no '.join(lost)} comes to the target every time" + (f", a {won[0]} does" if won else "")
+    holds: Holds = "open" if not won else "yes" if won == ["ring"] else "no"
+    return Verdict(aim, f"{told[0].upper()}{told[1:]}.", holds)
 
 
 def _figures(records: dict[str, list[Record]]) -> list[Figure]:

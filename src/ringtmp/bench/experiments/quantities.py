@@ -52,9 +52,11 @@ def step_joules(record: Record, warm_up: int) -> list[float]:
     where the watts of a device are not known."""
     if not modelled(record):
         return []
+    steps = range(warm_up, len(record.steps))
+    shares = [_believed(record, track, steps) for track in record.tracks]
     return [
-        sum(_load(record, track, [step]).joules for track in record.tracks)
-        for step in range(warm_up, len(record.steps))
+        sum(_load(record, track, [step], share).joules for track, share in zip(record.tracks, shares, strict=True))
+        for step in steps
     ]
 
 
@@ -64,17 +66,24 @@ def run_loads(record: Record, warm_up: int) -> list[Load]:
 
 
 def node_load(record: Record, track: Track, warm_up: int) -> Load:
-    return _load(record, track, range(warm_up, len(record.steps)))
+    steps = range(warm_up, len(record.steps))
+    return _load(record, track, steps, _believed(record, track, steps))
 
 
 def modelled(record: Record) -> bool:
     return all(track.power is not None for track in record.tracks)
 
 
-def _load(record: Record, track: Track, steps: Sequence[int]) -> Load:
+def _believed(record: Record, track: Track, steps: Sequence[int]) -> float:
+    """Of a node's busy seconds. Its record of a step may reach beyond the master's, and where steps overlap it is of another
+    time altogether; over all of them it was busy for no longer than there was time."""
+    busy, there = sum(track.busy_s[step] for step in steps), sum(record.took_s[step] for step in steps)
+    return min(1.0, there / busy) if busy else 1.0
+
+
+def _load(record: Record, track: Track, steps: Sequence[int], believed: float) -> Load:
     assert track.power is not None
-    # A node's own record of a step may reach a little beyond it: it is busy for no longer than there was time.
-    busy = sum(min(track.busy_s[step], record.took_s[step]) for step in steps)
+    busy = believed * sum(track.busy_s[step] for step in steps)
     moved = sum(track.sent_bytes[step] + track.received_bytes[step] for step in steps)
     seconds = sum(record.took_s[step] for step in steps)
     return Load(track.power.watts, seconds * record.scale, busy * record.scale, float(moved), track.power.share)

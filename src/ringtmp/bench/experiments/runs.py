@@ -124,11 +124,13 @@ class Measured:
         return [each.result.facts for each in self.of(job) if each.result is not None]
 
     def problem(self, job: Job) -> str | None:
-        """Why there is nothing to see, if there is nothing."""
+        """Why there is nothing to see, or less than there should be."""
         known = self._by_stem.get(job.file_stem, [])
-        if self.of(job):
-            return None
+        failed = [each for each in known if each.result is None]
         if not known:
             return "not measured: the bench was interrupted before it"
-        lines = [line.strip() for line in (known[0].error or "").splitlines() if line.strip()]
-        return f"{known[0].outcome}: {lines[-1][:300] if lines else 'nothing was said'}"
+        if not failed:
+            return None
+        lines = [line.strip() for line in (failed[0].error or "").splitlines() if line.strip()]
+        why = f"{failed[0].outcome}: {lines[-1][:300] if lines else 'nothing was said'}"
+        return why if len(failed) == len(known) else f"{len(failed)} of {len(known)} repeats are missing, {why}"

@@ -85,9 +85,8 @@ def _kind(choices: Choices, kind: str) -> list[Cell]:
 
 
 def _ways(choices: Choices) -> list[Way]:
-    """The plain ones, where they are among those chosen: each costs a run for every number of devices."""
-    plain = QUICK_WAYS if choices.quick else FULL_WAYS
-    return [way for way in choices.ways if way.label in plain] or list(choices.ways)
+    """Each costs a run for every number of devices."""
+    return choices.some_of(QUICK_WAYS if choices.quick else FULL_WAYS)
 
 
 def _work(choices: Choices, kind: str, nodes: int, way: Way) -> Workload:
@@ -157,6 +156,7 @@ def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, see
 
 def _skipped(choices: Choices) -> list[Skipped]:
     found = [each for count in choices.node_counts if count > 1 for each in grid.refused(choices, count)]
+    found += grid.not_chosen(choices, _ways(choices))
     if choices.quick:
         found.append(Skipped("weak scaling, larger rings", "small sizes; ringtmp bench scaling measures them"))
     elif choices.devices:

@@ -41,8 +41,8 @@ class Way(msgspec.Struct, frozen=True):
 
     @property
     def centre(self) -> Centre:
-        """Asynchronous servers end steps in bursts."""
-        return "mean" if self.asynchronous else "median"
+        """Asynchronous servers, and steps that overlap, end in bursts."""
+        return "mean" if self.asynchronous or self.staleness else "median"
 
     @property
     def like_one_process(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from ringtmp.bench.measurements import Result
 Outcome = Literal["fits", "refused", "failed", "timed out"]
 TRY_LIMIT_S = 240.0
 STOP_LIMIT_S = 120.0
+#: All tries together; a measurement may take half an hour.
+ALL_LIMIT_S = 1320.0
 #: Exit code of `ringtmp` for what does not fit.
 REFUSED = 3
 
@@ -44,14 +47,29 @@ class Try(msgspec.Struct, frozen=True):
     peak_rss_bytes: tuple[int, ...] = ()
 
 
+Attempt = Callable[[int, int], Try]
+
+
 def main() -> None:
     search = msgspec.json.decode(sys.argv[1], type=Search)
-    tries = perform(search, lambda depth, width: attempt(search, depth, width))
+    tries = perform(search, within(ALL_LIMIT_S, time.monotonic, lambda depth, width: attempt(search, depth, width)))
     facts: dict[str, Any] = {"tries": msgspec.to_builtins(tries)}
     sys.stdout.write(msgspec.json.encode(Result((), facts)).decode() + "\n")
 
 
-def perform(search: Search, attempt: Callable[[int, int], Try]) -> list[Try]:
+def within(limit_s: float, clock: Callable[[], float], attempt: Attempt) -> Attempt:
+    """No try is begun that might not end in time; what was tried before counts."""
+    end = clock() + limit_s
+
+    def maybe(depth: int, width: int) -> Try:
+        if clock() > end:
+            return Try(depth, width, 0, "timed out", f"not tried: the search has taken {limit_s:g} s")
+        return attempt(depth, width)
+
+    return maybe
+
+
+def perform(search: Search, attempt: Attempt) -> list[Try]:
     """Depth first, at one width; then width, at the least depth, from the width whose layers are as large."""
     found = climb(search.depth, search.factor, search.most_tries, lambda depth: attempt(depth, search.width))
     if search.grow_width:
@@ -78,6 +96,15 @@ def climb(first: int, factor: float, most: int, attempt: Callable[[int], Try]) -
     return list(tried.values())
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()  # a lab takes its networks down
+    try:
+        process.communicate(timeout=STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
 def parameters(search: Search, depth: int, width: int) -> int:
     """Of an mlp."""
     return (search.inputs + 1) * width + (depth - 1) * (width + 1) * width + (width + 1) * search.outputs
@@ -91,8 +118,7 @@ def attempt(search: Search, depth: int, width: int) -> Try:
     try:
         out, err = process.communicate(timeout=TRY_LIMIT_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # a lab takes its networks down
-        process.communicate(timeout=STOP_LIMIT_S)
+        _end(process)
         return Try(depth, width, count, "timed out", f"no end within {TRY_LIMIT_S:g} s")
     if process.returncode == 0:
         summary = msgspec.json.decode(out.splitlines()[-1])

@@ -1,0 +1,235 @@
+"""What a run stands on: settings, crew, log and checkpoints, and a strategy laid out over the nodes that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from ringtmp import __version__
+from ringtmp.config import usual_microbatches
+from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.sources import Stream
+from ringtmp.errors import UsageError
+from ringtmp.job import Interruption, Job, Watcher
+from ringtmp.launch.crew import Crew
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.model.export import EXAMPLE_BATCH
+from ringtmp.model.portable import Layer
+from ringtmp.rebalancing import Rebalancing
+from ringtmp.recovery import Losses, lost_text, unlike
+from ringtmp.resources import fingerprint, set_threads
+from ringtmp.ring.checkpoint import Checkpoint, Progress, latest
+from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.lead import STOP_LIMIT_S
+from ringtmp.ring.protect import Protection, Snapshot
+from ringtmp.ring.recipe import checked_schedule
+from ringtmp.ring.rundir import LayerIndex, SavedConfig
+from ringtmp.saving import Saving
+from ringtmp.strategies import catalog, ring
+from ringtmp.strategies.brief import Brief, Leader
+from ringtmp.wire.message import Hello, Recipe
+
+FAILED_STOP_LIMIT_S = 0.5
+
+
+class Laying:
+    """The part of a run that is the same in every generation."""
+
+    def __init__(self, job: Job, crew: Crew, watcher: Watcher, interrupted: Interruption) -> None:
+        self._job = job
+        self._crew = crew
+        self._watcher = watcher
+        self._interrupted = interrupted
+        training = job.config.training
+        assert training.microbatches is not None, "the settings are not resolved"
+        self._microbatches = usual_microbatches(training)  # with "auto" until the plan has chosen
+        size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
+        self._batch_size = size
+        self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
+        self._targets = job.train.example(EXAMPLE_BATCH)[1]
+        self._saving = Saving(job.run.checkpoints)
+        self._log: EventLog | None = None
+        self._master: Leader | None = None
+        self._endpoint: Endpoint | None = None
+        self._begun = False  # the run's first line is written
+        self._named: set[str] = set()  # nodes unlike the master that were told of
+        self._progress = Progress(0)
+        self._ring = secrets.token_hex(8)
+        self._generation = 1
+        self._least = 1
+        self._told_of_log = False
+        self._lr_schedule: dict[str, Any] = {}
+        self._losses = Losses()
+        self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
+        ring, keep = job.config.ring, job.config.keep
+        protect = keep.protect if ring.strategy == "ring" else "checkpoint"
+        self._protection = Protection(protect, training.staleness)
+        self._rebalancing = Rebalancing(ring.rebalance)
+        self._kept = -1  # the step of the last snapshot that was recorded
+        self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
+
+    def _close(self, outcome: str, error: str | None, digest: str | None) -> None:
+        log = self._log
+        try:
+            if self._master is not None and log is not None:
+                try:
+                    # After a failure somebody may be dead and never answer.
+                    self._master.stop(outcome, FAILED_STOP_LIMIT_S if outcome == "failed" else STOP_LIMIT_S)
+                except Exception as problem:  # a broken link must not hide why the run ended
+                    log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
+                log.write(self._master.farewell())
+        finally:
+            self._crew.stop()
+            if log is not None:
+                log.write(events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error))
+                log.close()
+            self._job.run.discard()
+            self._job.run.unlock()
+
+    def _settle(self) -> None:
+        """What only the crew knows: how many came, and the thread count they have in common."""
+        config, ring = self._job.config, self._job.config.ring
+        threads = config.training.threads or self._crew.threads
+        if ring.nodes != self._crew.nodes:  # cuts and window were meant for another ring
+            ring = msgspec.structs.replace(ring, nodes=self._crew.nodes, cuts=None, window=None)
+        training = msgspec.structs.replace(config.training, threads=threads)
+        config = msgspec.structs.replace(config, training=training, ring=ring)
+        self._job = dataclasses.replace(self._job, config=config)
+        set_threads(threads)
+
+    def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
+        index, layers = self._job.run.read_layers()
+        checkpoint, problems = latest(self._job.run.checkpoints)
+        for problem in problems:
+            self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
+        if checkpoint.manifest.run != index.run:
+            raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
+        self._least = index.least_microbatch
+        self._progress = checkpoint.progress
+        self._saving.opened(index.run, checkpoint.progress.step)
+        return index, layers, checkpoint
+
+    def _lay_out(
+        self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint,
+        hellos: Mapping[int, Hello] = MappingProxyType({}), snapshot: Snapshot | None = None,
+    ) -> None:  # fmt: skip
+        job, config = self._job, self._job.config
+        assert self._log is not None
+        self._endpoint = endpoint
+        training = config.training
+        schedule = self._lr_schedule = checked_schedule(training.lr_schedule, self._total_steps())
+        recipe = self._recipe()
+        brief = Brief(
+            config, index, layers, job.loss, job.loss_name, recipe,
+            snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
+            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices,
+            self._targets, self._apart,
+        )  # fmt: skip
+        if (measured := self._rebalancing.devices_for(brief)) is not None:
+            brief, found = measured, dict(hellos)
+        else:
+            brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        if training.microbatches == "auto":
+            brief = self._choose_microbatches(brief)
+            config, training = brief.config, brief.config.training
+        plan = catalog.plan(brief)
+        self._watcher.expect(plan.lines)
+        for warning in plan.warnings:
+            self._warn(warning)
+        job.run.write_config(
+            SavedConfig(
+                __version__,
+                msgspec.structs.replace(config, training=msgspec.structs.replace(training, lr_schedule=schedule)),
+                job.loss_name,
+            )
+        )
+        if not self._begun:
+            self._begun = True
+            self._log.write(
+                events.RunStarted(
+                    time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
+                    msgspec.to_builtins(config),
+                    {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
+                     "microbatches_chosen": brief.chosen,
+                     "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
+                     "exactness": catalog.exactness(
+                         config.ring.strategy, config.ring.strategy_settings, training.wire)},
+                    self._generation, self._progress.step,
+                )
+            )  # fmt: skip
+        self._master = master = plan.lead(endpoint, self._crew, self._log)
+        master.hellos.update(found)
+        master.snapshot, master.protection = snapshot, self._protection
+        master.survived = self._survived
+        self._protection.renew(self._progress.step, self._crew.nodes)
+        plan.start(master, checkpoint, self._watcher.phase)
+        for text in unlike(master.hellos, fingerprint(self._crew.threads)):
+            if text not in self._named:
+                self._named.add(text)
+                self._warn(text)
+        for share in plan.shares:
+            self._log.write(
+                events.NodeStarted(
+                    time.monotonic(), share.node, share.role, self._crew.pids().get(share.node, 0), self._generation,
+                    share.segments, share.parameters,
+                )
+            )  # fmt: skip
+        self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
+        self._log.flush()
+        self._rebalancing.watch(plan, self._log, endpoint.clock, self._crew.alike)
+
+    def _choose_microbatches(self, brief: Brief) -> Brief:
+        """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
+        self._watcher.phase("choosing the number of microbatches")
+        brief = ring.with_best_microbatches(brief, self._batches.sizes())
+        self._microbatches = brief.microbatches
+        self._job = dataclasses.replace(self._job, config=brief.config)
+        self._batches = TrainingBatches(
+            self._job.train, self._batch_size, self._microbatches, brief.config.training.seed
+        )  # fmt: skip
+        return brief
+
+    def _recipe(self) -> Recipe:
+        training = self._job.config.training
+        assert training.threads is not None, "settled with the crew"
+        return Recipe(
+            training.seed, training.threads, training.optimizer, training.optimizer_settings, self._lr_schedule,
+            training.clip_norm, training.staleness,
+        )  # fmt: skip
+
+    def _total_steps(self) -> int | None:
+        training = self._job.config.training
+        if training.steps is not None:
+            return training.steps
+        per_epoch = self._batches.steps_per_epoch
+        return per_epoch * training.epochs if per_epoch is not None and training.epochs is not None else None
+
+    def _survived(self, event: events.Regrouped) -> None:
+        assert self._log is not None
+        self._log.write(event)
+        self._watcher.tell(lost_text(event))
+
+    def _saved(self, master: Leader) -> bool:
+        """Whether there is a checkpoint of this very step; a full disk is no reason to end the run."""
+        self._save(master)
+        return self._saving.step == self._progress.step
+
+    def _save(self, master: Leader, needed: bool = False) -> None:
+        assert self._log is not None
+        saved = self._saving.save(master, self._progress, needed, self._warn)
+        if saved is not None:
+            self._batches.forget(saved.step)
+            self._log.write(saved)
+
+    def _warn(self, text: str) -> None:
+        self._watcher.warn(text)
+        if self._log is not None:
+            self._log.write(events.Warned(time.monotonic(), text))
