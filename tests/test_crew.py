@@ -109,7 +109,7 @@ def test_a_generation_that_ends_lets_its_layers_go_at_once(tmp_path: Path) -> No
     gc.disable()
     try:
         run(tmp_path / "run", Mortal(4, Death(2, 4), Death(3, 8)))
-        alive = [each for each in gc.get_objects() if isinstance(each, Stage)]
+        alive = [each for each in gc.get_objects() if type(each) is Stage]
         # Those of the last generation (a front, a tail and three workers) and of the two that were killed.
         assert len(alive) <= 5 + 2, f"{len(alive)} stages are still there"
     finally:
