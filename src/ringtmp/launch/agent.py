@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp.errors import ProtocolError, RingError, UsageError
 from ringtmp.launch import speech
-from ringtmp.launch.child import end, is_stopped, last_words, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, remove_leftovers, spawn
 from ringtmp.launch.compute import Bound, Orders
 from ringtmp.launch.facts import address_towards
 from ringtmp.launch.speech import (
@@ -110,6 +110,7 @@ class Agent:
         say: Callable[[str], None],
         memory_bytes: int = 0,
     ) -> None:
+        remove_leftovers()
         self._keys = keys
         self._say = say
         self._memory_bytes = memory_bytes
@@ -184,12 +185,12 @@ class Agent:
     def _start(self, message: Prepare) -> None:
         self._generation = message.generation
         endpoint = f"tcp://{self._listen}:*"
-        self._shelf = Path(tempfile.gettempdir()) / f"ringtmp-node-{secrets.token_hex(6)}"
+        self._shelf = Path(tempfile.gettempdir()) / f"ringtmp-{os.getpid()}-{secrets.token_hex(6)}"
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
             message.threads, secure=True, memory_bytes=self._memory_bytes, shelf=str(self._shelf),
         )  # fmt: skip
-        descriptor, path = tempfile.mkstemp(prefix="ringtmp-node-", suffix=".log")
+        descriptor, path = tempfile.mkstemp(prefix=f"ringtmp-{os.getpid()}-", suffix=".log")
         self._log = Path(path)
         os.close(descriptor)
         self._child = spawn(orders, self._log)

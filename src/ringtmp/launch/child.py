@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -84,3 +86,16 @@ def last_words(log: Path | None) -> str:
     except OSError:
         return ""
     return lines[-1][:300] if lines else ""
+
+
+def remove_leftovers() -> None:
+    """Sockets, snapshots and logs of masters and agents that were killed: they carry their owner's process id."""
+    for path in Path(tempfile.gettempdir()).glob("ringtmp-*-*"):
+        owner = path.name.split("-")[1]
+        if not owner.isdigit() or psutil.pid_exists(int(owner)):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()

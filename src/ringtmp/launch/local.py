@@ -20,7 +20,7 @@ import psutil
 
 from ringtmp.errors import NodeLost
 from ringtmp.launch import described
-from ringtmp.launch.child import end, is_stopped, last_words, let_go, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, let_go, remove_leftovers, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
 from ringtmp.launch.spare import Spare
@@ -54,7 +54,7 @@ class LocalCrew:
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
-        _remove_leftovers()
+        remove_leftovers()
         self._folder = tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")  # 0700
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
@@ -198,11 +198,3 @@ def _how_it_died(code: int) -> str:
     name = signal.Signals(-code).name
     hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
-
-
-def _remove_leftovers() -> None:
-    """Socket folders of masters that were killed: they carry their owner's process id."""
-    for folder in Path(tempfile.gettempdir()).glob("ringtmp-*-*"):
-        owner = folder.name.split("-")[1]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)) and folder.is_dir():
-            shutil.rmtree(folder, ignore_errors=True)

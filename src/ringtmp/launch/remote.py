@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
+from ringtmp.launch.child import remove_leftovers
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import Device, Hub
 from ringtmp.launch.keys import Rings
@@ -85,6 +86,7 @@ class RemoteCrew:
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Show the line to type, wait for the devices, let each start its compute process."""
+        remove_leftovers()
         self._generation = generation
         self._rings.open(self._ring, create=True)
         self._rings.take_back(self._ring)

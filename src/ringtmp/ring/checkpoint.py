@@ -66,7 +66,8 @@ class CheckpointWriter:
         self._parent = folder
         self._final = folder / f"step-{progress.step:08d}"
         self._hidden = folder / f".step-{progress.step:08d}.{os.getpid()}"
-        shutil.rmtree(self._hidden, ignore_errors=True)
+        for left in folder.glob(".step-*"):  # of a master that was killed while it saved; a run has one master
+            shutil.rmtree(left, ignore_errors=True)
         self._hidden.mkdir()
         self._run = run
         self._progress = progress
