@@ -85,12 +85,11 @@ def _require_isolation() -> None:
 def _shares(
     devices: tuple[Device, ...], threads: int, scale: bool, no_isolation: bool
 ) -> tuple[float, tuple[Share, ...]]:
-    import psutil
-
     from ringtmp.launch.shares import Share, share_out
+    from ringtmp.resources import machine_free_bytes
 
     if not no_isolation:
-        return share_out(devices, sorted(os.sched_getaffinity(0)), psutil.virtual_memory().available, threads, scale)
+        return share_out(devices, sorted(os.sched_getaffinity(0)), machine_free_bytes(), threads, scale)
     if scale:
         raise UsageError("--scale does not go with --no-isolation: nothing is slowed there")
     return 1.0, tuple(Share(device, device.cpu, (), device.link_mbps) for device in devices)

@@ -40,6 +40,8 @@ from ringtmp.transport.zeromq import has_mail
 from ringtmp.wire.protocol import PROTOCOL
 
 JOINS_PER_S = 10
+#: Messages of strangers that are read in one go.
+MOST_AT_ONCE = 100
 DOOR_HANDSHAKE_MS = 2000
 DOOR_BACKLOG = 32
 MOST_STRANGERS = 256
@@ -215,9 +217,11 @@ class Door:
             raise
 
     def serve(self) -> None:
-        """Answer those who knock."""
+        """Answer those who knock; not so many at once that training would wait for it."""
         self._count_strangers()
-        while has_mail(self.socket):
+        for _ in range(MOST_AT_ONCE):
+            if not has_mail(self.socket):
+                break
             parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             now = time.monotonic()
             while self._recent and now - self._recent[0] > 1:
