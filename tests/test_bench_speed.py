@@ -78,7 +78,9 @@ def test_several_microbatch_counts_make_several_cases_of_a_pipeline_alone() -> N
 
 def test_a_ring_that_chooses_its_microbatches_is_told_so_and_is_one_case_whatever_is_asked_for() -> None:
     made = jobs([WORKLOADS["gpt"]], [SETTINGS["two"]], "ring:*", 2, [4, 16])
-    assert [each.case for each in made] == ["one", "ring:auto", "ring:zero-bubble", "ring:staleness=1"]
+    assert [each.case for each in made] == [
+        "one", "ring:auto", "ring:zero-bubble", "ring:staleness=1", "ring:protected",
+    ]  # fmt: skip
     assert all("--microbatches auto" in each.text for each in made[1:])
 
 

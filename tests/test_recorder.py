@@ -45,7 +45,9 @@ def test_spans_and_waits_account_for_98_percent_of_every_step(schedule: str, sta
     compute = {"forward", "backward", "update"}
     for event in events.read(tmp_path / "run/events.jsonl"):
         if isinstance(event, events.NodeStep):
-            assert compute <= set(event.busy) <= compute | {"weights", "serialise", "mail"}
+            # Where steps overlap, all forwards of a step may lie in the one before it.
+            least = compute - {"forward"} if staleness else compute
+            assert least <= set(event.busy) <= compute | {"weights", "serialise", "mail"}
             assert sum(event.busy.values()) == pytest.approx(event.busy_s)
             spans = sum(span.end - span.start for span in event.spans if span.kind in event.busy)
             assert spans + sum(event.idle.values()) >= 0.98 * (event.end - event.start)

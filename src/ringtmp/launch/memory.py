@@ -25,7 +25,7 @@ Wrapper = Callable[[Transport], Transport]
 
 #: How often, and for how many rounds at most, a worker is left out; it wakes when the others have long had nothing to do.
 NAP_CHANCE = 0.01
-LONGEST_NAP = 60
+LONGEST_NAP = 40
 QUIET_ROUNDS = 10
 
 
