@@ -217,7 +217,7 @@ class Session(Laying):
             if (every is not None and step % every == 0) or self._batches.spooled_bytes > SPOOL_LIMIT_BYTES:
                 self._save(master)
                 fresh = True
-            if time.monotonic() >= self._not_before and (reason := self._crew.changed()) is not None:
+            if (reason := self._change()) is not None:
                 master = self._regroup(master, reason)
                 fresh = True
             fresh = self._rebalancing.at_rest(master, self._protection) or fresh
@@ -245,9 +245,12 @@ class Session(Laying):
             return None
         if self._protection.due(step) or self._rebalancing.ready(self._protection):
             return None
-        changed = time.monotonic() >= self._not_before and self._crew.changed() is not None
-        leaving = self._interrupted() or changed
+        leaving = self._interrupted() or self._change() is not None
         return None if leaving else self._batches.early(step)
+
+    def _change(self) -> str | None:
+        """Why the ring must be laid out anew, unless the disk was too full for it a moment ago."""
+        return self._crew.changed() if time.monotonic() >= self._not_before else None
 
     def _protect(self, step_s: float) -> None:
         """What a finished step means for the snapshots."""

@@ -26,6 +26,8 @@ Model = nn.Module | Iterable[Any] | Callable[[], Any]
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye, torch.arange}
 #: Smaller tensors are made without asking what is free.
 LARGE_BYTES = 16 * 2**20
+#: What to do about a layer that is too large for the one who builds it.
+SMALLER = "make the layer smaller, or let a device with more memory be the master"
 
 
 def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
@@ -101,8 +103,7 @@ class _Measured(TorchFunctionMode):
             if needed > LARGE_BYTES and needed > (free := free_memory_bytes()):
                 raise DoesNotFit(
                     f"layer {self._index} of the model has a tensor of {bytes_text(needed)} ({needed} bytes), and "
-                    f"{bytes_text(free)} are free where the model is built: make the layer smaller, or let a device with "
-                    "more memory be the master"
+                    f"{bytes_text(free)} are free where the model is built: {SMALLER}"
                 )
         return func(*args, **kwargs)
 

@@ -28,6 +28,7 @@ from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.execute import Program
+from ringtmp.model.layers import SMALLER
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import LayerCost, Measured
 from ringtmp.resources import fingerprint, free_memory_bytes
@@ -135,14 +136,17 @@ class Profiler:
 
 def _refuse_what_cannot_be_tried(built: BuiltLayer) -> None:
     """A copy to train, its gradient and the optimizer's state; the layer itself is here already."""
-    trainable = sum(built.tensors[each.name].nbytes for each in built.layer.tensors if each.trainable)
+    trainable = _trainable_bytes(built.layer, built.tensors)
     needed, free = WHILE_MEASURED * trainable, free_memory_bytes()
     if needed > free:
         raise DoesNotFit(
             f"layer {built.layer.name} has {bytes_text(trainable)} of parameters, and to train it alone needs "
-            f"{bytes_text(needed)} more ({needed} bytes); {bytes_text(free)} are free where the model is built: make the layer "
-            "smaller, or let a device with more memory be the master"
+            f"{bytes_text(needed)} more ({needed} bytes); {bytes_text(free)} are free where the model is built: {SMALLER}"
         )
+
+
+def _trainable_bytes(layer: Layer, tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensors[each.name].nbytes for each in layer.tensors if each.trainable)
 
 
 def with_loss(
@@ -184,12 +188,11 @@ def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile)
         profile.sizes, profile.forward_s, profile.backward_s, profile.stored_bytes, profile.output_bytes,
         profile.weights_s, strict=True,
     )  # fmt: skip
-    trainable = sum(tensors[each.name].nbytes for each in layer.tensors if each.trainable)
     return LayerCost(
         layer.name,
         tuple(Measured(*point) for point in points),
         sum(tensor.nbytes for tensor in tensors.values()),
-        trainable,
+        _trainable_bytes(layer, tensors),
         profile.optimizer_bytes,
         profile.update_s,
         layer.parameters > 0,

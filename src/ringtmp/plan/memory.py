@@ -131,9 +131,13 @@ def forecast(
 def _with_kept(without: MemoryForecast, device: Device) -> MemoryForecast:
     """Of what comes and goes with every microbatch or step, what the process keeps when it is free. Never more than there
     is: a node that is short of memory after its first step keeps nothing (`resources.mind_memory`)."""
-    passing = without.gradient_bytes + without.stored_bytes + without.boundary_bytes + without.working_bytes
     room = max(0.0, device.memory_bytes - without.total_bytes - 1.0)  # a byte less: sums of fractions are not exact
-    return replace(without, working_bytes=without.working_bytes + min(device.kept_bytes, passing / 2, room))
+    return replace(without, working_bytes=without.working_bytes + min(_kept_bytes(without, device), room))
+
+
+def _kept_bytes(without: MemoryForecast, device: Device) -> float:
+    passing = without.gradient_bytes + without.stored_bytes + without.boundary_bytes + without.working_bytes
+    return min(device.kept_bytes, passing / 2)
 
 
 def _snapshot_bytes(table: CostTable, route: Route, node: int, protect: str, spare_bytes: float) -> float:
@@ -163,11 +167,11 @@ def replica_forecast(
     stage = table.stage(0, table.count)
     stored = stage.stored_bytes if works else 0.0
     working = largest_stored(table, 0, table.count) if works else 0.0
-    kept = min(device.kept_bytes, (stored + 2 * stage.gradient_bytes + working) / 2)
-    return MemoryForecast(
+    without = MemoryForecast(
         device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
-        stage.optimizer_bytes, stored, stage.gradient_bytes, working + kept,
+        stage.optimizer_bytes, stored, stage.gradient_bytes, working,
     )  # fmt: skip
+    return replace(without, working_bytes=working + _kept_bytes(without, device))
 
 
 def largest_stored(table: CostTable, first: int, stop: int) -> float:

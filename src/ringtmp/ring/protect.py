@@ -72,14 +72,17 @@ class Protection:
 
     @property
     def on(self) -> bool:
-        return self.mode in ("auto", "memory", "disk") and self.trouble is None and not self._alone
+        return self._wanted and self.trouble is None
+
+    @property
+    def _wanted(self) -> bool:
+        return self.mode in ("auto", "memory", "disk") and not self._alone
 
     @property
     def unprotected(self) -> bool:
         """Snapshots are wanted, and there is none that everybody who is there has a part in: a loss now may cost all steps
         since the last checkpoint."""
-        wanted = self.mode in ("auto", "memory", "disk") and not self._alone
-        return wanted and (self.trouble is not None or self.whole is None or self._bare)
+        return self._wanted and (self.trouble is not None or self.whole is None or self._bare)
 
     @property
     def travel_steps(self) -> int:

@@ -150,9 +150,8 @@ class Server:
         if message.servers != len(self._roles.servers):
             return  # said before a server was lost; it is said again
         if self._total is not None and message.step <= self._total.step:
-            self.endpoint.post(
-                server, self._total
-            )  # said again because a server was lost; all there is to say is known
+            # Said again because a server was lost; all there is to say is known.
+            self.endpoint.post(server, self._total)
             return
         self._squares[server] = message.value
         if len(self._squares) == len(self._roles.servers):

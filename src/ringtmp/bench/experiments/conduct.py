@@ -44,14 +44,18 @@ def sections(choices: Choices, measured: Measured) -> list[Section]:
     for name in choices.names:
         if not _possible(choices, name):
             why = f"it {CATALOG[name].lab}, which devices that joined do not let it"
-            found.append(Section(name, name.capitalize(), "", skipped=(Skipped("all of it", why),)))
+            found.append(_left_out(name, why))
             continue
         try:
             found.append(importlib.import_module(f"ringtmp.bench.experiments.{name}").section(choices, measured))
         except Exception as error:  # hours of measurements: one section less, and why, instead of no page
             why = f"its measurements could not be made into a section: {type(error).__name__}: {error}"
-            found.append(Section(name, name.capitalize(), "", skipped=(Skipped("all of it", why),)))
+            found.append(_left_out(name, why))
     return found
+
+
+def _left_out(name: str, why: str) -> Section:
+    return Section(name, name.capitalize(), "", skipped=(Skipped("all of it", why),))
 
 
 def page(

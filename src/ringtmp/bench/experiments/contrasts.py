@@ -67,10 +67,8 @@ def contrast(found: Sequence[Sampled], seed: int) -> Contrast | None:
 
 
 def both(found: Sequence[Sampled], seed: int) -> list[tuple[str, Contrast]]:
-    """At the same wire precision (and no staleness), and each at its best."""
-    plain = [
-        each for each in found if each.way.wire == "float32" and not each.way.staleness and not each.way.asynchronous
-    ]
+    """At the same wire precision (and no delay), and each at its best."""
+    plain = [each for each in found if each.way.wire == "float32" and not each.way.delayed]
     same, best = contrast(plain, seed), contrast(found, seed)
     if same is not None and same == best:
         return [("same precision and each at its best", same)]

@@ -39,10 +39,11 @@ def section(choices: Choices, measured: Measured) -> Section:
     labels = [each.way.label for each in fair]
     shared = [each for each in found if each.way.label in labels]
     pairs = contrasts.both(shared, choices.seed)
-    verdicts = [contrasts.verdict(AIM, f"{_source(every, measured)} joules per sample", text, pairs)]
+    source = _source(every, measured)
+    verdicts = [contrasts.verdict(AIM, f"{source} joules per sample", text, pairs)]
     tables = [_nodes(every, measured)]
     records = {each.way.label: measured.records(each.job)[0] for each in every}
-    if _source(every, measured) == "modelled" and all(quantities.modelled(record) for record in records.values()):
+    if source == "modelled" and all(quantities.modelled(record) for record in records.values()):
         varied = [(name, pair, vary(records, pair)) for name, pair in pairs]
         verdicts += [_varied_verdict(name, pair, made) for name, pair, made in varied]
         tables += [_varied_table(name, pair, made) for name, pair, made in varied]
@@ -56,7 +57,7 @@ def section(choices: Choices, measured: Measured) -> Section:
             draw.bars(
                 "joules-per-sample",
                 "Joules per sample",
-                f"joules ({_source(every, measured)})",
+                f"joules ({source})",
                 per_way,
                 "All devices, with 95 % intervals.",
             ),
@@ -107,7 +108,7 @@ def vary(records: dict[str, Record], pair: Contrast) -> Sensitivity:
 
 def _metered(facts: Any) -> float | None:
     """Joules per sample by meters alone."""
-    nodes = facts.get("per_node", [])
+    nodes = _per_node(facts)
     if not nodes or any(node.get("energy_source") not in ("measured", "estimated") for node in nodes):
         return None
     samples: int = sum(facts["record"]["samples"])
@@ -162,8 +163,7 @@ def _nodes(every: Sequence[Cell], measured: Measured) -> Table:
     rows = []
     for each in every:
         for record, facts in zip(measured.records(each.job)[:1], measured.facts(each.job)[:1], strict=True):
-            nodes: Any = facts.get("per_node", [])
-            sources = {node["node"]: node for node in nodes}
+            sources = {node["node"]: node for node in _per_node(facts)}
             samples = max(1, sum(record.samples))
             for track in record.tracks:
                 source = sources.get(track.node, {}).get("energy_source") or "modelled"

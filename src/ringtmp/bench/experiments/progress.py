@@ -104,6 +104,8 @@ def smooth(loss: Sequence[float]) -> list[float]:
 
 def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Costs]]) -> list[Verdict]:
     found = []
+    shared = [each.way for each in every if each.way is not ALONE]
+    there = {way.strategy for way in shared if all(math.isfinite(cost.steps) for cost in costs[way.label])}
     for key, what, text in _COSTS:
         known = [
             Sampled(each.way, tuple((getattr(cost, key),) for cost in costs[each.way.label]), "median")
@@ -112,8 +114,6 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
         ]
         said = {label: text(value.middle) for label, value in contrasts.figures(known, choices.seed).items()}
         aim = f"{AIM} per {key.removesuffix('s')}"
-        shared = [each.way for each in every if each.way is not ALONE]
-        there = {way.strategy for way in shared if all(math.isfinite(cost.steps) for cost in costs[way.label])}
         one_sided = _one_sided(aim, {way.strategy for way in shared}, there)
         found.append(one_sided or contrasts.verdict(aim, what, said, contrasts.both(known, choices.seed)))
     return found

@@ -40,14 +40,19 @@ class Way(msgspec.Struct, frozen=True):
         return str(self.settings.get("consistency", "bsp")) not in ("bsp", "ssp:0")
 
     @property
+    def delayed(self) -> bool:
+        """Gradients may be of older weights than those they change."""
+        return self.asynchronous or self.staleness > 0
+
+    @property
     def centre(self) -> Centre:
         """Asynchronous servers, and steps that overlap, end in bursts."""
-        return "mean" if self.asynchronous or self.staleness else "median"
+        return "mean" if self.delayed else "median"
 
     @property
     def like_one_process(self) -> bool:
         """The same weights as one process, to rounding: then what one process learns, it learns."""
-        return not self.asynchronous and not self.staleness and self.wire == "float32" and "quorum" not in self.settings
+        return not self.delayed and self.wire == "float32" and "quorum" not in self.settings
 
     def words(self) -> list[str]:
         found = ["--strategy", self.strategy]
