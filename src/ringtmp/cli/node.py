@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import click
@@ -47,17 +46,12 @@ def command(
     hub = agent.join(given, own, mine)
     _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
 
-    def leave(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, leave)
     serving = agent.Agent(given, hub, own, mine, address, _say, (memory_mb or 0) * 2**20)
-    try:
-        serving.run(once)
-    except KeyboardInterrupt:
-        _say("leaving")
-    finally:
-        serving.close()
+    with serving.leaves_on_signals():
+        try:
+            serving.run(once)
+        finally:
+            serving.close()
 
 
 def _say(text: str) -> None:

@@ -10,10 +10,11 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -137,11 +138,12 @@ class Agent:
         self._log: Path | None = None
         self._shelf: Path | None = None
         self._ended = 0  # runs served
+        self._leaving = False
 
     def run(self, once: bool) -> None:
-        """Until interrupted, or with `once` until one run has ended."""
+        """Until told to leave, or with `once` until one run has ended."""
         last_beat = 0.0
-        while not (once and self._ended):
+        while not (self._leaving or (once and self._ended)):
             now = time.monotonic()
             if now - last_beat >= BEAT_S:
                 last_beat = now
@@ -160,6 +162,22 @@ class Agent:
             elif ready:
                 self._hear_child()
             self._watch_child()
+        if self._leaving:
+            self._say("leaving")
+
+    @contextlib.contextmanager
+    def leaves_on_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM are a wish. Raised in the middle of ending a child, they would leave its files behind."""
+
+        def leave(number: int, frame: object) -> None:
+            self._leaving = True
+
+        before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def close(self) -> None:
         self._end_child()
