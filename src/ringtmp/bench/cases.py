@@ -50,7 +50,7 @@ CASES = (
     Case("ring:auto", "ring", ("--strategy", "ring"), auto=True),
     Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), auto=True),
     Case("ring:staleness=1", "ring", ("--strategy", "ring", "--staleness", "1"), auto=True, centre="mean"),
-    Case("ring:protected", "ring", ("--strategy", "ring", "--protect", "auto"), auto=True),
+    Case("ring:protected", "ring", ("--strategy", "ring", "--protect", "auto"), centre="mean"),
     _ps("bsp", "one"),
     _ps("bsp", "workers"),
     _ps("async", "one", centre="mean"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     one_device_s: float | None  # the whole model on one such device
     stage_s: float | None  # of the ring, as its plan forecast it: the slowest stage alone
     simulated_s: float | None  # and the whole step, with fill and drain
+    idle_share: float | None  # of its workers' time, over the whole run
     over_best_peer: Interval | None  # below 1: faster than every peer in this setting
     best_peer: str | None
     stolen_share: float  # the largest of its repeats
@@ -137,6 +139,7 @@ def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measu
         one_device_s=sizes.one_s / setting.share if sizes and setting is not ALONE else None,
         stage_s=_forecast(group, lambda said: max(node["busy_s"] for node in said["per_node"])),
         simulated_s=_forecast(group, lambda said: said["step_s"]),
+        idle_share=_idle_share(group),
         over_best_peer=(
             statistics.ratio(taken, first.centre, samples(peer), peer[0].job.centre, seed)
             if taken and peer and own
@@ -154,6 +157,14 @@ def _microbatches(group: Sequence[Measurement]) -> int:
     if asked != "auto":
         return int(asked)
     return next((int(each.result.facts["microbatches"]) for each in group if each.result is not None), 0)
+
+
+def _idle_share(group: Sequence[Measurement]) -> float | None:
+    """The mean over a run's workers, the middle over its repeats; torch's own do not say."""
+    runs = [each.result.facts.get("per_node", ()) for each in group if each.result is not None]
+    shares = [[node["idle_fraction"] for node in nodes if node["role"] == "worker"] for nodes in runs]
+    found = [sum(each) / len(each) for each in shares if each]
+    return median(found) if found else None
 
 
 def _forecast(group: Sequence[Measurement], value: Callable[[dict[str, Any]], float]) -> float | None:

@@ -26,6 +26,7 @@ HEADER = (
     "x limit",
     "stage",
     "simulated",
+    "idle",
     "x best peer",
     "stolen",
 )
@@ -35,8 +36,9 @@ LEGEND = (
     "ideal: max(c, T), with T one process, one thread, whole batch, divided by all cores, and c one cut's activations over "
     "the link. One device: the step of one such device alone over this one; above 1 is faster. Own limit: max(c, T) for "
     "what this case computes on and sends through its busiest device. Stage, simulated: the ring's own forecast before its "
-    "first step, of the slowest stage alone and of the whole step with fill and drain. Best peer: the fastest of torch's own "
-    "in the same setting; below 1 is faster. Stolen: CPU time the machine's host gave to others, the worst repeat."
+    "first step, of the slowest stage alone and of the whole step with fill and drain. Idle: of the workers' time, all "
+    "steps. Best peer: the fastest of torch's own in the same setting; below 1 is faster. Stolen: CPU time the machine's "
+    "host gave to others, the worst repeat."
 )
 
 
@@ -132,6 +134,7 @@ def _line(row: Row) -> tuple[str, ...]:
         _ratio(row.over_limit),
         _ms(row.stage_s) if row.stage_s is not None else "",
         _ms(row.simulated_s) if row.simulated_s is not None else "",
+        f"{row.idle_share:.1%}" if row.idle_share is not None else "",
         f"{best.middle:.2f} ({best.low:.2f}–{best.high:.2f})" if best else "",
         f"{row.stolen_share:.1%}",
     )
