@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.plan.device import MESSAGE_CPU_S, Device, Quota
+from ringtmp.plan.device import NETWORK_MESSAGE_CPU_S, Device, Quota
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.ring.endpoint import Mail
-from ringtmp.ring.lines import LARGE_BYTES, LINES_S, SMALL_BYTES, Line, Lines, large_bytes
+from ringtmp.ring.lines import LARGE_BYTES, LINES_S, PING_CPU_S, SMALL_BYTES, Line, Lines, large_bytes
 from ringtmp.ring.scout import Seen, answer, described
 from ringtmp.wire.message import Echo, Timed
 
@@ -25,7 +25,15 @@ def test_a_quota_is_told_apart_from_a_slow_processor() -> None:
     assert (slow.speed, slow.quota) == (0.5, None)
     assert shared.pace == slow.pace == 0.5
     assert (master.extra_bytes, master.memory_bytes) == (300 * MIB - PROCESS_BYTES, 900 * MIB)
-    assert shared.link.message_cpu_s == MESSAGE_CPU_S
+    assert shared.link.message_cpu_s == NETWORK_MESSAGE_CPU_S
+
+
+def test_devices_of_one_quota_that_hardly_differ_are_taken_to_be_alike() -> None:
+    told = [Timed(seconds, PROCESS_BYTES, 2**30, 0.5, 0.01) for seconds in (0.95, 1.0, 1.1, 1.3)]
+    told.append(Timed(1.0, PROCESS_BYTES, 2**30, 0.45, 0.01))
+    found = described([Device(name) for name in "abcde"], [Seen(each) for each in told], 1.0, 1)
+    middle = 1.05
+    assert [each.pace for each in found] == pytest.approx([1 / middle, 1 / middle, 1 / middle, 1 / 1.3, 1.0])
 
 
 def test_latencies_of_both_ends_add_up_and_an_untried_line_is_as_the_slowest() -> None:
@@ -54,7 +62,7 @@ class Shaped(Lines):
 
     def _around_s(self, node: int, there: int, back: int) -> float:
         down, up, latency_s, burst = self._crossing
-        took = 2 * (latency_s + 2 * MESSAGE_CPU_S) + max(0, there - burst) / down + max(0, back - burst) / up
+        took = 2 * (latency_s + PING_CPU_S) + max(0, there - burst) / down + max(0, back - burst) / up
         self.spent_s += took
         return took
 

@@ -11,7 +11,15 @@ from dataclasses import replace
 
 from ringtmp.launch import devices as devices_file
 from ringtmp.launch.cgroups import quota
-from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, PLAIN_BYTE_CPU_S, Device, Link, Quota
+from ringtmp.plan.device import (
+    CURVE_BYTE_CPU_S,
+    MESSAGE_CPU_S,
+    NETWORK_MESSAGE_CPU_S,
+    PLAIN_BYTE_CPU_S,
+    Device,
+    Link,
+    Quota,
+)
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import own_memory_bytes, rss_bytes
 
@@ -43,7 +51,7 @@ def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Dev
                 AGENT_BYTES if index else 0.0,
                 each.idle_w,
                 each.busy_w,
-                Link(rate, rate, each.latency_ms / 1000, MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
+                Link(rate, rate, each.latency_ms / 1000, NETWORK_MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
                 each.busy_share(threads),
                 each.nj_per_byte,
             )

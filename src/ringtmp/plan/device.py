@@ -14,9 +14,10 @@ from ringtmp.errors import UsageError
 
 #: One message through node, codec and link at one end: Python's work, whatever the size.
 MESSAGE_CPU_S = 250e-6
-#: Copying, encrypting and the kernel's part, per byte and end: processor time of the whole process, ZeroMQ's thread too, from
-#: messages of 64 KiB to 1 MiB there and back.
-CURVE_BYTE_CPU_S = 1.6e-9
+#: The same between devices: ZeroMQ's thread, the kernel's network and a packet that acknowledges are the device's work too.
+NETWORK_MESSAGE_CPU_S = 1e-3
+#: Copying, encrypting and the kernel's part, per byte and end, likewise.
+CURVE_BYTE_CPU_S = 2.5e-9
 PLAIN_BYTE_CPU_S = 0.2e-9
 #: Of freed memory so much stays with a process, for use again, on a device with at least this much for it: what
 #: `resources.set_threads` asks of the C library, as seen.

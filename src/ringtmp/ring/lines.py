@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.plan.device import MESSAGE_CPU_S
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import HELLO_LIMIT_S
 from ringtmp.wire.message import Echo
@@ -21,6 +20,8 @@ from ringtmp.wire.message import Echo
 #: All lines together.
 LINES_S = 1.5
 PINGS = 5
+#: What the two nodes do with an empty message that nothing else holds up.
+PING_CPU_S = 500e-6
 SMALL_BYTES = 32 * 1024
 #: The larger message takes about this long, and is within these sizes.
 LARGE_S = 0.04
@@ -74,7 +75,7 @@ class Lines:
             down = self._rate(around_s, lambda count, node=node: self._around_s(node, count, 0))  # type: ignore[misc]
             up = self._rate(around_s, lambda count, node=node: self._around_s(node, 0, count))  # type: ignore[misc]
             # What the nodes do with a message is counted as their work.
-            found[node] = Line(down, up, max(around_s / 2 - 2 * MESSAGE_CPU_S, 0.0))
+            found[node] = Line(down, up, max(around_s / 2 - PING_CPU_S, 0.0))
         return found
 
     def _rate(self, around_s: float, take_s: Callable[[int], float]) -> float:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import CURVE_BYTE_CPU_S, MESSAGE_CPU_S, Device, LayerCost, Link, Quota
+from ringtmp.plan.device import CURVE_BYTE_CPU_S, NETWORK_MESSAGE_CPU_S, Device, LayerCost, Link, Quota
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import own_memory_bytes, rss_bytes
 from ringtmp.ring.edges import run_backward
@@ -30,8 +31,11 @@ from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
 from ringtmp.ring.lines import Line, Lines, echo
 from ringtmp.wire.message import Crossing, Echo, Sample, Timed
 
-MEASURE_S = 0.4
-LEAST_RUNS = 2
+#: So long every device is busy, its first round included: a weak one is still at it when a strong one has done many.
+MEASURE_S = 1.2
+#: Devices with the same quota that differ by no more than this are taken to be alike: a plan that believes in what was
+#: noise gives the lucky one too much to do.
+ALIKE = 0.12
 #: Of weights with their gradients, and of stored activations: more than this is in no small device's caches anyway.
 WORKING_BYTES = 48 * 2**20
 FILL = 0.01
@@ -101,11 +105,13 @@ def _made_up(crossing: Crossing, samples: int) -> torch.Tensor:
 
 
 def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
-    """Seconds of one forward and backward, on average over `clock_s` on the wall, or one round if that takes longer."""
+    """Seconds of one forward and backward, on average over all but the first of the rounds that begin within `clock_s` on the
+    wall, and at least one."""
     trial = Trial(sample)
+    limit = time.monotonic() + clock_s
     trial.round()  # warms up
     runs, began = 0, time.monotonic()
-    while runs < LEAST_RUNS or time.monotonic() - began < clock_s:
+    while runs == 0 or time.monotonic() < limit:
         runs += trial.round()
     return (time.monotonic() - began) / runs
 
@@ -136,6 +142,7 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
     A latency is that of two ends; the master's is taken to be half of the shortest. A line that was not tried is taken to
     be as the slowest that was."""
     found = []
+    paces_s = _alike([look.told for look in seen])
     lines = [look.line for look in seen if look.line is not None]
     own_s = min((line.latency_s for line in lines), default=0.0) / 2
     slowest = min(lines, key=lambda line: line.up_bytes_per_s, default=Line(math.inf, math.inf, 0.0))
@@ -145,7 +152,7 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
     for node, (device, look) in enumerate(zip(devices, seen, strict=True)):
         line = master if node == 0 else look.line or slowest
         told, quota = look.told, None
-        pace = profiled_s / told.seconds
+        pace = profiled_s / paces_s[node]
         speed = pace
         if told.cores is not None and told.period_s is not None and told.cores < threads:
             # All threads run until what they may use together in a period is used up.
@@ -156,7 +163,7 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
             line.up_bytes_per_s,
             line.down_bytes_per_s,
             max(line.latency_s - own_s, 0.0),
-            MESSAGE_CPU_S / speed,
+            NETWORK_MESSAGE_CPU_S / speed,
             CURVE_BYTE_CPU_S / speed,
         )
         # Library code that processes share counts as taken, and so as memory there is: a cap does not count it.
@@ -165,6 +172,16 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
             replace(device, speed=speed, quota=quota, link=link, extra_bytes=extra, memory_bytes=memory)
         )  # fmt: skip
     return tuple(found)
+
+
+def _alike(told: Sequence[Timed]) -> list[float]:
+    """Seconds of a run on each device; those of one kind that are close to its middle have the middle."""
+    found = []
+    for each in told:
+        kind = [other.seconds for other in told if (other.cores, other.period_s) == (each.cores, each.period_s)]
+        middle = median(kind)
+        found.append(middle if abs(each.seconds - middle) <= ALIKE * middle else each.seconds)
+    return found
 
 
 class Scout(Lead):
