@@ -23,6 +23,7 @@ from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.recovery import unlike
 from ringtmp.ring.checkpoint import CheckpointWriter, Progress
+from ringtmp.ring.rundir import RunDirectory
 from ringtmp.ring.stage import Stage
 from ringtmp.wire.message import Hello
 from test_healing import Death, Mortal, run
@@ -107,6 +108,55 @@ def test_a_full_disk_delays_a_change_of_the_crew_and_does_not_end_the_run(
     said = [each.text for each in events.read(hit.run_dir / "events.jsonl") if isinstance(each, events.Warned)]
     assert any("No space left" in each for each in said)
     assert len([each for each in events.read(hit.run_dir / "events.jsonl") if isinstance(each, events.Regrouped)]) == 1
+
+
+class Failing:
+    """The n-th time it is asked for, there is no room."""
+
+    def __init__(self, made: Any, at: int) -> None:
+        self._made, self._at, self._count = made, at, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self._count += 1
+        if self._count == self._at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._made(*args)
+
+
+def test_a_disk_too_full_for_a_folder_or_the_settings_costs_neither_run_nor_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(4))
+    monkeypatch.setattr("ringtmp.saving.CheckpointWriter", Failing(CheckpointWriter, 1))
+    full = Failing(RunDirectory.write_config, 2)  # of the healing
+    monkeypatch.setattr(RunDirectory, "write_config", lambda *args: full(*args))
+    hit = run(tmp_path / "hit", Mortal(4, Death(2, 6)))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    said = [each.text for each in events.read(hit.run_dir / "events.jsonl") if isinstance(each, events.Warned)]
+    assert any("no checkpoint of step 4: No space left" in each for each in said), said
+    assert any("settings cannot be written anew: No space left" in each for each in said), said
+
+
+def test_after_a_checkpoint_the_next_snapshot_comes_at_once(tmp_path: Path) -> None:
+    """Owner and holder are lost together: the snapshot that was whole is gone, and none of its step or later counts."""
+
+    class Both(Mortal):
+        def kill(self, node: int) -> None:
+            super().kill(node)
+            if node == 1:
+                super().kill(2)
+
+    calm = run(tmp_path / "calm", MemoryCrew(4))
+    hit = run(tmp_path / "hit", Both(4, Death(1, 8)), KeepPart(checkpoint_every=100))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    log = list(events.read(hit.run_dir / "events.jsonl"))
+    (at,) = [index for index, each in enumerate(log) if isinstance(each, events.Regrouped)]
+    assert log[at].source == "checkpoint"  # type: ignore[union-attr]
+    before = [each.step for each in log[:at] if isinstance(each, events.SnapshotWhole)]
+    after = [each.step for each in log[at:] if isinstance(each, events.SnapshotWhole)]
+    assert before
+    assert after
+    assert after[0] < before[-1], "of a step that had a snapshot before"
 
 
 def test_a_generation_that_ends_lets_its_layers_go_at_once(tmp_path: Path) -> None:

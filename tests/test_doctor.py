@@ -22,7 +22,7 @@ from ringtmp.launch.doctor import Finding
 from ringtmp.launch.facts import device_facts
 from ringtmp.launch.hub import JOINS_PER_S
 from ringtmp.launch.keys import Rings, identity
-from ringtmp.launch.speech import End, Here
+from ringtmp.launch.speech import Died, End, Here
 from ringtmp.launch.token import Token
 from ringtmp.limits import Limits, group_limits
 from ringtmp.transport.curve import new_key_pair
@@ -162,6 +162,22 @@ def test_devices_that_join_at_once_all_reach_the_table(master: Master, tmp_path:
     for thread in threads:
         thread.join()
     assert arrived == 9
+
+
+def test_news_of_a_death_waits_until_the_master_listens(tmp_path: Path) -> None:
+    token, keys, facts = (
+        Token("home", f"{HOST}:1", new_key_pair().public, bytes(16)),
+        identity(tmp_path),
+        device_facts("a"),
+    )
+    here = agent.Agent(token, f"tcp://{HOST}:{free_port()}", keys, facts, HOST, lambda text: None)
+    told: list[object] = []
+    here._tell(Died(3, -9, "killed"))  # nobody is there
+    here._say_to_master = lambda message: not told.append(message)  # type: ignore[method-assign,func-returns-value]
+    here._tell(Here("x", facts))
+    here._tell(Here("x", facts))
+    assert [type(each) for each in told] == [Here, Died, Here]
+    here.close()
 
 
 def test_ctrl_c_while_a_compute_process_is_ended_leaves_no_file(master: Master, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Dropout, BatchNorm, AdamW, clipping and a schedule are on, all of which remember
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -121,3 +122,13 @@ def test_a_master_killed_is_resumed_with_the_same_bits(name: str, tmp_path: Path
     run.train("--resume", "run", "--nodes", 3, "--quiet", code=-9)
     assert run.resume()["weights_sha256"] == expected
     assert not (tmp_path / "run" / "snapshots").exists()
+
+
+def test_every_point_names_something_that_is_done() -> None:
+    points = [*ONCE.values(), *(point for _, point in WHILE_HEALING.values()), *MASTERS.values()]
+    for point in points:
+        module, path = point.what.split(":")
+        found: Any = importlib.import_module(f"ringtmp.{module}")
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        assert callable(found), f"{point.what} is not there any more"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import re
 import socket
 import threading
 import time
@@ -187,6 +189,35 @@ def test_a_revoked_device_is_out_and_cannot_come_back(master: Master) -> None:
     assert not greet(master, keys, 1.0)
     with pytest.raises(UsageError, match="was revoked"):
         join(master.token(), keys)
+
+
+def test_a_name_that_two_keys_have_takes_neither_away(master: Master) -> None:
+    """A device with a wiped disk comes back under its name with a new key."""
+    old, new = new_key_pair(), new_key_pair()
+    for keys in (old, new):
+        join(master.token(), keys, "attic")
+    for change in (master.rings.revoke, master.rings.release):
+        with pytest.raises(
+            UsageError, match=f"2 nodes called 'attic'.*{re.escape(old.public)}, {re.escape(new.public)}"
+        ):
+            change("home", "attic")
+    assert master.rings.revoke("home", old.public).key == old.public
+    assert master.rings.release("home", "attic").key == new.public
+
+
+def test_a_device_that_comes_back_is_let_in_though_nothing_can_be_written(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    known = new_key_pair()
+    join(master.token(), known)
+    token = master.token()
+    monkeypatch.setattr("ringtmp.launch.keys._write", full)
+    join(token, known)
+    with pytest.raises(UsageError, match="cannot write down who joins: No space left"):
+        join(token, new_key_pair(), "other")
 
 
 def test_two_devices_with_one_identity_are_told_apart(master: Master) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,19 @@ import pytest
 
 from ringtmp.errors import DoesNotFit
 from ringtmp.launch import remote
-from ringtmp.launch.facts import TORCH_BYTES
-from ringtmp.launch.hub import Device
-from ringtmp.launch.keys import Rings
+from ringtmp.launch.agent import join
+from ringtmp.launch.facts import TORCH_BYTES, device_facts
+from ringtmp.launch.hub import Device, Hub
+from ringtmp.launch.keys import Rings, identity
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.launch.remote import RemoteCrew
 from ringtmp.launch.speech import Facts
+from ringtmp.launch.token import Token
 from ringtmp.plan.route import kept_apart
 from ringtmp.transport.base import Transport
 from ringtmp.transport.shaped import Severed
 from test_healing import run
+from test_security import free_port
 
 
 class Clock:
@@ -151,3 +156,29 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
     assert [device.facts.name for device in crew._devices.values()] == ["late"]
     assert len(said) == 1
     assert said[0].startswith("paused: those who are left lack 250.0 MiB of memory")
+
+
+def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_run(tmp_path: Path) -> None:
+    """A parameter server goes on without a lost worker: nothing is mended, and its device may come back."""
+    port, said = free_port(), list[str]()
+    rings = Rings(tmp_path)
+    rings.open("home", create=True)
+    crew: Any = RemoteCrew(rings, "home", "127.0.0.1", port, 2, 1, None, 0.0, said.append, said.append)
+    crew._hub = hub = Hub("home", rings, "127.0.0.1", port)
+    try:
+        hub.close_door()
+        with socket.create_server(("127.0.0.1", port)):
+            crew.check(1)
+            crew.check(2)
+        assert len(said) == 1
+        assert said[0].startswith(f"nobody can join: cannot listen on port {port}: Address already in use")
+        crew.check(3)
+        keys, facts = identity(tmp_path / "device"), device_facts("back")
+        token = Token("home", f"127.0.0.1:{port}", rings.open("home").public, rings.new_secret("home", 1))
+        joining = threading.Thread(target=join, args=(token, keys, facts))
+        joining.start()
+        while joining.is_alive():
+            hub.poll(0.05)
+        assert [each.name for each in rings.open("home").nodes] == ["back"]
+    finally:
+        hub.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -42,6 +41,7 @@ from ringtmp.ring.checkpoint import latest, named_weights
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
 from ringtmp.session import EVALUATION_FACTOR, Session
+from ringtmp.signals import on_signals
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 
@@ -344,7 +344,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
 @contextmanager
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
     threads = config.training.threads or 1
-    crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs)
+    crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
     with Inference(run, config, nodes, loss, crew) as ring:
         yield ring
 
@@ -355,11 +355,14 @@ class Interruption:
     def __init__(self) -> None:
         self.armed = False
         self.asked = False
+        self.deaf = False  # the run is being ended already
 
     def __call__(self) -> bool:
         return self.asked
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.deaf:
+            return
         if not self.armed or self.asked:
             raise KeyboardInterrupt
         self.asked = True
@@ -367,17 +370,14 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Ctrl-C and SIGTERM become a question while the ring trains. Only the main thread may ask for signals."""
+    """Ctrl-C, SIGTERM and a closed terminal become a question while the ring trains. Only the main thread may ask for
+    signals."""
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    before = {number: signal.signal(number, interruption.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_signals(interruption.handle):
         yield interruption
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _optional(data: Data) -> Source | None:

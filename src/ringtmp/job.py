@@ -15,9 +15,10 @@ from ringtmp.ring.rundir import RunDirectory
 
 
 class Interruption(Protocol):
-    """Whether the user wants to stop. Armed while there is something to save."""
+    """Whether the user wants to stop. Armed while there is something to save, deaf while the run is being ended."""
 
     armed: bool
+    deaf: bool
 
     def __call__(self) -> bool: ...
 

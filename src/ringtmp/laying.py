@@ -77,6 +77,7 @@ class Laying:
         self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
 
     def _close(self, outcome: str, error: str | None, digest: str | None) -> None:
+        self._interrupted.deaf = True  # every wait from here has a limit
         log = self._log
         try:
             if self._master is not None and log is not None:
@@ -144,13 +145,13 @@ class Laying:
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
             self._warn(warning)
-        job.run.write_config(
-            SavedConfig(
-                __version__,
-                msgspec.structs.replace(config, training=msgspec.structs.replace(training, lr_schedule=schedule)),
-                job.loss_name,
-            )
-        )
+        kept = msgspec.structs.replace(config, training=msgspec.structs.replace(training, lr_schedule=schedule))
+        try:
+            job.run.write_config(SavedConfig(__version__, kept, job.loss_name))
+        except OSError as error:
+            if not self._begun:
+                raise UsageError(f"the run directory {job.run.path} cannot be written: {error.strerror}") from error
+            self._warn(f"the run's settings cannot be written anew: {error.strerror}; those of before are kept")
         if not self._begun:
             self._begun = True
             self._log.write(

@@ -30,12 +30,14 @@ class Saving:
         if self.step == progress.step:
             return None
         started = time.monotonic()
-        writer = CheckpointWriter(self._folder, self._run, progress)
+        writer = None
         try:
+            writer = CheckpointWriter(self._folder, self._run, progress)
             leader.save(writer)
             writer.commit()
         except OSError as error:
-            writer.abandon()
+            if writer is not None:
+                writer.abandon()
             if needed:
                 raise CheckpointError(
                     f"the checkpoint of step {progress.step} cannot be written: {error.strerror}; the last one kept is of "
@@ -44,7 +46,8 @@ class Saving:
             warn(f"no checkpoint of step {progress.step}: {error.strerror}; the one before is kept")
             return None
         except BaseException:
-            writer.abandon()
+            if writer is not None:
+                writer.abandon()
             raise
         self.step, self.at = progress.step, time.monotonic()
         return CheckpointSaved(self.at, progress.step, self.at - started, writer.bytes)

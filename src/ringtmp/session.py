@@ -153,7 +153,10 @@ class Session(Laying):
             snapshot = in_hand(scout.hellos, kept, layers, Snapshot(reached, told=told), saved)
         else:
             snapshot = self._protection.newest(scout.hellos, kept, layers, saved)
-        if snapshot is not None:
+        if snapshot is None:  # what was whole is gone, or older than the checkpoint everybody goes back to
+            self._protection.spoil()
+            self._kept = -1
+        else:
             self._progress = self._without_undone_epoch(snapshot.progress)
         try:
             self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)

@@ -10,10 +10,10 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from ringtmp.launch.speech import (
     Welcome,
 )  # fmt: skip
 from ringtmp.launch.token import Token
+from ringtmp.signals import on_signals
 from ringtmp.transport.curve import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
@@ -139,6 +140,7 @@ class Agent:
         self._shelf: Path | None = None
         self._ended = 0  # runs served
         self._leaving = False
+        self._news: deque[Started | Died | Leaving] = deque(maxlen=8)  # not told yet
 
     def run(self, once: bool) -> None:
         """Until told to leave, or with `once` until one run has ended."""
@@ -167,17 +169,13 @@ class Agent:
 
     @contextlib.contextmanager
     def leaves_on_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM are a wish. Raised in the middle of ending a child, they would leave its files behind."""
+        """Signals are a wish. Raised in the middle of ending a child, they would leave its files behind."""
 
         def leave(number: int, frame: object) -> None:
             self._leaving = True
 
-        before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with on_signals(leave):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def close(self) -> None:
         self._end_child()
@@ -262,5 +260,17 @@ class Agent:
             self._shelf = None
 
     def _tell(self, message: Here | Started | Died | Leaving) -> None:
-        with contextlib.suppress(zmq.Again):  # nobody is listening; the next beat will tell
+        """While nobody listens, news waits for the next beat; a beat does not."""
+        if isinstance(message, Here):
+            self._say_to_master(message)
+        else:
+            self._news.append(message)
+        while self._news and self._say_to_master(self._news[0]):
+            self._news.popleft()
+
+    def _say_to_master(self, message: Here | Started | Died | Leaving) -> bool:
+        try:
             self._socket.send(speech.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True

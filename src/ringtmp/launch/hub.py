@@ -251,7 +251,10 @@ class Door:
         if isinstance(message, Knock):
             reason = self._rings.check_secret(self._ring, message.secret, key)
             return Knocked("", message.padding) if reason is None else Knocked(reason)
-        reason = self._judge(message, key)
+        try:
+            reason = self._judge(message, key)
+        except OSError as error:
+            reason = f"the master cannot write down who joins: {error.strerror}"
         return Welcome(self._hub) if reason is None else Refused(reason)
 
     def _judge(self, message: speech.FromAgent, key: str) -> str | None:

@@ -130,7 +130,8 @@ class Rings:
                 else token
                 for token in ring.tokens
             )
-            save(msgspec.structs.replace(ring, nodes=(*rest, Admitted(key, node)), tokens=tokens))
+            if Admitted(key, node) not in ring.nodes:
+                save(msgspec.structs.replace(ring, nodes=(*rest, Admitted(key, node)), tokens=tokens))
         return None
 
     def check_secret(self, name: str, secret: bytes, key: str) -> str | None:
@@ -179,11 +180,16 @@ class Rings:
 
 
 def _find(name: str, ring: RingFile, node: str) -> Admitted:
-    found = next((each for each in ring.nodes if node in (each.name, each.key)), None)
-    if found is None:
+    found = [each for each in ring.nodes if node in (each.name, each.key)]
+    if not found:
         known = ", ".join(each.name for each in ring.nodes) or "none"
         raise UsageError(f"ring {name} has no node {node!r}: its nodes are {known}")
-    return found
+    if len(found) > 1:  # a device that was set up anew has a new key and its old name
+        keys = ", ".join(each.key for each in found)
+        raise UsageError(
+            f"ring {name} has {len(found)} nodes called {node!r}: name the one by its key (the oldest first: {keys})"
+        )
+    return found[0]
 
 
 def _objection(ring: RingFile, secret: bytes, key: str) -> str | None:

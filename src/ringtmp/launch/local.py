@@ -37,11 +37,14 @@ STEPS_BEFORE_SPARE = 3
 class LocalCrew:
     alike = True
 
-    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False) -> None:
-        """`spare`: have a process ready for the place of one that dies."""
+    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False, keeps: bool = True
+    ) -> None:  # fmt: skip
+        """`spare`: have a process ready for the place of one that dies; `keeps`: snapshots in the run's own folder, which has
+        one crew that trains and any number that look."""
         self.nodes = nodes
         self.threads = threads
         self._logs = logs
+        self._keeps = keeps
         self._folder: str | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._transport: ZeroMQTransport | None = None
@@ -162,6 +165,9 @@ class LocalCrew:
         end(child)
 
     def _shelf(self, node: int) -> Path:
+        if not self._keeps:
+            assert self._folder is not None, "not started"
+            return Path(self._folder) / "snapshots" / str(node)
         return self._logs.parent / "snapshots" / str(node)
 
     def _log(self, node: int) -> Path:
@@ -180,9 +186,9 @@ class LocalCrew:
             self._transport.close()
             self._transport = None
         if self._folder is not None:
+            shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-            shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
 
 
 def _rss_bytes(child: subprocess.Popen[bytes] | None) -> int:

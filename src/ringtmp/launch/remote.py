@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import zmq
+
 from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
 from ringtmp.launch.child import remove_leftovers
@@ -82,6 +84,7 @@ class RemoteCrew:
         self._step = 0
         self._deaths: dict[str, _Deaths] = {}  # by incarnation
         self._resting: set[str] = set()  # incarnations of devices that die again and again, left out
+        self._told_of_door = False
         self._rekey = False  # a revoked device is gone, and those who are left still know its keys
 
     def start(self, ring: str, generation: int) -> Endpoint:
@@ -214,10 +217,16 @@ class RemoteCrew:
     def _mind_the_door(self) -> None:
         """Open while a place is free."""
         assert self._hub is not None
-        if len(self._devices) + 1 < self._wanted:
-            self._hub.open_door()
-        else:
+        if len(self._devices) + 1 >= self._wanted:
             self._hub.close_door()
+            return
+        try:
+            self._hub.open_door()
+            self._told_of_door = False
+        except zmq.ZMQError as error:
+            if not self._told_of_door:
+                self._tell(f"nobody can join: cannot listen on port {self._port}: {error.strerror or error}; trying on")
+            self._told_of_door = True
 
     def _spares(self) -> list[Device]:
         """Devices that wait for a place, as many as there are places."""
@@ -291,6 +300,7 @@ class RemoteCrew:
         self._hub.refresh()
         self._revoked = {device.key for device in self._devices.values() if not self._hub.admits(device.key)}
         self._released = set(self._rings.open(self._ring).released)
+        self._mind_the_door()
         for node, device in self._devices.items():
             who = f"node {node} ({device.facts.name})"
             if device.key in self._revoked:

@@ -51,13 +51,11 @@ def large_bytes(small_s: float) -> int:
 
 
 class Lines:
-    """`until` is the leader's way to wait: (condition, what for, limit)."""
+    """`until_node` is the leader's way to wait for one node: (who, condition, what for, limit)."""
 
-    def __init__(
-        self, endpoint: Endpoint, until: Callable[[Callable[[], bool], Callable[[], str], float], None]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, until_node: Callable[[int, Callable[[], bool], str, float], None]) -> None:
         self._endpoint = endpoint
-        self._until = until
+        self._until_node = until_node
         self._heard = 0
 
     def heard(self) -> None:
@@ -89,7 +87,7 @@ class Lines:
         """Seconds until so many bytes have gone there, and the answer with so many has come back."""
         before, began = self._heard, self._endpoint.clock()
         self._endpoint.post(node, Echo(back), _bytes(there))
-        self._until(lambda: self._heard > before, lambda: f"node {node} to echo", HELLO_LIMIT_S)
+        self._until_node(node, lambda: self._heard > before, "to echo", HELLO_LIMIT_S)
         return self._endpoint.clock() - began
 
 

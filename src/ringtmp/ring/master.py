@@ -86,7 +86,7 @@ class Master(Lead):
         self._loss = loss
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
-        self._lines = Lines(endpoint, self._until)
+        self._lines = Lines(endpoint, self._until_node)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
         self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way

@@ -323,9 +323,11 @@ class Node:
         """The master's step ends with its own update. Where the last gradient has only just left, the update here is
         still to be made, and a layer sent before it would be one of the step before."""
         while self._fetches and self._fetches[0].step <= self.step:
-            index = self._fetches.popleft().layer
-            tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
-            self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
+            self._send_layer(self._fetches.popleft().layer)
+
+    def _send_layer(self, index: int) -> None:
+        tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
+        self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
 
     def leave(self) -> None:
         """Its snapshots are on the shelf already. Layers and optimizer state are let go here and now: this node and its

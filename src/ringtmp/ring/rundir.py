@@ -8,6 +8,7 @@ result.json          the summary of the last run    lock           held while a 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -87,20 +88,29 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Held until `unlock` or the end of the process, however it ends."""
-        file = (self.path / "lock").open("a+")
+        try:
+            file = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise UsageError(f"the run directory {self.path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             file.close()
             raise UsageError(
                 f"the run {self.path} is in use by process {holder}: wait for it or stop it first"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        except OSError as error:
+            file.close()
+            raise UsageError(
+                f"the run {self.path} cannot be locked: {error.strerror}; its file system must have locks"
+            ) from error
         self._lock = file
+        with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, without a name on it
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -134,8 +144,12 @@ class RunDirectory:
 
 def write_atomic(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -188,7 +188,7 @@ class Scout(Lead):
     def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
         super().__init__(endpoint, crew, log)
         self._timed: dict[int, Timed] = {}
-        self._lines = Lines(endpoint, self._until)
+        self._lines = Lines(endpoint, self._until_node)
 
     def look(self, others: Sequence[int], sample: Sample) -> dict[int, Seen]:
         """Of every node, the master's own first."""
@@ -196,7 +196,8 @@ class Scout(Lead):
         for node in others:
             self.endpoint.post(node, sample)
         mine = Seen(timed(sample))
-        self._until(lambda: len(self._timed) == len(others), lambda: "the devices to be measured", HELLO_LIMIT_S)
+        for node in others:
+            self._until_node(node, lambda node=node: node in self._timed, "to be measured", HELLO_LIMIT_S)  # type: ignore[misc]
         lines = self._lines.tried(others)
         return {0: mine} | {node: Seen(self._timed[node], lines.get(node)) for node in others}
 
