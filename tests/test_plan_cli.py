@@ -124,6 +124,8 @@ def test_a_plan_for_people_says_who_holds_what_what_limits_it_and_what_would_hel
     [
         (["--devices", "none.toml"], 2, "the devices file none.toml cannot be read"),
         (["--devices", "devices.toml", "--nodes", "5"], 2, "--nodes 5 and the 3 devices of devices.toml differ"),
+        (["--strategy", "ps"], 2, "not --strategy ps: leave it out"),
+        (["--strategy", "allreduce:tree"], 2, "beside the ring with --compare ring,ps:bsp"),
         (["--compare", "gossip"], 2, "unknown way to compare with 'gossip'"),
         (["--compare", "ps:bsp:many"], 2, "'many' is neither a number of servers"),
         (["--nodes", "9"], 2, "9 nodes need at least 10 layers"),

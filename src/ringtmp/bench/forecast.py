@@ -19,7 +19,7 @@ from ringtmp.bench.reading import RUN
 from ringtmp.metrics.summary import Forecast
 
 EXPERIMENT = "plan"
-#: What issue and docs ask for: the middle and the ninth decile of the step's error, and the memory's.
+#: What is asked of a plan: the middle and the ninth decile of the step's error, and the memory's.
 STEP_MEDIAN, STEP_P90, MEMORY = 0.07, 0.15, 0.10
 
 

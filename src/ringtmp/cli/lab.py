@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     "--scale", is_flag=True, allow_from_autoenv=False,
     help="If the devices want more than this machine has, slow every CPU and link by one factor.",
 )  # fmt: skip
-@click.option("--no-isolation", is_flag=True, help="Plain processes on 127.0.0.1: no link rates, no caps, no root.")
+@click.option(
+    "--no-isolation", is_flag=True,
+    help="Plain processes on 127.0.0.1, without root: nodes slow their own links, CPU and memory are not limited.",
+)  # fmt: skip
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train … | exec -- COMMAND…")
 def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...]) -> None:
     """Train on emulated devices: each has its own network stack, link rate, CPU share and memory cap.
@@ -36,7 +39,8 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     ringtmp lab exec --devices five.toml -- COMMAND…    once in every device, output behind the device's name
 
     Inside run the real commands. The master's output is passed on as it is, and its exit code is the lab's. Needs root on
-    Linux. A command finds RINGTMP_DEVICE, RINGTMP_ADDRESS and RINGTMP_PEERS (name=address …) in its environment.
+    Linux, but for --no-isolation. A command finds RINGTMP_DEVICE, RINGTMP_ADDRESS and RINGTMP_PEERS (name=address …) in
+    its environment.
     """
     from ringtmp.launch import devices as devices_file
     from ringtmp.launch import lab
@@ -91,7 +95,7 @@ def _shares(
     if not no_isolation:
         return share_out(devices, sorted(os.sched_getaffinity(0)), machine_free_bytes(), threads, scale)
     if scale:
-        raise UsageError("--scale does not go with --no-isolation: nothing is slowed there")
+        raise UsageError("--scale does not go with --no-isolation: no CPU is slowed there")
     return 1.0, tuple(Share(device, device.cpu, (), device.link_mbps) for device in devices)
 
 

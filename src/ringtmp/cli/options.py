@@ -54,12 +54,12 @@ _DECLARED: tuple[Callable[[Any], Any], ...] = (
         type=_Count(),
         help="Slices of a batch; auto: what the plan finds fastest.  [8, or the batch size if smaller]",
     ),
-    click.option("--window", type=int, help="Microbatches in flight at most.  [by the number of nodes]"),
+    click.option("--window", type=int, help="Microbatches in flight at most.  [the plan's]"),
     click.option("--schedule", help="1f1b, gpipe or zero-bubble.  [1f1b]"),
     click.option("--laps", type=int, help="Times the activations go round: so many segments per node.  [1]"),
     click.option("--route", help="ring, or v: out to the last node and back, two segments per node.  [ring]"),
     click.option("--recompute", help="none, all or auto: compute activations again instead of storing them.  [none]"),
-    click.option("--cuts", help="Layers per visit, for instance 0-2,3-5,6-7; '-' for a loss-only tail.  [equal cost]"),
+    click.option("--cuts", help="Layers per visit, for instance 0-2,3-5,6-7; '-' for a loss-only tail.  [the plan's]"),
     click.option(
         "--rebalance/--no-rebalance", default=None, help="Deal layers anew when devices leave the forecast.  [yes]"
     ),
@@ -67,7 +67,11 @@ _DECLARED: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--staleness", type=int, help="1: gradients at the weights one update ago, so that steps overlap.  [0]"
     ),
-    click.option("--threads", type=int, help="Threads per node, the same on all.  [1]"),
+    click.option(
+        "--threads",
+        type=int,
+        help="Threads per node, the same on all.  [1; of devices that join, the smallest number of cores]",
+    ),
     click.option("--optimizer", help="sgd, adam or adamw.  [adam]"),
     click.option("--lr", type=float, help="Learning rate.  [0.1 for sgd, 0.002 else]"),
     click.option(

@@ -35,8 +35,9 @@ def command(
 ) -> None:  # fmt: skip
     """Who would hold what, how fast, with how much memory and energy; what limits it and what would help.
 
-    Takes the options of train. Layers are measured on this machine (a few seconds, kept in ~/.cache/ringtmp/profile); the
-    devices are those of a file as for the lab, or processes on this machine. Nothing is started.
+    Takes the options of train, with --strategy ring; --compare puts other ways to train beside it. Layers are measured on
+    this machine (a few seconds, kept in ~/.cache/ringtmp/profile); the devices are those of a file as for the lab, or
+    processes on this machine. Nothing is started.
     """
     chosen = flags(given)
     settings = build(config, chosen)
@@ -51,6 +52,11 @@ def command(
     from ringtmp.resources import rss_bytes
 
     settings = resolve(settings)
+    if settings.ring.strategy != "ring":
+        raise UsageError(
+            f"plan lays out a ring, not --strategy {settings.ring.strategy}: leave it out, and put other ways to train "
+            "beside the ring with --compare ring,ps:bsp"
+        )
     threads = settings.training.threads or 1
     devices = _devices(file, chosen.get("nodes"), settings.ring.nodes, threads)
     counted_bytes = rss_bytes() if file is None else 0

@@ -38,7 +38,7 @@ def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
     ring_name: str, start_with: int | None, wait_s: float, **given: Any,
 ) -> None:  # fmt: skip
-    """Train a model on a ring of processes on this machine.
+    """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
     Without any option: the bundled digits on a ring of three, done within seconds. Settings may also come from a TOML
     file (CONFIG, with sections model, training, ring, keep) and from the environment (RINGTMP_TRAIN_NODES=4); flags win.

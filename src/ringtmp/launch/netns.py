@@ -22,7 +22,7 @@ from ringtmp.launch.devices import RESERVED
 
 PREFIX = "rtlab-"
 FOLDER = Path("/var/run/netns")  # where `ip netns` keeps them
-INSTEAD = "or use --no-isolation, which emulates neither links nor caps"
+INSTEAD = "or use --no-isolation, which limits neither CPU nor memory"
 COMMAND_LIMIT_S = 30.0
 #: What a full queue holds, as in a home router. Beyond it packets are dropped and TCP slows down.
 QUEUE_MS = 50

@@ -3,7 +3,7 @@
 config.json          the resolved settings         events.jsonl   everything that happened
 layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
 layers/index.json    measured costs                 logs/          one log per node
-result.json          the summary of the last run    lock           held while a process works here
+lock                 held while a process works here
 """
 
 from __future__ import annotations
