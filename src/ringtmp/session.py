@@ -132,6 +132,9 @@ class Session(Laying):
                         f"interrupted while the run was paused: go on with ringtmp train --resume {self._job.run.path}"
                     ) from None
                 raise
+            except NodeLost:
+                self._progress = reached  # whoever heals counts from there
+                raise
 
     def _revived(self, reached: Progress) -> tuple[str, int]:
         assert self._endpoint is not None
@@ -217,8 +220,9 @@ class Session(Laying):
             if master.committed > step:
                 continue  # work beyond this step has been given out, so nothing can pause here
             every = job.config.keep.checkpoint_every
-            if (every is not None and step % every == 0) or self._batches.spooled_bytes > SPOOL_LIMIT_BYTES:
-                self._save(master)
+            if (every is not None and step % every == 0) or self._spool_is_full():
+                if not self._saved(master):
+                    self._not_before = time.monotonic() + RETRY_S
                 fresh = True
             if (reason := self._change()) is not None:
                 master = self._regroup(master, reason)
@@ -239,6 +243,10 @@ class Session(Laying):
         else:
             self._evaluate(master, epoch)
         return "done"
+
+    def _spool_is_full(self) -> bool:
+        """Whether a stream's batches should be let go, unless the disk was too full for a checkpoint a moment ago."""
+        return self._batches.spooled_bytes > SPOOL_LIMIT_BYTES and time.monotonic() >= self._not_before
 
     def _upcoming(self, step: int) -> Batch | None:
         """The batch of a step that may begin before the one before it has ended; None if the run must pause between: for
@@ -282,7 +290,10 @@ class Session(Laying):
             master.leave()
             endpoint = self._started_anew()
             self._settle()
-            self._lay_out(endpoint, *self._open())
+            try:
+                self._lay_out(endpoint, *self._open())
+            except DoesNotFit:  # without the one that was revoked: pauses until another comes
+                self._revive(self._progress)
         else:
             self._revive(self._progress)
         assert self._master is not None
