@@ -21,9 +21,10 @@ from ringtmp.cli import ringtmp as verbs
 from ringtmp.errors import RingError, UsageError
 from ringtmp.launch import described
 from ringtmp.launch import devices as devices_file
+from ringtmp.limits import Limits
 from ringtmp.plan import advice
 from ringtmp.plan.compare import check_name, compare, server_options
-from ringtmp.plan.device import Device, Link
+from ringtmp.plan.device import Device, Link, Quota
 from ringtmp.plan.gantt import svg, tick_count, tick_s
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
@@ -186,6 +187,10 @@ def test_local_processes_share_cores_and_memory() -> None:
     assert [each.speed for each in there] == [0.5] * 4
     assert there[0].memory_bytes == 2**30
     assert described.local_processes(1, 1, 2, 2**30)[0].speed == 1.0
+    capped = described.local_processes(4, 1, 2, 2**30, Limits(cores=1.5, period_s=0.1))[0]
+    assert capped.quota == Quota(0.075, 0.1)
+    assert 4 * capped.pace == 1.5, "all of what the group may use"
+    assert described.local_processes(1, 1, 2, 2**30, Limits(cores=1.5, period_s=0.1))[0].quota is None
 
 
 # -- advice -------------------------------------------------------------------------------------------------------------------

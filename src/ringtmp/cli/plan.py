@@ -94,10 +94,11 @@ def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: in
     from ringtmp.launch import described
     from ringtmp.launch import devices as devices_file
     from ringtmp.launch.facts import usable_cores
+    from ringtmp.limits import group_limits
     from ringtmp.resources import free_memory_bytes
 
     if file is None:
-        return described.local_processes(nodes, threads, usable_cores(), free_memory_bytes())
+        return described.local_processes(nodes, threads, usable_cores(), free_memory_bytes(), group_limits())
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ringtmp.launch import devices as devices_file
-from ringtmp.launch.cgroups import quota
+from ringtmp.launch.cgroups import quota as lab_quota
+from ringtmp.limits import Limits
 from ringtmp.plan.device import (
     CURVE_BYTE_CPU_S,
     MESSAGE_CPU_S,
@@ -19,6 +20,7 @@ from ringtmp.plan.device import (
     Device,
     Link,
     Quota,
+    quota_of,
 )
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import own_memory_bytes, rss_bytes
@@ -37,7 +39,7 @@ def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Dev
     found = []
     for index, each in enumerate(devices):
         wanted = each.wanted_cpu(threads)
-        period_us, quota_us = quota(wanted)
+        period_us, quota_us = lab_quota(wanted)
         rate = each.link_mbps * 1e6 / 8 * PAYLOAD_SHARE
         # Of `threads` cores it may use `wanted`: that part of the time all threads run.
         bucket = Quota(quota_us / threads * 1e-6, period_us * 1e-6) if wanted < threads else None
@@ -66,13 +68,16 @@ def as_this_process(device: Device) -> Device:
     return replace(device, memory_bytes=memory, extra_bytes=max(0, taken - PROCESS_BYTES))
 
 
-def local_processes(nodes: int, threads: int, cores: int, free_bytes: int) -> tuple[Device, ...]:
-    """`nodes` processes on one machine: cores and memory shared evenly."""
+def local_processes(
+    nodes: int, threads: int, cores: int, free_bytes: int, limits: Limits | None = None
+) -> tuple[Device, ...]:
+    """`nodes` processes on one machine: cores and memory shared evenly, and what a control group leaves them of both."""
     speed = min(1.0, cores / (nodes * threads))
     link = Link(
         LOCAL_BYTES_PER_S, LOCAL_BYTES_PER_S, LOCAL_LATENCY_S / 2, MESSAGE_CPU_S / speed, PLAIN_BYTE_CPU_S / speed
     )
+    quota = quota_of(limits.cores, limits.period_s, min(nodes * threads, cores)) if limits is not None else None
     return tuple(
-        Device("master" if node == 0 else f"node {node}", speed, None, threads, free_bytes / nodes, link=link)
+        Device("master" if node == 0 else f"node {node}", speed, quota, threads, free_bytes / nodes, link=link)
         for node in range(nodes)
     )

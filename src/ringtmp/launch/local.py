@@ -24,6 +24,7 @@ from ringtmp.launch.child import end, is_stopped, last_words, let_go, remove_lef
 from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
 from ringtmp.launch.spare import Spare
+from ringtmp.limits import group_limits
 from ringtmp.plan.device import Device
 from ringtmp.resources import machine_free_bytes, own_memory_bytes
 from ringtmp.ring.endpoint import Endpoint
@@ -70,7 +71,9 @@ class LocalCrew:
         return {node: ipc_address(self._folder, node) for node in range(self.nodes)}
 
     def devices(self) -> tuple[Device, ...]:
-        master, *others = described.local_processes(self.nodes, self.threads, usable_cores(), machine_free_bytes())
+        master, *others = described.local_processes(
+            self.nodes, self.threads, usable_cores(), machine_free_bytes(), group_limits()
+        )
         limit = own_memory_bytes()  # of this process, which those it starts inherit
         # What the processes have taken already is theirs, and not free any more.
         taken = [_rss_bytes(self._children.get(node)) for node in range(1, self.nodes)]

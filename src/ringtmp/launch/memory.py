@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection
 
 from ringtmp.errors import NodeLost
 from ringtmp.launch.described import as_this_process
-from ringtmp.plan.device import Device
+from ringtmp.limits import group_limits
+from ringtmp.plan.device import Device, quota_of
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.scout import answer
 from ringtmp.ring.shelf import Shelf
@@ -88,7 +89,9 @@ class MemoryCrew:
 
     def devices(self) -> tuple[Device, ...]:
         if self.nodes == 1:
-            return (as_this_process(Device("master")),)
+            limits = group_limits()
+            quota = quota_of(limits.cores, limits.period_s, self.threads)
+            return (as_this_process(Device("master", quota=quota)),)
         return tuple(Device("master" if node == 0 else f"node {node}") for node in range(self.nodes))
 
     def pids(self) -> dict[int, int]:

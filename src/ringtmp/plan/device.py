@@ -15,9 +15,9 @@ from ringtmp.errors import UsageError
 #: One message through node, codec and link at one end: Python's work, whatever the size.
 MESSAGE_CPU_S = 250e-6
 #: The same between devices: ZeroMQ's thread, the kernel's network and a packet that acknowledges are the device's work too.
-NETWORK_MESSAGE_CPU_S = 1e-3
+NETWORK_MESSAGE_CPU_S = 600e-6
 #: Copying, encrypting and the kernel's part, per byte and end, likewise.
-CURVE_BYTE_CPU_S = 2.5e-9
+CURVE_BYTE_CPU_S = 1.6e-9
 PLAIN_BYTE_CPU_S = 0.2e-9
 #: Of freed memory so much stays with a process, for use again, on a device with at least this much for it: what
 #: `resources.set_threads` asks of the C library, as seen.
@@ -36,6 +36,13 @@ class Quota:
     @property
     def share(self) -> float:
         return self.run_s / self.period_s
+
+
+def quota_of(cores: float | None, period_s: float | None, threads: int) -> Quota | None:
+    """All threads run until what they may use together in a period is used up. None: they may run all the time."""
+    if cores is None or period_s is None or cores >= threads:
+        return None
+    return Quota(cores / threads * period_s, period_s)
 
 
 @dataclass(frozen=True, slots=True)

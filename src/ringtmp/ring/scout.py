@@ -22,7 +22,7 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import CURVE_BYTE_CPU_S, NETWORK_MESSAGE_CPU_S, Device, LayerCost, Link, Quota
+from ringtmp.plan.device import CURVE_BYTE_CPU_S, NETWORK_MESSAGE_CPU_S, Device, LayerCost, Link, quota_of
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import own_memory_bytes, rss_bytes
 from ringtmp.ring.edges import run_backward
@@ -151,13 +151,9 @@ def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float
     master = Line(fastest, fastest, 2 * own_s)
     for node, (device, look) in enumerate(zip(devices, seen, strict=True)):
         line = master if node == 0 else look.line or slowest
-        told, quota = look.told, None
-        pace = profiled_s / paces_s[node]
-        speed = pace
-        if told.cores is not None and told.period_s is not None and told.cores < threads:
-            # All threads run until what they may use together in a period is used up.
-            quota = Quota(told.cores / threads * told.period_s, told.period_s)
-            speed = pace / quota.share
+        told = look.told
+        quota = quota_of(told.cores, told.period_s, threads)
+        speed = profiled_s / paces_s[node] / (quota.share if quota is not None else 1.0)
         # Work of the node itself around its layers takes as much longer as the layers do.
         link = Link(
             line.up_bytes_per_s,
