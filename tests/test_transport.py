@@ -115,6 +115,20 @@ def test_a_line_that_is_down_takes_nothing_and_raises_nothing(folder: str) -> No
         transport.close()
 
 
+def test_whoever_is_no_peer_of_the_next_generation_is_hung_up_on(folder: str) -> None:
+    """What is said to one who is gone for good would wait for it in memory."""
+    transport = ZeroMQTransport(3, ipc_address(folder, 3).endpoints)
+    endpoint = Endpoint(transport, "ring", 1)
+    try:
+        endpoint.connect(0, ipc_address(folder, 0))  # the master
+        endpoint.connect_all({1: ipc_address(folder, 1), 2: ipc_address(folder, 2)})
+        endpoint.connect_all({2: ipc_address(folder, 2)})
+        assert {peer for peer, _ in transport._dealers} == {0, 2}
+        assert len(transport._sources) == len(Channel) * 3, "its own sockets, and two peers"
+    finally:
+        transport.close()
+
+
 def test_who_connects_before_the_other_side_knows_its_key_gets_through_in_the_end() -> None:
     """Everyone is told of its peers at the same time, and some hear of it later than others."""
     one, two = (ZeroMQTransport(node, ("tcp://127.0.0.1:*",) * 3, new_key_pair()) for node in (1, 2))

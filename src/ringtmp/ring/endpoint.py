@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,6 +92,7 @@ class Endpoint:
         self._links: dict[tuple[int, Channel], Link] = {}
         self._local: list[Mail] = []
         self._forgotten: set[int] = set()
+        self._peers: set[int] = set()
         #: Links of ended generations to peers not heard in this one: what was said last may not have reached them.
         self._parting: dict[int, list[Link]] = {}
         self._retired: list[tuple[int, Channel, Counters]] = []
@@ -129,6 +130,14 @@ class Endpoint:
 
     def connect(self, peer: int, address: Address) -> None:
         self._transport.connect(peer, address)
+
+    def connect_all(self, addresses: Mapping[int, Address]) -> None:
+        """These are the peers of this generation, beside the master; whoever was one before and is not is hung up on."""
+        for peer in self._peers - addresses.keys():
+            self._transport.hang_up(peer)
+        for peer, address in addresses.items():
+            self._transport.connect(peer, address)
+        self._peers = set(addresses)
 
     def post(self, peer: int, message: Message, tensors: Sequence[torch.Tensor | None] = ()) -> None:
         """Send. Never blocks; the tensors must not change until they have arrived."""

@@ -75,9 +75,8 @@ class AllReduceMember:
         exchange.algorithm = self._algorithm
         self.trainer = Trainer(endpoint, plan, self._recorder, exchange, replica)
         self.trainer.emit = lambda event: self.emit(event)
-        for peer, address in plan.addresses.items():
-            if peer not in (endpoint.node, MASTER):
-                endpoint.connect(peer, address)
+        others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
+        endpoint.connect_all(others)
 
     @property
     def step(self) -> int:

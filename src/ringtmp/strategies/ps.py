@@ -74,9 +74,8 @@ class PsMember:
             self.trainer.emit = lambda event: self.emit(event)
         elif self.server is not None:
             self.server.emit = lambda event: self.emit(event)
-        for peer, address in plan.addresses.items():
-            if peer not in (endpoint.node, MASTER):
-                endpoint.connect(peer, address)
+        others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
+        endpoint.connect_all(others)
 
     @property
     def step(self) -> int:

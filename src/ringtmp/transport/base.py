@@ -36,6 +36,8 @@ class Transport(Protocol):
 
     def connect(self, peer: int, address: Address) -> None: ...
 
+    def hang_up(self, peer: int) -> None: ...
+
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None: ...
 
     def receive(self) -> list[Arrival]: ...
@@ -54,6 +56,9 @@ class Around:
 
     def connect(self, peer: int, address: Address) -> None:
         self._inner.connect(peer, address)
+
+    def hang_up(self, peer: int) -> None:
+        self._inner.hang_up(peer)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         self._inner.send(peer, channel, frames)

@@ -28,6 +28,9 @@ class MemoryTransport:
     def connect(self, peer: int, address: Address) -> None:
         """Everyone on a hub reaches everyone."""
 
+    def hang_up(self, peer: int) -> None:
+        """Nothing is kept for anybody."""
+
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         queue = self._hub.queues.get(peer)
         if queue is not None:

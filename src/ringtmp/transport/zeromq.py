@@ -97,7 +97,7 @@ class ZeroMQTransport:
                     self._routes.pop((peer, channel), None)
             self._known[peer] = address.key
             self._gatekeeper.allow(DOMAIN, address.key, f"n{peer}")
-        self._hang_up(peer)  # what waits for one who is gone must not reach the one who takes its place
+        self.hang_up(peer)  # what waits for one who is gone must not reach the one who takes its place
         if peer > self.node:
             return
         for channel, endpoint in zip(Channel, address.endpoints, strict=True):
@@ -114,7 +114,8 @@ class ZeroMQTransport:
             if self._keys is not None:
                 self._put(dealer, [INTRODUCTION])
 
-    def _hang_up(self, peer: int) -> None:
+    def hang_up(self, peer: int) -> None:
+        """Nothing more for this peer, and nothing kept for it."""
         for channel in Channel:
             dealer = self._dealers.pop((peer, channel), None)
             if dealer is not None:
