@@ -172,12 +172,29 @@ def test_news_of_a_death_waits_until_the_master_listens(tmp_path: Path) -> None:
     )
     here = agent.Agent(token, f"tcp://{HOST}:{free_port()}", keys, facts, HOST, lambda text: None)
     told: list[object] = []
-    here._tell(Died(3, -9, "killed"))  # nobody is there
+    here._tell(Died("run", 3, -9, "killed"))  # nobody is there
     here._say_to_master = lambda message: not told.append(message)  # type: ignore[method-assign,func-returns-value]
     here._tell(Here("x", facts))
     here._tell(Here("x", facts))
     assert [type(each) for each in told] == [Here, Died, Here]
     here.close()
+
+
+def test_news_of_another_run_is_not_believed(master: Master, tmp_path: Path) -> None:
+    """Generations are counted from 1 in every run, and what nobody heard is told when somebody listens again."""
+    token, keys, facts = master.token(), identity(tmp_path / "device"), device_facts("board")
+    here = agent.Agent(token, agent.join(token, keys, facts), keys, facts, HOST, lambda text: None)
+    master.hub.run = "this"
+    try:
+        for ring in ("before", "this"):
+            here._tell(Died(ring, 1, -9, ring))
+        limit = time.monotonic() + 10
+        while not (found := [each.died for each in master.hub.present() if each.died]) and time.monotonic() < limit:
+            here._tell(Here(here._incarnation, facts))
+            time.sleep(0.05)
+        assert [each.ring for each in found] == ["this"]
+    finally:
+        here.close()
 
 
 def test_ctrl_c_while_a_compute_process_is_ended_leaves_no_file(master: Master, tmp_path: Path) -> None:

@@ -107,12 +107,15 @@ def model():
     assert "Traceback" in done.stderr
 
 
-def test_ctrl_c_saves_and_the_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+# A shell that goes sends its own, and the terminal another.
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGHUP] * 2], ids=["ctrl-c", "closed-terminal"])
+def test_ctrl_c_saves_and_the_run_goes_on_with_the_same_bits(tmp_path: Path, signals: list[int]) -> None:
     run = tmp_path / "run"
     process = begin("train", "--nodes", 3, "--steps", 120, "--run-dir", run, cwd=tmp_path)
     wait_for_step(run, 3, process)
     workers = list(workers_of(process).values())
-    process.send_signal(signal.SIGINT)
+    for each in signals:
+        process.send_signal(each)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert f"go on with ringtmp train --resume {run}" in said

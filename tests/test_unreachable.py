@@ -170,8 +170,10 @@ def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_
         with socket.create_server(("127.0.0.1", port)):
             crew.check(1)
             crew.check(2)
+            assert crew._hub._door is None
         assert len(said) == 1
         assert said[0].startswith(f"nobody can join: cannot listen on port {port}: Address already in use")
+        crew._door_not_before = 0.0  # a while later
         crew.check(3)
         keys, facts = identity(tmp_path / "device"), device_facts("back")
         token = Token("home", f"127.0.0.1:{port}", rings.open("home").public, rings.new_secret("home", 1))

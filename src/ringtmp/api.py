@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -361,7 +362,8 @@ class Interruption:
         return self.asked
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.deaf:
+        # A shell that goes sends its own, and the terminal another: nobody insists.
+        if self.deaf or (self.asked and number == signal.SIGHUP):
             return
         if not self.armed or self.asked:
             raise KeyboardInterrupt

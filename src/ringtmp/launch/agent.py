@@ -133,7 +133,7 @@ class Agent:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._socket.connect(hub)
         self._child: subprocess.Popen[bytes] | None = None
-        self._generation = 0
+        self._ring, self._generation = "", 0
         self._stopped_at: float | None = None
         self._starting = False  # the compute process has not said its first line
         self._log: Path | None = None
@@ -199,7 +199,7 @@ class Agent:
             raise UsageError(f"the master refused: {message.reason}")
 
     def _start(self, message: Prepare) -> None:
-        self._generation = message.generation
+        self._ring, self._generation = message.ring, message.generation
         endpoint = f"tcp://{self._listen}:*"
         self._shelf = Path(tempfile.gettempdir()) / f"ringtmp-{os.getpid()}-{secrets.token_hex(6)}"
         orders = Orders(
@@ -220,7 +220,7 @@ class Agent:
         line = self._child.stdout.readline()
         if line:
             bound = msgspec.json.decode(line, type=Bound)
-            self._tell(Started(self._generation, bound.address, self._child.pid))
+            self._tell(Started(self._ring, self._generation, bound.address, self._child.pid))
 
     def _watch_child(self) -> None:
         child = self._child
@@ -231,7 +231,7 @@ class Agent:
             return
         if child.returncode != 0:
             self._say(f"the compute process ended with code {child.returncode}: {last_words(self._log)}")
-        self._tell(Died(self._generation, child.returncode, last_words(self._log)))
+        self._tell(Died(self._ring, self._generation, child.returncode, last_words(self._log)))
         self._end_child()
         self._ended += child.returncode == 0  # one that was killed is started again, or told that the run is over
 
@@ -260,12 +260,12 @@ class Agent:
             self._shelf = None
 
     def _tell(self, message: Here | Started | Died | Leaving) -> None:
-        """While nobody listens, news waits for the next beat; a beat does not."""
-        if isinstance(message, Here):
-            self._say_to_master(message)
-        else:
+        """While nobody listens, news waits for the next beat; a beat does not. A master knows whose news it is by the beat
+        before it."""
+        if not isinstance(message, Here):
             self._news.append(message)
-        while self._news and self._say_to_master(self._news[0]):
+        listening = self._say_to_master(Here(self._incarnation, self._facts))
+        while listening and self._news and (listening := self._say_to_master(self._news[0])):
             self._news.popleft()
 
     def _say_to_master(self, message: Here | Started | Died | Leaving) -> bool:

@@ -76,7 +76,9 @@ def local_processes(
     link = Link(
         LOCAL_BYTES_PER_S, LOCAL_BYTES_PER_S, LOCAL_LATENCY_S / 2, MESSAGE_CPU_S / speed, PLAIN_BYTE_CPU_S / speed
     )
-    quota = quota_of(limits.cores, limits.period_s, min(nodes * threads, cores)) if limits is not None else None
+    # With more than one thread layers are profiled by the clock on the wall, which has the quota in it.
+    capped = limits if limits is not None and threads == 1 else Limits()
+    quota = quota_of(capped.cores, capped.period_s, min(nodes, cores))
     return tuple(
         Device("master" if node == 0 else f"node {node}", speed, quota, threads, free_bytes / nodes, link=link)
         for node in range(nodes)

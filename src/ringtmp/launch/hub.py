@@ -44,6 +44,8 @@ JOINS_PER_S = 10
 MOST_AT_ONCE = 100
 DOOR_HANDSHAKE_MS = 2000
 DOOR_BACKLOG = 32
+#: A port that somebody else has is tried again after this.
+REOPEN_S = 5.0
 MOST_STRANGERS = 256
 
 
@@ -64,6 +66,7 @@ class Device:
 class Hub:
     def __init__(self, ring: str, rings: Rings, host: str, port: int) -> None:
         self.ring = ring
+        self.run = ""  # news of others is not for this master
         self._rings = rings
         self._host = host
         self._port = port
@@ -171,6 +174,8 @@ class Hub:
                 device.route, device.last_heard = route, now
         elif device is not None and route == device.route:
             device.last_heard = now
+            if isinstance(message, Started | Died) and message.ring != self.run:
+                return
             if isinstance(message, Started):
                 device.started = message
             elif isinstance(message, Died):
@@ -284,4 +289,7 @@ class Door:
             self._reopen_at = now + 1.5 * DOOR_HANDSHAKE_MS / 1000
         elif not self._bound and now > self._reopen_at:
             self._strangers = 0
-            self._open()
+            try:
+                self._open()
+            except zmq.ZMQError:  # somebody took the port meanwhile
+                self._reopen_at = now + REOPEN_S

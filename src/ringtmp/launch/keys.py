@@ -14,6 +14,7 @@ import hmac
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,9 +186,9 @@ def _find(name: str, ring: RingFile, node: str) -> Admitted:
         known = ", ".join(each.name for each in ring.nodes) or "none"
         raise UsageError(f"ring {name} has no node {node!r}: its nodes are {known}")
     if len(found) > 1:  # a device that was set up anew has a new key and its old name
-        keys = ", ".join(each.key for each in found)
+        keys = " or ".join(f"-- {shlex.quote(each.key)}" for each in found)
         raise UsageError(
-            f"ring {name} has {len(found)} nodes called {node!r}: name the one by its key (the oldest first: {keys})"
+            f"ring {name} has {len(found)} nodes called {node!r}: name the one by its key, the oldest first: {keys}"
         )
     return found[0]
 

@@ -108,6 +108,8 @@ class Signals:
     def _handle(self, number: int, frame: object) -> None:
         if not self.targets:
             raise KeyboardInterrupt
+        if self.since is not None and number == signal.SIGHUP:
+            return  # a shell that goes sends its own, and the terminal another: nobody insists
         self.since = self.since or time.monotonic()
         for process in self.targets:
             # To its whole process group, as a terminal does: a shell waits for the command it runs.

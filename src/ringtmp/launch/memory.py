@@ -90,7 +90,7 @@ class MemoryCrew:
     def devices(self) -> tuple[Device, ...]:
         if self.nodes == 1:
             limits = group_limits()
-            quota = quota_of(limits.cores, limits.period_s, self.threads)
+            quota = quota_of(limits.cores, limits.period_s, 1) if self.threads == 1 else None
             return (as_this_process(Device("master", quota=quota)),)
         return tuple(Device("master" if node == 0 else f"node {node}") for node in range(self.nodes))
 

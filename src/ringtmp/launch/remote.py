@@ -15,7 +15,7 @@ from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
 from ringtmp.launch.child import remove_leftovers
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
-from ringtmp.launch.hub import Device, Hub
+from ringtmp.launch.hub import REOPEN_S, Device, Hub
 from ringtmp.launch.keys import Rings
 from ringtmp.launch.speech import SILENCE_LIMIT_S, Died, End, Prepare
 from ringtmp.launch.token import Token
@@ -85,6 +85,7 @@ class RemoteCrew:
         self._deaths: dict[str, _Deaths] = {}  # by incarnation
         self._resting: set[str] = set()  # incarnations of devices that die again and again, left out
         self._told_of_door = False
+        self._door_not_before = 0.0
         self._rekey = False  # a revoked device is gone, and those who are left still know its keys
 
     def start(self, ring: str, generation: int) -> Endpoint:
@@ -95,6 +96,7 @@ class RemoteCrew:
         self._rings.take_back(self._ring)
         address = f"{self._host}:{self._port}"
         self._hub = Hub(self._ring, self._rings, self._host, self._port)
+        self._hub.run = ring
         self._rings.set_address(self._ring, address)
         self._gather(address)
         return self._begin(ring)
@@ -219,14 +221,16 @@ class RemoteCrew:
         assert self._hub is not None
         if len(self._devices) + 1 >= self._wanted:
             self._hub.close_door()
-            return
-        try:
-            self._hub.open_door()
-            self._told_of_door = False
-        except zmq.ZMQError as error:
-            if not self._told_of_door:
-                self._tell(f"nobody can join: cannot listen on port {self._port}: {error.strerror or error}; trying on")
-            self._told_of_door = True
+        elif time.monotonic() >= self._door_not_before:
+            try:
+                self._hub.open_door()
+                self._told_of_door = False
+            except zmq.ZMQError as error:
+                if not self._told_of_door:
+                    said = error.strerror or error
+                    self._tell(f"nobody can join: cannot listen on port {self._port}: {said}; trying on")
+                self._told_of_door = True
+                self._door_not_before = time.monotonic() + REOPEN_S
 
     def _spares(self) -> list[Device]:
         """Devices that wait for a place, as many as there are places."""
@@ -401,7 +405,7 @@ class RemoteCrew:
                     )
             if time.monotonic() > limit:
                 node, device = next(iter(waiting.items()))
-                device.died = Died(self._generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")
+                device.died = Died(self._hub.run, self._generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")
                 text = f"node {node} ({device.facts.name}) did not start a compute process within {START_LIMIT_S:.0f} s"
                 raise NodeLost(text, node, START_LIMIT_S)
 

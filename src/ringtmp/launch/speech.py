@@ -50,12 +50,14 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
+    ring: str  # of the order it answers: news may come late, and generations are counted from 1 in every run
     generation: int
     address: Address
     pid: int
 
 
 class Died(msgspec.Struct, frozen=True, tag="died"):
+    ring: str
     generation: int
     code: int
     last_words: str

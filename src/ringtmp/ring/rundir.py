@@ -108,9 +108,8 @@ class RunDirectory:
             ) from error
         self._lock = file
         with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, without a name on it
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
 
     def unlock(self) -> None:
         if self._lock is not None:
