@@ -24,7 +24,7 @@ from ringtmp.launch import devices as devices_file
 from ringtmp.limits import Limits
 from ringtmp.plan import advice
 from ringtmp.plan.compare import check_name, compare, server_options
-from ringtmp.plan.device import Device, Link, Quota
+from ringtmp.plan.device import Device, Link
 from ringtmp.plan.gantt import svg, tick_count, tick_s
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
@@ -188,8 +188,9 @@ def test_local_processes_share_cores_and_memory() -> None:
     assert there[0].memory_bytes == 2**30
     assert described.local_processes(1, 1, 2, 2**30)[0].speed == 1.0
     capped = described.local_processes(4, 1, 2, 2**30, Limits(cores=1.5, period_s=0.1))[0]
-    assert capped.quota == Quota(0.075, 0.1)
-    assert 4 * capped.pace == 1.5, "all of what the group may use"
+    assert capped.quota is not None
+    assert capped.quota.share == pytest.approx(0.75)
+    assert 4 * capped.pace == pytest.approx(1.5), "all of what the group may use"
     assert described.local_processes(1, 1, 2, 2**30, Limits(cores=1.5, period_s=0.1))[0].quota is None
 
 

@@ -88,11 +88,11 @@ def test_rate_each_way_and_latency_are_found_behind_a_burst(down: float, up: flo
 
 def test_a_lost_packet_does_not_make_a_line_slow() -> None:
     class Hiccup(Shaped):
-        tried = 0
+        larges = 0
 
         def _around_s(self, node: int, there: int, back: int) -> float:
-            self.tried += there > SMALL_BYTES
-            stalled = 0.21 if there > SMALL_BYTES and self.tried == 1 else 0.0
+            self.larges += there > SMALL_BYTES
+            stalled = 0.21 if there > SMALL_BYTES and self.larges == 1 else 0.0
             return super()._around_s(node, there, back) + stalled
 
     scout = Hiccup(1.2e6, 1.2e6, 0.0, burst=15_140)
