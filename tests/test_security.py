@@ -91,7 +91,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
     made.close()
 
 
-def join(token: Token, keys: KeyPair | None = None, name: str = "board", limit_s: float = 5) -> str:
+def join(token: Token, keys: KeyPair | None = None, name: str = "board", limit_s: float = 20) -> str:
     return agent.join(token, keys or new_key_pair(), device_facts(name), limit_s)
 
 
