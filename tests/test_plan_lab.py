@@ -60,7 +60,7 @@ def test_the_widest_model_a_plan_accepts_runs_under_its_cap_and_a_little_wider_i
     assert fullest * 1.15 >= 1, f"width {too_wide} was refused, and would have needed {fullest:.0%} of what there is"
     # Snapshots on disk take a twentieth of the parameters at most: nearly that wide a model trains with them, and keeps one.
     narrower = int(fits * 0.95**0.5) // 8 * 8
-    code, _, said = trial(tmp_path / "disk", narrower, "disk", steps=8)
+    code, _, said = trial(tmp_path / "disk", narrower, "disk", steps=40)
     assert code == 0, said
     log = (tmp_path / "disk" / "run" / "events.jsonl").read_text()
     assert '"type":"snapshot"' in log, "no snapshot became whole"

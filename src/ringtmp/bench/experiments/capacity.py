@@ -55,7 +55,7 @@ def job(choices: Choices, way: Way) -> Job:
     ]  # fmt: skip
     search = Search(
         tuple(words), INPUTS, OUTPUTS, WIDTH, first_depth(choices, way), nodes(choices), 2.0 if choices.quick else 1.4,
-        3 if choices.quick else 6, not choices.quick,
+        2 if choices.quick else 6, not choices.quick,
     )  # fmt: skip
     return Job(
         experiment="capacity",
@@ -82,11 +82,12 @@ def cap_mb(choices: Choices) -> float:
 
 
 def first_depth(choices: Choices, way: Way) -> int:
-    """About what weights and gradients alone would allow: the search goes from there."""
+    """About what weights and gradients alone would allow: the search goes from there. A small bench has two tries, and begins
+    where every way was seen to end."""
     room = (cap_mb(choices) - PROCESS_MB) * 2**20
     layer = PARAMETER_BYTES * WIDTH * WIDTH
     holders = nodes(choices) if way.strategy == "ring" else 1
-    return max(nodes(choices), int(room * holders / layer))
+    return max(nodes(choices), int(room * holders / layer)) * (2 if choices.quick else 1)
 
 
 def section(choices: Choices, measured: Measured) -> Section:

@@ -21,7 +21,7 @@ FULL_WAYS = (
     "ring,ring:staleness=1,ring:wire=bfloat16,ps:bsp,ps:bsp:servers=workers,ps:async,ps:ssp:3,"
     "ps:bsp:servers=workers:wire=int8,allreduce:ring"
 )
-QUICK_WAYS = "ring,ring:staleness=1,ps:bsp,ps:async,allreduce:ring"
+QUICK_WAYS = "ring,ring:staleness=1,ps:bsp,allreduce:ring"
 #: One device alone; every other way is held against it.
 ALONE = Way("one device", "ring")
 #: Watts of the emulated devices, unless a file says otherwise.

@@ -46,7 +46,7 @@ def cells(choices: Choices) -> list[Cell]:
     found = []
     for way in _ways(choices):
         for rate in RATES[choices.quick]:
-            steps = 10 if choices.quick else 16
+            steps = 6 if choices.quick else 16
             # The usual rate is that of a run which is there already.
             work = grid.tuned(choices, way, None if rate == LINK_MBPS and choices.quick else steps)
             found.append(cell(choices, way, work, choices.place(choices.nodes, link_mbps=rate), f"{rate:g} Mbit/s"))
