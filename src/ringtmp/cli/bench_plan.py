@@ -15,7 +15,7 @@ from ringtmp.errors import UsageError, unknown
 @click.option("--repeats", type=click.IntRange(1), default=2, show_default=True, help="Of every ring, interleaved.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps that count, per repeat.")
 @click.option("--warm-up", type=click.IntRange(1), default=2, show_default=True, help="Steps before them.")
-@click.option("--limit", "limit_s", type=click.FloatRange(1), default=300.0, show_default=True, metavar="S",
+@click.option("--limit", "limit_s", type=click.FloatRange(1), default=600.0, show_default=True, metavar="S",
               help="Seconds a measurement may take in all.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench-plan"), show_default=True,
               help="Where measurements and the table go.")  # fmt: skip
