@@ -156,11 +156,11 @@ class Session(Laying):
             snapshot = in_hand(scout.hellos, kept, layers, Snapshot(reached, told=told), saved)
         else:
             snapshot = self._protection.newest(scout.hellos, kept, layers, saved)
-        if snapshot is None:  # what was whole is gone, or older than the checkpoint everybody goes back to
-            self._protection.spoil()
-            self._kept = -1
-        else:
+        if snapshot is not None:
             self._progress = self._without_undone_epoch(snapshot.progress)
+        elif (whole := self._protection.whole) is not None and whole.step > saved:  # gone with those who held it
+            self._protection.spoil()
+            self._kept = min(self._kept, saved)
         try:
             self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)
         except SnapshotUnusable as problem:
