@@ -160,7 +160,7 @@ class Session(Laying):
             self._progress = self._without_undone_epoch(snapshot.progress)
         elif (whole := self._protection.whole) is not None and whole.step > saved:  # gone with those who held it
             self._protection.spoil()
-            self._kept = min(self._kept, saved)
+            self._kept = min(self._kept, saved - 1)
         try:
             self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)
         except SnapshotUnusable as problem:

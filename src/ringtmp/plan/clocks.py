@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from ringtmp.plan.device import Device, Paths, Quota
 
+#: Of a quota: less than this is no work left, but what floating point leaves.
+ROUNDING = 1e-9
+
 
 class Processor:
     """When work that begins now is done. One piece of work at a time, starts never go back."""
@@ -34,7 +37,7 @@ class Processor:
             return start + work
         # What does not fit in this period takes whole quotas of the next ones, and part of a last.
         rest = work - now
-        whole = max(math.ceil(rest / quota.run_s) - 1, 0)
+        whole = max(math.ceil(rest / quota.run_s - ROUNDING) - 1, 0)
         last = rest - whole * quota.run_s
         self._period, self._left_s = period + 1 + whole, quota.run_s - last
         return self._period * quota.period_s + last
