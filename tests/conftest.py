@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ settings.load_profile("repeatable")
 
 def pytest_configure() -> None:
     """A temporary folder of our own: what a test running beside this one leaves for a moment is not ours to judge."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and then by every command that is tried
     folder = tempfile.mkdtemp(prefix="rt-")  # short: Unix sockets live below it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "cache")  # measured costs are no business of another run

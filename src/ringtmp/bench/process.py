@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 
 import ringtmp
+from ringtmp.signals import WISHES, on_signals
 
 #: A lab lets its master end the step and save, then takes down its networks; who takes longer is ended by force.
 STOP_LIMIT_S = 60.0
 #: In the environment of a command and of all it starts, whatever session they are in and whoever their parent is by then.
 MARK = "RINGTMP_BENCH_MARK"
 _KEPT = ("RINGTMP_CONFIG", "RINGTMP_WATTS", "RINGTMP_METER")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,8 @@ def interruptible() -> Iterator[None]:
         os.write(2, b"\nringtmp bench: stopping what runs, up to a minute\n")  # safe in a handler, unlike print
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
-    try:
+    with on_signals(interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -89,7 +85,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
     """Everything that carries the mark is gone when it returns. Signals wait meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
     try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)

@@ -20,6 +20,7 @@ from typing import IO
 from ringtmp.errors import DoesNotFit, NodeLost, UsageError, WaitTimeout
 from ringtmp.launch.devices import Device
 from ringtmp.launch.rack import Rack
+from ringtmp.signals import on_signals
 
 #: A slow device imports torch slowly.
 TOKEN_LIMIT_S = 600.0
@@ -94,13 +95,8 @@ class Signals:
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._handle) for number in numbers}
-        try:
+        with on_signals(self._handle):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def overdue(self) -> bool:
         return self.since is not None and time.monotonic() - self.since > STOP_LIMIT_S
