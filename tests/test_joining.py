@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from commands import CLI, assert_all_gone, here, ringtmp, wait_for_step
+from ringtmp.metrics import events
+from ringtmp.metrics.events import LineTried
 from test_security import free_port
 
 FLAGS = ["--threads", "1", "--quiet", "--json"]
@@ -155,6 +157,9 @@ def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run
             each.close()
     assert summary["weights_sha256"] == expected
     assert summary["nodes"] == 3, ring.said("master")
+    tried = [each for each in events.read(ring.folder / "run" / "events.jsonl") if isinstance(each, LineTried)]
+    assert sorted((each.source, each.target) for each in tried) == [(0, 1), (0, 2), (1, 2)], "also between the two"
+    assert all(min(each.there_bytes_per_s, each.back_bytes_per_s) > 1e6 for each in tried), tried
     secret = ring.token[20:60]
     for path in (ring.folder / "run").rglob("*"):
         assert not path.is_file() or secret not in path.read_text(errors="ignore"), f"the token is in {path}"

@@ -20,7 +20,7 @@ import pytest
 
 from commands import CLI, ringtmp
 from ringtmp.metrics import events
-from ringtmp.metrics.events import NodeStarted, Regrouped
+from ringtmp.metrics.events import LineTried, NodeStarted, Regrouped
 from test_failpoints import MODEL
 from test_lab import device, devices_file, inside, left, needs_isolation, throttle
 
@@ -106,6 +106,20 @@ class Lab:
             command = ["tc", "-n", self.inside(where), "qdisc", "replace", "dev", port, "root", "tbf", *rate]
             subprocess.run(command, check=True, timeout=10)
 
+    def lay_slow_cable(self, one: str, other: str, mbit: float) -> None:
+        """Between two devices, beside the switch: what they say to each other goes over it."""
+        for name in (one, other):
+            listed = ["ip", "-n", self.inside(name), "-brief", "address", "show", "eth0"]
+            there = lambda: ADDRESSES[name] in subprocess.run(listed, capture_output=True, text=True, timeout=10).stdout  # noqa: B023, E731
+            self.until(there, f"network of {name}", 20)
+        self.ip(one, "link", "add", "slow0", "type", "veth", "peer", "name", "slow0", "netns", self.inside(other))
+        rate = ["rate", f"{round(mbit * 1000)}kbit", "burst", "15140", "latency", "50ms"]
+        for name, peer in ((one, other), (other, one)):
+            command = ["tc", "-n", self.inside(name), "qdisc", "add", "dev", "slow0", "root", "tbf", *rate]
+            subprocess.run(command, check=True, timeout=10)
+            self.ip(name, "link", "set", "slow0", "up")
+            self.ip(name, "route", "add", f"{ADDRESSES[peer]}/32", "dev", "slow0", "src", ADDRESSES[name])
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -135,8 +149,9 @@ class Lab:
 def labs(tmp_path: Path) -> Iterator[Callable[..., Lab]]:
     made: list[Lab] = []
 
-    def make(devices: int, *more: object) -> Lab:
+    def make(devices: int, *more: object, at_once: Callable[[Lab], None] = lambda lab: None) -> Lab:
         made.append(Lab(tmp_path, devices, *more))
+        at_once(made[0])
         made[0].until(lambda: made[0].steps_done() >= 10, "step 10")
         return made[0]
 
@@ -178,6 +193,22 @@ def test_a_lost_route_to_the_master_and_one_between_two_neighbours(labs: Callabl
     assert (link.lost, link.nodes) == ((), 4)
     lab.train_on(20)
     lab.assert_same_bits()
+
+
+def test_a_slow_way_between_two_devices_is_found_before_the_first_plan(labs: Callable[..., Lab]) -> None:
+    lab = labs(4, at_once=lambda lab: lab.lay_slow_cable("shelf", "attic", 4))
+    pairs = [each for each in events.read(lab.log) if isinstance(each, LineTried) and each.source]
+    rates = {
+        frozenset((lab.node(each.source), lab.node(each.target))): min(each.there_bytes_per_s, each.back_bytes_per_s)
+        for each in pairs
+    }
+    slow = rates.pop(frozenset(("shelf", "attic")))
+    assert 3e5 < slow < 6e5, "4 Mbit/s"
+    assert len(rates) == 2
+    assert min(rates.values()) > 5e6, "100 Mbit/s"
+    (numbers,) = [(each.source, each.target) for each in pairs if each.there_bytes_per_s < 6e5]
+    neighbours = abs(numbers[0] - numbers[1]) == 1  # every device takes part, in the order of the numbers
+    assert ("go through, less than either has elsewhere" in lab.said()) == neighbours, lab.said()
 
 
 def test_a_host_stopped_for_half_a_minute_is_lost_in_time_and_back_when_it_wakes(labs: Callable[..., Lab]) -> None:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path as Folder
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.model.profile import Profiler
 from ringtmp.plan import rebalance
-from ringtmp.plan.device import Device, LayerCost, Link
+from ringtmp.plan.device import Device, LayerCost, Link, Path
 from ringtmp.plan.planner import Plan, PlanOptions, plan
 from ringtmp.plan.rebalance import ASK_EVERY_S, PAUSE_S, WATCH_S, Balance, Move, at_pace
 from ringtmp.rebalancing import Rebalancing
@@ -216,6 +216,22 @@ def test_lines_that_carry_what_they_did_move_nothing_and_are_not_tried_again_at_
     assert run.balance.decide(run.now + ASK_EVERY_S + 1, LONG, MOVE_S) is None
 
 
+def test_a_slower_way_to_the_master_is_not_taken_for_a_slower_line() -> None:
+    """A device behind a slow way to the master, with a good line of its own: what is tried from there is that way."""
+    usual, names = slow_lines(), [each.name for each in DEVICES]
+    way = {("desk", "attic"): Path(1e5, 0.0), ("attic", "desk"): Path(1e5, 0.0)}
+    made = plan(usual.layers, usual.devices, usual.options, way)
+    run = Run(made, tuple(names.index(each.name) for each in made.devices))
+    run.balance = Balance(made, usual.devices, run.members)
+    assert run.steps(30, {}) is None
+    run.balance.lines_found(run.now, {1: (1e6, 1e6), 2: (1e5, 1e5), 3: (1e6, 1e6)})
+    assert run.balance.decide(run.now + ASK_EVERY_S + 1, LONG, MOVE_S) is None, "as it was"
+    run.balance.lines_found(run.now, {1: (1e6, 1e6), 2: (1e4, 1e5), 3: (1e6, 1e6)})
+    assert run.balance._slow_line == "the line of attic carries 10% of what it did"
+    assert run.balance._paths["desk", "attic"] == Path(1e4, 0.0)
+    assert {each.link.down_bytes_per_s for each in run.balance._everyone[1:]} == {1e6}
+
+
 def slow_lines() -> Plan:
     """Workers with lines of a megabyte a second, and layers of which some give much less than others."""
     lines = tuple(replace(each, link=Link(1e6, 1e6)) if number else each for number, each in enumerate(DEVICES))
@@ -287,7 +303,9 @@ def deep() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *inner, nn.Linear(8, 3))
 
 
-def train(folder: Path, crew: MemoryCrew, staleness: int = 0, keep: KeepPart | None = None, **ring: Any) -> api.Result:
+def train(
+    folder: Folder, crew: MemoryCrew, staleness: int = 0, keep: KeepPart | None = None, **ring: Any
+) -> api.Result:
     training = TrainingPart(
         data="given", steps=STEPS, batch_size=16, microbatches=2, clip_norm=0.5, staleness=staleness
     )
@@ -300,7 +318,7 @@ def train(folder: Path, crew: MemoryCrew, staleness: int = 0, keep: KeepPart | N
     [("snapshot", {}), ("snapshot", {"staleness": 1}), ("checkpoint", {"keep": KeepPart(protect="off")})],
 )
 def test_a_throttled_node_gets_fewer_layers_and_the_bits_stay(
-    source: str, how: dict[str, Any], throttled: Throttled, tmp_path: Path
+    source: str, how: dict[str, Any], throttled: Throttled, tmp_path: Folder
 ) -> None:
     calm = train(tmp_path / "calm", MemoryCrew(1), **how)
     hit = train(tmp_path / "hit", throttled, **how)
@@ -314,7 +332,7 @@ def test_a_throttled_node_gets_fewer_layers_and_the_bits_stay(
     assert sum(isinstance(each, events.StepDone) for each in log) == STEPS + moved.repeated
 
 
-def test_lines_tried_between_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_tried_between_steps_change_no_bit(tmp_path: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     calm = train(tmp_path / "calm", MemoryCrew(1))
     tried: list[dict[int, tuple[float, float]]] = []
 
@@ -332,7 +350,7 @@ def test_lines_tried_between_steps_change_no_bit(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("how", [{"rebalance": False}, {"cuts": "0-1,2-4,5-6,7"}])
 def test_a_ring_told_not_to_or_cut_by_hand_stays_as_it_is(
-    how: dict[str, Any], throttled: Throttled, tmp_path: Path
+    how: dict[str, Any], throttled: Throttled, tmp_path: Folder
 ) -> None:
     assert train(tmp_path / "hit", throttled, **how).summary.recoveries == ()
 
@@ -346,7 +364,7 @@ MODEL = ["--set", "depth=16", "--set", "width=512", "--batch-size", 128, "--seed
 class Lab:
     """A run on four emulated devices, looked at through the events it writes."""
 
-    def __init__(self, folder: Path, attic: float, *flags: str) -> None:
+    def __init__(self, folder: Folder, attic: float, *flags: str) -> None:
         self.folder = folder
         folder.mkdir()
         shares = {"desk": 0.4, "shelf": 0.4, "attic": attic, "shed": 0.4}
@@ -416,7 +434,7 @@ class Lab:
 @pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.timeout(480)
-def test_a_device_throttled_four_times_is_rebalanced_within_90_s_to_85_percent_of_the_best(tmp_path: Path) -> None:
+def test_a_device_throttled_four_times_is_rebalanced_within_90_s_to_85_percent_of_the_best(tmp_path: Folder) -> None:
     slowed = Lab(tmp_path / "slowed", 0.4)
     try:
         before_s = slowed.step_s(slowed.first_step(), BEFORE_S)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path as Folder
+from typing import cast
+
 import pytest
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.plan.device import NETWORK_MESSAGE_CPU_S, Device, Quota
+from ringtmp.launch.memory import MemoryCrew
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.plan.device import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quota, latency_between, rate_between
 from ringtmp.plan.memory import PROCESS_BYTES
-from ringtmp.ring.endpoint import Mail
-from ringtmp.ring.lines import LARGE_BYTES, LINES_S, PING_CPU_S, SMALL_BYTES, Line, Lines, large_bytes
-from ringtmp.ring.scout import Seen, answer, described
-from ringtmp.wire.message import Echo, Timed
+from ringtmp.ring import scout
+from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.findings import Seen, described, slow_pairs
+from ringtmp.ring.lines import (
+    LARGE_BYTES, LINES_S, MOST_ROUNDS, PING_CPU_S, SMALL_BYTES, Attempt, Line, Lines, large_bytes, rounds_of,
+)  # fmt: skip
+from ringtmp.ring.scout import Answers, Scout
+from ringtmp.wire.message import Echo, Echoed, Meet, Sample, Timed
 
 MIB = 2**20
 
@@ -19,7 +30,7 @@ MIB = 2**20
 def test_a_quota_is_told_apart_from_a_slow_processor() -> None:
     told = [Timed(0.01, 300 * MIB, 900 * MIB), Timed(0.02, 250 * MIB, 0, 0.5, 0.01), Timed(0.02, 230 * MIB, 0)]
     there = [Device(name) for name in "abc"]
-    master, shared, slow = described(there, [Seen(each) for each in told], 0.01, 1)
+    (master, shared, slow), _ = described(there, [0, 1, 2], Seen(dict(enumerate(told)), {}, {}), 0.01, 1)
     assert (master.speed, master.quota) == (1.0, None)
     assert (shared.speed, shared.quota) == (1.0, Quota(0.005, 0.01)), "full speed, half of the time"
     assert (slow.speed, slow.quota) == (0.5, None)
@@ -31,15 +42,16 @@ def test_a_quota_is_told_apart_from_a_slow_processor() -> None:
 def test_devices_of_one_quota_that_hardly_differ_are_taken_to_be_alike() -> None:
     told = [Timed(seconds, PROCESS_BYTES, 2**30, 0.5, 0.01) for seconds in (0.95, 1.0, 1.1, 1.3)]
     told.append(Timed(1.0, PROCESS_BYTES, 2**30, 0.45, 0.01))
-    found = described([Device(name) for name in "abcde"], [Seen(each) for each in told], 1.0, 1)
+    found, _ = described([Device(name) for name in "abcde"], range(5), Seen(dict(enumerate(told)), {}, {}), 1.0, 1)
     middle = 1.0
     assert [each.pace for each in found] == pytest.approx([1 / middle, 1 / middle, 1 / middle, 1 / 1.3, 1.0])
 
 
 def test_latencies_of_both_ends_add_up_and_an_untried_line_is_as_the_slowest() -> None:
     told = Timed(1.0, PROCESS_BYTES, 2**30)
-    seen = [Seen(told), Seen(told, Line(100.0, 50.0, 0.004)), Seen(told, Line(900.0, 900.0, 0.010)), Seen(told)]
-    found = described([Device(name) for name in "abcd"], seen, 1.0, 1)
+    lines = {1: Line(100.0, 50.0, 0.004), 2: Line(900.0, 900.0, 0.010)}
+    looked = Seen(dict.fromkeys(range(4), told), lines, {})
+    found, _ = described([Device(name) for name in "abcd"], range(4), looked, 1.0, 1)
     assert [each.link.latency_s for each in found] == pytest.approx([0.002, 0.002, 0.008, 0.002])
     assert found[0].link.latency_s + found[2].link.latency_s == pytest.approx(0.010), "as it was measured"
     assert (found[1].link.down_bytes_per_s, found[1].link.up_bytes_per_s) == (100.0, 50.0)
@@ -53,76 +65,173 @@ def test_a_slow_line_gets_less_to_carry() -> None:
     assert large_bytes(0.0) == LARGE_BYTES[1]
 
 
-class Shaped(Lines):
-    """A line on paper: what goes there and back takes as long as its rates say."""
+class Paper:
+    """An endpoint whose lines are on paper: what goes there and back takes as long as their rates say."""
 
-    def __init__(self, down: float, up: float, latency_s: float, burst: int) -> None:
+    def __init__(self, down: float, up: float, latency_s: float, burst: int = 0) -> None:
         self._crossing = (down, up, latency_s, burst)
-        self.spent_s = 0.0
-
-    def _around_s(self, node: int, there: int, back: int) -> float:
-        down, up, latency_s, burst = self._crossing
-        took = 2 * (latency_s + PING_CPU_S) + max(0, there - burst) / down + max(0, back - burst) / up
-        self.spent_s += took
-        return took
-
-
-class _Clock:
-    def __init__(self, scout: Shaped) -> None:
-        self._scout = scout
+        self.now = 0.0
+        self.larges = 0
+        self.hiccup_s = 0.0
+        self._answers: list[Mail] = []
 
     def clock(self) -> float:
-        return self._scout.spent_s
+        return self.now
+
+    def post(self, peer: int, message: Echo, tensors: list[torch.Tensor | None]) -> None:
+        down, up, latency_s, burst = self._crossing
+        there = sum(each.nbytes for each in tensors if each is not None)
+        took = 2 * (latency_s + PING_CPU_S) + max(0, there - burst) / down + max(0, message.back - burst) / up
+        self.larges += there > SMALL_BYTES
+        took += self.hiccup_s if there > SMALL_BYTES and self.larges == 1 else 0.0
+        self._answers.append(Mail(peer, Echoed(message.number), [], 0, self.now + took, self.now + took))
+
+    def answer(self) -> Mail:
+        mail = self._answers.pop(0)
+        self.now = mail.arrived_at
+        return mail
+
+
+def tried(paper: Paper, others: Sequence[int] = (1,)) -> list[Line]:
+    def until(node: int, true: Callable[[], bool], what: str, limit_s: float) -> None:
+        while not true():
+            assert lines.heard(paper.answer())
+
+    lines = Lines(cast(Endpoint, paper), until)
+    return list(lines.tried(others).values())
 
 
 @pytest.mark.parametrize(("down", "up", "latency_s"), [(1.2e6, 1.2e6, 0.0), (1.2e7, 6e6, 0.005), (1.2e8, 1.2e8, 0.02)])
 def test_rate_each_way_and_latency_are_found_behind_a_burst(down: float, up: float, latency_s: float) -> None:
     """A shaped line lets 2 ms worth through at once, ten frames at least: neither shows in what is found."""
-    scout = Shaped(down, up, latency_s, burst=15_140)
-    scout._endpoint = _Clock(scout)  # type: ignore[assignment]
-    (line,) = scout.tried([1]).values()
+    (line,) = tried(Paper(down, up, latency_s, burst=15_140))
     assert line.down_bytes_per_s == pytest.approx(down, rel=0.01)
     assert line.up_bytes_per_s == pytest.approx(up, rel=0.01)
     assert line.latency_s == pytest.approx(latency_s, abs=1e-6)
 
 
 def test_a_lost_packet_does_not_make_a_line_slow() -> None:
-    class Hiccup(Shaped):
-        larges = 0
-
-        def _around_s(self, node: int, there: int, back: int) -> float:
-            self.larges += there > SMALL_BYTES
-            stalled = 0.21 if there > SMALL_BYTES and self.larges == 1 else 0.0
-            return super()._around_s(node, there, back) + stalled
-
-    scout = Hiccup(1.2e6, 1.2e6, 0.0, burst=15_140)
-    scout._endpoint = _Clock(scout)  # type: ignore[assignment]
-    (line,) = scout.tried([1]).values()
+    paper = Paper(1.2e6, 1.2e6, 0.0, burst=15_140)
+    paper.hiccup_s = 0.21
+    (line,) = tried(paper)
     assert line.down_bytes_per_s == pytest.approx(1.2e6, rel=0.01)
 
 
 def test_lines_are_tried_for_a_second_and_a_half_and_no_longer() -> None:
-    slow = Shaped(1.2e5, 1.2e5, 0.05, 0)
-    slow._endpoint = _Clock(slow)  # type: ignore[assignment]
-    assert 1 <= len(slow.tried(range(1, 9))) < 8
-    usual = Shaped(1.2e6, 1.2e6, 0.001, 0)
-    usual._endpoint = _Clock(usual)  # type: ignore[assignment]
-    assert len(usual.tried(range(1, 6))) == 5, "five lines of 10 Mbit/s"
-    assert usual.spent_s < 2 * LINES_S
+    assert 1 <= len(tried(Paper(1.2e5, 1.2e5, 0.05), range(1, 9))) < 8
+    usual = Paper(1.2e6, 1.2e6, 0.001)
+    assert len(tried(usual, range(1, 6))) == 5, "five lines of 10 Mbit/s"
+    assert usual.now < 2 * LINES_S
+
+
+def test_an_answer_to_an_attempt_that_was_given_up_is_passed_over() -> None:
+    paper = Paper(1.2e6, 1.2e6, 0.0)
+    Attempt(cast(Endpoint, paper), 1)
+    late = paper.answer()
+    attempt = Attempt(cast(Endpoint, paper), 1)
+    attempt.heard(late, cast(Echoed, late.message))
+    while attempt.line is None:  # a late one taken for the first of these would leave one over
+        mail = paper.answer()
+        attempt.heard(mail, cast(Echoed, mail.message))
+    assert attempt.line.down_bytes_per_s == pytest.approx(1.2e6, rel=0.01)
+    with pytest.raises(IndexError):
+        paper.answer()
+
+
+@pytest.mark.parametrize("nodes", range(12))
+def test_in_a_round_nobody_is_in_two_pairs_and_up_to_eight_all_meet_once(nodes: int) -> None:
+    rounds = rounds_of(range(1, nodes + 1))
+    assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in rounds)
+    met = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(met) == len(set(met))
+    assert len(rounds) <= MOST_ROUNDS
+    if nodes <= MOST_ROUNDS + 1:
+        assert len(met) == nodes * (nodes - 1) // 2
+
+
+def seen(pairs: dict[tuple[int, int], Line], lines: Sequence[Line], told: Timed | None = None) -> Seen:
+    """A master with a line to each of the others."""
+    everyone = dict.fromkeys(range(len(lines) + 1), told or Timed(1.0, PROCESS_BYTES, 2**30))
+    return Seen(everyone, dict(enumerate(lines, start=1)), pairs)
+
+
+def found_of(looked: Seen) -> tuple[tuple[Device, ...], Paths]:
+    numbers = sorted(looked.told)
+    return described([Device("mabcdefg"[node]) for node in numbers], numbers, looked, 1.0, 1)
+
+
+FAST, SLOW = Line(1e7, 1e7, 0.002), Line(1e6, 1e6, 0.002)
+
+
+def test_a_pair_that_is_as_its_lines_say_has_no_path_of_its_own() -> None:
+    devices, paths = found_of(seen({(1, 2): Line(8e6, 1.2e7, 0.0025)}, [FAST, FAST]))
+    assert paths == {}
+    assert devices[1].link.up_bytes_per_s == FAST.up_bytes_per_s
+    assert slow_pairs({1: FAST, 2: FAST}, {(1, 2): Line(8e6, 1.2e7, 0.0025)}) == []
+
+
+def test_a_pair_that_is_slower_than_its_lines_has_a_path_of_its_own() -> None:
+    pair = {(1, 2): Line(1e6, 9e6, 0.002)}
+    devices, paths = found_of(seen(pair, [FAST, FAST]))
+    assert paths == {("a", "b"): Path(1e6, pytest.approx(0.002))}, "one way"
+    assert (rate_between(devices[1], devices[2], paths), rate_between(devices[2], devices[1], paths)) == (1e6, 1e7)
+    assert slow_pairs({1: FAST, 2: FAST}, pair) == [(1, 2)]
+
+
+def test_two_that_are_near_each_other_and_far_from_the_master_are_known_to_be() -> None:
+    near = Line(9e7, 9e7, 0.0)
+    far = Line(1e6, 2e6, 0.020)
+    devices, paths = found_of(seen({(1, 2): near}, [far, far]))
+    master, a, b = devices
+    assert rate_between(a, b, paths) == rate_between(b, a, paths) == 9e7
+    assert (rate_between(master, a, paths), rate_between(b, master, paths)) == (1e6, 2e6), "as they were tried"
+    assert latency_between(a, b, paths) == 0.0
+    assert latency_between(master, a, paths) == pytest.approx(0.020)
+
+
+def test_beyond_a_gigabit_nothing_is_slow() -> None:
+    quick = Line(2e10, 2e10, 0.0)
+    _, paths = found_of(seen({(1, 2): Line(1.3e8, 1e9, 0.0)}, [quick, quick]))
+    assert paths == {}
+
+
+def test_a_scout_tries_every_line_and_those_between_the_others(
+    tmp_path: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scout, "timed", lambda sample: Timed(1.0, PROCESS_BYTES, 2**30))
+    log = EventLog(tmp_path / "events.jsonl")
+    crew = MemoryCrew(4)
+    endpoint = crew.start("ring", 0)
+    try:
+        looked = Scout(endpoint, crew, log).look(crew.addresses(), Sample(b"", (), 1), [frozenset((1, 3))])
+    finally:
+        endpoint.close()
+        log.close()
+    assert sorted(looked.told) == [0, 1, 2, 3]
+    assert sorted(looked.lines) == [1, 2, 3]
+    assert sorted(map(sorted, looked.pairs)) == [[1, 2], [2, 3]], "not those that cannot reach each other"
+    written = [each for each in events.read(tmp_path / "events.jsonl") if isinstance(each, events.LineTried)]
+    assert len(written) == 5
+
+
+def test_only_the_master_asks_a_node_to_meet_others() -> None:
+    with pytest.raises(ProtocolError, match="not the master"):
+        Answers()(cast(Endpoint, _Mailbox()), Mail(2, Meet({}), [], 0, 0.0, 0.0))
 
 
 class _Mailbox:
     def __init__(self) -> None:
         self.sent: list[int] = []
 
-    def post(self, peer: int, message: Echo, tensors: list[torch.Tensor | None]) -> None:
+    def post(self, peer: int, message: Echoed, tensors: list[torch.Tensor | None]) -> None:
         self.sent.append(sum(each.nbytes for each in tensors if each is not None))
 
 
 def test_a_node_sends_back_what_a_fast_line_is_tried_with_and_not_a_byte_more() -> None:
     most, box = SMALL_BYTES + large_bytes(0.0), _Mailbox()
-    assert answer(box, Mail(0, Echo(most), [], 0, 0.0, 0.0))  # type: ignore[arg-type]
-    assert answer(box, Mail(0, Echo(0), [], 0, 0.0, 0.0))  # type: ignore[arg-type]
+    there, answer = cast(Endpoint, box), Answers()
+    assert answer(there, Mail(0, Echo(1, most), [], 0, 0.0, 0.0))
+    assert answer(there, Mail(0, Echo(2, 0), [], 0, 0.0, 0.0))
     assert box.sent == [most, 0]
     with pytest.raises(ProtocolError, match="asks for"):
-        answer(box, Mail(0, Echo(most + 1), [], 0, 0.0, 0.0))  # type: ignore[arg-type]
+        answer(there, Mail(0, Echo(3, most + 1), [], 0, 0.0, 0.0))

@@ -100,7 +100,7 @@ class Rebalancing:
         move = self._move
         if move is None or [each.name for each in move.devices] != [each.name for each in brief.devices]:
             return None
-        return replace(brief, devices=move.devices)
+        return replace(brief, devices=move.devices, paths=move.plan.paths)
 
     def drop(self) -> None:
         """The move cannot be made now."""

@@ -68,7 +68,7 @@ def main() -> int:
     from ringtmp.plan.route import MASTER
     from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
     from ringtmp.ring.endpoint import Endpoint
-    from ringtmp.ring.scout import answer
+    from ringtmp.ring.scout import Answers
     from ringtmp.ring.shelf import Shelf
     from ringtmp.ring.worker import Worker
     from ringtmp.strategies.catalog import member
@@ -79,7 +79,7 @@ def main() -> int:
         limit_memory(orders.memory_bytes or free_memory_bytes())
     shelf = Shelf(Path(orders.shelf)) if orders.shelf else Shelf()
     endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, shelf=shelf)
-    worker = Worker(endpoint, orders.master, member, answer)
+    worker = Worker(endpoint, orders.master, member, Answers())
     code = 0
     try:
         while worker.stopped is None:

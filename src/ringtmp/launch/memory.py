@@ -14,7 +14,7 @@ from ringtmp.launch.described import as_this_process
 from ringtmp.limits import group_limits
 from ringtmp.plan.device import Device, quota_of
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.scout import answer
+from ringtmp.ring.scout import Answers
 from ringtmp.ring.shelf import Shelf
 from ringtmp.ring.worker import Worker
 from ringtmp.strategies.catalog import member
@@ -64,7 +64,7 @@ class MemoryCrew:
         return endpoint
 
     def _make(self, node: int, ring: str, generation: int) -> None:
-        self._workers.append(Worker(self._endpoint(node, ring, generation), NOWHERE, member, answer))
+        self._workers.append(Worker(self._endpoint(node, ring, generation), NOWHERE, member, Answers()))
 
     def _endpoint(self, node: int, ring: str, generation: int) -> Endpoint:
         given = self._memory_bytes

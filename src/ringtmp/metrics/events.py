@@ -127,6 +127,17 @@ class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot"):
     interval: int
 
 
+class LineTried(msgspec.Struct, frozen=True, tag="line"):
+    """Before a plan: how much goes from one node to another, and back, and how long an empty message takes."""
+
+    at: float
+    source: int
+    target: int
+    there_bytes_per_s: float
+    back_bytes_per_s: float
+    latency_s: float
+
+
 class Warned(msgspec.Struct, frozen=True, tag="warning"):
     at: float
     text: str
@@ -165,6 +176,7 @@ Event = (
     | CheckpointSaved
     | Regrouped
     | SnapshotWhole
+    | LineTried
     | Warned
     | NodeEnded
     | RunEnded

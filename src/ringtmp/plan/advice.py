@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ringtmp.errors import RingError
-from ringtmp.plan.device import Device, Paths
+from ringtmp.plan.device import Device
 from ringtmp.plan.planner import Plan, PlanOptions, plan
 from ringtmp.units import seconds_text
 
@@ -107,9 +107,7 @@ def parts(made: Plan) -> Parts:
     return Parts(node.device, each.get("forward", 0.0), backward_s, each.get("update", 0.0), node.idle_causes)
 
 
-def gains(
-    made: Plan, everyone: tuple[Device, ...], may_grow: bool = True, paths: Paths | None = None
-) -> tuple[Gain, ...]:
+def gains(made: Plan, everyone: tuple[Device, ...], may_grow: bool = True) -> tuple[Gain, ...]:
     """What would help, best first. `everyone`: all devices that were offered, left out or not. `may_grow`: another device
     brings a processor of its own."""
     options = made.options
@@ -118,7 +116,7 @@ def gains(
     tries: list[tuple[str, Callable[[], Plan]]] = []
 
     def attempt(change: str, devices: tuple[Device, ...], with_options: PlanOptions) -> None:
-        tries.append((change, lambda: plan(made.layers, devices, with_options, paths)))
+        tries.append((change, lambda: plan(made.layers, devices, with_options, made.paths)))
 
     if options.cuts is not None or options.keep_all:
         attempt("let the plan choose cuts and devices", everyone, replace(free, keep_all=False))

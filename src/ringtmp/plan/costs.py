@@ -74,6 +74,11 @@ class CostTable:
             over(self.weights_s),
         )  # fmt: skip
 
+    @property
+    def mean_cut_bytes(self) -> float:
+        """Of all places where the layers could be cut."""
+        return sum(self.cut_bytes[1:-1]) / max(self.count - 1, 1)
+
     def stored_by(self, count: int) -> int:
         """Of `count` microbatches held, those whose activations are stored."""
         return min(count, 1) if self.recompute else count

@@ -104,6 +104,18 @@ class Path:
 Paths = Mapping[tuple[str, str], Path]
 
 
+def rate_between(source: Device, target: Device, paths: Paths) -> float:
+    """Bytes per second from one to the other while nothing else is on its way."""
+    path = paths.get((source.name, target.name))
+    rate = min(source.link.up_bytes_per_s, target.link.down_bytes_per_s)
+    return rate if path is None else min(rate, path.bytes_per_s)
+
+
+def latency_between(source: Device, target: Device, paths: Paths) -> float:
+    path = paths.get((source.name, target.name))
+    return source.link.latency_s + target.link.latency_s if path is None else path.latency_s
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One layer at one microbatch size, on the profiled machine."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.plan.bottleneck import Candidate, Segments, every_multiset, given_order, states_of
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device, LayerCost, Paths, check_devices
 from ringtmp.plan.memory import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
+from ringtmp.plan.order import shortest_order
 from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
 from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.rule import Schedule
@@ -84,6 +85,7 @@ class Plan:
     simulated: Simulated
     memory: tuple[MemoryForecast, ...]
     gap: float  # how far the bottleneck may be from the best possible one, as a share of it; 0: it is the best
+    paths: Paths = field(default_factory=dict)
 
     @property
     def route(self) -> Route:
@@ -256,7 +258,9 @@ def _make(
     memory = forecast(table, route, devices, counts, options.process_bytes, options.protect)
     require_fit(memory, ring.microbatches)
     window = ring.window_for(len(bounds))
-    return Plan(tuple(layers), tuple(devices), left_out, options, bounds, window, simulated, memory, gap)
+    return Plan(
+        tuple(layers), tuple(devices), left_out, options, bounds, window, simulated, memory, gap, paths or {}
+    )  # fmt: skip
 
 
 Found = list[tuple[Candidate, float]]
@@ -272,7 +276,23 @@ def _weighed(segments: Segments, devices: Sequence[Device], paths: Paths | None)
     """Every choice of workers by its bottleneck and its way; the best few are simulated."""
     candidates = every_multiset(segments, devices)
     ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each))
-    return _simulated(segments, devices, ranked[:FINALISTS], candidates, paths)
+    likely = _rearranged(segments, devices, ranked[:FINALISTS], paths)
+    return _simulated(segments, devices, likely, candidates, paths)
+
+
+def _rearranged(
+    segments: Segments, devices: Sequence[Device], likely: list[Candidate], paths: Paths | None
+) -> list[Candidate]:
+    """The likely ones, and the same devices in the order with the shortest way where paths make a difference: bottlenecks
+    are weighed by links alone."""
+    if not paths:
+        return likely
+    found = list(likely)
+    for each in likely:
+        order = shortest_order(each.order, devices, paths, segments.table.mean_cut_bytes)
+        again = None if order == each.order else given_order(segments, [devices[i] for i in order])
+        found += [replace(again, order=order)] if again is not None else []
+    return found
 
 
 def _simulated(
@@ -316,7 +336,7 @@ def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None
         smaller = _better(segments, devices, None, [i for i in best.order if i not in slow])
         known += [smaller] if smaller is not None else []
         dropped *= 2
-    return _simulated(segments, devices, known, known, paths), gap
+    return _simulated(segments, devices, _rearranged(segments, devices, known, paths), known, paths), gap
 
 
 def _better(

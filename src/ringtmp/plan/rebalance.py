@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from ringtmp.errors import RingError
 from ringtmp.plan import planner
 from ringtmp.plan.costs import CostTable
-from ringtmp.plan.device import Device
+from ringtmp.plan.device import Device, Path
 from ringtmp.plan.planner import Plan
 
 TOLERANCE = 0.15
@@ -66,6 +66,7 @@ class Balance:
     def __init__(self, plan: Plan, everyone: Sequence[Device], members: Sequence[int], not_before: float = 0.0) -> None:
         self._plan = plan
         self._everyone = tuple(everyone)
+        self._paths = dict(plan.paths)
         self._number = {number: node for node, number in enumerate(members)}
         self._not_before = not_before
         self._calm_until = 0.0
@@ -121,8 +122,9 @@ class Balance:
         named = {device.name: device for device in devices}
         members = [named[device.name] for device in made.devices]
         try:
-            present = planner.plan(made.layers, members, replace(options, cuts=made.bounds, window=made.window))
-            best = planner.plan(made.layers, devices, options)
+            as_it_is = replace(options, cuts=made.bounds, window=made.window)
+            present = planner.plan(made.layers, members, as_it_is, self._paths)
+            best = planner.plan(made.layers, devices, options, self._paths)
         except RingError:
             return None  # no room for anything else
         gain = 1 - best.step_s / present.step_s
@@ -156,16 +158,35 @@ class Balance:
         found = {self._plan.devices[self._number[number]].name: rate for number, rate in rates.items()}
         worst, devices = 1 - TOLERANCE, []
         for device in self._everyone:
-            link = device.link
-            down, up = found.get(device.name, (link.down_bytes_per_s, link.up_bytes_per_s))
-            down, up = min(down, link.down_bytes_per_s), min(up, link.up_bytes_per_s)
-            share = min(down / link.down_bytes_per_s, up / link.up_bytes_per_s) if math.isfinite(down + up) else 1.0
+            before = self._from_master(device)
+            down, up = (min(pair) for pair in zip(found.get(device.name, before), before, strict=True))
+            share = min(down / before[0], up / before[1]) if math.isfinite(down + up) else 1.0
             if share < worst:
                 worst = share
                 self._slow_line = f"the line of {device.name} carries {share:.0%} of what it did"
                 self._not_before = now
-            devices.append(replace(device, link=replace(link, down_bytes_per_s=down, up_bytes_per_s=up)))
+            devices.append(self._with_line(device, down, up))
         self._everyone = tuple(devices)
+
+    def _from_master(self, device: Device) -> tuple[float, float]:
+        """Bytes per second to a device and from it, as they were known."""
+        there, back = self._master_paths(device)
+        if there is None or back is None:
+            return device.link.down_bytes_per_s, device.link.up_bytes_per_s
+        return there.bytes_per_s, back.bytes_per_s
+
+    def _with_line(self, device: Device, down: float, up: float) -> Device:
+        there, back = self._master_paths(device)
+        if there is None or back is None:
+            return replace(device, link=replace(device.link, down_bytes_per_s=down, up_bytes_per_s=up))
+        master = self._everyone[0].name  # the way to it is slow, not the device's own line
+        self._paths[master, device.name] = replace(there, bytes_per_s=down)
+        self._paths[device.name, master] = replace(back, bytes_per_s=up)
+        return device
+
+    def _master_paths(self, device: Device) -> tuple[Path | None, Path | None]:
+        master = self._everyone[0].name
+        return self._paths.get((master, device.name)), self._paths.get((device.name, master))
 
     def _ratios(self) -> list[tuple[float, float]]:
         """By node, how many times as long as forecast it computes: in the older half of the time watched, in the newer."""

@@ -19,6 +19,7 @@ from ringtmp.wire.message import (
     Copied,
     Copy,
     Echo,
+    Echoed,
     Fetch,
     Gradients,
     Keep,
@@ -47,7 +48,7 @@ from ringtmp.wire.message import (
 _CHANNELS: dict[type, Channel] = {
     **dict.fromkeys((Activations, Gradients, Norms, Scale), Channel.TENSOR),
     **dict.fromkeys((Push, Pull, Pulled, Copy, Copied, Squares, Total, Part), Channel.TENSOR),
-    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept, Echo), Channel.BULK),
+    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept, Echo, Echoed), Channel.BULK),
     **dict.fromkeys((Keep, Recall, Restore), Channel.BULK),
     Lost: Channel.BULK,  # before what a server is asked for of the keys it takes over
 }
@@ -132,9 +133,13 @@ class Endpoint:
         self._transport.connect(peer, address)
 
     def connect_all(self, addresses: Mapping[int, Address]) -> None:
-        """These are the peers of this generation, beside the master; whoever was one before and is not is hung up on."""
+        """These are the peers from now on, beside the master; whoever was one before and is not is hung up on, and what it
+        has not acknowledged is dropped."""
         for peer in self._peers - addresses.keys():
             self._transport.hang_up(peer)
+            for channel in Channel:
+                if (link := self._links.pop((peer, channel), None)) is not None:
+                    self._retired.append((peer, channel, link.counters))
         for peer, address in addresses.items():
             self._transport.connect(peer, address)
         self._peers = set(addresses)

@@ -1,24 +1,33 @@
-"""How fast a line is, and how long a message takes on it: tried by a leader, one line after another, each way by itself.
+"""How fast a line is, and how long a message takes on it: tried from one end, each way by itself.
 
 The shortest of a few round trips of an empty message is twice the latency. A small and a larger message differ by what the
 rate alone explains: latency, the start of a connection and what a shaped line lets through at once are in both. A slow
 line gets less to carry, so that all together take a second or so.
+
+A leader tries its own lines one after another. Then those between the other nodes, as many pairs at a time as there are:
+no node is in two of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import HELLO_LIMIT_S
-from ringtmp.wire.message import Echo
+from ringtmp.wire.message import Echo, Echoed, Tried, Try
 
-#: All lines together.
+#: A leader's own lines together; and all lines, with those between others.
 LINES_S = 1.5
+ALL_LINES_S = 1.9
+#: So long a pair may take at most: it may be that the two cannot reach each other.
+PAIR_S = 1.0
+#: Everyone with everyone takes this many rounds with eight nodes; of more nodes, not all pairs are tried.
+MOST_ROUNDS = 7
 PINGS = 5
 #: What the two nodes do with an empty message that nothing else holds up.
 PING_CPU_S = 500e-6
@@ -28,10 +37,16 @@ LARGE_S = 0.04
 DOUBTFUL = 0.3
 LARGE_BYTES = (64 * 1024, 2 * 2**20)
 
+Pair = tuple[int, int]
+#: So many bytes there, so many back; how long it took, or what follows.
+Asking = Generator[tuple[int, int], float, "Line"]
+#: Questions of this process, so that a late answer is not taken for another's.
+_numbers = count()
+
 
 @dataclass(frozen=True)
 class Line:
-    """From the master to a device and back; latencies of both ends are in it."""
+    """From whoever tried it to another node and back; latencies of both ends are in it."""
 
     down_bytes_per_s: float
     up_bytes_per_s: float
@@ -42,7 +57,33 @@ def echo(endpoint: Endpoint, mail: Mail, message: Echo) -> None:
     """On a node: answer, with as many bytes as are asked for."""
     if not 0 <= message.back <= SMALL_BYTES + LARGE_BYTES[1]:
         raise ProtocolError(f"node {mail.sender} asks for {message.back} bytes to try a line with")
-    endpoint.post(mail.sender, Echo(0), _bytes(message.back))
+    endpoint.post(mail.sender, Echoed(message.number), _bytes(message.back))
+
+
+def asking() -> Asking:
+    """What to ask one after the other, and what follows from how long the answers take."""
+    around_s = yield 0, 0
+    for _ in range(PINGS - 1):
+        around_s = min(around_s, (yield 0, 0))
+    down = yield from _rate(around_s, lambda size: (size, 0))
+    up = yield from _rate(around_s, lambda size: (0, size))
+    # What the nodes do with a message is counted as their work.
+    return Line(down, up, max(around_s / 2 - PING_CPU_S, 0.0))
+
+
+def _rate(
+    around_s: float, carry: Callable[[int], tuple[int, int]]
+) -> Generator[tuple[int, int], float, float]:  # fmt: skip
+    first_s = yield carry(SMALL_BYTES)
+    small_s = min(first_s, (yield carry(SMALL_BYTES)))
+    large = large_bytes(small_s - around_s)
+    large_s = yield carry(SMALL_BYTES + large)
+    tries = 1
+    # One lost packet is waited for a fifth of a second: a line that looks much slower than a small message found it.
+    while large / large_s < DOUBTFUL * SMALL_BYTES / max(small_s - around_s, 1e-4) and tries < 3:
+        large_s, tries = min(large_s, (yield carry(SMALL_BYTES + large))), tries + 1
+    # A line too fast to tell from the noise is as fast as anything a plan could want.
+    return large / max(large_s - small_s, 1e-4)
 
 
 def large_bytes(small_s: float) -> int:
@@ -51,50 +92,93 @@ def large_bytes(small_s: float) -> int:
     return int(min(max(SMALL_BYTES / max(small_s, 1e-6) * LARGE_S, least), most))
 
 
+class Attempt:
+    """One line being tried from this end. `line` once it is known."""
+
+    def __init__(self, endpoint: Endpoint, peer: int) -> None:
+        self.peer = peer
+        self.line: Line | None = None
+        self._endpoint = endpoint
+        self._asking = asking()
+        self._ask(next(self._asking))
+
+    def heard(self, mail: Mail, answer: Echoed) -> None:
+        if mail.sender != self.peer or answer.number != self._number:
+            return  # of an attempt that was given up
+        try:
+            self._ask(self._asking.send(mail.arrived_at - self._asked_at))
+        except StopIteration as end:
+            self.line = end.value
+
+    def _ask(self, sizes: tuple[int, int]) -> None:
+        there, back = sizes
+        self._number, self._asked_at = next(_numbers), self._endpoint.clock()
+        self._endpoint.post(self.peer, Echo(self._number, back), _bytes(there))
+
+
 class Lines:
-    """`until_node` is the leader's way to wait for one node: (who, condition, what for, limit)."""
+    """For a leader. `until_node` is its way to wait for one node: (who, condition, what for, limit)."""
 
     def __init__(self, endpoint: Endpoint, until_node: Callable[[int, Callable[[], bool], str, float], None]) -> None:
         self._endpoint = endpoint
         self._until_node = until_node
-        self._heard = 0
+        self._attempt: Attempt | None = None
+        self._told: dict[Pair, Line] = {}
 
-    def heard(self) -> None:
-        """An echo has come back."""
-        self._heard += 1
+    def heard(self, mail: Mail) -> bool:
+        """True: it was about a line."""
+        message = mail.message
+        if isinstance(message, Tried):
+            line = Line(message.there_bytes_per_s, message.back_bytes_per_s, message.latency_s)
+            self._told[mail.sender, message.peer] = line
+        elif not isinstance(message, Echoed):
+            return False
+        elif self._attempt is not None:
+            self._attempt.heard(mail, message)
+        return True
 
     def tried(self, others: Sequence[int]) -> dict[int, Line]:
-        """As many as there is time for."""
+        """The leader's own, as many as there is time for."""
         limit = self._endpoint.clock() + LINES_S
         found = {}
         for node in others:
             if self._endpoint.clock() > limit:
                 break
-            around_s = min(self._around_s(node, 0, 0) for _ in range(PINGS))
-            down = self._rate(around_s, lambda count, node=node: self._around_s(node, count, 0))  # type: ignore[misc]
-            up = self._rate(around_s, lambda count, node=node: self._around_s(node, 0, count))  # type: ignore[misc]
-            # What the nodes do with a message is counted as their work.
-            found[node] = Line(down, up, max(around_s / 2 - PING_CPU_S, 0.0))
+            attempt = self._attempt = Attempt(self._endpoint, node)
+            self._until_node(node, lambda attempt=attempt: attempt.line is not None, "to echo", HELLO_LIMIT_S)  # type: ignore[misc]
+            assert attempt.line is not None
+            found[node] = attempt.line
         return found
 
-    def _rate(self, around_s: float, take_s: Callable[[int], float]) -> float:
-        small_s = min(take_s(SMALL_BYTES) for _ in range(2))
-        large = large_bytes(small_s - around_s)
-        large_s = take_s(SMALL_BYTES + large)
-        tries = 1
-        # One lost packet is waited for a fifth of a second: a line that looks much slower than a small message found it.
-        while large / large_s < DOUBTFUL * SMALL_BYTES / max(small_s - around_s, 1e-4) and tries < 3:
-            large_s, tries = min(large_s, take_s(SMALL_BYTES + large)), tries + 1
-        # A line too fast to tell from the noise is as fast as anything a plan could want.
-        return large / max(large_s - small_s, 1e-4)
+    def between(
+        self, rounds: Sequence[Collection[Pair]], until_s: float, pump: Callable[[], object]
+    ) -> dict[Pair, Line]:
+        """Those between other nodes, as many as there is time for; pairs that do not answer are not among them."""
+        found = {}
+        for pairs in rounds:
+            begun = self._endpoint.clock()
+            if begun > until_s:
+                break
+            self._told.clear()
+            for first, second in pairs:
+                self._endpoint.post(first, Try(second))
+            while not self._told.keys() >= set(pairs) and self._endpoint.clock() < begun + PAIR_S:
+                pump()
+            found.update({pair: self._told[pair] for pair in pairs if pair in self._told})
+        return found
 
-    def _around_s(self, node: int, there: int, back: int) -> float:
-        """Seconds until so many bytes have gone there, and the answer with so many has come back."""
-        before, began = self._heard, self._endpoint.clock()
-        self._endpoint.post(node, Echo(back), _bytes(there))
-        self._until_node(node, lambda: self._heard > before, "to echo", HELLO_LIMIT_S)
-        return self._endpoint.clock() - began
+
+def rounds_of(nodes: Sequence[int]) -> list[list[Pair]]:
+    """Everyone with everyone once, nobody twice in a round; no more than MOST_ROUNDS rounds. One stays in its seat, the
+    others move up, and those who sit across from each other are a pair."""
+    seats: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
+    half, found = len(seats) // 2, []
+    for _ in range(min(len(seats) - 1, MOST_ROUNDS)):
+        across = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(a, b) for a, b in across if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [pairs for pairs in found if pairs]
 
 
-def _bytes(count: int) -> list[torch.Tensor | None]:
-    return [torch.zeros(count, dtype=torch.uint8)] if count else []
+def _bytes(size: int) -> list[torch.Tensor | None]:
+    return [torch.zeros(size, dtype=torch.uint8)] if size else []

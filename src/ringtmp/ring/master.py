@@ -32,7 +32,6 @@ from ringtmp.ring.node import Node
 from ringtmp.ring.protect import places
 from ringtmp.wire.message import (
     Activations,
-    Echo,
     Failed,
     Fetch,
     Held,
@@ -318,8 +317,6 @@ class Master(Lead):
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Inspected):
             self._inspected[mail.sender] = mail.message
-        elif isinstance(mail.message, Echo):
-            self._lines.heard()
         elif isinstance(mail.message, Held):
             if self.protection.held(mail.message, mail.sender):
                 for node in self.node.route.nodes():
@@ -330,7 +327,7 @@ class Master(Lead):
         elif isinstance(mail.message, Missing):
             self._missing[mail.sender, mail.message.layer] = mail.message.why
         else:
-            return False
+            return self._lines.heard(mail)
         return True
 
     def try_lines(self) -> dict[int, tuple[float, float]]:

@@ -22,13 +22,15 @@ from ringtmp.plan.rule import Action, Schedule, next_action, places
 from ringtmp.resources import free_memory_bytes, mind_memory
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.keeping import Keeping
-from ringtmp.ring.scout import answer
+from ringtmp.ring.lines import echo
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.ring.worker import farewell, report
 from ringtmp.wire import lossy
 from ringtmp.wire.message import (
     Activations,
+    Echo,
+    Echoed,
     Fetch,
     Gradients,
     Inspect,
@@ -146,7 +148,9 @@ class Node:
             self._place(message, mail.tensors)
         elif isinstance(message, Restore):
             self._restore(message)
-        elif self.keeping.handle(mail) or answer(self.endpoint, mail):
+        elif isinstance(message, Echo):
+            echo(self.endpoint, mail, message)
+        elif isinstance(message, Echoed) or self.keeping.handle(mail):  # the former to a question from before the plan
             pass
         elif isinstance(message, Fetch):
             self._fetches.append(message)

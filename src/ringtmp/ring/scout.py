@@ -1,4 +1,4 @@
-"""Before a plan is made: how fast every device runs one of the model's own layers, and how fast its line is.
+"""Before a plan is made: how fast every device runs one of the model's own layers, and how fast the lines are.
 
 All devices run the layer at the same time, for the same span of wall time, under whatever quota they have: the time a run
 takes on average is what a plan can count on. Only the layer's graph travels; its tensors are made up on the spot. Then
@@ -7,46 +7,34 @@ lines are tried (lines.py).
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import median_low
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.limits import group_limits
-from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.events import EventLog, LineTried
 from ringtmp.model import portable
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import CURVE_BYTE_CPU_S, NETWORK_MESSAGE_CPU_S, Device, LayerCost, Link, quota_of
-from ringtmp.plan.memory import PROCESS_BYTES
+from ringtmp.plan.device import LayerCost
+from ringtmp.plan.route import MASTER
 from ringtmp.resources import own_memory_bytes, rss_bytes
 from ringtmp.ring.edges import run_backward
 from ringtmp.ring.endpoint import Endpoint, Mail
+from ringtmp.ring.findings import Seen, better, slow_pairs
 from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
-from ringtmp.ring.lines import Line, Lines, echo
-from ringtmp.wire.message import Crossing, Echo, Sample, Timed
+from ringtmp.ring.lines import ALL_LINES_S, Attempt, Lines, echo, rounds_of
+from ringtmp.wire.address import Address
+from ringtmp.wire.message import Crossing, Echo, Echoed, Meet, Sample, Timed, Tried, Try
 
 #: So long every device is busy, its first round included: a weak one is still at it when a strong one has done many.
 MEASURE_S = 1.2
-#: Devices with the same quota that differ by no more than this are taken to be alike: a plan that believes in what was
-#: noise gives the lucky one too much to do.
-ALIKE = 0.12
 #: Of weights with their gradients, and of stored activations: more than this is in no small device's caches anyway.
 WORKING_BYTES = 48 * 2**20
 FILL = 0.01
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What was found out of one device."""
-
-    told: Timed  # on the wall, without a model
-    line: Line | None = None  # to the master; None: not tried
 
 
 def sample_of(
@@ -125,59 +113,38 @@ def timed(sample: Sample) -> Timed:
     return Timed(run_sample(sample if roomy else small), rss, memory, limits.cores, limits.period_s)
 
 
-def answer(endpoint: Endpoint, mail: Mail) -> bool:
-    """On a node without a plan: do what a scout asks. False: it was something else."""
-    message = mail.message
-    if isinstance(message, Sample):
-        endpoint.post(mail.sender, timed(message))
-    elif isinstance(message, Echo):
-        echo(endpoint, mail, message)
-    else:
-        return False
-    return True
+class Answers:
+    """On a node without a plan: does what a scout asks."""
 
+    def __init__(self) -> None:
+        self._attempt: Attempt | None = None
 
-def described(devices: Sequence[Device], seen: Sequence[Seen], profiled_s: float, threads: int) -> tuple[Device, ...]:
-    """Devices with the pace and the lines that were found. `profiled_s`: processor time of the sample, as costs have it.
-    A latency is that of two ends; the master's is taken to be half of the shortest. A line that was not tried is taken to
-    be as the slowest that was."""
-    found = []
-    paces_s = _alike([look.told for look in seen])
-    lines = [look.line for look in seen if look.line is not None]
-    own_s = min((line.latency_s for line in lines), default=0.0) / 2
-    slowest = min(lines, key=lambda line: line.up_bytes_per_s, default=Line(math.inf, math.inf, 0.0))
-    # The master's own line carries at least what the fastest of the others does.
-    fastest = max((max(line.up_bytes_per_s, line.down_bytes_per_s) for line in lines), default=math.inf)
-    master = Line(fastest, fastest, 2 * own_s)
-    for node, (device, look) in enumerate(zip(devices, seen, strict=True)):
-        line = master if node == 0 else look.line or slowest
-        told = look.told
-        quota = quota_of(told.cores, told.period_s, threads)
-        speed = profiled_s / paces_s[node] / (quota.share if quota is not None else 1.0)
-        # Work of the node itself around its layers takes as much longer as the layers do.
-        link = Link(
-            line.up_bytes_per_s,
-            line.down_bytes_per_s,
-            max(line.latency_s - own_s, 0.0),
-            NETWORK_MESSAGE_CPU_S / speed,
-            CURVE_BYTE_CPU_S / speed,
-        )
-        # Library code that processes share counts as taken, and so as memory there is: a cap does not count it.
-        extra, memory = told.rss_bytes - PROCESS_BYTES, told.memory_bytes
-        found.append(
-            replace(device, speed=speed, quota=quota, link=link, extra_bytes=extra, memory_bytes=memory)
-        )  # fmt: skip
-    return tuple(found)
+    def __call__(self, endpoint: Endpoint, mail: Mail) -> bool:
+        """False: it was something else."""
+        message = mail.message
+        if isinstance(message, Echo):
+            echo(endpoint, mail, message)
+        elif isinstance(message, Echoed):
+            self._heard(endpoint, mail, message)
+        elif not isinstance(message, Sample | Meet | Try):
+            return False
+        elif mail.sender != MASTER:
+            raise ProtocolError(f"node {mail.sender} is not the master, and sent {type(message).__name__}")
+        elif isinstance(message, Sample):
+            endpoint.post(MASTER, timed(message))
+        elif isinstance(message, Meet):
+            endpoint.connect_all(message.addresses)
+        else:
+            self._attempt = Attempt(endpoint, message.peer)
+        return True
 
-
-def _alike(told: Sequence[Timed]) -> list[float]:
-    """Seconds of a run on each device; those of one kind that are close to its middle have the middle."""
-    found = []
-    for each in told:
-        kind = [other.seconds for other in told if (other.cores, other.period_s) == (each.cores, each.period_s)]
-        middle = median_low(kind)  # one that was measured, so that two that differ are not both moved
-        found.append(middle if abs(each.seconds - middle) <= ALIKE * middle else each.seconds)
-    return found
+    def _heard(self, endpoint: Endpoint, mail: Mail, answer: Echoed) -> None:
+        if self._attempt is None:
+            return
+        self._attempt.heard(mail, answer)
+        if (line := self._attempt.line) is not None:
+            peer, self._attempt = self._attempt.peer, None
+            endpoint.post(MASTER, Tried(peer, line.down_bytes_per_s, line.up_bytes_per_s, line.latency_s))
 
 
 class Scout(Lead):
@@ -186,22 +153,35 @@ class Scout(Lead):
         self._timed: dict[int, Timed] = {}
         self._lines = Lines(endpoint, self._until_node)
 
-    def look(self, others: Sequence[int], sample: Sample) -> dict[int, Seen]:
-        """Of every node, the master's own first."""
+    def look(
+        self, addresses: Mapping[int, Address], sample: Sample, apart: Collection[frozenset[int]] = ()
+    ) -> Seen:  # fmt: skip
+        """At every node, the master's own too. `apart`: pairs that are known not to reach each other."""
+        others = sorted(addresses.keys() - {MASTER})
+        rounds = [[pair for pair in pairs if frozenset(pair) not in apart] for pairs in rounds_of(others)]
         self.gather(others)
         for node in others:
+            # While they are busy with the sample, their connections are made.
+            if met := {peer for pairs in rounds for pair in pairs if node in pair for peer in pair} - {node}:
+                self.endpoint.post(node, Meet({peer: addresses[peer] for peer in sorted(met)}))
             self.endpoint.post(node, sample)
-        mine = Seen(timed(sample))
+        told = {MASTER: timed(sample)}
         for node in others:
             self._until_node(node, lambda node=node: node in self._timed, "to be measured", HELLO_LIMIT_S)  # type: ignore[misc]
+        until_s = self.endpoint.clock() + ALL_LINES_S
         lines = self._lines.tried(others)
-        return {0: mine} | {node: Seen(self._timed[node], lines.get(node)) for node in others}
+        pairs = self._lines.between(rounds, until_s, self._pump)
+        # Those at work beside it may have held a pair up: one that looks slow has another try, by itself.
+        again = self._lines.between([[pair] for pair in slow_pairs(lines, pairs)], until_s, self._pump)
+        pairs |= {pair: better(pairs[pair], line) for pair, line in again.items()}
+        for (source, target), line in ({(MASTER, node): line for node, line in lines.items()} | pairs).items():
+            rates = line.down_bytes_per_s, line.up_bytes_per_s
+            self._log.write(LineTried(time.monotonic(), source, target, *rates, line.latency_s))
+        return Seen(told | self._timed, lines, pairs)
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Timed):
             self._timed[mail.sender] = mail.message
-        elif isinstance(mail.message, Echo):
-            self._lines.heard()
-        else:
+        elif not self._lines.heard(mail):
             raise ProtocolError(f"node {mail.sender} sent {type(mail.message).__name__} while it was measured")
         return True

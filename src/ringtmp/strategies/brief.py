@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
 from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
 from ringtmp.model.portable import Layer
-from ringtmp.plan.device import Device
+from ringtmp.plan.device import Device, Paths
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S, Crew
@@ -48,6 +48,7 @@ class Brief:
     keep_all: bool  # every node takes part, in the order of their numbers
     targets: torch.Tensor  # of a few samples
     apart: frozenset[frozenset[int]] = frozenset()  # pairs of nodes that cannot reach each other
+    paths: Paths = field(default_factory=dict)  # between devices, where they are not as their links say
     chosen: bool = False  # the number of microbatches is the plan's own choice
 
 

@@ -20,17 +20,20 @@ from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable import Layer
 from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import planner
+from ringtmp.plan.device import rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.resources import peak_rss_bytes
 from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.ring.findings import described
 from ringtmp.ring.lead import Crew
 from ringtmp.ring.master import Master
 from ringtmp.ring.recipe import delay_warning
-from ringtmp.ring.scout import Scout, described, sample_of
+from ringtmp.ring.scout import Scout, sample_of
 from ringtmp.strategies.brief import Brief, Share
+from ringtmp.units import bytes_text
 from ringtmp.wire.lossy import wire_bytes
 from ringtmp.wire.message import Hello, Setup
 
@@ -59,7 +62,7 @@ def plan(brief: Brief) -> RingPlan:
     members = kept_apart(sorted(brief.addresses), brief.apart)
     brief = _arranged(brief, members)
     config, layers, index = brief.config, brief.layers, brief.index
-    planned = planner.plan(brief.index.costs, brief.devices, _options(brief))
+    planned = planner.plan(brief.index.costs, brief.devices, _options(brief), brief.paths)
     route, warnings = _route(brief, planned)
     route = _numbered(route, members)
     if gone := sorted(set(brief.addresses) - set(members)):
@@ -67,8 +70,9 @@ def plan(brief: Brief) -> RingPlan:
         warnings += (f"{who} left out: in no order of the ring does everyone reach its neighbours",)
     recipe = brief.recipe
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
-    if danger is not None and brief.step == 0:  # once: not again when a ring heals or a run is resumed
-        warnings += (danger,)
+    if brief.step == 0:  # once: not again when a ring heals or a run is resumed
+        warnings += (danger,) if danger is not None else ()
+        warnings += _slow_ways(planned)
     setup = Setup(
         route, recipe, planned.window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
@@ -96,12 +100,12 @@ def tried(
     scout = Scout(endpoint, crew, log)
     scout.hellos.update(hellos)
     numbers = sorted(brief.addresses)
-    seen = scout.look(numbers[1:], sample[1])
+    seen = scout.look(brief.addresses, sample[1], brief.apart)
     cost = index.costs[sample[0]].at(largest)
-    devices = described(
-        brief.devices, [seen[node] for node in numbers], cost.forward_s + cost.backward_s, brief.recipe.threads
-    )
-    return replace(brief, devices=devices), scout.hellos
+    devices, paths = described(
+        brief.devices, numbers, seen, cost.forward_s + cost.backward_s, brief.recipe.threads
+    )  # fmt: skip
+    return replace(brief, devices=devices, paths=paths), scout.hellos
 
 
 def _arranged(brief: Brief, members: list[int]) -> Brief:
@@ -122,7 +126,7 @@ def with_best_microbatches(brief: Brief, batch_sizes: Collection[int]) -> Brief:
     least = brief.index.least_microbatch
     made = best_plan(
         brief.index.costs, brief.devices, _options(brief),
-        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least,
+        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least, brief.paths,
     )  # fmt: skip
     count = made.options.ring.microbatches
     training = msgspec.structs.replace(brief.config.training, microbatches=count)
@@ -220,12 +224,27 @@ def _numbered(route: Route, members: Sequence[int]) -> Route:
 
 def _lines(route: Route, members: Sequence[int], brief: Brief) -> dict[int, float]:
     """Bytes per second from every node to the one behind it, where it is known."""
-    links = {number: device.link for number, device in zip(members, brief.devices, strict=True)}
+    devices = dict(zip(members, brief.devices, strict=True))
     rates = {
-        here.node: min(links[here.node].up_bytes_per_s, links[there.node].down_bytes_per_s)
+        here.node: rate_between(devices[here.node], devices[there.node], brief.paths)
         for here, there in pairwise(route.visits)
     }
     return {node: rate for node, rate in rates.items() if math.isfinite(rate)}
+
+
+def _slow_ways(planned: Plan) -> tuple[str, ...]:
+    """Neighbours that reach each other worse than others."""
+    around = [planned.devices[node] for node in planned.options.holders(len(planned.devices))]
+    found = []
+    for here, there in pairwise(around):
+        ways = [planned.paths.get((a.name, b.name)) for a, b in ((here, there), (there, here))]
+        rate = min((way.bytes_per_s for way in ways if way is not None), default=math.inf)
+        if math.isfinite(rate):
+            found.append(
+                f"between {here.name} and {there.name} only {bytes_text(rate)}/s go through, less than either has elsewhere; "
+                "the plan reckons with it"
+            )
+    return tuple(found)
 
 
 def _share(node: int, route: Route, layers: list[Layer]) -> Share:

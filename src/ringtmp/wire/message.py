@@ -4,7 +4,7 @@ Between neighbours, during a pass (a training step or an evaluation):
     Activations  clockwise        Gradients  anticlockwise, exactly one per training Activations
     Norms        anticlockwise    Scale      clockwise; only when gradients are clipped
 Between the master and a node, outside passes:
-    Sample, Timed, Echo  before there is a plan
+    Sample, Timed, Echo, Echoed; Meet, Try, Tried  before there is a plan (Echo and Echoed between any two)
     Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
     Keep         a piece of a snapshot, to the neighbour that holds it; Held, Whole, Void, Recall, Restore, Missing: about it
     Renew        a node was lost: drop your part and say hello again, in the next generation
@@ -236,10 +236,35 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
-    """Bytes to try a line with; the answer is one too, and brings `back` bytes."""
+    """Bytes to try a line with; the answer brings `back` bytes."""
 
+    number: int
     back: int
     tensors: Specs = ()
+
+
+class Echoed(msgspec.Struct, frozen=True, array_like=True, tag="echoed"):
+    number: int  # of what it answers
+    tensors: Specs = ()
+
+
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
+    """Others whose line to the receiver will be tried."""
+
+    addresses: dict[int, Address]
+
+
+class Try(msgspec.Struct, frozen=True, array_like=True, tag="try"):
+    """How fast is the line from you to this one?"""
+
+    peer: int
+
+
+class Tried(msgspec.Struct, frozen=True, array_like=True, tag="tried"):
+    peer: int
+    there_bytes_per_s: float
+    back_bytes_per_s: float
+    latency_s: float
 
 
 class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
@@ -402,6 +427,6 @@ Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
     | Inspect | Inspected | Failed | Stop | Bye | Renew
     | Keep | Held | Whole | Void | Recall | Restore | Missing
-    | Sample | Timed | Echo
+    | Sample | Timed | Echo | Echoed | Meet | Try | Tried
     | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
 )  # fmt: skip
