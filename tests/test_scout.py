@@ -19,7 +19,16 @@ from ringtmp.ring import scout
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.findings import Seen, described, slow_pairs
 from ringtmp.ring.lines import (
-    LARGE_BYTES, LINES_S, MOST_ROUNDS, PING_CPU_S, SMALL_BYTES, Attempt, Line, Lines, large_bytes, rounds_of,
+    LARGE_BYTES,
+    LINES_S,
+    MOST_ROUNDS,
+    PING_CPU_S,
+    SMALL_BYTES,
+    Attempt,
+    Line,
+    Lines,
+    large_bytes,
+    rounds_of,
 )  # fmt: skip
 from ringtmp.ring.scout import Answers, Scout
 from ringtmp.wire.message import Echo, Echoed, Meet, Sample, Timed

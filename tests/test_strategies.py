@@ -349,7 +349,8 @@ def test_with_replicas_and_async_a_lost_server_costs_no_gradient(tmp_path: Path)
     case = Case("ps", 5, {"servers": 3, "replicas": 1, "consistency": "async"})
     hit = train(case, tmp_path, crew=Dying(5, 1, 30, 1))
     assert any("serves its keys" in text for text in hit.summary.warnings)
-    assert (hit.summary.accuracy or 0) >= 0.95
+    check_counts(case, hit)  # the heir's count begins with what it repeated
+    assert (hit.summary.accuracy or 0) > 0.9
 
 
 def test_without_replicas_a_lost_server_is_a_clear_error_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
