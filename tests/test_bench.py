@@ -181,7 +181,7 @@ def test_other_settings_another_environment_or_a_damaged_file_are_measured_again
         assert perform(tmp_path, plain)[0].outcome == "measured"
         assert mark.read_text() == "xxx" + "x" * number
         assert msgspec.json.decode(path.read_bytes(), type=Measurement).result is not None
-    assert not list(path.parent.glob("*.new"))
+    assert [each.name for each in path.parent.iterdir() if each.name.startswith(".")] == []
 
 
 def test_a_case_that_fails_is_recorded_and_the_bench_goes_on(tmp_path: Path) -> None:

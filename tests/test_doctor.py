@@ -148,7 +148,7 @@ def test_devices_that_join_at_once_all_reach_the_table(master: Master, tmp_path:
         begin.wait()
         here = agent.Agent(token, agent.join(token, keys, facts), keys, facts, HOST, lambda text: None)
         while not end.wait(0.1):
-            here._tell(Here(f"{number}", facts))
+            here._beat()
         here.close()
 
     threads = [threading.Thread(target=device, args=(number,)) for number in range(9)]
@@ -174,8 +174,8 @@ def test_news_of_a_death_waits_until_the_master_listens(tmp_path: Path) -> None:
     told: list[object] = []
     here._tell(Died("run", 3, -9, "killed"))  # nobody is there
     here._say_to_master = lambda message: not told.append(message)  # type: ignore[method-assign,func-returns-value]
-    here._tell(Here("x", facts))
-    here._tell(Here("x", facts))
+    here._beat()
+    here._beat()
     assert [type(each) for each in told] == [Here, Died, Here]
     here.close()
 
@@ -190,7 +190,7 @@ def test_news_of_another_run_is_not_believed(master: Master, tmp_path: Path) -> 
             here._tell(Died(ring, 1, -9, ring))
         limit = time.monotonic() + 10
         while not (found := [each.died for each in master.hub.present() if each.died]) and time.monotonic() < limit:
-            here._tell(Here(here._incarnation, facts))
+            here._beat()
             time.sleep(0.05)
         assert [each.ring for each in found] == ["this"]
     finally:

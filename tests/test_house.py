@@ -13,7 +13,7 @@ ROOT = Path(ringtmp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 #: A package may import those in the rows above its own, and its own row.
 ORDER = [
-    {"units", "errors", "untrusted", "resources", "factory", "platforms", "limits", "signals", "__init__"},
+    {"files", "units", "errors", "untrusted", "resources", "factory", "platforms", "limits", "signals", "__init__"},
     {"data"},
     {"model", "plan", "metrics"},
     {"report"},

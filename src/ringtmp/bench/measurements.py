@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import msgspec
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.machine import Environment
 from ringtmp.errors import RingError, UsageError
+from ringtmp.files import write_atomic
 
 SCHEMA = 1
 Outcome = Literal["measured", "failed", "timed out"]
@@ -82,10 +82,8 @@ class Store:
 
     def save(self, measurement: Measurement) -> None:
         path = self.path(measurement.job, measurement.repeat)
-        fresh = path.with_suffix(".new")
         try:
-            fresh.write_bytes(msgspec.json.format(msgspec.json.encode(measurement)) + b"\n")
-            os.replace(fresh, path)
+            write_atomic(path, msgspec.json.format(msgspec.json.encode(measurement)) + b"\n")
         except OSError as error:
             raise RingError(
                 f"{path} cannot be written: {error.strerror}; what was measured before is kept, and the same command "

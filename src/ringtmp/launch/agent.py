@@ -149,7 +149,7 @@ class Agent:
             now = time.monotonic()
             if now - last_beat >= BEAT_S:
                 last_beat = now
-                self._tell(Here(self._incarnation, self._facts))
+                self._beat()
             if self._monitor.poll(0):
                 raise UsageError(
                     "the master no longer knows this device: it was revoked, or the ring was made anew; ask for a fresh token"
@@ -259,11 +259,12 @@ class Agent:
             shutil.rmtree(self._shelf, ignore_errors=True)
             self._shelf = None
 
-    def _tell(self, message: Here | Started | Died | Leaving) -> None:
-        """While nobody listens, news waits for the next beat; a beat does not. A master knows whose news it is by the beat
-        before it."""
-        if not isinstance(message, Here):
-            self._news.append(message)
+    def _tell(self, news: Started | Died | Leaving) -> None:
+        """While nobody listens, news waits for the next beat. A master knows whose news it is by the beat before it."""
+        self._news.append(news)
+        self._beat()
+
+    def _beat(self) -> None:
         listening = self._say_to_master(Here(self._incarnation, self._facts))
         while listening and self._news and (listening := self._say_to_master(self._news[0])):
             self._news.popleft()

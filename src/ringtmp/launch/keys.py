@@ -24,6 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from ringtmp.errors import UsageError
+from ringtmp.files import write_atomic
 from ringtmp.transport.curve import KeyPair, new_key_pair
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ def identity(folder: Path | None = None) -> KeyPair:
         if path.exists():
             return KeyPair(*_read(path, tuple[str, str]))
         keys = new_key_pair()
-        _write(path, msgspec.json.encode(tuple(keys)))
+        _write(path, tuple(keys))
         return keys
 
 
@@ -101,7 +102,7 @@ class Rings:
                 )
             keys = new_key_pair()
             made = RingFile(keys.public, keys.secret)
-            _write(path, msgspec.json.encode(made))
+            _write(path, made)
             return made
 
     def set_address(self, name: str, address: str) -> None:
@@ -175,7 +176,7 @@ class Rings:
                 raise UsageError(f"no ring {name!r} here")
 
             def save(ring: RingFile) -> None:
-                _write(path, msgspec.json.encode(ring))
+                _write(path, ring)
 
             yield _read(path, RingFile), save
 
@@ -224,14 +225,8 @@ def _read(path: Path, kind: type[T]) -> T:
         raise UsageError(f"{path} cannot be read: {error}: move it away to begin anew") from error
 
 
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+def _write(path: Path, what: object) -> None:
+    write_atomic(path, msgspec.json.encode(what), 0o600)
 
 
 @contextmanager

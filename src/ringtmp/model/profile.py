@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
+from ringtmp.files import write_atomic
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.execute import Program
 from ringtmp.model.layers import SMALLER
@@ -82,11 +83,9 @@ class ProfileCache:
 
     def put(self, key: str, profile: Profile) -> None:
         path = self._folder / f"{key}.json"
-        part = path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(profile))
-            part.replace(path)
+            write_atomic(path, msgspec.json.encode(profile))
 
 
 def default_folder() -> Path:

@@ -21,6 +21,7 @@ import msgspec
 
 from ringtmp.config import RunConfig
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
+from ringtmp.files import write_atomic
 from ringtmp.model import portable
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import LayerCost
@@ -139,16 +140,3 @@ class RunDirectory:
         except (OSError, msgspec.DecodeError, msgspec.ValidationError, ProtocolError) as error:
             raise CheckpointError(f"the layers of {self.path} cannot be read: {error}") from error
         return index, layers
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -1,0 +1,21 @@
+"""Files that are there whole or not at all. No torch import: agents write some too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Whoever reads meanwhile reads what was there before; a full disk leaves that, and nothing half written beside it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
