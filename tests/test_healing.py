@@ -73,7 +73,7 @@ def run(folder: Path, crew: MemoryCrew, keep: KeepPart | None = None, data: Any 
     base = {"batch_size": 16, "microbatches": 4, "optimizer": "adamw", "optimizer_settings": {"lr": 0.01}}
     config = RunConfig(
         training=TrainingPart(data="given", steps=STEPS, **{**base, **training}),
-        ring=RingPart(nodes=crew.nodes, schedule=schedule),
+        ring=RingPart(nodes=crew.nodes, schedule=schedule, all_devices=True),
         keep=keep or KeepPart(checkpoint_every=4),
     )
     data = data or (tensors("t", *blobs()), tensors("t", *blobs(30)))

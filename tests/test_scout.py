@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path as Folder
 from typing import cast
@@ -17,12 +18,13 @@ from ringtmp.plan.device import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quot
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.ring import scout
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.findings import Seen, described, slow_pairs
+from ringtmp.ring.findings import Seen, described, doubtful, settled
 from ringtmp.ring.lines import (
     LARGE_BYTES,
     LINES_S,
     MOST_ROUNDS,
     PING_CPU_S,
+    SILENT_BYTES_PER_S,
     SMALL_BYTES,
     Attempt,
     Line,
@@ -31,7 +33,7 @@ from ringtmp.ring.lines import (
     rounds_of,
 )  # fmt: skip
 from ringtmp.ring.scout import Answers, Scout
-from ringtmp.wire.message import Echo, Echoed, Meet, Sample, Timed
+from ringtmp.wire.message import Echo, Echoed, Meet, Sample, Timed, Tried
 
 MIB = 2**20
 
@@ -169,14 +171,16 @@ def found_of(looked: Seen) -> tuple[tuple[Device, ...], Paths]:
     return described([Device("mabcdefg"[node]) for node in numbers], numbers, looked, 1.0, 1)
 
 
-FAST, SLOW = Line(1e7, 1e7, 0.002), Line(1e6, 1e6, 0.002)
+FAST = Line(1e7, 1e7, 0.002)
 
 
 def test_a_pair_that_is_as_its_lines_say_has_no_path_of_its_own() -> None:
     devices, paths = found_of(seen({(1, 2): Line(8e6, 1.2e7, 0.0025)}, [FAST, FAST]))
     assert paths == {}
     assert devices[1].link.up_bytes_per_s == FAST.up_bytes_per_s
-    assert slow_pairs({1: FAST, 2: FAST}, {(1, 2): Line(8e6, 1.2e7, 0.0025)}) == []
+    once = {(1, 2): Line(8e6, 1.2e7, 0.0025)}
+    assert doubtful({1: FAST, 2: FAST}, once) == []
+    assert settled({1: FAST, 2: FAST}, once, {}) == once
 
 
 def test_a_pair_that_is_slower_than_its_lines_has_a_path_of_its_own() -> None:
@@ -184,7 +188,51 @@ def test_a_pair_that_is_slower_than_its_lines_has_a_path_of_its_own() -> None:
     devices, paths = found_of(seen(pair, [FAST, FAST]))
     assert paths == {("a", "b"): Path(1e6, pytest.approx(0.002))}, "one way"
     assert (rate_between(devices[1], devices[2], paths), rate_between(devices[2], devices[1], paths)) == (1e6, 1e7)
-    assert slow_pairs({1: FAST, 2: FAST}, pair) == [(1, 2)]
+
+
+def test_a_slow_pair_has_a_second_try_and_without_one_says_nothing() -> None:
+    lines = {1: FAST, 2: FAST}
+    once: dict[tuple[int, int], Line | None] = {(1, 2): Line(1e6, 9e6, 0.002)}
+    assert doubtful(lines, once) == [(1, 2)]
+    assert settled(lines, once, {}) == {}, "there was no time"
+    assert settled(lines, once, {(1, 2): Line(9e6, 8e6, 0.001)}) == {(1, 2): Line(9e6, 9e6, 0.001)}, "it was held up"
+    assert settled(lines, once, {(1, 2): None}) == {(1, 2): Line(1e6, 9e6, 0.002)}
+
+
+def test_a_pair_that_is_silent_twice_is_planned_as_a_very_slow_one() -> None:
+    lines, once = {1: FAST, 2: FAST}, {(1, 2): None}
+    assert doubtful(lines, once) == [(1, 2)]
+    assert settled(lines, once, {}) == {}
+    pairs = settled(lines, once, {(1, 2): None})
+    _, paths = found_of(seen(pairs, [FAST, FAST]))
+    assert set(paths) == {("a", "b"), ("b", "a")}
+    assert {path.bytes_per_s for path in paths.values()} == {SILENT_BYTES_PER_S}
+
+
+def test_that_two_are_near_each_other_says_nothing_of_a_third_that_was_not_tried() -> None:
+    far = Line(1e6, 2e6, 0.020)
+    devices, paths = found_of(seen({(1, 2): Line(9e7, 9e7, 0.0), (3, 4): Line(9e7, 9e7, 0.0)}, [far] * 4))
+    _, a, b, c, _ = devices
+    assert rate_between(a, b, paths) == 9e7
+    assert (rate_between(b, c, paths), rate_between(c, b, paths)) == (1e6, 1e6)
+
+
+@pytest.mark.parametrize("told", [(0.0, 1e6, 0.0), (1e6, math.nan, 0.0), (math.inf, 1e6, 0.0), (1e6, 1e6, -1.0)])
+def test_a_line_that_cannot_be_is_refused(told: tuple[float, float, float]) -> None:
+    lines = Lines(cast(Endpoint, Paper(1.0, 1.0, 0.0)), lambda node, true, what, limit_s: None)
+    with pytest.raises(ProtocolError, match="found a line to node 2"):
+        lines.heard(Mail(1, Tried(2, *told), [], 0, 0.0, 0.0))
+
+
+def test_an_attempt_asks_nothing_more_after_its_limit() -> None:
+    paper = Paper(1e4, 1e4, 0.0)  # a small message takes three seconds
+    attempt = Attempt(cast(Endpoint, paper), 1, limit_s=1.0)
+    while paper.now < 1:
+        mail = paper.answer()
+        attempt.heard(mail, cast(Echoed, mail.message))
+    assert attempt.line is None
+    with pytest.raises(IndexError):
+        paper.answer()
 
 
 def test_two_that_are_near_each_other_and_far_from_the_master_are_known_to_be() -> None:

@@ -12,6 +12,7 @@ from ringtmp.metrics.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    LineTried,
     NodeEnded,
     NodeStarted,
     NodeStep,
@@ -155,7 +156,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         elif isinstance(event, Warned):
             warnings.append(event.text)
         else:
-            assert isinstance(event, CheckpointSaved | SnapshotWhole)
+            assert isinstance(event, CheckpointSaved | SnapshotWhole | LineTried)
     if started is None:
         return None
     config, facts = started.config, started.facts

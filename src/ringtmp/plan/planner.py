@@ -305,6 +305,7 @@ def _simulated(
     chosen = [each for each, _ in rough[:2]]
     if known:
         largest = min(known, key=lambda each: (-len(each.order), each.bottleneck))
+        largest = _rearranged(segments, devices, [largest], paths)[-1]
         chosen += [largest] if largest not in chosen else []
     found = [refine(segments, [devices[i] for i in each.order], each, paths, REFINE_ACTIONS) for each in chosen]
     if (single := alone(segments, devices)) is not None:

@@ -94,6 +94,7 @@ class Endpoint:
         self._local: list[Mail] = []
         self._forgotten: set[int] = set()
         self._peers: set[int] = set()
+        self._met: dict[int, Address] = {}
         #: Links of ended generations to peers not heard in this one: what was said last may not have reached them.
         self._parting: dict[int, list[Link]] = {}
         self._retired: list[tuple[int, Channel, Counters]] = []
@@ -125,6 +126,8 @@ class Endpoint:
         self._links.clear()
         self._local.clear()
         self._forgotten.clear()
+        self._peers |= self._met.keys()
+        self._met = {}
         self.sent.clear()
         self.inspect = lambda message: None
         self._generation = generation
@@ -133,16 +136,22 @@ class Endpoint:
         self._transport.connect(peer, address)
 
     def connect_all(self, addresses: Mapping[int, Address]) -> None:
-        """These are the peers from now on, beside the master; whoever was one before and is not is hung up on, and what it
-        has not acknowledged is dropped."""
-        for peer in self._peers - addresses.keys():
+        """These are the peers of this generation, beside the master; whoever was one before and is not is hung up on. One
+        that was only met is not heard any more either."""
+        for peer in (self._peers | self._met.keys()) - addresses.keys():
             self._transport.hang_up(peer)
-            for channel in Channel:
-                if (link := self._links.pop((peer, channel), None)) is not None:
-                    self._retired.append((peer, channel, link.counters))
+        for peer in self._met.keys() - addresses.keys():
+            self.forget(peer)
+        for peer, address in addresses.items():
+            if self._met.get(peer) != address:
+                self._transport.connect(peer, address)
+        self._peers, self._met = set(addresses), {}
+
+    def meet(self, addresses: Mapping[int, Address]) -> None:
+        """Others of this generation to try lines with, before it is known who is a peer."""
         for peer, address in addresses.items():
             self._transport.connect(peer, address)
-        self._peers = set(addresses)
+        self._met = dict(addresses)
 
     def post(self, peer: int, message: Message, tensors: Sequence[torch.Tensor | None] = ()) -> None:
         """Send. Never blocks; the tensors must not change until they have arrived."""

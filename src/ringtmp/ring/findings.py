@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from statistics import median_low
 
 from ringtmp.plan.device import CURVE_BYTE_CPU_S, NETWORK_MESSAGE_CPU_S, Device, Link, Path, Paths, quota_of
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.plan.route import MASTER
-from ringtmp.ring.lines import Line, Pair
+from ringtmp.ring.lines import SILENT_BYTES_PER_S, Line, Pair
 from ringtmp.wire.message import Timed
 
 #: Devices with the same quota that differ by no more than this are taken to be alike: a plan that believes in what was
@@ -37,18 +38,38 @@ class Seen:
     pairs: Mapping[Pair, Line]  # between others
 
 
-def slow_pairs(lines: Mapping[int, Line], pairs: Mapping[Pair, Line]) -> list[Pair]:
-    """Those that are clearly slower than the lines of the two to the master promise."""
-    return [
-        (a, b)
-        for (a, b), line in pairs.items()
-        if a in lines and b in lines
-        if _less(line.down_bytes_per_s, min(lines[a].up_bytes_per_s, lines[b].down_bytes_per_s))
-        or _less(line.up_bytes_per_s, min(lines[b].up_bytes_per_s, lines[a].down_bytes_per_s))
-    ]
+def doubtful(lines: Mapping[int, Line], pairs: Mapping[Pair, Line | None]) -> list[Pair]:
+    """Those that were not heard of, or are clearly slower than the lines of the two to the master promise."""
+    found = []
+    for (a, b), line in pairs.items():
+        if line is None:
+            found.append((a, b))
+        elif a in lines and b in lines:
+            there = min(lines[a].up_bytes_per_s, lines[b].down_bytes_per_s)
+            back = min(lines[b].up_bytes_per_s, lines[a].down_bytes_per_s)
+            if _less(line.down_bytes_per_s, there) or _less(line.up_bytes_per_s, back):
+                found.append((a, b))
+    return found
 
 
-def better(one: Line, other: Line) -> Line:
+def settled(
+    lines: Mapping[int, Line], once: Mapping[Pair, Line | None], again: Mapping[Pair, Line | None]
+) -> dict[Pair, Line]:
+    """The better of two tries. A doubtful one that had no second says nothing; one that was silent twice is as slow as that
+    takes, and as far as the others are."""
+    found = {}
+    doubted = set(doubtful(lines, once))
+    usual_s = median_low([line.latency_s for line in lines.values()] or [0.0])
+    silent = Line(SILENT_BYTES_PER_S, SILENT_BYTES_PER_S, usual_s)
+    for pair, first in once.items():
+        if pair not in doubted:
+            found[pair] = first or silent
+        elif pair in again:
+            found[pair] = _better(first or silent, again[pair] or silent)
+    return found
+
+
+def _better(one: Line, other: Line) -> Line:
     return Line(
         max(one.down_bytes_per_s, other.down_bytes_per_s),
         max(one.up_bytes_per_s, other.up_bytes_per_s),
@@ -121,6 +142,11 @@ def _paths(ends: Mapping[int, Line], raised: Mapping[int, Line], pairs: Mapping[
             latency_s = end.latency_s + ends[MASTER].latency_s
             found[MASTER, node] = Path(end.down_bytes_per_s, latency_s)
             found[node, MASTER] = Path(end.up_bytes_per_s, latency_s)
+    for source, target in permutations(ends, 2):
+        apart = MASTER not in (source, target) and (source, target) not in pairs and (target, source) not in pairs
+        if apart and (raised[source] != ends[source] or raised[target] != ends[target]):
+            rate = min(ends[source].up_bytes_per_s, ends[target].down_bytes_per_s)  # nobody knows better
+            found[source, target] = Path(rate, ends[source].latency_s + ends[target].latency_s)
     for source, target, rate, latency_s in _ways(pairs):
         slow = _less(rate, min(raised[source].up_bytes_per_s, raised[target].down_bytes_per_s))
         usual_s = ends[source].latency_s + ends[target].latency_s

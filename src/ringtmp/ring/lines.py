@@ -10,6 +10,7 @@ no node is in two of them at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -24,8 +25,13 @@ from ringtmp.wire.message import Echo, Echoed, Tried, Try
 #: A leader's own lines together; and all lines, with those between others.
 LINES_S = 1.5
 ALL_LINES_S = 1.9
-#: So long a pair may take at most: it may be that the two cannot reach each other.
+#: So long a pair may take at most, and by itself, in a second try: it may be that the two cannot reach each other.
 PAIR_S = 1.0
+ALONE_S = 3.0
+#: Second tries are rare, and have time of their own.
+AGAIN_S = 6.0
+#: Less than this goes through where a pair was silent twice: it would have been enough for all there is to ask.
+SILENT_BYTES_PER_S = 1e5
 #: Everyone with everyone takes this many rounds with eight nodes; of more nodes, not all pairs are tried.
 MOST_ROUNDS = 7
 PINGS = 5
@@ -93,18 +99,19 @@ def large_bytes(small_s: float) -> int:
 
 
 class Attempt:
-    """One line being tried from this end. `line` once it is known."""
+    """One line being tried from this end. `line` once it is known; after `limit_s` nothing more is asked."""
 
-    def __init__(self, endpoint: Endpoint, peer: int) -> None:
+    def __init__(self, endpoint: Endpoint, peer: int, limit_s: float = math.inf) -> None:
         self.peer = peer
         self.line: Line | None = None
+        self._until_s = endpoint.clock() + limit_s
         self._endpoint = endpoint
         self._asking = asking()
         self._ask(next(self._asking))
 
     def heard(self, mail: Mail, answer: Echoed) -> None:
-        if mail.sender != self.peer or answer.number != self._number:
-            return  # of an attempt that was given up
+        if mail.sender != self.peer or answer.number != self._number or mail.arrived_at > self._until_s:
+            return  # of an attempt that was given up, or too late
         try:
             self._ask(self._asking.send(mail.arrived_at - self._asked_at))
         except StopIteration as end:
@@ -129,8 +136,10 @@ class Lines:
         """True: it was about a line."""
         message = mail.message
         if isinstance(message, Tried):
-            line = Line(message.there_bytes_per_s, message.back_bytes_per_s, message.latency_s)
-            self._told[mail.sender, message.peer] = line
+            told = message.there_bytes_per_s, message.back_bytes_per_s, message.latency_s
+            if not (all(map(math.isfinite, told)) and min(told[:2]) > 0 and told[2] >= 0):
+                raise ProtocolError(f"node {mail.sender} found a line to node {message.peer} of {told}")
+            self._told[mail.sender, message.peer] = Line(*told)
         elif not isinstance(message, Echoed):
             return False
         elif self._attempt is not None:
@@ -151,20 +160,20 @@ class Lines:
         return found
 
     def between(
-        self, rounds: Sequence[Collection[Pair]], until_s: float, pump: Callable[[], object]
-    ) -> dict[Pair, Line]:
-        """Those between other nodes, as many as there is time for; pairs that do not answer are not among them."""
-        found = {}
+        self, rounds: Sequence[Collection[Pair]], until_s: float, limit_s: float, pump: Callable[[], object]
+    ) -> dict[Pair, Line | None]:
+        """Those between other nodes, as many as there is time for; None: nothing was heard within the limit."""
+        found: dict[Pair, Line | None] = {}
         for pairs in rounds:
             begun = self._endpoint.clock()
             if begun > until_s:
                 break
             self._told.clear()
             for first, second in pairs:
-                self._endpoint.post(first, Try(second))
-            while not self._told.keys() >= set(pairs) and self._endpoint.clock() < begun + PAIR_S:
+                self._endpoint.post(first, Try(second, limit_s))
+            while not self._told.keys() >= set(pairs) and self._endpoint.clock() < begun + limit_s:
                 pump()
-            found.update({pair: self._told[pair] for pair in pairs if pair in self._told})
+            found.update({pair: self._told.get(pair) for pair in pairs})
         return found
 
 

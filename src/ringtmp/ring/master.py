@@ -37,6 +37,7 @@ from ringtmp.wire.message import (
     Held,
     Inspect,
     Inspected,
+    Meet,
     Missing,
     Place,
     Recall,
@@ -108,6 +109,8 @@ class Master(Lead):
                 node_here.emit = self._log.write
             else:
                 self.endpoint.post(node, theirs)
+        for node in self.hellos.keys() - setup.route.nodes():
+            self.endpoint.post(node, Meet({}))  # left out: nobody's peer
         here = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for index, layer in enumerate(self._layers):
             holder = setup.route.holder(index).node

@@ -24,9 +24,9 @@ from ringtmp.plan.route import MASTER
 from ringtmp.resources import own_memory_bytes, rss_bytes
 from ringtmp.ring.edges import run_backward
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.findings import Seen, better, slow_pairs
+from ringtmp.ring.findings import Seen, doubtful, settled
 from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
-from ringtmp.ring.lines import ALL_LINES_S, Attempt, Lines, echo, rounds_of
+from ringtmp.ring.lines import AGAIN_S, ALL_LINES_S, ALONE_S, PAIR_S, Attempt, Lines, echo, rounds_of
 from ringtmp.wire.address import Address
 from ringtmp.wire.message import Crossing, Echo, Echoed, Meet, Sample, Timed, Tried, Try
 
@@ -133,9 +133,10 @@ class Answers:
         elif isinstance(message, Sample):
             endpoint.post(MASTER, timed(message))
         elif isinstance(message, Meet):
-            endpoint.connect_all(message.addresses)
+            endpoint.connect_all({})  # those of before, if any
+            endpoint.meet(message.addresses)
         else:
-            self._attempt = Attempt(endpoint, message.peer)
+            self._attempt = Attempt(endpoint, message.peer, message.limit_s)
         return True
 
     def _heard(self, endpoint: Endpoint, mail: Mail, answer: Echoed) -> None:
@@ -170,14 +171,15 @@ class Scout(Lead):
             self._until_node(node, lambda node=node: node in self._timed, "to be measured", HELLO_LIMIT_S)  # type: ignore[misc]
         until_s = self.endpoint.clock() + ALL_LINES_S
         lines = self._lines.tried(others)
-        pairs = self._lines.between(rounds, until_s, self._pump)
+        once = self._lines.between(rounds, until_s, PAIR_S, self._pump)
         # Those at work beside it may have held a pair up: one that looks slow has another try, by itself.
-        again = self._lines.between([[pair] for pair in slow_pairs(lines, pairs)], until_s, self._pump)
-        pairs |= {pair: better(pairs[pair], line) for pair, line in again.items()}
-        for (source, target), line in ({(MASTER, node): line for node, line in lines.items()} | pairs).items():
+        doubted = [[pair] for pair in doubtful(lines, once)]
+        again = self._lines.between(doubted, self.endpoint.clock() + AGAIN_S, ALONE_S, self._pump)
+        seen = Seen(told | self._timed, lines, settled(lines, once, again))
+        for (source, target), line in {**{(MASTER, node): line for node, line in lines.items()}, **seen.pairs}.items():
             rates = line.down_bytes_per_s, line.up_bytes_per_s
             self._log.write(LineTried(time.monotonic(), source, target, *rates, line.latency_s))
-        return Seen(told | self._timed, lines, pairs)
+        return seen
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Timed):

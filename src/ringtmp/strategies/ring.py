@@ -233,18 +233,18 @@ def _lines(route: Route, members: Sequence[int], brief: Brief) -> dict[int, floa
 
 
 def _slow_ways(planned: Plan) -> tuple[str, ...]:
-    """Neighbours that reach each other worse than others."""
-    around = [planned.devices[node] for node in planned.options.holders(len(planned.devices))]
-    found = []
+    """Workers next to each other that reach each other worse than others."""
+    around = [planned.devices[node].name for node in planned.options.holders(len(planned.devices))]
+    found: dict[frozenset[str], str] = {}
     for here, there in pairwise(around):
-        ways = [planned.paths.get((a.name, b.name)) for a, b in ((here, there), (there, here))]
+        ways = [planned.paths.get(pair) for pair in ((here, there), (there, here))]
         rate = min((way.bytes_per_s for way in ways if way is not None), default=math.inf)
-        if math.isfinite(rate):
-            found.append(
-                f"between {here.name} and {there.name} only {bytes_text(rate)}/s go through, less than either has elsewhere; "
-                "the plan reckons with it"
+        if math.isfinite(rate) and planned.devices[MASTER].name not in (here, there):
+            found[frozenset((here, there))] = (
+                f"between {here} and {there} only {bytes_text(rate)}/s go through, less than either has elsewhere; the plan "
+                "reckons with it"
             )
-    return tuple(found)
+    return tuple(found.values())
 
 
 def _share(node: int, route: Route, layers: list[Layer]) -> Share:

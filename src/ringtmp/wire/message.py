@@ -255,9 +255,10 @@ class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
 
 
 class Try(msgspec.Struct, frozen=True, array_like=True, tag="try"):
-    """How fast is the line from you to this one?"""
+    """How fast is the line from you to this one? Given up after the limit."""
 
     peer: int
+    limit_s: float
 
 
 class Tried(msgspec.Struct, frozen=True, array_like=True, tag="tried"):
