@@ -1,8 +1,9 @@
 """How fast a line is, and how long a message takes on it: tried from one end, each way by itself.
 
-The shortest of a few round trips of an empty message is twice the latency. A small and a larger message differ by what the
-rate alone explains: latency, the start of a connection and what a shaped line lets through at once are in both. A slow
-line gets less to carry, so that all together take a second or so.
+The shortest of a few round trips of an empty message is twice the latency. A small message says how much a middle one may
+carry, the middle one how much a large one; two of them differ by what the rate alone explains: latency, the start of a
+connection and what a shaped line lets through at once are in both. A slow line gets less to carry, and no large message, so
+that all together take a second or so.
 
 A leader tries its own lines one after another. Then those between the other nodes, as many pairs at a time as there are:
 no node is in two of them at once.
@@ -38,10 +39,14 @@ PINGS = 5
 #: What the two nodes do with an empty message that nothing else holds up.
 PING_CPU_S = 500e-6
 SMALL_BYTES = 32 * 1024
-#: The larger message takes about this long, and is within these sizes.
-LARGE_S = 0.04
-DOUBTFUL = 0.3
-LARGE_BYTES = (64 * 1024, 2 * 2**20)
+#: What the next message carries beyond the one before it: about this long, and within these sizes.
+MIDDLE_S, MIDDLE_BYTES = 0.02, (64 * 1024, 256 * 1024)
+LARGE_S, LARGE_BYTES = 0.04, (64 * 1024, 2 * 2**20)
+MOST_BYTES = SMALL_BYTES + MIDDLE_BYTES[1] + LARGE_BYTES[1]
+#: One lost packet is waited for a fifth of a second: what looks slower than this share of what was found before is asked again.
+DOUBTFUL, TRIES = 0.3, 3
+#: A line too fast to tell from the noise is as fast as anything a plan could want.
+NOISE_S = 1e-4
 
 Pair = tuple[int, int]
 #: So many bytes there, so many back; how long it took, or what follows.
@@ -61,7 +66,7 @@ class Line:
 
 def echo(endpoint: Endpoint, mail: Mail, message: Echo) -> None:
     """On a node: answer, with as many bytes as are asked for."""
-    if not 0 <= message.back <= SMALL_BYTES + LARGE_BYTES[1]:
+    if not 0 <= message.back <= MOST_BYTES:
         raise ProtocolError(f"node {mail.sender} asks for {message.back} bytes to try a line with")
     endpoint.post(mail.sender, Echoed(message.number), _bytes(message.back))
 
@@ -77,25 +82,30 @@ def asking() -> Asking:
     return Line(down, up, max(around_s / 2 - PING_CPU_S, 0.0))
 
 
-def _rate(
-    around_s: float, carry: Callable[[int], tuple[int, int]]
-) -> Generator[tuple[int, int], float, float]:  # fmt: skip
+def _rate(around_s: float, carry: Callable[[int], tuple[int, int]]) -> Generator[tuple[int, int], float, float]:
     first_s = yield carry(SMALL_BYTES)
     small_s = min(first_s, (yield carry(SMALL_BYTES)))
-    large = large_bytes(small_s - around_s)
-    large_s = yield carry(SMALL_BYTES + large)
-    tries = 1
-    # One lost packet is waited for a fifth of a second: a line that looks much slower than a small message found it.
-    while large / large_s < DOUBTFUL * SMALL_BYTES / max(small_s - around_s, 1e-4) and tries < 3:
-        large_s, tries = min(large_s, (yield carry(SMALL_BYTES + large))), tries + 1
-    # A line too fast to tell from the noise is as fast as anything a plan could want.
-    return large / max(large_s - small_s, 1e-4)
+    rate = SMALL_BYTES / max(small_s - around_s, NOISE_S)
+    middle = _within(MIDDLE_BYTES, rate * MIDDLE_S)
+    rate, middle_s = yield from _beyond(carry, SMALL_BYTES, small_s, middle, rate)
+    if middle_s - small_s < LARGE_S:
+        large = _within(LARGE_BYTES, rate * LARGE_S)
+        rate, _ = yield from _beyond(carry, SMALL_BYTES + middle, middle_s, large, rate)
+    return rate
 
 
-def large_bytes(small_s: float) -> int:
-    """How much to send after a small message took so long, beyond the round trip."""
-    least, most = LARGE_BYTES
-    return int(min(max(SMALL_BYTES / max(small_s, 1e-6) * LARGE_S, least), most))
+def _beyond(
+    carry: Callable[[int], tuple[int, int]], known: int, known_s: float, more: int, expected: float
+) -> Generator[tuple[int, int], float, tuple[float, float]]:
+    """The rate, from what `more` bytes take beyond those whose time is known; and the time of all of them."""
+    took_s, tries = math.inf, 0
+    while tries == 0 or (more / max(took_s - known_s, NOISE_S) < DOUBTFUL * expected and tries < TRIES):
+        took_s, tries = min(took_s, (yield carry(known + more))), tries + 1
+    return more / max(took_s - known_s, NOISE_S), took_s
+
+
+def _within(sizes: tuple[int, int], wanted: float) -> int:
+    return int(min(max(wanted, sizes[0]), sizes[1]))
 
 
 class Attempt:
