@@ -28,6 +28,7 @@ from ringtmp.units import seconds_text
 AIM = "Communication hides behind computing: equation (3)"
 QUICK_WAYS = ("ring", "ps:bsp")
 FULL_WAYS = ("ring", "ring:staleness=1", "ps:bsp", "allreduce:ring")
+SLOW_MBPS = 10.0
 RATES = {True: (20.0, LINK_MBPS), False: (1.0, 3.0, 10.0, 30.0, LINK_MBPS, 300.0, 1000.0, 10000.0)}
 
 
@@ -46,7 +47,8 @@ def cells(choices: Choices) -> list[Cell]:
     found = []
     for way in _ways(choices):
         for rate in RATES[choices.quick]:
-            steps = 6 if choices.quick else 16
+            # On a slow link a step of the parameter server takes half a minute, and each is as long as the one before.
+            steps = 6 if choices.quick or rate < SLOW_MBPS else 16
             # The usual rate is that of a run which is there already.
             work = grid.tuned(choices, way, None if rate == LINK_MBPS and choices.quick else steps)
             found.append(cell(choices, way, work, choices.place(choices.nodes, link_mbps=rate), f"{rate:g} Mbit/s"))
