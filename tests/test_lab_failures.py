@@ -34,8 +34,9 @@ WAIT_S = 90.0
 
 
 class Lab:
-    def __init__(self, folder: Path, devices: int, *more: object) -> None:
+    def __init__(self, folder: Path, devices: int, *more: object, everyone: bool = True) -> None:
         self.folder, self.names = folder, NAMES[:devices]
+        self._everyone = ("--all-devices",) if everyone else ()
         (folder / "mine.py").write_text(MODEL)
         self._file = devices_file(folder, *(device(name, CPU) for name in self.names))
         self.log = folder / "run" / "events.jsonl"
@@ -45,7 +46,7 @@ class Lab:
     def begin(self, *flags: object) -> None:
         with self._said.open("a") as said:
             self.process = subprocess.Popen(
-                [*CLI, "lab", "--devices", str(self._file), "--", "train", "--all-devices", *map(str, flags)],
+                [*CLI, "lab", "--devices", str(self._file), "--", "train", *self._everyone, *map(str, flags)],
                 cwd=self.folder, stdout=subprocess.DEVNULL, stderr=said, text=True, start_new_session=True,
             )  # fmt: skip
 
@@ -149,8 +150,10 @@ class Lab:
 def labs(tmp_path: Path) -> Iterator[Callable[..., Lab]]:
     made: list[Lab] = []
 
-    def make(devices: int, *more: object, at_once: Callable[[Lab], None] = lambda lab: None) -> Lab:
-        made.append(Lab(tmp_path, devices, *more))
+    def make(
+        devices: int, *more: object, at_once: Callable[[Lab], None] = lambda lab: None, everyone: bool = True
+    ) -> Lab:
+        made.append(Lab(tmp_path, devices, *more, everyone=everyone))
         at_once(made[0])
         made[0].until(lambda: made[0].steps_done() >= 10, "step 10")
         return made[0]
@@ -196,20 +199,17 @@ def test_a_lost_route_to_the_master_and_one_between_two_neighbours(labs: Callabl
 
 
 def test_a_slow_way_between_two_devices_is_found_before_the_first_plan(labs: Callable[..., Lab]) -> None:
-    lab = labs(4, at_once=lambda lab: lab.lay_slow_cable("shelf", "attic", 4))
-    pairs = [each for each in events.read(lab.log) if isinstance(each, LineTried) and each.source]
+    lab = labs(4, at_once=lambda lab: lab.lay_slow_cable("shelf", "attic", 4), everyone=False)
+    names = dict(re.findall(r"^(\d)\. (\w+):", lab.said(), re.MULTILINE))
     rates = {
-        frozenset((lab.node(each.source), lab.node(each.target))): min(each.there_bytes_per_s, each.back_bytes_per_s)
-        for each in pairs
+        frozenset((names[str(each.source)], names[str(each.target)])): (each.there_bytes_per_s, each.back_bytes_per_s)
+        for each in events.read(lab.log)
+        if isinstance(each, LineTried) and each.source
     }
     slow = rates.pop(frozenset(("shelf", "attic")))
-    assert 3e5 < slow < 6e5, "4 Mbit/s"
+    assert 3e5 < min(slow) <= max(slow) < 6e5, "4 Mbit/s"
     assert len(rates) == 2
-    assert min(rates.values()) > 5e6, "100 Mbit/s"
-    (numbers,) = [(each.source, each.target) for each in pairs if each.there_bytes_per_s < 6e5]
-    neighbours = abs(numbers[0] - numbers[1]) == 1  # every device takes part, in the order of the numbers
-    said = " ".join(lab.said().split())
-    assert ("go through, less than either has elsewhere" in said) == neighbours, said
+    assert min(map(min, rates.values())) > 5e6, "100 Mbit/s"
 
 
 def test_a_host_stopped_for_half_a_minute_is_lost_in_time_and_back_when_it_wakes(labs: Callable[..., Lab]) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from costs import layers
 from ringtmp.plan import planner
 from ringtmp.plan.device import Device, Link, Path, latency_between, rate_between
-from ringtmp.plan.order import shortest_order
+from ringtmp.plan.order import shortest_orders
 from ringtmp.plan.planner import PlanOptions
+from ringtmp.strategies.ring import _slow_ways
 
 LINK = Link(1e7, 1e7)
 SLOW = Path(1e5, 0.0)
@@ -25,6 +26,13 @@ def both(*pairs: str, path: Path = SLOW) -> dict[tuple[str, str], Path]:
 
 def there(count: int) -> list[Device]:
     return [Device("mabcdefghijk"[number], link=LINK) for number in range(count)]
+
+
+def shortest_order(
+    order: tuple[int, ...], devices: list[Device], paths: dict[tuple[str, str], Path], size: float
+) -> tuple[int, ...]:
+    (found,) = shortest_orders([order], devices, paths, size)
+    return found
 
 
 def test_two_that_hardly_reach_each_other_are_kept_apart() -> None:
@@ -73,3 +81,26 @@ def test_a_plan_goes_around_a_slow_path_and_is_as_fast_as_without_it() -> None:
     assert found.paths == slow
     kept = planner.plan(made, free.devices, replace(options, keep_all=True), slow)
     assert kept.step_s > 2 * free.step_s, "in the given order it cannot"
+
+
+def test_one_that_hears_nobody_but_the_master_is_left_out_whoever_it_is() -> None:
+    devices = there(6)
+    made = layers(24, forward_s=0.01, backward_s=0.02, output=1e5)
+    for lonely in "abcde":
+        slow = both(*(lonely + other for other in "abcde" if other != lonely))
+        found = planner.plan(made, devices, PlanOptions(16, 4, process_bytes=0.0), slow)
+        names = [each.name for each in found.devices]
+        assert lonely not in names
+        assert len(names) == 5
+        assert [each.device for each in found.left_out] == [lonely]
+
+
+def test_neighbours_that_hardly_reach_each_other_are_named_once_unless_nobody_tried() -> None:
+    made, options = (
+        layers(12, forward_s=0.01, backward_s=0.02, output=1e5),
+        PlanOptions(16, 4, process_bytes=0.0, keep_all=True),
+    )
+    (said,) = _slow_ways(planner.plan(made, there(4), options, both("ab", "ac", "mc")))
+    assert said.startswith("between a and b only 97.7 KiB/s go through")
+    guessed = both("ab", path=replace(SLOW, tried=False))
+    assert _slow_ways(planner.plan(made, there(4), options, guessed)) == ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as Folder
 from typing import cast
 
@@ -18,17 +18,19 @@ from ringtmp.plan.device import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quot
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.ring import scout
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.findings import Seen, described, doubtful, settled
+from ringtmp.ring.findings import SILENT_BYTES_PER_S, Seen, described, doubtful, settled
 from ringtmp.ring.lines import (
     LINES_S,
+    MIDDLE_BYTES,
     MOST_BYTES,
     MOST_ROUNDS,
     PING_CPU_S,
-    SILENT_BYTES_PER_S,
     SMALL_BYTES,
     Attempt,
     Line,
     Lines,
+    disjoint,
+    neighbours_of,
     rounds_of,
 )  # fmt: skip
 from ringtmp.ring.scout import Answers, Scout
@@ -120,8 +122,9 @@ def test_rate_each_way_and_latency_are_found_behind_a_burst(
     """A shaped line lets 2 ms worth through at once, ten frames or a segment at least: none of it shows in what is found."""
     paper = Paper(down, up, latency_s, burst)
     (line,) = tried(paper)
-    assert line.down_bytes_per_s == pytest.approx(down, rel=0.01)
-    assert line.up_bytes_per_s == pytest.approx(up, rel=0.01)
+    error = 0.01 if burst < MIDDLE_BYTES[1] else 0.05
+    assert line.down_bytes_per_s == pytest.approx(down, rel=error)
+    assert line.up_bytes_per_s == pytest.approx(up, rel=error)
     assert line.latency_s == pytest.approx(latency_s, abs=1e-6)
     assert paper.now - 2 * 15 * latency_s < 0.35, "all lines of a ring in under two seconds"
 
@@ -155,6 +158,13 @@ def test_an_answer_to_an_attempt_that_was_given_up_is_passed_over() -> None:
         paper.answer()
 
 
+def test_where_the_order_is_given_only_neighbours_are_tried_and_silent_ones_together() -> None:
+    assert neighbours_of([1, 2, 3, 4, 5]) == [[(1, 2), (3, 4)], [(2, 3), (4, 5)]]
+    assert neighbours_of([1, 2]) == [[(1, 2)]]
+    assert neighbours_of([1]) == []
+    assert disjoint([(1, 2), (2, 3), (3, 4)]) == [[(1, 2), (3, 4)], [(2, 3)]]
+
+
 @pytest.mark.parametrize("nodes", range(12))
 def test_in_a_round_nobody_is_in_two_pairs_and_up_to_eight_all_meet_once(nodes: int) -> None:
     rounds = rounds_of(range(1, nodes + 1))
@@ -166,7 +176,7 @@ def test_in_a_round_nobody_is_in_two_pairs_and_up_to_eight_all_meet_once(nodes: 
         assert len(met) == nodes * (nodes - 1) // 2
 
 
-def seen(pairs: dict[tuple[int, int], Line], lines: Sequence[Line], told: Timed | None = None) -> Seen:
+def seen(pairs: Mapping[tuple[int, int], Line | None], lines: Sequence[Line], told: Timed | None = None) -> Seen:
     """A master with a line to each of the others."""
     everyone = dict.fromkeys(range(len(lines) + 1), told or Timed(1.0, PROCESS_BYTES, 2**30))
     return Seen(everyone, dict(enumerate(lines, start=1)), pairs)
@@ -208,7 +218,9 @@ def test_a_slow_pair_has_a_second_try_and_without_one_says_nothing() -> None:
 def test_a_pair_that_is_silent_twice_is_planned_as_a_very_slow_one() -> None:
     lines, once = {1: FAST, 2: FAST}, {(1, 2): None}
     assert doubtful(lines, once) == [(1, 2)]
-    assert settled(lines, once, {}) == {}
+    assert settled(lines, once, {}) == once, "there was no time for a second try"
+    far = Line(9e6, 9e6, 0.050)
+    assert settled(lines, once, {(1, 2): far}) == {(1, 2): far}, "with the latency it has"
     pairs = settled(lines, once, {(1, 2): None})
     _, paths = found_of(seen(pairs, [FAST, FAST]))
     assert set(paths) == {("a", "b"), ("b", "a")}
@@ -252,9 +264,9 @@ def test_two_that_are_near_each_other_and_far_from_the_master_are_known_to_be() 
     assert latency_between(master, a, paths) == pytest.approx(0.020)
 
 
-def test_beyond_a_gigabit_nothing_is_slow() -> None:
+def test_what_processors_hold_up_is_not_a_slow_line() -> None:
     quick = Line(2e10, 2e10, 0.0)
-    _, paths = found_of(seen({(1, 2): Line(1.3e8, 1e9, 0.0)}, [quick, quick]))
+    _, paths = found_of(seen({(1, 2): Line(4.1e7, 1e9, 0.0)}, [quick, quick]))
     assert paths == {}
 
 
@@ -266,7 +278,7 @@ def test_a_scout_tries_every_line_and_those_between_the_others(
     crew = MemoryCrew(4)
     endpoint = crew.start("ring", 0)
     try:
-        looked = Scout(endpoint, crew, log).look(crew.addresses(), Sample(b"", (), 1), [frozenset((1, 3))])
+        looked = Scout(endpoint, crew, log).look(crew.addresses(), Sample(b"", (), 1), apart=[frozenset((1, 3))])
     finally:
         endpoint.close()
         log.close()

@@ -73,6 +73,8 @@ class Laying:
         protect = keep.protect if ring.strategy == "ring" else "checkpoint"
         self._protection = Protection(protect, training.staleness)
         self._rebalancing = Rebalancing(ring.rebalance)
+        self._known: Brief | None = None  # of the last layout, with its devices as they were found
+        self._try_again = False
         self._kept = -1  # the step of the last snapshot that was recorded
         self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
 
@@ -134,14 +136,14 @@ class Laying:
             self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices,
             self._targets, self._apart,
         )  # fmt: skip
-        if (measured := self._rebalancing.devices_for(brief)) is not None:
-            brief, found = measured, dict(hellos)
-        else:
-            brief, found = ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        brief, found = self._measured(brief, endpoint, hellos)
         if training.microbatches == "auto":
             brief = self._choose_microbatches(brief)
             config, training = brief.config, brief.config.training
         plan = catalog.plan(brief)
+        # One that was left out may have been busy with something else: it has another chance with the next layout.
+        self._try_again = isinstance(plan, ring.RingPlan) and plan.left_out
+        self._known = None if self._crew.alike else brief
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
             self._warn(warning)
@@ -186,6 +188,22 @@ class Laying:
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
         self._log.flush()
         self._rebalancing.watch(plan, self._log, endpoint.clock, self._crew.alike)
+
+    def _measured(
+        self, brief: Brief, endpoint: Endpoint, hellos: Mapping[int, Hello]
+    ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+        """With devices as the run knows them, or as they are found to be now: trying them takes longer than healing."""
+        if (moved := self._rebalancing.devices_for(brief)) is not None:
+            return moved, dict(hellos)
+        known = {} if self._known is None else {(each.name, each.identity): each for each in self._known.devices}
+        same = all((each.name, each.identity) in known for each in brief.devices)
+        if self._known is not None and same:
+            brief = dataclasses.replace(brief, paths=self._known.paths)
+            if not self._try_again:
+                devices = tuple(known[each.name, each.identity] for each in brief.devices)
+                return dataclasses.replace(brief, devices=devices), dict(hellos)
+        assert self._log is not None
+        return ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos, pairs=not same)
 
     def _choose_microbatches(self, brief: Brief) -> Brief:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""

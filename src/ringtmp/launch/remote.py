@@ -287,7 +287,10 @@ class RemoteCrew:
         for node, device in sorted(self._devices.items()):  # a place taken anew stands last
             name = device.facts.name
             unique = name if names.count(name) == 1 and name != "master" else f"{name} ({node})"
-            found.append(planned.Device(unique, cores=device.facts.cores, memory_bytes=device.facts.memory_bytes))
+            facts = device.facts
+            found.append(
+                planned.Device(unique, cores=facts.cores, memory_bytes=facts.memory_bytes, identity=device.key)
+            )  # fmt: skip
         return tuple(found)
 
     def pids(self) -> dict[int, int]:

@@ -128,7 +128,8 @@ class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 class LineTried(msgspec.Struct, frozen=True, tag="line"):
-    """Before a plan: how much goes from one node to another, and back, and how long an empty message takes."""
+    """Before a plan: how much goes from one node to another, and back, and how long an empty message takes. Nothing at all:
+    they did not hear each other."""
 
     at: float
     source: int

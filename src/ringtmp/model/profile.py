@@ -85,7 +85,7 @@ class ProfileCache:
         path = self._folder / f"{key}.json"
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, msgspec.json.encode(profile))
+            write_atomic(path, msgspec.json.encode(profile), durable=False)
 
 
 def default_folder() -> Path:

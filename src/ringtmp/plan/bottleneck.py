@@ -15,7 +15,7 @@ looking at are few, because a master with a long tail is the bottleneck itself; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -195,14 +195,14 @@ def shortest_way(segments: Segments, devices: Sequence[Device], cap: float) -> C
     return Candidate(tuple(range(len(devices))), _bounds(cuts, count), cap)
 
 
-def states_of(devices: Sequence[Device]) -> int:
-    """How many multisets of workers there are."""
-    return math.prod(len(members) + 1 for members in _kinds(devices))
+def states_of(devices: Sequence[Device], named: Collection[str] = ()) -> int:
+    """How many multisets of workers there are; those named are of no kind but their own."""
+    return math.prod(len(members) + 1 for members in _kinds(devices, named))
 
 
-def every_multiset(segments: Segments, devices: Sequence[Device]) -> list[Candidate]:
+def every_multiset(segments: Segments, devices: Sequence[Device], named: Collection[str] = ()) -> list[Candidate]:
     """For every choice of workers that can hold the model: the best order and cuts, bottleneck first."""
-    kinds = _kinds(devices)
+    kinds = _kinds(devices, named)
     states = sorted(product(*(range(len(members) + 1) for members in kinds)), key=sum)
     rows = segments.table.count + 1
     best: dict[tuple[int, ...], Matrix] = {states[0]: _nobody(rows, range(rows))}
@@ -253,10 +253,11 @@ def _costs_of(segments: Segments, device: Device, state: tuple[int, ...]) -> Mat
     return segments.worker(device, 1, visits)
 
 
-def _kinds(devices: Sequence[Device]) -> list[list[int]]:
+def _kinds(devices: Sequence[Device], named: Collection[str]) -> list[list[int]]:
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(devices[1:], start=1):
-        kinds.setdefault(device.kind, []).append(index)
+        name = device.name if device.name in named else None
+        kinds.setdefault((*device.kind, name), []).append(index)
     return list(kinds.values())
 
 

@@ -72,6 +72,7 @@ class Device:
     link: Link = Link()
     busy_share: float = 1.0  # of busy_w - idle_w: of its cores, those that compute
     nj_per_byte: float = 0.0
+    identity: str = ""  # who it is, where a name may be given to another later
 
     @property
     def pace(self) -> float:
@@ -98,6 +99,7 @@ class Path:
 
     bytes_per_s: float
     latency_s: float
+    tried: bool = True  # else nobody knows better
 
 
 #: (from, to) by device name; pairs that are not here have what their two links give.

@@ -16,7 +16,7 @@ from ringtmp.plan.bottleneck import Candidate, Segments, every_multiset, given_o
 from ringtmp.plan.costs import CostTable
 from ringtmp.plan.device import Device, LayerCost, Paths, check_devices
 from ringtmp.plan.memory import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.order import shortest_order
+from ringtmp.plan.order import shortest_orders
 from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
 from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.rule import Schedule
@@ -192,7 +192,7 @@ def _candidates(
         found = [spread(segments, devices, options.holders(len(devices)), paths, REFINE_ACTIONS)]
     elif options.keep_all or len(devices) == 1:
         found = _as_given(segments, devices, paths)
-    elif states_of(devices) <= MOST_STATES:
+    elif states_of(devices, _named(paths)) <= MOST_STATES:
         found = _weighed(segments, devices, paths)
     else:
         found, gap = _searched(segments, devices, paths)
@@ -274,22 +274,25 @@ def _as_given(segments: Segments, devices: Sequence[Device], paths: Paths | None
 
 def _weighed(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
     """Every choice of workers by its bottleneck and its way; the best few are simulated."""
-    candidates = every_multiset(segments, devices)
-    ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each))
-    likely = _rearranged(segments, devices, ranked[:FINALISTS], paths)
-    return _simulated(segments, devices, likely, candidates, paths)
+    candidates = every_multiset(segments, devices, _named(paths))
+    if paths:
+        candidates += _rearranged(segments, devices, candidates, paths)
+    ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each, paths))
+    return _simulated(segments, devices, ranked[:FINALISTS], candidates, paths)
+
+
+def _named(paths: Paths | None) -> set[str]:
+    """Devices that no other of their kind may stand in for."""
+    return {name for pair in paths or () for name in pair}
 
 
 def _rearranged(
-    segments: Segments, devices: Sequence[Device], likely: list[Candidate], paths: Paths | None
-) -> list[Candidate]:
-    """The likely ones, and the same devices in the order with the shortest way where paths make a difference: bottlenecks
-    are weighed by links alone."""
-    if not paths:
-        return likely
-    found = list(likely)
-    for each in likely:
-        order = shortest_order(each.order, devices, paths, segments.table.mean_cut_bytes)
+    segments: Segments, devices: Sequence[Device], known: Sequence[Candidate], paths: Paths
+) -> list[Candidate]:  # fmt: skip
+    """The same devices in the order with the shortest way, where that is another: bottlenecks are weighed by links alone."""
+    found = []
+    orders = shortest_orders([each.order for each in known], devices, paths, segments.table.mean_cut_bytes)
+    for each, order in zip(known, orders, strict=True):
         again = None if order == each.order else given_order(segments, [devices[i] for i in order])
         found += [replace(again, order=order)] if again is not None else []
     return found
@@ -305,8 +308,8 @@ def _simulated(
     chosen = [each for each, _ in rough[:2]]
     if known:
         largest = min(known, key=lambda each: (-len(each.order), each.bottleneck))
-        largest = _rearranged(segments, devices, [largest], paths)[-1]
-        chosen += [largest] if largest not in chosen else []
+        around = _rearranged(segments, devices, [largest], paths) if paths else []
+        chosen += [each for each in (largest, *around) if each not in chosen]
     found = [refine(segments, [devices[i] for i in each.order], each, paths, REFINE_ACTIONS) for each in chosen]
     if (single := alone(segments, devices)) is not None:
         found.append(refine(segments, devices[:1], single, paths, REFINE_ACTIONS))
@@ -337,7 +340,8 @@ def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None
         smaller = _better(segments, devices, None, [i for i in best.order if i not in slow])
         known += [smaller] if smaller is not None else []
         dropped *= 2
-    return _simulated(segments, devices, _rearranged(segments, devices, known, paths), known, paths), gap
+    known += _rearranged(segments, devices, known, paths) if paths else []
+    return _simulated(segments, devices, known, known, paths), gap
 
 
 def _better(
@@ -360,16 +364,22 @@ def _least_bottleneck(segments: Segments, devices: Sequence[Device], order: Sequ
     return max(sum(each) / sum(paces), max(each) / max(paces))
 
 
-def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate) -> float:
+def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate, paths: Paths | None) -> float:
     """(microbatches - 1) * bottleneck + the way of one microbatch."""
-    table, way = segments.table, 0.0
+    table, way, bottleneck = segments.table, 0.0, each.bottleneck
     numbers = (*each.order, each.order[0])
+    for here, there, (_, stop) in zip(numbers, numbers[1:], each.bounds, strict=False) if paths else ():
+        for source, target in ((devices[here], devices[there]), (devices[there], devices[here])):
+            if paths and (path := paths.get((source.name, target.name))) is not None:
+                crossing_s = table.cut_bytes[stop] / path.bytes_per_s
+                bottleneck = max(bottleneck, crossing_s)
+                way += crossing_s + path.latency_s
     for number, (first, stop) in zip(numbers, each.bounds, strict=True):
         device, stage = devices[number], table.stage(first, stop)
         way += (stage.forward_s + stage.backward_s) / device.pace
         way += 2 * table.cut_bytes[first] / min(device.link.up_bytes_per_s, device.link.down_bytes_per_s)
         way += 4 * device.link.latency_s
-    return (segments.options.microbatches - 1) * each.bottleneck + way
+    return (segments.options.microbatches - 1) * bottleneck + way
 
 
 def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, device: Device, devices: int) -> str:

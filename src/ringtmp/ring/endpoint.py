@@ -149,6 +149,7 @@ class Endpoint:
 
     def meet(self, addresses: Mapping[int, Address]) -> None:
         """Others of this generation to try lines with, before it is known who is a peer."""
+        assert self._forgotten.isdisjoint(addresses), "who was forgotten stays so in this generation"
         for peer, address in addresses.items():
             self._transport.connect(peer, address)
         self._met = dict(addresses)
@@ -240,7 +241,8 @@ class Endpoint:
     def forget(self, peer: int) -> None:
         """A peer is gone for good: nothing more is sent to it, and nothing awaited."""
         for channel in Channel:
-            self._links.pop((peer, channel), None)
+            if (link := self._links.pop((peer, channel), None)) is not None:
+                self._retired.append((peer, channel, link.counters))
         self._forgotten.add(peer)
 
     def forgot(self, peer: int) -> bool:

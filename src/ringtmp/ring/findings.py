@@ -16,15 +16,18 @@ from statistics import median_low
 from ringtmp.plan.device import CURVE_BYTE_CPU_S, NETWORK_MESSAGE_CPU_S, Device, Link, Path, Paths, quota_of
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.plan.route import MASTER
-from ringtmp.ring.lines import SILENT_BYTES_PER_S, Line, Pair
+from ringtmp.ring.lines import Line, Pair
 from ringtmp.wire.message import Timed
 
 #: Devices with the same quota that differ by no more than this are taken to be alike: a plan that believes in what was
 #: noise gives the lucky one too much to do.
 ALIKE = 0.12
-#: Less than this share of a rate is clearly less; beyond a gigabit all are the same.
+#: Less than this share of a rate is clearly less. Beyond this rate it is the processors of the two that are measured, and what
+#: they do is counted as their work.
 CLEARLY_LESS = 0.6
-ENOUGH_BYTES_PER_S = 1.25e8
+ENOUGH_BYTES_PER_S = 4e7
+#: Two that do not hear each other are planned with this: next to each other only where it cannot be helped.
+SILENT_BYTES_PER_S = 1e5
 #: Latencies that differ by less than this and half of what is expected are the same.
 SAME_S = 1e-3
 
@@ -35,7 +38,7 @@ class Seen:
 
     told: Mapping[int, Timed]  # on the wall, without a model
     lines: Mapping[int, Line]  # of the master
-    pairs: Mapping[Pair, Line]  # between others
+    pairs: Mapping[Pair, Line | None]  # between others; None: they do not hear each other
 
 
 def doubtful(lines: Mapping[int, Line], pairs: Mapping[Pair, Line | None]) -> list[Pair]:
@@ -54,18 +57,16 @@ def doubtful(lines: Mapping[int, Line], pairs: Mapping[Pair, Line | None]) -> li
 
 def settled(
     lines: Mapping[int, Line], once: Mapping[Pair, Line | None], again: Mapping[Pair, Line | None]
-) -> dict[Pair, Line]:
-    """The better of two tries. A doubtful one that had no second says nothing; one that was silent twice is as slow as that
-    takes, and as far as the others are."""
-    found = {}
+) -> dict[Pair, Line | None]:
+    """The better of two tries. One that looked slow and had no second says nothing; None: nothing was ever heard."""
     doubted = set(doubtful(lines, once))
-    usual_s = median_low([line.latency_s for line in lines.values()] or [0.0])
-    silent = Line(SILENT_BYTES_PER_S, SILENT_BYTES_PER_S, usual_s)
+    found: dict[Pair, Line | None] = {}
     for pair, first in once.items():
-        if pair not in doubted:
-            found[pair] = first or silent
-        elif pair in again:
-            found[pair] = _better(first or silent, again[pair] or silent)
+        second = again.get(pair)
+        if first is not None and second is not None:
+            found[pair] = _better(first, second)
+        elif first is None or pair not in doubted or pair in again:
+            found[pair] = first or second
     return found
 
 
@@ -122,7 +123,7 @@ def _ends(numbers: Sequence[int], lines: Mapping[int, Line]) -> dict[int, Line]:
     return ends | {MASTER: Line(fastest, fastest, own_s)}
 
 
-def _raised(ends: Mapping[int, Line], pairs: Mapping[Pair, Line]) -> dict[int, Line]:
+def _raised(ends: Mapping[int, Line], pairs: Mapping[Pair, Line | None]) -> dict[int, Line]:
     """Ends that carry clearly more between two devices than to and from the master."""
     found = dict(ends)
     for source, target, rate, _ in _ways(pairs):
@@ -135,7 +136,7 @@ def _raised(ends: Mapping[int, Line], pairs: Mapping[Pair, Line]) -> dict[int, L
     return found
 
 
-def _paths(ends: Mapping[int, Line], raised: Mapping[int, Line], pairs: Mapping[Pair, Line]) -> dict[Pair, Path]:
+def _paths(ends: Mapping[int, Line], raised: Mapping[int, Line], pairs: Mapping[Pair, Line | None]) -> dict[Pair, Path]:
     found = {}
     for node, end in ends.items():
         if raised[node] != end:
@@ -146,21 +147,24 @@ def _paths(ends: Mapping[int, Line], raised: Mapping[int, Line], pairs: Mapping[
         apart = MASTER not in (source, target) and (source, target) not in pairs and (target, source) not in pairs
         if apart and (raised[source] != ends[source] or raised[target] != ends[target]):
             rate = min(ends[source].up_bytes_per_s, ends[target].down_bytes_per_s)  # nobody knows better
-            found[source, target] = Path(rate, ends[source].latency_s + ends[target].latency_s)
-    for source, target, rate, latency_s in _ways(pairs):
+            found[source, target] = Path(rate, ends[source].latency_s + ends[target].latency_s, tried=False)
+    for source, target, rate, heard_s in _ways(pairs):
         slow = _less(rate, min(raised[source].up_bytes_per_s, raised[target].down_bytes_per_s))
         usual_s = ends[source].latency_s + ends[target].latency_s
-        other = abs(latency_s - usual_s) > SAME_S + usual_s / 2
-        if slow or other:
-            found[source, target] = Path(rate if slow else math.inf, latency_s if other else usual_s)
+        takes_s = heard_s if heard_s is not None and abs(heard_s - usual_s) > SAME_S + usual_s / 2 else usual_s
+        if slow or takes_s != usual_s:
+            found[source, target] = Path(rate if slow else math.inf, takes_s)
     return found
 
 
-def _ways(pairs: Mapping[Pair, Line]) -> list[tuple[int, int, float, float]]:
-    """(from, to, bytes per second, latency), both ways of every pair."""
-    found = []
+def _ways(pairs: Mapping[Pair, Line | None]) -> list[tuple[int, int, float, float | None]]:
+    """(from, to, bytes per second, latency if known), both ways of every pair."""
+    found: list[tuple[int, int, float, float | None]] = []
     for (a, b), line in pairs.items():
-        found += [(a, b, line.down_bytes_per_s, line.latency_s), (b, a, line.up_bytes_per_s, line.latency_s)]
+        if line is None:
+            found += [(a, b, SILENT_BYTES_PER_S, None), (b, a, SILENT_BYTES_PER_S, None)]
+        else:
+            found += [(a, b, line.down_bytes_per_s, line.latency_s), (b, a, line.up_bytes_per_s, line.latency_s)]
     return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 
@@ -31,8 +31,6 @@ PAIR_S = 1.0
 ALONE_S = 3.0
 #: Second tries are rare, and have time of their own.
 AGAIN_S = 6.0
-#: Less than this goes through where a pair was silent twice: it would have been enough for all there is to ask.
-SILENT_BYTES_PER_S = 1e5
 #: Everyone with everyone takes this many rounds with eight nodes; of more nodes, not all pairs are tried.
 MOST_ROUNDS = 7
 PINGS = 5
@@ -40,11 +38,13 @@ PINGS = 5
 PING_CPU_S = 500e-6
 SMALL_BYTES = 32 * 1024
 #: What the next message carries beyond the one before it: about this long, and within these sizes.
-MIDDLE_S, MIDDLE_BYTES = 0.02, (64 * 1024, 256 * 1024)
+MIDDLE_S, MIDDLE_BYTES = 0.02, (64 * 1024, 128 * 1024)
 LARGE_S, LARGE_BYTES = 0.04, (64 * 1024, 2 * 2**20)
 MOST_BYTES = SMALL_BYTES + MIDDLE_BYTES[1] + LARGE_BYTES[1]
-#: One lost packet is waited for a fifth of a second: what looks slower than this share of what was found before is asked again.
+#: What looks slower than this share of what was found before, and took longer by about as much as a lost packet is waited for,
+#: is asked again.
 DOUBTFUL, TRIES = 0.3, 3
+WAITED_S = (0.15, 0.6)
 #: A line too fast to tell from the noise is as fast as anything a plan could want.
 NOISE_S = 1e-4
 
@@ -98,9 +98,12 @@ def _beyond(
     carry: Callable[[int], tuple[int, int]], known: int, known_s: float, more: int, expected: float
 ) -> Generator[tuple[int, int], float, tuple[float, float]]:
     """The rate, from what `more` bytes take beyond those whose time is known; and the time of all of them."""
-    took_s, tries = math.inf, 0
-    while tries == 0 or (more / max(took_s - known_s, NOISE_S) < DOUBTFUL * expected and tries < TRIES):
-        took_s, tries = min(took_s, (yield carry(known + more))), tries + 1
+    took_s = yield carry(known + more)
+    for _ in range(TRIES - 1):
+        more_s = max(took_s - known_s, NOISE_S)
+        if more / more_s > DOUBTFUL * expected or not WAITED_S[0] < more_s < WAITED_S[1]:
+            break
+        took_s = min(took_s, (yield carry(known + more)))
     return more / max(took_s - known_s, NOISE_S), took_s
 
 
@@ -197,6 +200,24 @@ def rounds_of(nodes: Sequence[int]) -> list[list[Pair]]:
         found.append([(a, b) for a, b in across if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return [pairs for pairs in found if pairs]
+
+
+def neighbours_of(nodes: Sequence[int]) -> list[list[Pair]]:
+    """Rounds of those who stand next to each other, where the order is given."""
+    pairs = list(pairwise(nodes))
+    return [each for each in (pairs[::2], pairs[1::2]) if each]
+
+
+def disjoint(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """In as few rounds as come about by taking each as soon as both are free."""
+    found: list[list[Pair]] = []
+    for pair in pairs:
+        free = (each for each in found if all(set(pair).isdisjoint(other) for other in each))
+        room = next(free, None)
+        if room is None:
+            found.append(room := [])
+        room.append(pair)
+    return found
 
 
 def _bytes(size: int) -> list[torch.Tensor | None]:

@@ -92,6 +92,7 @@ class Node:
         self._last_visit = setup.route.last
         #: Called with every event this node produces. A worker sends it to the master.
         self.emit: Callable[[events.Event], None] = self._report
+        endpoint.sent.clear()  # what lines were tried with
         endpoint.connect_all({peer: setup.addresses[peer] for peer in self.route.neighbours(self.me) if peer != MASTER})
 
     # -- the loop ---------------------------------------------------------------------------------------------------

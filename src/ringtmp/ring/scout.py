@@ -8,7 +8,7 @@ lines are tried (lines.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from ringtmp.ring.edges import run_backward
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.findings import Seen, doubtful, settled
 from ringtmp.ring.lead import HELLO_LIMIT_S, Crew, Lead
-from ringtmp.ring.lines import AGAIN_S, ALL_LINES_S, ALONE_S, PAIR_S, Attempt, Lines, echo, rounds_of
+from ringtmp.ring.lines import AGAIN_S, ALL_LINES_S, ALONE_S, PAIR_S, Attempt, Lines, Pair, disjoint, echo, rounds_of
 from ringtmp.wire.address import Address
 from ringtmp.wire.message import Crossing, Echo, Echoed, Meet, Sample, Timed, Tried, Try
 
@@ -155,15 +155,17 @@ class Scout(Lead):
         self._lines = Lines(endpoint, self._until_node)
 
     def look(
-        self, addresses: Mapping[int, Address], sample: Sample, apart: Collection[frozenset[int]] = ()
+        self, addresses: Mapping[int, Address], sample: Sample, pairs: Callable[[Sequence[int]], list[list[Pair]]] = rounds_of,
+        apart: Collection[frozenset[int]] = (),
     ) -> Seen:  # fmt: skip
-        """At every node, the master's own too. `apart`: pairs that are known not to reach each other."""
+        """At every node, the master's own too. `pairs` says in which rounds lines between others are tried; those `apart` are
+        known not to reach each other."""
         others = sorted(addresses.keys() - {MASTER})
-        rounds = [[pair for pair in pairs if frozenset(pair) not in apart] for pairs in rounds_of(others)]
+        rounds = [[pair for pair in each if frozenset(pair) not in apart] for each in pairs(others)]
         self.gather(others)
         for node in others:
             # While they are busy with the sample, their connections are made.
-            if met := {peer for pairs in rounds for pair in pairs if node in pair for peer in pair} - {node}:
+            if met := {peer for each in rounds for pair in each if node in pair for peer in pair} - {node}:
                 self.endpoint.post(node, Meet({peer: addresses[peer] for peer in sorted(met)}))
             self.endpoint.post(node, sample)
         told = {MASTER: timed(sample)}
@@ -172,13 +174,16 @@ class Scout(Lead):
         until_s = self.endpoint.clock() + ALL_LINES_S
         lines = self._lines.tried(others)
         once = self._lines.between(rounds, until_s, PAIR_S, self._pump)
-        # Those at work beside it may have held a pair up: one that looks slow has another try, by itself.
-        doubted = [[pair] for pair in doubtful(lines, once)]
-        again = self._lines.between(doubted, self.endpoint.clock() + AGAIN_S, ALONE_S, self._pump)
+        # Those at work beside it may have held a pair up: one that looks slow has another try, by itself. Silent ones load
+        # nothing.
+        doubted = doubtful(lines, once)
+        alone = [[pair] for pair in doubted if once[pair] is not None]
+        silent = disjoint([pair for pair in doubted if once[pair] is None])
+        again = self._lines.between([*alone, *silent], self.endpoint.clock() + AGAIN_S, ALONE_S, self._pump)
         seen = Seen(told | self._timed, lines, settled(lines, once, again))
         for (source, target), line in {**{(MASTER, node): line for node, line in lines.items()}, **seen.pairs}.items():
-            rates = line.down_bytes_per_s, line.up_bytes_per_s
-            self._log.write(LineTried(time.monotonic(), source, target, *rates, line.latency_s))
+            found = (0.0, 0.0, 0.0) if line is None else (line.down_bytes_per_s, line.up_bytes_per_s, line.latency_s)
+            self._log.write(LineTried(time.monotonic(), source, target, *found))
         return seen
 
     def _hear(self, mail: Mail) -> bool:

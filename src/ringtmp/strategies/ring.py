@@ -29,6 +29,7 @@ from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.findings import described
 from ringtmp.ring.lead import Crew
+from ringtmp.ring.lines import neighbours_of, rounds_of
 from ringtmp.ring.master import Master
 from ringtmp.ring.recipe import delay_warning
 from ringtmp.ring.scout import Scout, sample_of
@@ -47,6 +48,7 @@ class RingPlan:
     facts: dict[str, Any]
     shares: tuple[Share, ...]
     planned: Plan | None = None  # None: cuts by hand, or not a plain ring
+    left_out: bool = False  # somebody was
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
         return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
@@ -81,16 +83,18 @@ def plan(brief: Brief) -> RingPlan:
     shares = tuple(_share(node, route, layers) for node in route.nodes())
     facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(brief, planned))}
     return RingPlan(
-        brief, setup, warnings, planned.summary(brief.chosen), facts, shares, planned if _movable(config.ring) else None
-    )
+        brief, setup, warnings, planned.summary(brief.chosen), facts, shares, planned if _movable(config.ring) else None,
+        bool(planned.left_out),
+    )  # fmt: skip
 
 
 def tried(
     brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
-    hellos: Mapping[int, Hello],
+    hellos: Mapping[int, Hello], pairs: bool = True,
 ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
     """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
-    `hellos` of those who have said it already; returned with those who said it meanwhile."""
+    `hellos` of those who have said it already; returned with those who said it meanwhile. Without `pairs`, lines between them
+    are what the brief knows of them."""
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.costs, index.outputs, largest, len(brief.addresses))
@@ -100,12 +104,14 @@ def tried(
     scout = Scout(endpoint, crew, log)
     scout.hellos.update(hellos)
     numbers = sorted(brief.addresses)
-    seen = scout.look(brief.addresses, sample[1], brief.apart)
+    fixed = brief.keep_all or not _movable(ring)
+    tries = (neighbours_of if fixed else rounds_of) if pairs else lambda others: []
+    seen = scout.look(brief.addresses, sample[1], tries, brief.apart)
     cost = index.costs[sample[0]].at(largest)
     devices, paths = described(
         brief.devices, numbers, seen, cost.forward_s + cost.backward_s, brief.recipe.threads
     )  # fmt: skip
-    return replace(brief, devices=devices, paths=paths), scout.hellos
+    return replace(brief, devices=devices, paths=paths if pairs else brief.paths), scout.hellos
 
 
 def _arranged(brief: Brief, members: list[int]) -> Brief:
@@ -238,7 +244,7 @@ def _slow_ways(planned: Plan) -> tuple[str, ...]:
     found: dict[frozenset[str], str] = {}
     for here, there in pairwise(around):
         ways = [planned.paths.get(pair) for pair in ((here, there), (there, here))]
-        rate = min((way.bytes_per_s for way in ways if way is not None), default=math.inf)
+        rate = min((way.bytes_per_s for way in ways if way is not None and way.tried), default=math.inf)
         if math.isfinite(rate) and planned.devices[MASTER].name not in (here, there):
             found[frozenset((here, there))] = (
                 f"between {here} and {there} only {bytes_text(rate)}/s go through, less than either has elsewhere; the plan "
