@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from commands import CLI, here
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import NodeLost, RingError
@@ -27,8 +27,6 @@ from ringtmp.plan import keys
 from ringtmp.ring.checkpoint import latest
 from ringtmp.ring.rundir import RunDirectory
 from ringtmp.wire import lossy
-
-CLI = [sys.executable, "-m", "ringtmp"]
 
 
 @dataclass(frozen=True)
@@ -448,11 +446,7 @@ def _overlaps(sent: events.Span, steps: list[events.NodeStep], step: int) -> boo
     "flags", [["ps:async", "--with", "servers=2"], ["ps:ssp:2"], ["allreduce"]], ids=lambda flags: flags[0]
 )
 def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*CLI, "train", "--strategy", *flags, "--nodes", "4", "--epochs", "8", "--json", "--quiet"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = here("train", "--strategy", *flags, "--nodes", "4", "--epochs", "8", "--json", "--quiet", cwd=tmp_path)
     summary = json.loads(done.stdout)
     assert summary["accuracy"] > 0.85
     if flags[0] != "allreduce":
