@@ -36,6 +36,18 @@ def test_a_planted_difference_of_nothing_is_reported_as_none() -> None:
     assert "no difference found" in verdict.sentence
 
 
+def test_to_be_as_good_is_less_than_to_be_better() -> None:
+    same = Sampled(parse("ring"), ((32.0,),) * 5), Sampled(parse("ps:bsp"), ((32.0,),) * 5)
+    found = contrasts.both(same, 0)
+    assert contrasts.verdict("aim", "steps", {}, found).holds == "open"
+    equal = contrasts.verdict("aim", "steps", {}, found, as_good=True)
+    assert (equal.holds, "as good, within 5%" in equal.sentence) == ("yes", True)
+    worse = contrasts.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
+    assert contrasts.verdict("aim", "seconds", {}, worse, as_good=True).holds == "no"
+    once = contrasts.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((1.0,),))], 0)
+    assert contrasts.verdict("aim", "seconds", {}, once, as_good=True).holds == "open"
+
+
 def test_what_was_measured_once_decides_nothing() -> None:
     found = contrasts.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((2.0,),))], 0)
     assert contrasts.verdict("aim", "seconds", {}, found).holds == "open"

@@ -15,12 +15,13 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ringtmp.bench import harness, progress, record
+from ringtmp.bench import harness, progress, record, statistics
 from ringtmp.bench.experiments import (
     CATALOG,
     capacity,
     conduct,
     energy,
+    equations,
     idle,
     markdown,
     named,
@@ -37,6 +38,7 @@ from ringtmp.bench.jobs import Job, digest
 from ringtmp.bench.machine import Environment
 from ringtmp.bench.measurements import SCHEMA, Measurement, Result, Store
 from ringtmp.bench.runners import largest, removal
+from ringtmp.bench.statistics import Interval
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
 from ringtmp.launch import devices
@@ -138,7 +140,7 @@ def run_events(idle_s: float, steps: int = 6, sent: int = 1000, server: bool = F
 
 def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
     made = record.record(run_events(idle_s=0.25))
-    assert quantities.idle_shares(made, 2) == [0.25] * 4
+    assert quantities.idle_times(made, 2) == [(0.5, 2.0)] * 4
     assert quantities.step_s(made, 2) == [1.0] * 4
     assert quantities.sent_bytes(made, 2) == [2000.0] * 4
     assert quantities.busiest_bytes(made, 2) == 1000.0
@@ -150,6 +152,29 @@ def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
     assert made.scores[0].accuracy == 0.75
     assert [bar.kind for bar in made.bars] == ["forward", "forward"]
     assert msgspec.convert(msgspec.to_builtins(made), record.Record) == made
+
+
+def test_a_long_step_counts_for_more_of_the_idle_share_and_of_the_speed() -> None:
+    """Idle time over training time, seconds over samples: not the mean of what single steps say."""
+    made = record.record(run_events(idle_s=0.25))
+    long = [
+        msgspec.structs.replace(each, busy_s=(0.25, *each.busy_s[1:]), idle_s=(9.75, *each.idle_s[1:]))
+        for each in made.tracks
+    ]
+    uneven = msgspec.structs.replace(
+        made, tracks=tuple(long), took_s=(10.0, *made.took_s[1:]), samples=(5, *made.samples[1:])
+    )
+    share = statistics.interval([quantities.idle_times(uneven, 0)], "ratio", 0)
+    assert share.middle == pytest.approx((9.75 + 5 * 0.25) / (10 + 5))
+    assert share.low < share.middle <= share.high
+    pace = statistics.interval([quantities.sample_times(uneven, 0)], "ratio", 0)
+    assert pace.middle == pytest.approx(15 / 55)
+
+
+def test_devices_that_were_slowed_are_told_in_their_own_time() -> None:
+    made = msgspec.structs.replace(record.record(run_events(0.25)), scale=0.5)
+    assert quantities.step_s(made, 2) == [0.5] * 4
+    assert quantities.sample_times(made, 2) == [(0.5, 10.0)] * 4
 
 
 def test_a_record_is_the_same_read_from_its_file() -> None:
@@ -174,7 +199,7 @@ def test_a_dedicated_server_is_in_no_workers_share() -> None:
     stream = run_events(0.25, server=True)
     lazy = [msgspec.structs.replace(each, busy_s=0.0, idle_s=1.0) if isinstance(each, events.NodeStep) and each.node == 0
             else each for each in stream]  # fmt: skip
-    assert quantities.idle_shares(record.record(lazy), 0) == [0.25] * 6
+    assert quantities.idle_times(record.record(lazy), 0) == [(0.25, 1.0)] * 6
 
 
 def test_a_step_done_again_counts_once() -> None:
@@ -294,6 +319,35 @@ def test_a_search_that_met_no_limit_decides_nothing() -> None:
         known = {"ring": ring, "ps:bsp": refused}
         best = {label: capacity.largest(each) for label, each in known.items()}
         assert capacity._verdict(best, known).holds == holds
+
+
+def test_a_run_that_was_merely_slow_is_no_limit_of_memory() -> None:
+    fits = largest.Try(4, 8, 4000, "fits", "", (1, 1))
+    for each, counts in (
+        (largest.Try(8, 8, 8000, "timed out", "no end within 240 s"), False),
+        (largest.Try(8, 8, 8000, "failed", "ringtmp: the port is in use"), False),
+        (largest.Try(8, 8, 8000, "failed", "ringtmp: node 1: its compute process ended with code -9 in step 0"), True),
+        (largest.Try(8, 8, 8000, "refused", "too few"), True),
+    ):
+        assert capacity._bounded([fits, each]) == counts
+
+
+def test_equations_are_judged_where_they_differ() -> None:
+    def point(mbps: float, measured_s: float, transfer_s: float) -> equations.Point:
+        return equations.Point(mbps, Interval(measured_s, measured_s, measured_s), 1.0, transfer_s)
+
+    far, near = point(1.0, 11.5, 10.0), point(10.0, 1.2, 1.0)
+    assert equations._verdict(parse("ring"), [far]).holds == "open", "c + T and max(c, T) are nearly the same there"
+    assert equations._verdict(parse("ring"), [far, near]).holds == "yes"
+    assert equations._verdict(parse("ring"), [far, point(10.0, 2.5, 1.0)]).holds == "no"
+
+
+def test_a_run_that_was_over_before_anybody_was_removed_says_nothing() -> None:
+    early, hung = {"code": 0, "removed": False}, {"code": -9, "removed": True, "error": "no end within 900 s"}
+    good = {"code": 0, "removed": True}
+    assert resilience.disturbed([early, good]) == [good]
+    assert resilience.survived(resilience.disturbed([early, good]))
+    assert not resilience.survived(resilience.disturbed([good, hung]))
 
 
 def test_parameters_of_a_size_are_those_of_the_model() -> None:

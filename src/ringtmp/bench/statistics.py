@@ -1,8 +1,9 @@
 """Medians with bootstrap intervals. Pure, seeded: the same samples give the same interval.
 
-A case is measured in repeats, a repeat has steps. Its figure is the median over repeats of each repeat's centre (the
-median of its steps, or their mean). The interval draws twice: repeats with replacement, and within each drawn repeat
-its steps (Davison and Hinkley 1997, section 3.8), so that one slow repeat widens it as much as it should.
+A case is measured in repeats, a repeat has steps. Its figure is the median over repeats of each repeat's centre: the
+median of its steps, their mean, or, of steps that are pairs, the sum of the first over the sum of the second. The
+interval draws twice: repeats with replacement, and within each drawn repeat its steps (Davison and Hinkley 1997, section
+3.8), so that one slow repeat widens it as much as it should.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-Centre = Literal["median", "mean"]
+Centre = Literal["median", "mean", "ratio"]
+#: A value; for a ratio, what is above and below the line.
+Step = float | tuple[float, float]
 #: repeats, each with its steps
-Samples = Sequence[Sequence[float]]
+Samples = Sequence[Sequence[Step]]
 
 DRAWS = 2000
 COVERAGE = 0.95
@@ -60,5 +63,9 @@ def _draws(samples: Samples, centre: Centre, random: np.random.Generator) -> np.
 
 
 def _centre(rows: np.ndarray[Any, Any], centre: Centre) -> np.ndarray[Any, Any]:
+    if centre == "ratio":
+        above, below = rows[..., 0].sum(axis=1), rows[..., 1].sum(axis=1)
+        shares: np.ndarray[Any, Any] = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+        return shares
     found: np.ndarray[Any, Any] = np.median(rows, axis=1) if centre == "median" else np.mean(rows, axis=1)
     return found

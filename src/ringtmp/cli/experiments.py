@@ -116,12 +116,13 @@ def _write(page: Page, choices: Choices, out: Path) -> None:
     import msgspec
 
     from ringtmp.bench.experiments import markdown
+    from ringtmp.files import write_atomic
     from ringtmp.report import page as paper
 
     try:
         results = {"page": page, "learning_rates": choices.rates, "repeats": choices.repeats, "seed": choices.seed}
-        (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-        (out / "results.md").write_text(markdown.markdown(page))
+        write_atomic(out / "results.json", msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+        write_atomic(out / "results.md", markdown.markdown(page).encode())
         paper.write(page, out)
     except OSError as error:
         print(f"ringtmp bench: the results cannot be written to {out}: {error.strerror}", file=sys.stderr)

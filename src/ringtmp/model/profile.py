@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.files import write_atomic
+from ringtmp.limits import group_limits
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.execute import Program
 from ringtmp.model.layers import SMALLER
@@ -214,7 +215,10 @@ def _clock(threads: int) -> Callable[[], float]:
 def _device(threads: int) -> str:
     known = fingerprint(threads)
     cpu = next((line for line in _cpuinfo() if line.startswith(("model name", "Model", "Hardware"))), "")
-    return f"{known['torch']} {known['capability']} {threads} {cpu.partition(':')[2].strip()} {known['lab_scale']}"
+    # Several threads are measured on the wall, where a quota shows.
+    quota = group_limits() if threads > 1 else None
+    here = f"{known['torch']} {known['capability']} {threads} {cpu.partition(':')[2].strip()} {known['lab_scale']}"
+    return here if quota is None or quota.cores is None else f"{here} {quota.cores:g} of {quota.period_s}"
 
 
 def _cpuinfo() -> list[str]:

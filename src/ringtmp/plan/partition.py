@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 
 from ringtmp.errors import DoesNotFit, UsageError
@@ -106,9 +106,13 @@ def alone(segments: Segments, devices: Sequence[Device]) -> Candidate | None:
     return Candidate((0,), ((0, table.count),), compute_s) if fits else None
 
 
-def refuse(segments: Segments, devices: Sequence[Device]) -> None:
+def refuse(segments: Segments, devices: Sequence[Device], keep_all: bool) -> None:
     """Say why no cuts exist: too few layers, a layer too large for everyone, or the bytes that are missing at least."""
     table = segments.table
+    if not keep_all:  # of more than there are layers for, those with most memory
+        room = max(table.count - table.least_front - table.least_tail, 0)
+        roomiest = sorted(devices[1:], key=lambda each: -each.memory_bytes)[:room]
+        devices = [devices[0], *(each for each in devices[1:] if each in roomiest)][: room + 1]
     require_layers(table, len(devices))
     refuse_single_layers(table, devices, segments.process_bytes)
     nearest = least_missing(segments, devices) if len(devices) > 1 else Candidate((0,), ((0, table.count),), math.inf)
@@ -183,16 +187,29 @@ def spread(
     trial = _Trial(segments, devices, paths, holders)
     paces = [device.pace for device in devices]
     best: Bounds = tuple(bounds_for(costs, table.has_parameters, holders, paces))
-    best_s, left, improved = trial.step_s(best), actions // trial.actions, True
+    known, left, improved = trial.looked_at(best), actions // trial.actions, True
     while improved and left > 0:
         improved = False
         for move in _moves(len(holders) - 1):
             while left > 0 and (next_bounds := _moved(best, move)) is not None:
                 left -= 1
-                if (took := trial.step_s(next_bounds)) >= best_s * (1 - 1e-9):
+                # First until it fits, then for as long as it gets faster.
+                if not (found := trial.looked_at(next_bounds)).better_than(known):
                     break
-                best, best_s, improved = next_bounds, took, True
+                best, known, improved = next_bounds, found, True
+    best_s = math.inf if known.missing_bytes > 0 else known.step_s
     return Candidate(tuple(range(len(devices))), best, best_s / segments.options.microbatches), best_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    missing_bytes: float
+    step_s: float
+
+    def better_than(self, other: _Looked) -> bool:
+        if other.missing_bytes > 0:
+            return self.missing_bytes < other.missing_bytes
+        return self.missing_bytes <= 0 and self.step_s < other.step_s * (1 - 1e-9)
 
 
 class _Trial:
@@ -214,14 +231,18 @@ class _Trial:
         self.actions = steps * len(self._holders) * (2 * segments.options.microbatches + 1)
 
     def step_s(self, bounds: Bounds) -> float:
+        looked = self.looked_at(bounds)
+        return math.inf if looked.missing_bytes > 0 else looked.step_s
+
+    def looked_at(self, bounds: Bounds) -> _Looked:
         table, nodes = self._segments.table, len(self._devices)
         if nodes > 1 and (bounds[0][1] < table.least_front or bounds[-1][0] > table.count - table.least_tail):
-            return math.inf
+            return _Looked(math.inf, math.inf)
         route = route_over(self._holders, bounds)
         result = simulate_ring(table, route, self._devices, self._options, self._paths)
         counts = held_in(result, route, self._options)
         memory = forecast(table, route, self._devices, counts, self._segments.process_bytes, self._segments.protect)
-        return math.inf if any(each.missing_bytes > 0 for each in memory) else result.step_s
+        return _Looked(sum(max(each.missing_bytes, 0.0) for each in memory), result.step_s)
 
 
 def _with_cuts(cuts: Sequence[int], layers: int) -> Bounds:

@@ -167,7 +167,7 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
     if _several_visits(options, len(devices)):
         near, _ = spread(segments, devices, holders, paths, 0)
         _make(table, layers, devices, (), options, segments.options, near.bounds, 0.0, paths)
-    refuse(segments, devices)
+    refuse(segments, devices, options.keep_all)
     raise AssertionError("nothing fits, and nothing is missing")
 
 
@@ -317,13 +317,18 @@ def _simulated(
 
 
 def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> tuple[Found, float]:
-    """Orders by rule of thumb and by exchanging pairs; then without the slowest one, two, four, ..."""
+    """Orders by rule of thumb and by exchanging pairs; then without the slowest one, two, four, ... Where none fits, those with
+    the least memory go first."""
     most = max(1, segments.table.count - segments.table.least_front - segments.table.least_tail)
     workers = sorted(range(1, len(devices)), key=lambda i: -devices[i].pace)[:most]
-    best: Candidate | None = None
-    for order in (sorted(workers), workers, workers[::-1], sorted(workers, key=lambda i: devices[i].memory_bytes)):
-        best = _better(segments, devices, best, [0, *order])
-    for attempt in range(SEARCHED_ORDERS if best is not None else 0):
+    best = _by_rule(segments, devices, workers)
+    smallest = sorted(workers, key=lambda i: devices[i].memory_bytes)
+    dropped = 1
+    while best is None and dropped < len(smallest):
+        workers = [i for i in workers if i not in smallest[:dropped]]
+        best = _by_rule(segments, devices, workers)
+        dropped *= 2
+    for attempt in range(SEARCHED_ORDERS if best is not None and len(best.order) > 2 else 0):
         assert best is not None
         order = list(best.order)
         first = 1 + attempt % (len(order) - 1)
@@ -331,7 +336,7 @@ def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None
         order[first], order[second] = order[second], order[first]
         best = _better(segments, devices, best, order)
     if best is None:
-        return [], 0.0
+        return _simulated(segments, devices, [], [], paths), 0.0
     gap = best.bottleneck / _least_bottleneck(segments, devices, best.order) - 1
     known = [best]
     dropped = 1
@@ -342,6 +347,14 @@ def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None
         dropped *= 2
     known += _rearranged(segments, devices, known, paths) if paths else []
     return _simulated(segments, devices, known, known, paths), gap
+
+
+def _by_rule(segments: Segments, devices: Sequence[Device], workers: Sequence[int]) -> Candidate | None:
+    best: Candidate | None = None
+    by_memory = sorted(workers, key=lambda i: devices[i].memory_bytes)
+    for order in (sorted(workers), workers, workers[::-1], by_memory):
+        best = _better(segments, devices, best, [0, *order])
+    return best
 
 
 def _better(

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from ringtmp.errors import RingError, UsageError
+from ringtmp.files import write_atomic
 from ringtmp.report import figures, theme
 from ringtmp.report.figures import Drawn
 from ringtmp.report.findings import Figure, Holds, Page, Section, Skipped, Table, Verdict
@@ -42,7 +43,7 @@ def write(page: Page, folder: Path) -> Path:
                     figures.table_csv(table), encoding="utf-8"
                 )
         path = folder / "report.html"
-        path.write_text(html(page, drawn), encoding="utf-8")
+        write_atomic(path, html(page, drawn).encode())
     except OSError as error:
         raise RingError(f"the report cannot be written to {folder}: {error.strerror or error}") from error
     return path

@@ -165,9 +165,15 @@ def _verdict(best: dict[str, Try | None], known: dict[str, list[Try]]) -> Verdic
     return Verdict(AIM, sentence, holds, f"{ratios[0]:.2f}")
 
 
+def too_large(each: Try) -> bool:
+    """Whether it was memory that it failed for: refused, or killed by the kernel. A run that was merely slow says nothing."""
+    killed = "code -9" in each.reason or "memory" in each.reason.lower()
+    return each.outcome == "refused" or (each.outcome == "failed" and killed)
+
+
 def _bounded(known: Sequence[Try]) -> bool:
     best = largest(known)
-    return best is not None and any(each.parameters > best.parameters for each in known if each.outcome != "fits")
+    return best is not None and any(each.parameters > best.parameters for each in known if too_large(each))
 
 
 def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> tuple[float, float]:
@@ -177,7 +183,7 @@ def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> tuple[float, float]:
     assert low_server is not None
     high = [
         min(
-            (each.parameters for each in side if each.outcome != "fits" and each.parameters > low.parameters),
+            (each.parameters for each in side if too_large(each) and each.parameters > low.parameters),
             default=None,
         )
         for side, low in ((ring, low_ring), (server, low_server))

@@ -12,15 +12,18 @@ import msgspec
 
 from ringtmp.bench import statistics
 from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.statistics import Centre, Interval
+from ringtmp.bench.statistics import Centre, Interval, Step
 from ringtmp.report.findings import Holds, Verdict
+
+#: So much more is as good.
+MARGIN = 0.05
 
 
 class Sampled(msgspec.Struct, frozen=True):
     """A way with what was measured of it: repeats, each with its steps."""
 
     way: Way
-    samples: tuple[tuple[float, ...], ...]
+    samples: tuple[tuple[Step, ...], ...]
     centre: Centre = "mean"
 
     @property
@@ -44,6 +47,10 @@ class Contrast(msgspec.Struct, frozen=True):
         if self.single:
             return "open"
         return "yes" if self.ratio.high < 1 else "no" if self.ratio.low > 1 else "open"
+
+    @property
+    def as_good(self) -> bool:
+        return not self.single and self.ratio.high <= 1 + MARGIN
 
     @property
     def ratio_text(self) -> str:
@@ -76,8 +83,11 @@ def both(found: Sequence[Sampled], seed: int) -> list[tuple[str, Contrast]]:
     return [(name, each) for name, each in made if each is not None]
 
 
-def verdict(aim: str, what: str, text: Mapping[str, str], pairs: Sequence[tuple[str, Contrast]]) -> Verdict:
-    """`what` is the cost in words, `text` a figure with its unit for every way that can be named."""
+def verdict(
+    aim: str, what: str, text: Mapping[str, str], pairs: Sequence[tuple[str, Contrast]], as_good: bool = False
+) -> Verdict:
+    """`what` is the cost in words, `text` a figure with its unit for every way that can be named. `as_good`: the aim is to be
+    as good, and holds where the ring certainly costs no more than a little more."""
     if not pairs:
         return Verdict(
             aim, f"Open: the ring or the parameter server was not measured, so {what} cannot be compared.", "open"
@@ -90,10 +100,12 @@ def verdict(aim: str, what: str, text: Mapping[str, str], pairs: Sequence[tuple[
             "no": f"{_times(each.ratio.middle)} more",
             "open": "measured once, so open" if each.single else "no difference found",
         }[each.holds]
+        if as_good and each.as_good and each.holds != "yes":
+            said = f"as good, within {MARGIN:.0%}"
         parts.append(
             f"{name}, {ring} {text.get(ring, '')} against {server} {text.get(server, '')}: {said}, ratio {each.ratio_text}"
         )
-    answers = {each.holds for _, each in pairs}
+    answers: set[Holds] = {"yes" if as_good and each.as_good else each.holds for _, each in pairs}
     holds: Holds = answers.pop() if len(answers) == 1 else "mixed"
     return Verdict(aim, f"{what[0].upper()}{what[1:]}: {'; '.join(parts)}.", holds, pairs[0][1].ratio_text)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ringtmp.bench.experiments import quantities
-from ringtmp.bench.experiments.contrasts import Sampled
+from ringtmp.bench.experiments.contrasts import Sampled, both
 from ringtmp.bench.experiments.runs import Cell, Measured
 from ringtmp.bench.record import Record
-from ringtmp.bench.statistics import Interval, interval
+from ringtmp.bench.statistics import Centre, Interval, Step, interval
 from ringtmp.report.findings import Figure, Series, Span, Table
 from ringtmp.units import bytes_text, seconds_text
 
 #: Record, steps to warm up -> a value per step
-PerStep = Callable[[Record, int], Sequence[float]]
+PerStep = Callable[[Record, int], Sequence[Step]]
 #: Recorders' words for what a node waits for, in the order of the figure.
 CAUSES = ("activations", "gradients", "parameters", "window")
 
@@ -86,12 +86,12 @@ def gantt(name: str, title: str, record: Record) -> Figure | None:
     return Figure(name, title, "gantt", spans=spans, caption="One step; where nothing is drawn a node waits.")
 
 
-def sampled(cells: Sequence[Cell], measured: Measured, values: PerStep) -> list[Sampled]:
+def sampled(cells: Sequence[Cell], measured: Measured, values: PerStep, centre: Centre = "mean") -> list[Sampled]:
     found = []
     for each in cells:
         repeats = tuple(tuple(values(record, each.job.warm_up)) for record in measured.records(each.job))
         if repeats and all(repeats):
-            found.append(Sampled(each.way, repeats))
+            found.append(Sampled(each.way, repeats, centre))
     return found
 
 
@@ -103,9 +103,9 @@ def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int)
         if not records:
             continue
         times = interval([quantities.step_s(record, warm_up) for record in records], each.way.centre, seed)
-        idle = interval([quantities.idle_shares(record, warm_up) for record in records], "mean", seed)
+        idle = interval([quantities.idle_times(record, warm_up) for record in records], "ratio", seed)
         moved = interval([quantities.sent_bytes(record, warm_up) for record in records], "mean", seed)
-        busiest = max(quantities.busiest_bytes(record, warm_up) for record in records)
+        busiest = interval([quantities.busiest_step_bytes(record, warm_up) for record in records], "mean", seed)
         spent = [quantities.step_joules(record, warm_up) for record in records]
         joules = ranged(interval(spent, "mean", seed), lambda value: f"{value:.3g}") if all(spent) else ""
         rows.append(
@@ -113,8 +113,8 @@ def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int)
                 each.way.label,
                 ranged(times, seconds_text),
                 ranged(idle, share_text),
-                bytes_text(moved.middle),
-                bytes_text(busiest),
+                ranged(moved, bytes_text),
+                ranged(busiest, bytes_text),
                 joules,
             )
         )
@@ -129,8 +129,28 @@ def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int)
     return Table(title, columns, tuple(rows), "In brackets 95 % intervals over repeats and steps.")
 
 
+def against_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int) -> Table:
+    """The best ring against the best parameter server, cost by cost, at the same precision and each at its best."""
+    costs: tuple[tuple[str, PerStep, Centre, Callable[[float], str]], ...] = (
+        ("time per step", quantities.step_s, "mean", seconds_text),
+        ("idle share of workers", quantities.idle_times, "ratio", share_text),
+        ("bytes per step", quantities.sent_bytes, "mean", bytes_text),
+        ("busiest link, bytes per step", quantities.busiest_step_bytes, "mean", bytes_text),
+        ("modelled joules per step", quantities.step_joules, "mean", lambda value: f"{value:.3g}"),
+    )
+    rows = []
+    for what, values, centre, text in costs:
+        for kind, each in both(sampled(cells, measured, values, centre), seed):
+            sides = (f"{side.way.label} {text(side.middle)}" for side in (each.ring, each.server))
+            rows.append((what, kind, *sides, each.ratio_text))
+    columns = ("cost", "compared", "ring", "parameter server", "ring over server")
+    return Table(title, columns, tuple(rows), "In brackets 95 % intervals; below 1 the ring costs less.")
+
+
 def ranged(value: Interval, text: Callable[[float], str]) -> str:
-    return f"{text(value.middle)} ({text(value.low)}–{text(value.high)})"
+    """With its interval, unless that is nothing but the value."""
+    middle, low, high = (text(each) for each in (value.middle, value.low, value.high))
+    return middle if low == middle == high else f"{middle} ({low}–{high})"
 
 
 def slug(label: str) -> str:

@@ -29,9 +29,9 @@ def cells(choices: Choices) -> list[Cell]:
 
 def section(choices: Choices, measured: Measured) -> Section:
     main = grid.task_cells(choices)
-    found = draw.sampled(main, measured, quantities.idle_shares)
+    found = _idle(main, measured)
     fair, behind = grid.learned(main, measured)
-    pairs = contrasts.both(draw.sampled(fair, measured, quantities.idle_shares), choices.seed)
+    pairs = contrasts.both(_idle(fair, measured), choices.seed)
     shares = contrasts.figures(found, choices.seed)
     text = {label: draw.share_text(each.middle) for label, each in shares.items()}
     records = {each.way.label: measured.records(each.job) for each in main if measured.records(each.job)}
@@ -48,8 +48,12 @@ def section(choices: Choices, measured: Measured) -> Section:
     verdicts = [contrasts.verdict(AIM, "idle share of workers", text, pairs)]
     for name in dict.fromkeys(each.label for each in anchors):
         group = [each for each in anchors if each.label == name]
-        tables.append(draw.cost_table(f"{name}, {choices.nodes} devices", group, measured, choices.seed))
-        verdicts.append(_anchor_verdict(name, group, choices, measured))
+        title = f"{name}, {choices.nodes} devices"
+        tables.append(draw.cost_table(title, group, measured, choices.seed))
+        # A way that does not learn the task is compared nowhere.
+        learned = [each for each in group if each.way.label in {other.way.label for other in fair}]
+        tables.append(draw.against_table(f"{title}: the ring against the server", learned, measured, choices.seed))
+        verdicts.append(_anchor_verdict(name, learned, choices, measured))
     return Section(
         "idle",
         "Idle time",
@@ -60,6 +64,10 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(tables),
         (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured)),
     )
+
+
+def _idle(group: Sequence[Cell], measured: Measured) -> list[contrasts.Sampled]:
+    return draw.sampled(group, measured, quantities.idle_times, "ratio")
 
 
 def _some(choices: Choices) -> list[str]:
@@ -97,7 +105,7 @@ def _steps(choices: Choices) -> int:
 def _lines(name: str, label: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Figure | None:
     points: dict[str, list[tuple[float, Interval]]] = {}
     for each in group:
-        for way in draw.sampled([each], measured, quantities.idle_shares):
+        for way in _idle([each], measured):
             at = each.nodes if label == "nodes" else each.work.batch_size
             points.setdefault(way.way.label, []).append(
                 (float(at), contrasts.figures([way], choices.seed)[way.way.label])
@@ -133,7 +141,7 @@ def _workers(main: Sequence[Cell], measured: Measured) -> Table:
 
 
 def _anchor_verdict(name: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Verdict:
-    found = draw.sampled(group, measured, quantities.idle_shares)
+    found = _idle(group, measured)
     text = {label: draw.share_text(each.middle) for label, each in contrasts.figures(found, choices.seed).items()}
     return contrasts.verdict(
         f"{AIM} ({name})", f"idle share of workers, {name}", text, contrasts.both(found, choices.seed)

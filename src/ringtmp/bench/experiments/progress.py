@@ -94,7 +94,7 @@ def to_target(record: Record, target: float) -> Costs:
         return NEVER
     moved = sum(quantities.sent_bytes(record, 0)[: at + 1])
     spent = sum(quantities.step_joules(record, 0)[: at + 1]) if quantities.modelled(record) else math.nan
-    return Costs(at + 1.0, sum(record.took_s[: at + 1]), moved, spent)
+    return Costs(at + 1.0, sum(quantities.step_s(record, 0)[: at + 1]), moved, spent)
 
 
 def smooth(loss: Sequence[float]) -> list[float]:
@@ -115,7 +115,8 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
         said = {label: text(value.middle) for label, value in contrasts.figures(known, choices.seed).items()}
         aim = f"{AIM} per {key.removesuffix('s')}"
         one_sided = _one_sided(aim, {way.strategy for way in shared}, there)
-        found.append(one_sided or contrasts.verdict(aim, what, said, contrasts.both(known, choices.seed)))
+        pairs = contrasts.both(known, choices.seed)
+        found.append(one_sided or contrasts.verdict(aim, what, said, pairs, as_good=True))
     return found
 
 
@@ -154,7 +155,7 @@ def _axis(name: str, record: Record) -> list[float]:
     if name == "iteration":
         return [float(step + 1) for step in record.steps]
     values = {
-        "second": lambda: list(record.took_s),
+        "second": lambda: quantities.step_s(record, 0),
         "byte": lambda: quantities.sent_bytes(record, 0),
         "joule": lambda: quantities.step_joules(record, 0),
     }[name]()

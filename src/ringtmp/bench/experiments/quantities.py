@@ -13,17 +13,23 @@ from ringtmp.metrics.energy import Load
 
 
 def step_s(record: Record, warm_up: int) -> list[float]:
-    return list(record.took_s[warm_up:])
+    """In the described devices' time, where they were slowed."""
+    return [took * record.scale for took in record.took_s[warm_up:]]
 
 
-def idle_shares(record: Record, warm_up: int) -> list[float]:
-    """Of all workers' time in a step."""
+def sample_times(record: Record, warm_up: int) -> list[tuple[float, float]]:
+    """(seconds, samples): all seconds over all samples, however long a step is."""
+    return list(zip(step_s(record, warm_up), map(float, record.samples[warm_up:]), strict=True))
+
+
+def idle_times(record: Record, warm_up: int) -> list[tuple[float, float]]:
+    """(idle, whole) seconds of all workers: a share is idle time over training time, so a long step counts for more."""
     found = []
     for step in range(warm_up, len(record.steps)):
         idle = sum(track.idle_s[step] for track in record.workers)
         whole = idle + sum(track.busy_s[step] for track in record.workers)
         if whole > 0:
-            found.append(idle / whole)
+            found.append((idle, whole))
     return found
 
 

@@ -123,12 +123,12 @@ def jobs(choices: Choices) -> list[Job]:
 
 def section(choices: Choices, measured: Measured) -> Section:
     every = losses(choices)
-    facts = [(each, measured.facts(job(choices, each))) for each in every]
+    facts = [(each, disturbed(measured.facts(job(choices, each)))) for each in every]
     rows = [_row(choices, each, found, measured) for each, found in facts if found]
     left = [
         Skipped(f"{each.way.label}: {each.text}", why)
         for each in every
-        if (why := measured.problem(job(choices, each)))
+        if (why := measured.problem(job(choices, each)) or _too_soon(measured.facts(job(choices, each))))
     ]
     left += _skipped(choices)
     columns = ("strategy", "what happened", "noticed after", "trained again after", "steps repeated", "test accuracy",
@@ -159,6 +159,16 @@ def _number(facts: Sequence[Any], key: str) -> float | None:
     return None if not values or any(value is None for value in values) else float(median(values))
 
 
+def disturbed(facts: Sequence[Any]) -> list[Any]:
+    """A run that was over before anybody was removed says nothing of it."""
+    return [each for each in facts if each.get("removed") or each.get("code") != 0]
+
+
+def _too_soon(facts: Sequence[Any]) -> str | None:
+    early = len(facts) - len(disturbed(facts))
+    return f"{early} of {len(facts)} runs were over before anybody was removed" if early else None
+
+
 def survived(facts: Sequence[Any]) -> bool:
     return all(each.get("code") == 0 and each.get("removed") for each in facts)
 
@@ -178,8 +188,6 @@ def _row(choices: Choices, loss: Loss, facts: Sequence[Any], measured: Measured)
     bits = same_bits(facts, reference)
     failed = [each for each in facts if each.get("code") != 0]
     outcome = f"failed: {failed[0].get('error')}" if failed else "went on"
-    if not failed and not all(each.get("removed") for each in facts):
-        outcome = "ended before the step of the removal"
     return (
         loss.way.label,
         loss.text,

@@ -15,7 +15,6 @@ from ringtmp.bench.experiments.choices import ALONE, Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.jobs import Job
-from ringtmp.bench.record import Record
 from ringtmp.bench.statistics import Interval
 from ringtmp.bench.workloads import Workload
 from ringtmp.report.findings import Figure, Section, Series, Skipped, Table
@@ -46,14 +45,14 @@ def section(choices: Choices, measured: Measured) -> Section:
             continue
         most = max(each.nodes for each in group)
         largest = [each for each in group if each.nodes == most]
-        found = draw.sampled(largest, measured, sample_s)
+        behind = {each.what.partition(":")[0] for each in grid.learned(grid.task_cells(choices), measured)[1]}
+        compared = [each for each in largest if each.way.label not in behind]
+        found = draw.sampled(compared, measured, quantities.sample_times, "ratio")
         speedups = {each.way.label: _speedup(each, base, measured, choices.seed) for each in largest}
         text = {label: f"{value.middle:.2f} times one device" for label, value in speedups.items() if value}
-        verdicts.append(
-            contrasts.verdict(
-                f"{AIM} ({kind})", f"time per sample on {most} devices", text, contrasts.both(found, choices.seed)
-            )
-        )
+        pairs = contrasts.both(found, choices.seed)
+        what = f"time per sample on {most} devices"
+        verdicts.append(contrasts.verdict(f"{AIM} ({kind})", what, text, pairs, as_good=True))
         figures += _figures(kind, group, base, measured, choices)
         tables.append(_table(kind, group, base, measured, choices.seed))
     return Section(
@@ -66,11 +65,6 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(tables),
         (*_skipped(choices), *grid.missing(cells(choices), measured)),
     )
-
-
-def sample_s(record: Record, warm_up: int) -> list[float]:
-    """Seconds per sample, a value per step."""
-    return [took / max(1, n) for took, n in zip(record.took_s[warm_up:], record.samples[warm_up:], strict=True)]
 
 
 def _kind(choices: Choices, kind: str) -> list[Cell]:
@@ -103,9 +97,9 @@ def _speedup(each: Cell, base: Cell, measured: Measured, seed: int) -> Interval 
     records, alone = measured.records(each.job), measured.records(base.job)
     if not records or not alone:
         return None
-    over = [sample_s(record, base.job.warm_up) for record in alone]
-    under = [sample_s(record, each.job.warm_up) for record in records]
-    return statistics.ratio(over, "mean", under, "mean", seed)
+    over = [quantities.sample_times(record, base.job.warm_up) for record in alone]
+    under = [quantities.sample_times(record, each.job.warm_up) for record in records]
+    return statistics.ratio(over, "ratio", under, "ratio", seed)
 
 
 def _figures(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, choices: Choices) -> list[Figure]:
@@ -138,7 +132,8 @@ def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, see
         if speedup is None:
             continue
         moved = max(quantities.busiest_bytes(record, each.job.warm_up) for record in measured.records(each.job))
-        rate = statistics.interval([sample_s(r, each.job.warm_up) for r in measured.records(each.job)], "mean", seed)
+        times = [quantities.sample_times(record, each.job.warm_up) for record in measured.records(each.job)]
+        rate = statistics.interval(times, "ratio", seed)
         rows.append(
             (
                 each.way.label,

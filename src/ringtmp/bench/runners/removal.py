@@ -26,6 +26,7 @@ import psutil
 from ringtmp.bench.measurements import Result
 from ringtmp.bench.process import MARK
 from ringtmp.bench.reading import RUN
+from ringtmp.errors import RingError
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import summarise
 
@@ -58,7 +59,12 @@ def perform(removal: Removal, run: Path) -> Result:
             if removal.what == "master":
                 process.wait(END_LIMIT_S)
                 process = _start(("train", "--resume", str(run), "--json", "--quiet"))
-        _, err = process.communicate(timeout=END_LIMIT_S)
+        try:
+            _, err = process.communicate(timeout=END_LIMIT_S)
+        except subprocess.TimeoutExpired:  # it hangs: an answer as any other
+            process.kill()
+            process.communicate()
+            err = f"no end within {END_LIMIT_S:g} s".encode()
     finally:
         if process.poll() is None:
             process.kill()
@@ -127,6 +133,8 @@ def _reaches(process: subprocess.Popen[bytes], log: Path, step: int) -> bool:
 
 def _remove(removal: Removal, process: subprocess.Popen[bytes], run: Path) -> float:
     targets = _targets(removal, process, run)
+    if not targets:
+        raise RingError(f"nothing was found of {removal.device or removal.node} that could be removed")
     at = time.monotonic()
     for target in targets:
         with contextlib.suppress(psutil.Error):
