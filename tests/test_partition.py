@@ -339,6 +339,37 @@ def test_cuts_by_hand_are_taken_as_they_are_or_refused() -> None:
             plan(layers(6), devices(2), PlanOptions(4, 4, cuts=wrong))
 
 
+def test_one_of_many_that_can_hold_nothing_does_not_keep_the_others_from_training() -> None:
+    """Free memory differs from device to device, so real ones are all of their own kind."""
+    options = PlanOptions(4, 4, process_bytes=10.0)
+    there = [Device(f"d{i}", 1 + i / 100, memory_bytes=1000.0 + i) for i in range(12)]
+    there[5] = replace(there[5], memory_bytes=50.0)
+    made = plan(layers(24, weights=40), there, options)
+    assert len(made.devices) > 1
+    assert "d5" in [each.device for each in made.left_out]
+    small = [replace(each, memory_bytes=50.0) for each in there[1:]]
+    only = plan(layers(24, weights=40), [replace(there[0], memory_bytes=1e9), *small], options)
+    assert [each.name for each in only.devices] == ["d0"]
+
+
+def test_too_little_memory_is_said_of_more_devices_than_layers_too() -> None:
+    small = [Device(f"d{i}", memory_bytes=1000.0) for i in range(9)]
+    with pytest.raises(DoesNotFit, match="too few"):
+        plan(layers(4, weights=450), small, PlanOptions(4, 4, process_bytes=10.0))
+
+
+def test_a_route_of_several_laps_is_moved_until_it_fits() -> None:
+    """Work in proportion to paces puts too much on the fast one, whose memory is small."""
+    there = [
+        Device("m", 1.0, memory_bytes=1e6),
+        Device("fast", 4.0, memory_bytes=600.0),
+        Device("slow", memory_bytes=1e6),
+    ]
+    made = plan(layers(24, weights=40), there, PlanOptions(4, 4, process_bytes=10.0, laps=2))
+    assert all(each.missing_bytes <= 0 for each in made.memory)
+    assert sum(len(visit.layers) for visit in made.route.on(1)) < 8
+
+
 def test_many_different_devices_are_searched_and_the_gap_is_told() -> None:
     there = [device(f"d{i}", 1.0 + 0.1 * i) for i in range(10)]
     made = plan(layers(24), there, PlanOptions(16, 16))
