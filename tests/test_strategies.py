@@ -128,7 +128,10 @@ def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path)
     result = train(case, tmp_path)
     summary = result.summary
     assert summary.accuracy is not None
-    assert summary.accuracy >= 0.95
+    # All have 0.95 and more where this was written. In which order gradients come is chance, and another processor rounds
+    # differently: where that matters, an accuracy a little lower is none the worse.
+    chance = str(case.settings.get("consistency", "bsp")) not in ("bsp", "ssp:0") or "quorum" in case.settings
+    assert summary.accuracy >= (0.93 if chance else 0.95)
     check_clocks(case, result)
     check_counts(case, result)
     check_bytes(case, summary, result)

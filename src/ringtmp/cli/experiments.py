@@ -109,7 +109,15 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool, given:
 
         page = conduct.page(choices, measured, environment, given, date.today().isoformat(), not complete)
         _write(page, choices, store.folder)
+    _refuse_nothing(measured[-len(plan) :] if plan else [], store.folder)
     return page
+
+
+def _refuse_nothing(runs: list[Measurement], folder: Path) -> None:
+    """A page of nothing but errors is no answer."""
+    if runs and all(each.result is None for each in runs):
+        said = [line for line in (runs[0].error or "").splitlines() if line.strip()] or ["nothing was said"]
+        raise RingError(f"nothing could be measured, {said[-1].strip()[:300]}; {folder}/measurements has every error")
 
 
 def _write(page: Page, choices: Choices, out: Path) -> None:
