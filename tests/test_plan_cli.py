@@ -234,6 +234,15 @@ def test_what_would_help_is_planned_anew_and_told_with_its_gain() -> None:
     assert all("bfloat16" not in each.change for each in advice.gains(made_for(there), tuple(there))), "nothing crosses"
 
 
+def test_a_strong_device_beside_a_weak_master_is_named() -> None:
+    there = [device("weak", 0.1), device("strong", 10.0, rate=0.5)]
+    made = plan(layers(8, output=4.0), there, PlanOptions(16, 8, keep_all=True))
+    best = advice.gains(made, tuple(there))[0]
+    assert best.change == "starting the run on strong alone, on 1 device"
+    assert best.step_s < made.step_s / 2
+    assert not any("starting" in each.change for each in advice.gains(made_for(devices(3)), tuple(devices(3))))
+
+
 # -- other ways ---------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ringtmp.errors import RingError
-from ringtmp.plan.device import Device
+from ringtmp.plan.device import Device, Paths
 from ringtmp.plan.planner import Plan, PlanOptions, plan
 from ringtmp.units import seconds_text
 
@@ -115,8 +115,10 @@ def gains(made: Plan, everyone: tuple[Device, ...], may_grow: bool = True) -> tu
     count = options.ring.microbatches
     tries: list[tuple[str, Callable[[], Plan]]] = []
 
-    def attempt(change: str, devices: tuple[Device, ...], with_options: PlanOptions) -> None:
-        tries.append((change, lambda: plan(made.layers, devices, with_options, made.paths)))
+    def attempt(
+        change: str, devices: tuple[Device, ...], with_options: PlanOptions, paths: Paths = made.paths
+    ) -> None:  # fmt: skip
+        tries.append((change, lambda: plan(made.layers, devices, with_options, paths)))
 
     if options.cuts is not None or options.keep_all:
         attempt("let the plan choose cuts and devices", everyone, replace(free, keep_all=False))
@@ -137,7 +139,11 @@ def gains(made: Plan, everyone: tuple[Device, ...], may_grow: bool = True) -> tu
             )
             for each in everyone
         )
-        attempt("twice the link rate everywhere", faster, free)
+        paths = {pair: replace(path, bytes_per_s=2 * path.bytes_per_s) for pair, path in made.paths.items()}
+        attempt("twice the link rate everywhere", faster, free, paths)
+        strongest = max(everyone, key=lambda each: each.pace)
+        if strongest is not everyone[0]:  # a ring begins and ends at the master, however weak
+            attempt(f"starting the run on {strongest.name} alone", (strongest,), replace(free, keep_all=False))
         if options.wire_ratio == 1.0:
             attempt("a bfloat16 wire", everyone, replace(free, wire_ratio=0.5))
         if 2 * count <= options.batch_size:
