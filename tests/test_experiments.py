@@ -348,6 +348,9 @@ def test_a_run_that_was_over_before_anybody_was_removed_says_nothing() -> None:
     assert resilience.disturbed([early, good]) == [good]
     assert resilience.survived(resilience.disturbed([early, good]))
     assert not resilience.survived(resilience.disturbed([good, hung]))
+    broken = {"code": 1, "removed": False, "error": "the port is in use"}
+    assert resilience.disturbed([broken]) == []
+    assert resilience._too_soon([broken, good]) == "1 of 2 runs never came to the removal: the port is in use"
 
 
 def test_parameters_of_a_size_are_those_of_the_model() -> None:

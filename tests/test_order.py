@@ -100,7 +100,10 @@ def test_neighbours_that_hardly_reach_each_other_are_named_once_unless_nobody_tr
         layers(12, forward_s=0.01, backward_s=0.02, output=1e5),
         PlanOptions(16, 4, process_bytes=0.0, keep_all=True),
     )
-    (said,) = _slow_ways(planner.plan(made, there(4), options, both("ab", "ac", "mc")))
-    assert said.startswith("between a and b only 97.7 KiB/s go through")
+    slow = both("ab", "ac", "mc", path=Path(2e5, 0.0))
+    (said,) = _slow_ways(planner.plan(made, there(4), options, slow))
+    assert said.startswith("between a and b only 195.3 KiB/s go through")
+    (said,) = _slow_ways(planner.plan(made, there(4), options, both("ab")))
+    assert said == "a and b did not hear each other when their line was tried"
     guessed = both("ab", path=replace(SLOW, tried=False))
     assert _slow_ways(planner.plan(made, there(4), options, guessed)) == ()

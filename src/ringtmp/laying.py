@@ -73,8 +73,7 @@ class Laying:
         protect = keep.protect if ring.strategy == "ring" else "checkpoint"
         self._protection = Protection(protect, training.staleness)
         self._rebalancing = Rebalancing(ring.rebalance)
-        self._known: Brief | None = None  # of the last layout, with its devices as they were found
-        self._try_again = False
+        self._known: Brief | None = None  # of the last layout, if its devices need not be tried again
         self._kept = -1  # the step of the last snapshot that was recorded
         self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
 
@@ -142,8 +141,8 @@ class Laying:
             config, training = brief.config, brief.config.training
         plan = catalog.plan(brief)
         # One that was left out may have been busy with something else: it has another chance with the next layout.
-        self._try_again = isinstance(plan, ring.RingPlan) and plan.left_out
-        self._known = None if self._crew.alike else brief
+        again = self._crew.alike or (isinstance(plan, ring.RingPlan) and plan.left_out)
+        self._known = None if again else brief
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
             self._warn(warning)
@@ -197,13 +196,11 @@ class Laying:
             return moved, dict(hellos)
         known = {} if self._known is None else {(each.name, each.identity): each for each in self._known.devices}
         same = all((each.name, each.identity) in known for each in brief.devices)
-        if self._known is not None and same:
-            brief = dataclasses.replace(brief, paths=self._known.paths)
-            if not self._try_again:
-                devices = tuple(known[each.name, each.identity] for each in brief.devices)
-                return dataclasses.replace(brief, devices=devices), dict(hellos)
+        if self._known is not None and same and ring.order_is_given(brief) == ring.order_is_given(self._known):
+            devices = tuple(known[each.name, each.identity] for each in brief.devices)
+            return dataclasses.replace(brief, devices=devices, paths=self._known.paths), dict(hellos)
         assert self._log is not None
-        return ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos, pairs=not same)
+        return ring.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
 
     def _choose_microbatches(self, brief: Brief) -> Brief:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""

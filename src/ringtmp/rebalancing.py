@@ -98,9 +98,10 @@ class Rebalancing:
     def devices_for(self, brief: Brief) -> Brief | None:
         """With the devices as the run has measured them; None if nothing is to move, or others are there than were."""
         move = self._move
-        if move is None or [each.name for each in move.devices] != [each.name for each in brief.devices]:
+        named = {} if move is None else {each.name: each for each in move.devices}
+        if move is None or named.keys() != {each.name for each in brief.devices}:
             return None
-        return replace(brief, devices=move.devices, paths=move.plan.paths)
+        return replace(brief, devices=tuple(named[each.name] for each in brief.devices), paths=move.plan.paths)
 
     def drop(self) -> None:
         """The move cannot be made now."""

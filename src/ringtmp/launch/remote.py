@@ -288,9 +288,10 @@ class RemoteCrew:
             name = device.facts.name
             unique = name if names.count(name) == 1 and name != "master" else f"{name} ({node})"
             facts = device.facts
-            found.append(
-                planned.Device(unique, cores=facts.cores, memory_bytes=facts.memory_bytes, identity=device.key)
-            )  # fmt: skip
+            # One that was started anew may be slower, or have less memory, than it had.
+            process = device.started.pid if device.started is not None else 0
+            who = f"{device.key} {device.incarnation} {process}"
+            found.append(planned.Device(unique, cores=facts.cores, memory_bytes=facts.memory_bytes, identity=who))
         return tuple(found)
 
     def pids(self) -> dict[int, int]:

@@ -328,6 +328,9 @@ def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None
         workers = [i for i in workers if i not in smallest[:dropped]]
         best = _by_rule(segments, devices, workers)
         dropped *= 2
+    if best is None:  # the fastest may be the smallest
+        workers = sorted(range(1, len(devices)), key=lambda i: -devices[i].memory_bytes)[:most]
+        best = _by_rule(segments, devices, workers)
     for attempt in range(SEARCHED_ORDERS if best is not None and len(best.order) > 2 else 0):
         assert best is not None
         order = list(best.order)

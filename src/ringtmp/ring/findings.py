@@ -126,7 +126,7 @@ def _ends(numbers: Sequence[int], lines: Mapping[int, Line]) -> dict[int, Line]:
 def _raised(ends: Mapping[int, Line], pairs: Mapping[Pair, Line | None]) -> dict[int, Line]:
     """Ends that carry clearly more between two devices than to and from the master."""
     found = dict(ends)
-    for source, target, rate, _ in _ways(pairs):
+    for source, target, rate, _ in _ways({pair: line for pair, line in pairs.items() if line is not None}):
         if _less(ends[source].up_bytes_per_s, rate):
             up = max(found[source].up_bytes_per_s, rate)
             found[source] = replace(found[source], up_bytes_per_s=up)

@@ -175,11 +175,11 @@ class Scout(Lead):
         lines = self._lines.tried(others)
         once = self._lines.between(rounds, until_s, PAIR_S, self._pump)
         # Those at work beside it may have held a pair up: one that looks slow has another try, by itself. Silent ones load
-        # nothing.
+        # nothing, and come first.
         doubted = doubtful(lines, once)
         alone = [[pair] for pair in doubted if once[pair] is not None]
         silent = disjoint([pair for pair in doubted if once[pair] is None])
-        again = self._lines.between([*alone, *silent], self.endpoint.clock() + AGAIN_S, ALONE_S, self._pump)
+        again = self._lines.between([*silent, *alone], self.endpoint.clock() + AGAIN_S, ALONE_S, self._pump)
         seen = Seen(told | self._timed, lines, settled(lines, once, again))
         for (source, target), line in {**{(MASTER, node): line for node, line in lines.items()}, **seen.pairs}.items():
             found = (0.0, 0.0, 0.0) if line is None else (line.down_bytes_per_s, line.up_bytes_per_s, line.latency_s)

@@ -27,7 +27,7 @@ from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts
 from ringtmp.resources import peak_rss_bytes
 from ringtmp.ring.checkpoint import Checkpoint
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.findings import described
+from ringtmp.ring.findings import SILENT_BYTES_PER_S, described
 from ringtmp.ring.lead import Crew
 from ringtmp.ring.lines import neighbours_of, rounds_of
 from ringtmp.ring.master import Master
@@ -90,11 +90,10 @@ def plan(brief: Brief) -> RingPlan:
 
 def tried(
     brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
-    hellos: Mapping[int, Hello], pairs: bool = True,
+    hellos: Mapping[int, Hello],
 ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
     """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
-    `hellos` of those who have said it already; returned with those who said it meanwhile. Without `pairs`, lines between them
-    are what the brief knows of them."""
+    `hellos` of those who have said it already; returned with those who said it meanwhile."""
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.costs, index.outputs, largest, len(brief.addresses))
@@ -104,14 +103,18 @@ def tried(
     scout = Scout(endpoint, crew, log)
     scout.hellos.update(hellos)
     numbers = sorted(brief.addresses)
-    fixed = brief.keep_all or not _movable(ring)
-    tries = (neighbours_of if fixed else rounds_of) if pairs else lambda others: []
-    seen = scout.look(brief.addresses, sample[1], tries, brief.apart)
+    pairs = neighbours_of if order_is_given(brief) else rounds_of
+    seen = scout.look(brief.addresses, sample[1], pairs, brief.apart)
     cost = index.costs[sample[0]].at(largest)
     devices, paths = described(
         brief.devices, numbers, seen, cost.forward_s + cost.backward_s, brief.recipe.threads
     )  # fmt: skip
-    return replace(brief, devices=devices, paths=paths if pairs else brief.paths), scout.hellos
+    return replace(brief, devices=devices, paths=paths), scout.hellos
+
+
+def order_is_given(brief: Brief) -> bool:
+    """Whether everyone stands where its number says."""
+    return brief.keep_all or not _movable(brief.config.ring)
 
 
 def _arranged(brief: Brief, members: list[int]) -> Brief:
@@ -247,8 +250,10 @@ def _slow_ways(planned: Plan) -> tuple[str, ...]:
         rate = min((way.bytes_per_s for way in ways if way is not None and way.tried), default=math.inf)
         if math.isfinite(rate) and planned.devices[MASTER].name not in (here, there):
             found[frozenset((here, there))] = (
-                f"between {here} and {there} only {bytes_text(rate)}/s go through, less than either has elsewhere; the plan "
-                "reckons with it"
+                f"{here} and {there} did not hear each other when their line was tried"
+                if rate == SILENT_BYTES_PER_S
+                else f"between {here} and {there} only {bytes_text(rate)}/s go through, less than either has elsewhere; the "
+                "plan reckons with it"
             )
     return tuple(found.values())
 

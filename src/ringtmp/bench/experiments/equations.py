@@ -110,7 +110,8 @@ def curve(group: list[Cell], measured: Measured, seed: int) -> list[Point]:
 
 def busiest_s(record: Record, warm_up: int) -> float:
     """The median over steps of how long the busiest node was busy."""
-    return median(max(track.busy_s[step] for track in record.tracks) for step in range(warm_up, len(record.steps)))
+    steps = range(warm_up, len(record.steps))
+    return record.scale * median(max(track.busy_s[step] for track in record.tracks) for step in steps)
 
 
 def _ways(choices: Choices) -> list[Way]:

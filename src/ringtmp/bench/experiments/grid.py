@@ -70,6 +70,13 @@ def learned(cells: Sequence[Cell], measured: Measured) -> tuple[list[Cell], list
     return [each for each in cells if each.way.label not in behind], left
 
 
+def not_behind(cells: Sequence[Cell], choices: Choices, measured: Measured) -> list[Cell]:
+    """Of other runs, those of ways that did not fail to learn the task."""
+    task = task_cells(choices)
+    behind = {each.way.label for each in task} - {each.way.label for each in learned(task, measured)[0]}
+    return [each for each in cells if each.way.label not in behind]
+
+
 def _accuracy(each: Cell, measured: Measured) -> float | None:
     known = [facts.get("accuracy") for facts in measured.facts(each.job)]
     scores = [score for score in known if isinstance(score, float)]

@@ -51,7 +51,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         title = f"{name}, {choices.nodes} devices"
         tables.append(draw.cost_table(title, group, measured, choices.seed))
         # A way that does not learn the task is compared nowhere.
-        learned = [each for each in group if each.way.label in {other.way.label for other in fair}]
+        learned = grid.not_behind(group, choices, measured)
         tables.append(draw.against_table(f"{title}: the ring against the server", learned, measured, choices.seed))
         verdicts.append(_anchor_verdict(name, learned, choices, measured))
     return Section(

@@ -161,13 +161,14 @@ def _number(facts: Sequence[Any], key: str) -> float | None:
 
 
 def disturbed(facts: Sequence[Any]) -> list[Any]:
-    """A run that was over before anybody was removed says nothing of it."""
-    return [each for each in facts if each.get("removed") or each.get("code") != 0]
+    """A run in which nobody was removed says nothing of it."""
+    return [each for each in facts if each.get("removed")]
 
 
 def _too_soon(facts: Sequence[Any]) -> str | None:
-    early = len(facts) - len(disturbed(facts))
-    return f"{early} of {len(facts)} runs were over before anybody was removed" if early else None
+    early = [each for each in facts if not each.get("removed")]
+    why = next((f": {each['error']}" for each in early if each.get("error")), "")
+    return f"{len(early)} of {len(facts)} runs never came to the removal{why}" if early else None
 
 
 def survived(facts: Sequence[Any]) -> bool:

@@ -45,8 +45,7 @@ def section(choices: Choices, measured: Measured) -> Section:
             continue
         most = max(each.nodes for each in group)
         largest = [each for each in group if each.nodes == most]
-        behind = {each.what.partition(":")[0] for each in grid.learned(grid.task_cells(choices), measured)[1]}
-        compared = [each for each in largest if each.way.label not in behind]
+        compared = grid.not_behind(largest, choices, measured)
         found = draw.sampled(compared, measured, quantities.sample_times, "ratio")
         speedups = {each.way.label: _speedup(each, base, measured, choices.seed) for each in largest}
         text = {label: f"{value.middle:.2f} times one device" for label, value in speedups.items() if value}
@@ -63,7 +62,11 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(verdicts),
         tuple(figures),
         tuple(tables),
-        (*_skipped(choices), *grid.missing(cells(choices), measured)),
+        (
+            *_skipped(choices),
+            *grid.learned(grid.task_cells(choices), measured)[1],
+            *grid.missing(cells(choices), measured),
+        ),
     )
 
 
