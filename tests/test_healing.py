@@ -69,11 +69,11 @@ class Mortal(MemoryCrew):
 
 
 def run(folder: Path, crew: MemoryCrew, keep: KeepPart | None = None, data: Any = None, **training: Any) -> api.Result:
-    schedule = training.pop("schedule", "1f1b")
+    schedule, cuts = training.pop("schedule", "1f1b"), training.pop("cuts", None)
     base = {"batch_size": 16, "microbatches": 4, "optimizer": "adamw", "optimizer_settings": {"lr": 0.01}}
     config = RunConfig(
         training=TrainingPart(data="given", steps=STEPS, **{**base, **training}),
-        ring=RingPart(nodes=crew.nodes, schedule=schedule, all_devices=True),
+        ring=RingPart(nodes=crew.nodes, schedule=schedule, all_devices=True, cuts=cuts),
         keep=keep or KeepPart(checkpoint_every=4),
     )
     data = data or (tensors("t", *blobs()), tensors("t", *blobs(30)))
