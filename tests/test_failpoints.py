@@ -23,9 +23,9 @@ from ringtmp.metrics import events
 MODEL = remembering_model(32)
 FLAGS = (*REMEMBERING, "--steps", 60, "--checkpoint-every", 50)
 pytestmark = pytest.mark.timeout(300)
-QUICK = ("after an update", "holder before it tells")
+QUICK = ("after an update",)
 QUICK_HEALING = ("before the new generation",)
-QUICK_MASTER = ("before a checkpoint is there",)
+QUICK_MASTER: tuple[str, ...] = ()  # a killed master is resumed in test_healing_processes
 
 
 def chosen(points: Any, quick: tuple[str, ...]) -> list[Any]:

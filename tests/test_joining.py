@@ -245,6 +245,7 @@ def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_ba
     assert back["reason"] == "alpha joined"
 
 
+@pytest.mark.long  # a stopped worker is lost in test_healing_processes
 def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring: Ring) -> None:
     """As with a pulled cable: neither the agent nor its compute process says anything, and then both go on."""
     steps = 400
@@ -269,6 +270,7 @@ def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring:
     assert (back["reason"], back["nodes"]) == ("alpha joined", 3)
 
 
+@pytest.mark.long  # a killed master is resumed in test_healing_processes
 def test_a_killed_master_finds_its_devices_again(ring: Ring, expected: str) -> None:
     process = ring.master(3, "--steps", 150, "--checkpoint-every", 10)
     ring.device("alpha")

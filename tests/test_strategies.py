@@ -446,7 +446,9 @@ def _overlaps(sent: events.Span, steps: list[events.NodeStep], step: int) -> boo
 
 
 @pytest.mark.parametrize(
-    "flags", [["ps:async", "--with", "servers=2"], ["ps:ssp:2"], ["allreduce"]], ids=lambda flags: flags[0]
+    "flags",
+    [["ps:async", "--with", "servers=2"], pytest.param(["ps:ssp:2"], marks=pytest.mark.long), ["allreduce"]],
+    ids=lambda flags: flags[0],
 )
 def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path: Path) -> None:
     done = here("train", "--strategy", *flags, "--nodes", "4", "--epochs", "8", "--json", "--quiet", cwd=tmp_path)
