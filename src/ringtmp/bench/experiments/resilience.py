@@ -60,9 +60,9 @@ def losses(choices: Choices) -> list[Loss]:
         Loss(ring, nodes, "device", nodes - 1, "worker"),
         Loss(server, nodes, "device", nodes - 1, "worker"),
         Loss(ring, nodes, "master", 0, "master"),
-        Loss(replicated, max(nodes, 4), "process", 1, "server"),
     ]
     if not choices.quick:
+        found.append(Loss(replicated, max(nodes, 4), "process", 1, "server"))
         found += [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
         found.append(Loss(server, nodes, "master", 0, "master"))
         found += [Loss(parse("allreduce:ring:protect=auto"), nodes, what, nodes - 1, "worker") for what in _HARD]
@@ -261,7 +261,10 @@ def _skipped(choices: Choices) -> list[Skipped]:
     ]
     if choices.quick:
         found.append(
-            Skipped("a device away for a while, other strategies", "small sizes; ringtmp bench resilience has them")
+            Skipped(
+                "a device away for a while, a server's process killed, other strategies",
+                "small sizes; ringtmp bench resilience has them",
+            )
         )
     found.append(
         Skipped("ps:bsp: its only server removed", "the server is the master; see the master killed and resumed")
