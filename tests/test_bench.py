@@ -184,6 +184,20 @@ def test_other_settings_another_environment_or_a_damaged_file_are_measured_again
     assert [each.name for each in path.parent.iterdir() if each.name.startswith(".")] == []
 
 
+def test_what_a_command_has_started_has_time_to_tidy_up_though_the_command_is_gone(tmp_path: Path) -> None:
+    """A runner that dies of SIGTERM at once, and a child of it that has something to take down first."""
+    child = (
+        "import signal, sys, time, pathlib\n"
+        "def tidy(*_): time.sleep(1); pathlib.Path('tidy').touch(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, tidy); pathlib.Path('there').touch(); signal.pause()"
+    )
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    ended = process.run([sys.executable, "-c", parent], tmp_path, (), limit_s=3.0)
+    assert ended.timed_out
+    assert (tmp_path / "there").exists(), "it never came to be"
+    assert (tmp_path / "tidy").exists()
+
+
 def test_a_case_that_fails_is_recorded_and_the_bench_goes_on(tmp_path: Path) -> None:
     broken = job("broken", "import sys; sys.exit('ringtmp: no such strategy; node --join rt1.' + 'se' + 'cret')")
     mute = job("mute", "print('nothing to read')")

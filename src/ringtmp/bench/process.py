@@ -89,8 +89,11 @@ def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
     try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)
+            limit = time.monotonic() + STOP_LIMIT_S
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_LIMIT_S)
+            # The one that was started may be gone at once, and the lab it had started still be taking its networks down.
+            psutil.wait_procs(marked(mark), timeout=max(0.0, limit - time.monotonic()))
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
         # Again until none is left: one may have been starting another while we looked.

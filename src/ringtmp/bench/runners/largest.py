@@ -5,6 +5,7 @@ Every size is one `ringtmp lab … train`. A size that does not work ends in its
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from ringtmp.bench.measurements import Result
+from ringtmp.bench.runners.children import end
 
 Outcome = Literal["fits", "refused", "failed", "timed out"]
 TRY_LIMIT_S = 240.0
-STOP_LIMIT_S = 120.0
 #: All tries together; a measurement may take half an hour.
 ALL_LIMIT_S = 1320.0
 #: Exit code of `ringtmp` for what does not fit.
@@ -96,15 +97,6 @@ def climb(first: int, factor: float, most: int, attempt: Callable[[int], Try]) -
     return list(tried.values())
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()  # a lab takes its networks down
-    try:
-        process.communicate(timeout=STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-
-
 def parameters(search: Search, depth: int, width: int) -> int:
     """Of an mlp."""
     return (search.inputs + 1) * width + (depth - 1) * (width + 1) * width + (width + 1) * search.outputs
@@ -118,8 +110,10 @@ def attempt(search: Search, depth: int, width: int) -> Try:
     try:
         out, err = process.communicate(timeout=TRY_LIMIT_S)
     except subprocess.TimeoutExpired:
-        _end(process)
         return Try(depth, width, count, "timed out", f"no end within {TRY_LIMIT_S:g} s")
+    finally:
+        if process.poll() is None:
+            end(process)
     if process.returncode == 0:
         summary = msgspec.json.decode(out.splitlines()[-1])
         return Try(depth, width, count, "fits", "", tuple(node["peak_rss_bytes"] or 0 for node in summary["per_node"]))
@@ -129,4 +123,5 @@ def attempt(search: Search, depth: int, width: int) -> Try:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     main()

@@ -26,6 +26,7 @@ import psutil
 from ringtmp.bench.measurements import Result
 from ringtmp.bench.process import MARK
 from ringtmp.bench.reading import RUN
+from ringtmp.bench.runners.children import end
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import summarise
@@ -62,13 +63,11 @@ def perform(removal: Removal, run: Path) -> Result:
         try:
             _, err = process.communicate(timeout=END_LIMIT_S)
         except subprocess.TimeoutExpired:  # it hangs: an answer as any other
-            process.kill()
-            process.communicate()
+            end(process)
             err = f"no end within {END_LIMIT_S:g} s".encode()
     finally:
         if process.poll() is None:
-            process.kill()
-            process.wait()
+            end(process)
     stream = list(events.read(run / "events.jsonl"))
     return Result(_step_s(stream), describe(stream, removed_at, process.returncode, err.decode(errors="replace")))
 
