@@ -83,6 +83,16 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def _of_group(group: int, found: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those who have heard what the group was told."""
+    heard = []
+    for each in found:
+        with contextlib.suppress(OSError):
+            if os.getpgid(each.pid) == group:
+                heard.append(each)
+    return heard
+
+
 def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
     """Everything that carries the mark is gone when it returns. Signals wait meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
@@ -93,7 +103,7 @@ def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_LIMIT_S)
             # The one that was started may be gone at once, and the lab it had started still be taking its networks down.
-            psutil.wait_procs(marked(mark), timeout=max(0.0, limit - time.monotonic()))
+            psutil.wait_procs(_of_group(process.pid, marked(mark)), timeout=max(0.0, limit - time.monotonic()))
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
         # Again until none is left: one may have been starting another while we looked.
