@@ -102,10 +102,13 @@ class Lab:
         return psutil.Process(pids[-1]).environ()["RINGTMP_DEVICE"]
 
     def limit_rate(self, name: str, mbit: float) -> None:
-        for where, port in ((name, "eth0"), ("switch", f"p{NAMES.index(name) + 1}")):
-            rate = ["rate", f"{round(mbit * 1000)}kbit", "burst", "15140", "latency", "50ms"]
-            command = ["tc", "-n", self.inside(where), "qdisc", "replace", "dev", port, "root", "tbf", *rate]
-            subprocess.run(command, check=True, timeout=10)
+        self._shape(name, "eth0", mbit)
+        self._shape("switch", f"p{NAMES.index(name) + 1}", mbit)
+
+    def _shape(self, where: str, port: str, mbit: float) -> None:
+        rate = ["rate", f"{round(mbit * 1000)}kbit", "burst", "15140", "latency", "50ms"]
+        command = ["tc", "-n", self.inside(where), "qdisc", "replace", "dev", port, "root", "tbf", *rate]
+        subprocess.run(command, check=True, timeout=10)
 
     def lay_slow_cable(self, one: str, other: str, mbit: float) -> None:
         """Between two devices, beside the switch: what they say to each other goes over it."""
@@ -114,10 +117,8 @@ class Lab:
             there = lambda: ADDRESSES[name] in subprocess.run(listed, capture_output=True, text=True, timeout=10).stdout  # noqa: B023, E731
             self.until(there, f"network of {name}", 20)
         self.ip(one, "link", "add", "slow0", "type", "veth", "peer", "name", "slow0", "netns", self.inside(other))
-        rate = ["rate", f"{round(mbit * 1000)}kbit", "burst", "15140", "latency", "50ms"]
         for name, peer in ((one, other), (other, one)):
-            command = ["tc", "-n", self.inside(name), "qdisc", "add", "dev", "slow0", "root", "tbf", *rate]
-            subprocess.run(command, check=True, timeout=10)
+            self._shape(name, "slow0", mbit)
             self.ip(name, "link", "set", "slow0", "up")
             self.ip(name, "route", "add", f"{ADDRESSES[peer]}/32", "dev", "slow0", "src", ADDRESSES[name])
 

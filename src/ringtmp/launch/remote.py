@@ -285,9 +285,9 @@ class RemoteCrew:
         found = [planned.Device("master", cores=usable_cores(), memory_bytes=own_memory_bytes())]
         names = [device.facts.name for device in self._devices.values()]
         for node, device in sorted(self._devices.items()):  # a place taken anew stands last
-            name = device.facts.name
-            unique = name if names.count(name) == 1 and name != "master" else f"{name} ({node})"
             facts = device.facts
+            name = facts.name
+            unique = name if names.count(name) == 1 and name != "master" else f"{name} ({node})"
             # One that was started anew may be slower, or have less memory, than it had.
             process = device.started.pid if device.started is not None else 0
             who = f"{device.key} {device.incarnation} {process}"

@@ -197,7 +197,7 @@ def spread(
                 if not (found := trial.looked_at(next_bounds)).better_than(known):
                     break
                 best, known, improved = next_bounds, found, True
-    best_s = math.inf if known.missing_bytes > 0 else known.step_s
+    best_s = known.fitting_s
     return Candidate(tuple(range(len(devices))), best, best_s / segments.options.microbatches), best_s
 
 
@@ -205,6 +205,11 @@ def spread(
 class _Looked:
     missing_bytes: float
     step_s: float
+
+    @property
+    def fitting_s(self) -> float:
+        """Infinite where it does not fit."""
+        return math.inf if self.missing_bytes > 0 else self.step_s
 
     def better_than(self, other: _Looked) -> bool:
         if other.missing_bytes > 0:
@@ -231,8 +236,7 @@ class _Trial:
         self.actions = steps * len(self._holders) * (2 * segments.options.microbatches + 1)
 
     def step_s(self, bounds: Bounds) -> float:
-        looked = self.looked_at(bounds)
-        return math.inf if looked.missing_bytes > 0 else looked.step_s
+        return self.looked_at(bounds).fitting_s
 
     def looked_at(self, bounds: Bounds) -> _Looked:
         table, nodes = self._segments.table, len(self._devices)

@@ -123,12 +123,13 @@ def jobs(choices: Choices) -> list[Job]:
 
 def section(choices: Choices, measured: Measured) -> Section:
     every = losses(choices)
-    facts = [(each, disturbed(measured.facts(job(choices, each)))) for each in every]
+    runs = [(each, job(choices, each)) for each in every]
+    facts = [(each, disturbed(measured.facts(run))) for each, run in runs]
     rows = [_row(choices, each, found, measured) for each, found in facts if found]
     left = [
         Skipped(f"{each.way.label}: {each.text}", why)
-        for each in every
-        if (why := measured.problem(job(choices, each)) or _too_soon(measured.facts(job(choices, each))))
+        for each, run in runs
+        if (why := measured.problem(run) or _too_soon(measured.facts(run)))
     ]
     left += _skipped(choices)
     columns = ("strategy", "what happened", "noticed after", "trained again after", "steps repeated", "test accuracy",
