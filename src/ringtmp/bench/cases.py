@@ -29,7 +29,7 @@ class Case(msgspec.Struct, frozen=True):
     servers: Literal["none", "one", "workers"] = "none"
     schedule: str = ""  # of torch.distributed.pipelining
     layout: Literal["straight", "looped", "v"] = "straight"  # one stage per rank, or two: 0 1 0 1, or 0 1 1 0
-    least_microbatches: int = 1
+    one_each: bool = False  # the schedule wants at least as many microbatches as there are stages
     auto: bool = False  # the plan chooses the number of microbatches
     centre: Centre = "median"
 
@@ -63,6 +63,7 @@ CASES = (
     Case("pipelining:interleaved", "pipelining", schedule="ScheduleInterleaved1F1B", layout="looped"),
     Case("pipelining:interleaved-zb", "pipelining", schedule="ScheduleInterleavedZeroBubble", layout="looped"),
     Case("pipelining:zbv", "pipelining", schedule="ScheduleZBVZeroBubble", layout="v"),
+    Case("pipelining:dualpipe-v", "pipelining", schedule="ScheduleDualPipeV", layout="v", one_each=True),
 )
 
 
@@ -104,7 +105,7 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
         case=case.name if microbatches is None else f"{case.name}:m{count}",
         command=tuple(command),
         files=files,
-        output="train" if case.group == "ours" else "peer",
+        output="run" if case.group == "ours" else "peer",
         batch_size=work.batch_size,
         warm_up=warm_up,
         centre=case.centre,
@@ -143,7 +144,8 @@ def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | No
         return "auto"
     if not pipelined(case):
         return min(workers(case, setting), work.batch_size)
-    return min(max(wanted or work.pipeline_microbatches, case.least_microbatches), work.batch_size)
+    least = len(stage_ranks(case.layout, setting.nodes)) if case.one_each else 1
+    return min(max(wanted or work.pipeline_microbatches, least), work.batch_size)
 
 
 def _ringtmp(*words: str) -> list[str]:

@@ -113,7 +113,7 @@ def _job(bed: Bed, case: str, devices: Sequence[Lent], flags: Sequence[str], ste
     command = [PYTHON, "-P", "-m", "ringtmp", "lab", "--devices", "devices.toml", "--", *train]
     files = {"devices.toml": devices_file(devices)}
     return Job(
-        EXPERIMENT, bed.model, bed.name, case, tuple(command), files, "train", bed.batch_size, warm_up
+        EXPERIMENT, bed.model, bed.name, case, tuple(command), files, "run", bed.batch_size, warm_up
     )  # fmt: skip
 
 

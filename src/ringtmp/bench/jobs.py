@@ -27,9 +27,9 @@ class Job(msgspec.Struct, frozen=True):
     case: str
     command: tuple[str, ...]  # run in a fresh folder; PYTHON stands for the interpreter
     files: dict[str, str]  # what lies in that folder before: name -> text
-    #: How to read what it leaves: a run directory (`run`: with every step of every node), a peer's line of JSON, or
+    #: How to read what it leaves: a run directory, with every step of every node; a peer's line of JSON; or
     #: a line that is a result already.
-    output: Literal["train", "run", "peer", "told"]
+    output: Literal["run", "peer", "told"]
     batch_size: int
     warm_up: int  # first steps that do not count
     centre: Centre = "median"

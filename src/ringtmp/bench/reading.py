@@ -42,9 +42,8 @@ def read(job: Job, out: str, folder: Path) -> Result:
             facts = msgspec.json.decode(said[-1], type=dict[str, Any])
             stream = list(events.read(folder / RUN / "events.jsonl"))
             step_s = step_times(stream, job.batch_size, job.warm_up)
-            if job.output == "run":
-                # As it will be read from the measurement's file, where every key is text.
-                facts["record"] = msgspec.to_builtins(record.record(stream), str_keys=True)
+            # As it will be read from the measurement's file, where every key is text.
+            facts["record"] = msgspec.to_builtins(record.record(stream), str_keys=True)
         else:
             peer = msgspec.json.decode(said[-1], type=PeerSteps)
             facts, step_s = peer.facts, step_times(_as_events(peer), job.batch_size, job.warm_up)

@@ -11,9 +11,11 @@ import msgspec
 
 from ringtmp.bench import statistics
 from ringtmp.bench.cases import ALONE, CASES, Case, job, pipelined
+from ringtmp.bench.experiments.quantities import idle_times
 from ringtmp.bench.ideal import Sizes, ideal_s, limit_s
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.measurements import Measurement
+from ringtmp.bench.record import from_facts
 from ringtmp.bench.settings import SETTINGS, Setting
 from ringtmp.bench.statistics import Interval
 from ringtmp.bench.workloads import Workload
@@ -37,7 +39,7 @@ class Row(msgspec.Struct, frozen=True):
     one_device_s: float | None  # the whole model on one such device
     stage_s: float | None  # of the ring, as its plan forecast it: the slowest stage alone
     simulated_s: float | None  # and the whole step, with fill and drain
-    idle_share: float | None  # of its workers' time, over the whole run
+    idle_share: float | None  # of all its nodes' time but dedicated servers', after the steps to warm up
     over_best_peer: Interval | None  # below 1: faster than every peer in this setting
     best_peer: str | None
     stolen_share: float  # the largest of its repeats
@@ -160,11 +162,11 @@ def _microbatches(group: Sequence[Measurement]) -> int:
 
 
 def _idle_share(group: Sequence[Measurement]) -> float | None:
-    """The mean over a run's workers, the middle over its repeats; torch's own do not say."""
-    runs = [each.result.facts.get("per_node", ()) for each in group if each.result is not None]
-    shares = [[node["idle_fraction"] for node in nodes if node["role"] == "worker"] for nodes in runs]
-    found = [sum(each) / len(each) for each in shares if each]
-    return median(found) if found else None
+    """Idle time over all time of its workers, the middle over repeats; torch's own do not say."""
+    known = [each.result.facts for each in group if each.result is not None and "record" in each.result.facts]
+    times = [idle_times(from_facts(facts), group[0].job.warm_up) for facts in known]
+    shares = [sum(idle for idle, _ in each) / sum(whole for _, whole in each) for each in times if each]
+    return median(shares) if shares else None
 
 
 def _forecast(group: Sequence[Measurement], value: Callable[[dict[str, Any]], float]) -> float | None:

@@ -36,9 +36,9 @@ LEGEND = (
     "ideal: max(c, T), with T one process, one thread, whole batch, divided by all cores, and c one cut's activations over "
     "the link. One device: the step of one such device alone over this one; above 1 is faster. Own limit: max(c, T) for "
     "what this case computes on and sends through its busiest device. Stage, simulated: the ring's own forecast before its "
-    "first step, of the slowest stage alone and of the whole step with fill and drain. Idle: of the workers' time, all "
-    "steps. Best peer: the fastest of torch's own in the same setting; below 1 is faster. Stolen: CPU time the machine's "
-    "host gave to others, the worst repeat."
+    "first step, of the slowest stage alone and of the whole step with fill and drain. Idle: of the time of all that "
+    "compute, without warm-up. Best peer: the fastest of torch's own in the same setting; below 1 is faster. Stolen: CPU "
+    "time the machine's host gave to others, the worst repeat."
 )
 
 

@@ -1,7 +1,7 @@
 """torch.distributed.pipelining on Gloo: stages of equal measured cost, and any of its schedules.
 
 A schedule for one stage per rank is GPipe or 1F1B (Huang et al. 2019; Narayanan et al. 2019); those for two are the
-interleaved ones (Narayanan et al. 2021) and the zero-bubble ones (Qi et al. 2023).
+interleaved ones (Narayanan et al. 2021), the zero-bubble ones (Qi et al. 2023) and DualPipeV (DeepSeek-AI 2025).
 """
 
 from __future__ import annotations
