@@ -6,8 +6,10 @@ nothing that time and bytes did not say: so the comparison is repeated with ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from ringtmp.bench.experiments import contrasts, draw, grid, progress, quantities
 from ringtmp.bench.experiments.choices import ALONE, DIGITS_SAMPLES, Choices
@@ -42,11 +44,13 @@ def section(choices: Choices, measured: Measured) -> Section:
     source = _source(every, measured)
     verdicts = [contrasts.verdict(AIM, f"{source} joules per sample", text, pairs)]
     tables = [_nodes(every, measured)]
-    records = {each.way.label: measured.records(each.job)[0] for each in every}
-    if source == "modelled" and all(quantities.modelled(record) for record in records.values()):
-        varied = [(name, pair, vary(records, pair)) for name, pair in pairs]
-        verdicts += [_varied_verdict(name, pair, made) for name, pair, made in varied]
-        tables += [_varied_table(name, pair, made) for name, pair, made in varied]
+    if source == "modelled" and all(
+        quantities.modelled(record) for each in every for record in measured.records(each.job)
+    ):
+        varied = [Conclusion("joules per sample", name, pair, vary(fair, measured, pair)) for name, pair in pairs]
+        others = [*_to_target(choices, measured), *_larger(choices, measured)]
+        verdicts += [_varied_verdict(each) for each in varied]
+        tables += [_conclusions_table([*varied, *others]), *(_varied_table(each) for each in varied)]
     return Section(
         "energy",
         "Energy",
@@ -100,10 +104,51 @@ def _per_node(facts: Any) -> Sequence[dict[str, Any]]:
     return found
 
 
-def vary(records: dict[str, Record], pair: Contrast) -> Sensitivity:
-    """The ring over the server, first repeats, as the model's numbers vary."""
-    ring, server = (quantities.run_loads(records[each.way.label], 0) for each in (pair.ring, pair.server))
+class Conclusion(msgspec.Struct, frozen=True):
+    """Something said of joules, and what becomes of it as the model's numbers vary."""
+
+    what: str
+    name: str  # of the comparison
+    pair: Contrast
+    made: Sensitivity
+
+
+def vary(
+    group: Sequence[Cell], measured: Measured, pair: Contrast, stop: Callable[[Record], int | None] = lambda _: None
+) -> Sensitivity:
+    """The ring over the server as the model's numbers vary, over as many repeats as both have; of each, the steps before
+    `stop`."""
+    jobs = {each.way.label: each.job for each in group}
+    sides = [measured.records(jobs[each.way.label]) for each in (pair.ring, pair.server)]
+    ring, server = (
+        [load for record in side[: min(map(len, sides))] for load in quantities.run_loads(record, 0, stop(record))]
+        for side in sides
+    )
     return sensitivity(ring, server, VARIED)
+
+
+def _to_target(choices: Choices, measured: Measured) -> list[Conclusion]:
+    """What `progress` says of joules."""
+    every, records, target = progress.trained(choices, measured)
+    pairs = contrasts.both(progress.spent(every, progress.costs_of(records, target), "joules"), choices.seed)
+
+    def stop(record: Record) -> int:
+        return int(progress.to_target(record, target).steps)
+
+    return [Conclusion("joules to the target", name, pair, vary(every, measured, pair, stop)) for name, pair in pairs]
+
+
+def _larger(choices: Choices, measured: Measured) -> list[Conclusion]:
+    """What `idle` says of joules in its tables of the larger models, where they were measured."""
+    found = []
+    anchors = grid.not_behind(grid.anchor_cells(choices), choices, measured)
+    for label in dict.fromkeys(each.label for each in anchors):
+        group = [each for each in anchors if each.label == label]
+        pairs = contrasts.both(draw.sampled(group, measured, quantities.step_joules), choices.seed)
+        found += [
+            Conclusion(f"joules per step, {label}", name, pair, vary(group, measured, pair)) for name, pair in pairs
+        ]
+    return found
 
 
 def _metered(facts: Any) -> float | None:
@@ -116,20 +161,41 @@ def _metered(facts: Any) -> float | None:
     return joules / max(1, samples)
 
 
-def _varied_verdict(name: str, pair: Contrast, made: Sensitivity) -> Verdict:
+def _varied_verdict(each: Conclusion) -> Verdict:
+    pair, made = each.pair, each.made
     return Verdict(
-        f"{AIM} ({name}, whatever the model's numbers)",
+        f"{AIM} ({each.name}, whatever the model's numbers)",
         f"{pair.ring.way.label} takes {made.sentence}.",
         "open" if pair.holds == "open" else "mixed" if made.changes else "yes" if made.ratio < 1 else "no",
         f"{made.low:.2f}–{made.high:.2f}",
     )
 
 
-def _varied_table(name: str, pair: Contrast, made: Sensitivity) -> Table:
+def _conclusions_table(every: Sequence[Conclusion]) -> Table:
     rows = tuple(
-        (f"x {case.idle:g}", f"x {case.busy:g}", f"x {case.byte:g}", f"{case.ratio:.3f}") for case in made.cases
+        (
+            each.what,
+            each.name,
+            each.pair.ring.way.label,
+            each.pair.server.way.label,
+            f"{each.made.ratio:.2f}",
+            f"{each.made.low:.2f}–{each.made.high:.2f}",
+            "changes" if each.made.changes else "stays",
+        )
+        for each in every
     )
-    title = f"{pair.ring.way.label} over {pair.server.way.label} ({name}) as the model's numbers vary"
+    columns = ("conclusion", "compared", "ring", "parameter server", "ring over server", "varied", "who needs less")
+    title = f"Every conclusion about joules as the model's numbers vary by {VARIED:.0%}"
+    return Table(
+        title, columns, rows, "Idle watts, busy watts and nanojoules per byte, each less, same and more; all steps."
+    )
+
+
+def _varied_table(each: Conclusion) -> Table:
+    rows = tuple(
+        (f"x {case.idle:g}", f"x {case.busy:g}", f"x {case.byte:g}", f"{case.ratio:.3f}") for case in each.made.cases
+    )
+    title = f"{each.pair.ring.way.label} over {each.pair.server.way.label} ({each.name}) as the model's numbers vary"
     return Table(title, ("idle watts", "busy watts", "nanojoules per byte", "joules, ring over server"), rows)
 
 

@@ -62,10 +62,8 @@ def jobs(choices: Choices) -> list[Job]:
 
 
 def section(choices: Choices, measured: Measured) -> Section:
-    every = [each for each in cells(choices) if measured.records(each.job)]
-    records = {each.way.label: measured.records(each.job) for each in every}
-    target = target_loss([record for group in records.values() for record in group])
-    costs = {label: [to_target(record, target) for record in group] for label, group in records.items()}
+    every, records, target = trained(choices, measured)
+    costs = costs_of(records, target)
     return Section(
         "progress",
         "Progress",
@@ -77,6 +75,17 @@ def section(choices: Choices, measured: Measured) -> Section:
         (_table(every, measured, costs),),
         (*grid.refused(choices), *grid.missing(cells(choices), measured)),
     )
+
+
+def trained(choices: Choices, measured: Measured) -> tuple[list[Cell], dict[str, list[Record]], float]:
+    """What there is: the cells, their records by label, and the loss all are to come to."""
+    every = [each for each in cells(choices) if measured.records(each.job)]
+    records = {each.way.label: measured.records(each.job) for each in every}
+    return every, records, target_loss([record for group in records.values() for record in group])
+
+
+def costs_of(records: dict[str, list[Record]], target: float) -> dict[str, list[Costs]]:
+    return {label: [to_target(record, target) for record in group] for label, group in records.items()}
 
 
 def target_loss(records: Sequence[Record]) -> float:
@@ -107,17 +116,22 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
     shared = [each.way for each in every if each.way is not ALONE]
     there = {way.strategy for way in shared if all(math.isfinite(cost.steps) for cost in costs[way.label])}
     for key, what, text in _COSTS:
-        known = [
-            Sampled(each.way, tuple((getattr(cost, key),) for cost in costs[each.way.label]), "median")
-            for each in every
-            if each.way is not ALONE and all(math.isfinite(getattr(cost, key)) for cost in costs[each.way.label])
-        ]
+        known = spent(every, costs, key)
         said = {label: text(value.middle) for label, value in contrasts.figures(known, choices.seed).items()}
         aim = f"{AIM} per {key.removesuffix('s')}"
         one_sided = _one_sided(aim, {way.strategy for way in shared}, there)
         pairs = contrasts.both(known, choices.seed)
         found.append(one_sided or contrasts.verdict(aim, what, said, pairs, as_good=True))
     return found
+
+
+def spent(every: Sequence[Cell], costs: dict[str, list[Costs]], key: str) -> list[Sampled]:
+    """One of the costs, of those that come to the target every time."""
+    return [
+        Sampled(each.way, tuple((getattr(cost, key),) for cost in costs[each.way.label]), "median")
+        for each in every
+        if each.way is not ALONE and all(math.isfinite(getattr(cost, key)) for cost in costs[each.way.label])
+    ]
 
 
 def _one_sided(aim: str, measured: set[str], reached: set[str]) -> Verdict | None:

@@ -66,13 +66,13 @@ def step_joules(record: Record, warm_up: int) -> list[float]:
     ]
 
 
-def run_loads(record: Record, warm_up: int) -> list[Load]:
-    """What the model is applied to: all steps that count together, a node each."""
-    return [node_load(record, track, warm_up) for track in record.tracks]
+def run_loads(record: Record, warm_up: int, stop: int | None = None) -> list[Load]:
+    """What the model is applied to: all steps that count together, those before `stop`, a node each."""
+    return [node_load(record, track, warm_up, stop) for track in record.tracks]
 
 
-def node_load(record: Record, track: Track, warm_up: int) -> Load:
-    steps = range(warm_up, len(record.steps))
+def node_load(record: Record, track: Track, warm_up: int, stop: int | None = None) -> Load:
+    steps = range(len(record.steps))[warm_up:stop]
     return _load(record, track, steps, _believed(record, track, steps))
 
 

@@ -31,9 +31,9 @@ AS_SOON = 2.0
 CHECKPOINT_EVERY = "10"
 What = Literal["process", "device", "pause", "master"]
 _TEXT = {
-    "process": "a {role}'s process killed",
-    "device": "a {role}'s device gone for good",
-    "pause": f"a {{role}}'s device away for {PAUSE_S:g} s",
+    "process": "{role}'s process killed",
+    "device": "{role}'s device gone for good",
+    "pause": f"{{role}}'s device away for {PAUSE_S:g} s",
     "master": "the master killed and resumed",
 }
 
@@ -49,7 +49,7 @@ class Loss(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return _TEXT[self.what].format(role=self.role)
+        return _TEXT[self.what].format(role=f"{'the' if self.node == 0 else 'a'} {self.role}")
 
 
 def losses(choices: Choices) -> list[Loss]:
@@ -62,9 +62,10 @@ def losses(choices: Choices) -> list[Loss]:
         Loss(ring, nodes, "master", 0, "master"),
     ]
     if not choices.quick:
-        found.append(Loss(replicated, max(nodes, 4), "process", 1, "server"))
+        found += [Loss(replicated, max(nodes, 4), what, 1, "server") for what in ("process", *_AWAY)]
         found += [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
         found.append(Loss(server, nodes, "master", 0, "master"))
+        found += [Loss(way, nodes, "pause", 0, "master") for way in (ring, server)]
         found += [Loss(parse("allreduce:ring:protect=auto"), nodes, what, nodes - 1, "worker") for what in _HARD]
     wanted = {way.strategy for way in choices.ways}
     return [each for each in found if each.way.strategy in wanted]
@@ -72,21 +73,21 @@ def losses(choices: Choices) -> list[Loss]:
 
 _SOFT: tuple[What, ...] = ("process", "pause")
 _HARD: tuple[What, ...] = ("device", "process")
+_AWAY: tuple[What, ...] = ("device", "pause")
 
 
 def job(choices: Choices, loss: Loss) -> Job:
     work = _work(choices, loss.way)
     words = [*train_words(loss.way, work, loss.nodes), "--checkpoint-every", CHECKPOINT_EVERY]
-    files = {}
-    device = ""
+    files, device = {}, ""
     if loss.what in ("device", "pause"):
         devices = choices.place(loss.nodes)
-        # A device's number in the ring is the order of joining: whichever it is, it holds a share of the work.
         words = [*lab(choices, choices.emulated)[len(RINGTMP) :], *words, "--all-devices"]
-        files, device = {DEVICES: toml(devices)}, devices[loss.node].name
+        # The master is where the file says; where the others are is the order of joining.
+        files, device = {DEVICES: toml(devices)}, devices[0].name if loss.node == 0 else ""
     else:
         words += ["--nodes", str(loss.nodes), "--threads", "1"]
-    removal = Removal(tuple(words), loss.what, loss.node, device, work.steps // 2, PAUSE_S)
+    removal = Removal(tuple(words), loss.what, loss.node, work.steps // 2, PAUSE_S, device)
     return Job(
         experiment="resilience",
         workload=f"{work.name} s{work.steps}",
@@ -270,5 +271,7 @@ def _skipped(choices: Choices) -> list[Skipped]:
     found.append(
         Skipped("ps:bsp: its only server removed", "the server is the master; see the master killed and resumed")
     )
-    found.append(Skipped("a server's device gone, the master away for a while", "not tried: a server's process alone"))
+    found.append(
+        Skipped("the master's device gone for good", "the run's directory is on it; see the master killed and resumed")
+    )
     return found

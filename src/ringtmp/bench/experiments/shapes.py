@@ -1,4 +1,5 @@
-"""Networks as far as traffic goes, and what each strategy sends for them per epoch. Pure arithmetic, no run.
+"""Networks as far as traffic goes, and what each strategy sends for them per epoch. Pure arithmetic, no run: `model`,
+`settings` and `data` say which of the zoo a network is, for those who measure it.
 
 n nodes, P parameters, W values per sample over all cuts, b samples per step over all nodes, S samples per epoch:
 
@@ -29,6 +30,9 @@ class Net(msgspec.Struct, frozen=True):
     text: str
     parameters: tuple[int, ...]
     outputs: tuple[int, ...]
+    model: str = "mlp"
+    settings: dict[str, int] = {}
+    data: str = "random:784x10"
 
     @property
     def size(self) -> int:
@@ -36,7 +40,8 @@ class Net(msgspec.Struct, frozen=True):
 
 
 def dense(name: str, text: str, widths: tuple[int, ...]) -> Net:
-    return Net(name, text, tuple(a * b + b for a, b in pairwise(widths)), widths[1:])
+    settings: dict[str, int] = {"depth": len(widths) - 2, "width": widths[1]}
+    return Net(name, text, tuple(a * b + b for a, b in pairwise(widths)), widths[1:], settings=settings)
 
 
 def convolutional() -> Net:
@@ -47,7 +52,10 @@ def convolutional() -> Net:
         side //= 2 if index % 2 else 1
         outputs.append(out * side * side)
         channels = out
-    return Net("convolutional", "six 3x3 convolutions on 3x32x32", (*parameters, 128 * 10 + 10), (*outputs, 10))
+    return Net(
+        "convolutional", "six 3x3 convolutions on 3x32x32", (*parameters, 128 * 10 + 10), (*outputs, 10),
+        "convnet", {"depth": 6, "width": 32}, "random:3x32x32x10",
+    )  # fmt: skip
 
 
 NETS = (
@@ -64,11 +72,21 @@ PROTOTYPE_RING = 1.32e7
 PROTOTYPE_SERVER = 5.0772e9
 
 
-def even_cuts(net: Net, nodes: int) -> tuple[int, ...]:
-    """Values per sample at every cut of a ring: nodes + 1 visits of as many layers each, as nearly as it goes."""
+def even_ends(net: Net, nodes: int) -> list[int]:
+    """Where each visit of a ring ends: nodes + 1 of them, of as many layers each, as nearly as it goes."""
     count, visits = len(net.outputs), nodes + 1
-    sizes = [count // visits + (index < count % visits) for index in range(visits)]
-    return tuple(net.outputs[end - 1] for end in list(accumulate(sizes))[:-1] if end)
+    return list(accumulate(count // visits + (index < count % visits) for index in range(visits)))
+
+
+def even_cuts(net: Net, nodes: int) -> tuple[int, ...]:
+    """Values per sample at every cut of such a ring."""
+    return tuple(net.outputs[end - 1] for end in even_ends(net, nodes)[:-1] if end)
+
+
+def cuts_text(net: Net, nodes: int) -> str:
+    """The same for `--cuts`."""
+    ends = even_ends(net, nodes)
+    return ",".join(f"{start}-{end - 1}" if end > start else "-" for start, end in pairwise([0, *ends]))
 
 
 def epoch_values(

@@ -1,7 +1,7 @@
 """traffic: values and bytes per epoch by strategy, over batch sizes and three shapes of network, with the break-even.
 
-Mostly arithmetic (`shapes.py`); measured runs stand beside it to show that the nodes send what the arithmetic says. One
-row is the set-up of the 2021 prototype.
+Mostly arithmetic (`shapes.py`); measured runs stand beside it, of the task and of every shape, to show that the nodes send
+what the arithmetic says. One row is the set-up of the 2021 prototype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Track
 from ringtmp.bench.workloads import Workload
-from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
+from ringtmp.report.findings import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "There is less communication than with a parameter server"
@@ -28,6 +28,8 @@ BATCH_SIZES = tuple(2**power for power in range(11))
 EPOCH = 60_000
 VALUE_BYTES = 4
 _WIRE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Of the runs that hold the arithmetic to account.
+SHAPE_BATCH, SHAPE_STEPS = 64, 8
 PROTOTYPE = Workload("prototype", "mlp", {"depth": 2, "width": 50}, "random:784x10", 1, 1, steps=12)
 
 
@@ -41,12 +43,26 @@ def prototype_cells(choices: Choices) -> list[Cell]:
     ]
 
 
+def shape_cells(choices: Choices) -> list[tuple[Net, Family, Cell]]:
+    """A few steps of every shape, on processes: what is sent depends on no link."""
+    found: list[tuple[Net, Family, Cell]] = []
+    for net in () if choices.quick else NETS:
+        name = net.name.replace(" ", "-")
+        work = Workload(name, net.model, net.settings, net.data, SHAPE_BATCH, 4, seed=choices.seed, steps=SHAPE_STEPS)
+        cuts = ("--cuts", shapes.cuts_text(net, choices.nodes))
+        ring, server = Way("ring", "ring"), Way("ps:bsp", "ps")
+        found.append((net, "ring", local(ring, work, choices.nodes, net.name, cuts)))
+        found.append((net, "ps", local(server, work, choices.nodes, net.name)))
+    return found
+
+
 def jobs(choices: Choices) -> list[Job]:
     return [each.job for each in cells(choices)]
 
 
 def cells(choices: Choices) -> list[Cell]:
-    return [*grid.task_cells(choices), *prototype_cells(choices)]
+    shaped = [each for _, _, each in shape_cells(choices)]
+    return [*grid.task_cells(choices), *prototype_cells(choices), *shaped]
 
 
 def section(choices: Choices, measured: Measured) -> Section:
@@ -78,8 +94,18 @@ def section(choices: Choices, measured: Measured) -> Section:
             _break_even_verdict(nodes),
         ),
         tuple(figures),
-        (_prototype_table(choices, measured), _break_even_table(nodes), _checked(main, measured)),
-        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured)),
+        (
+            _prototype_table(choices, measured),
+            _break_even_table(nodes),
+            _checked(main, measured),
+            *([_shapes_table(choices, measured)] if not choices.quick else []),
+        ),
+        (
+            *grid.refused(choices),
+            *behind,
+            *grid.missing(cells(choices), measured),
+            *([Skipped("the three shapes, measured", "small sizes; ringtmp bench traffic has them")] * choices.quick),
+        ),
     )
 
 
@@ -222,6 +248,41 @@ def _checked(main: Sequence[Cell], measured: Measured) -> Table:
         ("strategy", "predicted", "measured", "ratio"),
         tuple(rows),
     )
+
+
+def _shapes_table(choices: Choices, measured: Measured) -> Table:
+    """Every shape beside its arithmetic, in all and on the busiest device's link."""
+    rows = []
+    for net, family, each in shape_cells(choices):
+        for record in measured.records(each.job)[:1]:
+            warm_up = each.job.warm_up
+            cells = []
+            for predicted, seen in (
+                (
+                    VALUE_BYTES * shapes.epoch_values(net, family, choices.nodes, SHAPE_BATCH, SHAPE_BATCH),
+                    median(quantities.sent_bytes(record, warm_up)),
+                ),
+                (
+                    VALUE_BYTES * shapes.busiest_values(net, family, choices.nodes, SHAPE_BATCH),
+                    median(quantities.busiest_step_bytes(record, warm_up)),
+                ),
+            ):
+                cells += [bytes_text(predicted), bytes_text(seen), f"{seen / predicted:.3f}"]
+            rows.append((net.name, each.way.label, *cells))
+    columns = (
+        "shape",
+        "strategy",
+        "in all: predicted",
+        "measured",
+        "ratio",
+        "busiest link: predicted",
+        "measured",
+        "ratio",
+    )
+    title = (
+        f"Bytes per step of the three shapes, {choices.nodes} nodes, batch {SHAPE_BATCH}: arithmetic and measurement"
+    )
+    return Table(title, columns, tuple(rows))
 
 
 def _step_values(each: Cell, samples: float) -> float:

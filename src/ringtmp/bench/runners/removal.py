@@ -40,10 +40,10 @@ END_LIMIT_S = 600.0
 class Removal(msgspec.Struct, frozen=True):
     words: tuple[str, ...]  # of ringtmp
     what: Literal["process", "device", "pause", "master"]
-    node: int  # which; for a device its place in the devices file is its name's number
-    device: str
+    node: int  # by its number in the run
     step: int
     pause_s: float = 0.0
+    device: str = ""  # empty: the one the node is on
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def _reaches(process: subprocess.Popen[bytes], log: Path, step: int) -> bool:
 def _remove(removal: Removal, process: subprocess.Popen[bytes], run: Path) -> float:
     targets = _targets(removal, process, run)
     if not targets:
-        raise RingError(f"nothing was found of {removal.device or removal.node} that could be removed")
+        raise RingError(f"nothing was found of node {removal.node} that could be removed")
     at = time.monotonic()
     for target in targets:
         with contextlib.suppress(psutil.Error):
@@ -150,16 +150,22 @@ def _targets(removal: Removal, process: subprocess.Popen[bytes], run: Path) -> l
     if removal.what == "master":
         return [psutil.Process(process.pid)]
     if removal.what == "process":
-        started = [each for each in events.read(run / "events.jsonl") if isinstance(each, events.NodeStarted)]
-        return [psutil.Process(next(each.pid for each in reversed(started) if each.node == removal.node))]
+        return [_process(removal.node, run)]
+    # Which device a node is on is the order of joining; its process knows.
+    device = removal.device or _process(removal.node, run).environ()["RINGTMP_DEVICE"]
     found = []
     for each in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             environment = each.environ()
             mine = environment.get(MARK) == os.environ.get(MARK)
-            if mine and environment.get("RINGTMP_DEVICE") == removal.device:
+            if mine and environment.get("RINGTMP_DEVICE") == device:
                 found.append(each)
     return found
+
+
+def _process(node: int, run: Path) -> psutil.Process:
+    started = [each for each in events.read(run / "events.jsonl") if isinstance(each, events.NodeStarted)]
+    return psutil.Process(next(each.pid for each in reversed(started) if each.node == node))
 
 
 def _step_s(stream: list[events.Event]) -> tuple[float, ...]:
