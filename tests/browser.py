@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -127,3 +128,46 @@ class Browser:
             self._rest += chunk
         message, _, self._rest = self._rest.partition(b"\0")
         return dict(json.loads(message))
+
+
+#: Every figure that is shown, with the drawing of it that is: its size, how many texts, how small the smallest is.
+LOOK = """[...document.querySelectorAll('figure')].map(figure => {
+  const svg = [...figure.querySelectorAll('.plot svg')].find(each => each.getBoundingClientRect().width > 0);
+  const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
+  const texts = [...svg.querySelectorAll('text')].filter(each => each.textContent.trim());
+  const outside = texts.filter(each => { const b = each.getBoundingClientRect();
+    return b.left < box.left - 2 || b.right > box.right + 2 || b.top < box.top - 2 || b.bottom > box.bottom + 2; });
+  return {name: figure.id.slice(7), width: box.width, height: box.height, texts: texts.length,
+    smallest: Math.min(...texts.map(each => parseFloat(getComputedStyle(each).fontSize) * scale)),
+    outside: outside.map(each => each.textContent), said: figure.querySelector('[role=img]').getAttribute('aria-label')};
+})"""
+#: What is wider than the screen and not in a box that scrolls.
+TOO_WIDE = """[...document.querySelectorAll('body *')].filter(each => !each.closest('.scroll, nav, svg') &&
+  each.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5).map(each => each.outerHTML.slice(0, 80))"""
+#: Contrast of the page's words against what is behind them, at worst.
+COLOURS_SEEN = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+
+
+def luminance(text: str) -> float:
+    parts = [int(each) / 255 for each in re.findall(r"\d+", text)[:3]]
+    red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def legible(browser: Browser, page: Path, width: int, dark: bool) -> set[str]:
+    """Opens a report and holds every figure of it to what can be read on such a screen; the names of the figures."""
+    browser.open(page, width, dark=dark)
+    assert browser.fetched() == [page.as_uri()], "it fetched something"
+    looks = browser.evaluate(LOOK)
+    for each in looks:
+        assert each["width"] > 250, each
+        assert each["height"] > 60, each
+        assert each["texts"] >= 3, each
+        assert each["smallest"] >= 8.5, each
+        assert not each["outside"], each
+        assert len(each["said"]) > 3, each
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(TOO_WIDE) == []
+    ink, ground = sorted(map(luminance, browser.evaluate(COLOURS_SEEN)), reverse=True)
+    assert (ink + 0.05) / (ground + 0.05) > 7
+    return {each["name"] for each in looks}

@@ -9,56 +9,39 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
+from invented import ENVIRONMENT, choices, run_events
 from ringtmp.bench import harness, progress, record, statistics
 from ringtmp.bench.experiments import (
     CATALOG,
     capacity,
-    conduct,
-    energy,
     equations,
     idle,
-    markdown,
     named,
     quantities,
     resilience,
     shapes,
-    sweep,
     traffic,
 )
-from ringtmp.bench.experiments.choices import Choices, default_ways
-from ringtmp.bench.experiments.runs import Measured, toml
+from ringtmp.bench.experiments.choices import default_ways
+from ringtmp.bench.experiments.runs import Measured
 from ringtmp.bench.experiments.ways import parse, parse_all
-from ringtmp.bench.jobs import Job, digest
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import SCHEMA, Measurement, Result, Store
+from ringtmp.bench.jobs import Job
+from ringtmp.bench.measurements import Result, Store
 from ringtmp.bench.runners import largest, removal
 from ringtmp.bench.statistics import Interval
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
-from ringtmp.launch import devices
 from ringtmp.metrics import events
-from ringtmp.metrics.energy import Power, Watts
-from ringtmp.report.findings import Page
 
-ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)
-CONFIG = {"ring": {"strategy": "ring", "schedule": "1f1b"}, "model": {"name": "mlp"},
-          "training": {"seed": 0, "staleness": 0, "wire": "float32"}}  # fmt: skip
-FACTS = {"data": "digits", "batch_size": 10, "microbatches": 1, "threads": 1}
 needs_isolation = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
     reason="needs root on Linux and iproute2",
 )
-
-
-def choices(quick: bool = True, strategies: str = "ring,ring:staleness=1,ps:bsp,ps:async", **changes: Any) -> Choices:
-    made = Choices(tuple(CATALOG), parse_all(strategies), (), True, 3, 0, quick, 2)
-    return msgspec.structs.replace(made, **changes)
 
 
 # -- ways -------------------------------------------------------------------------------------------------------------
@@ -105,37 +88,6 @@ def test_a_way_that_cannot_run_is_skipped_with_its_reason_and_never_silently() -
 
 
 # -- what is known comes back -----------------------------------------------------------------------------------------
-
-
-def run_events(idle_s: float, steps: int = 6, sent: int = 1000, server: bool = False) -> list[events.Event]:
-    """Two nodes. A step takes a second; a worker is busy for the rest of it; each sends and receives `sent` bytes."""
-    found: list[events.Event] = [
-        events.RunStarted(0.0, "", 1, "r", "0", CONFIG, FACTS, 1, 0),
-        events.NodeStarted(0.0, 0, "server" if server else "master", 1, 1, (), 10),
-        events.NodeStarted(0.0, 1, "worker", 2, 1, (), 10),
-    ]
-    for step in range(steps):
-        for node in (0, 1):
-            causes = {"activations": idle_s * 0.75, "window": idle_s * 0.25}
-            found.append(
-                events.NodeStep(
-                    node,
-                    step,
-                    float(step),
-                    step + 1.0,
-                    1 - idle_s,
-                    idle_s,
-                    causes,
-                    sent,
-                    sent,
-                    (events.Span("forward", 0, 0, step + 0.1, step + 0.4),),
-                )
-            )
-        found.append(events.StepDone(step + 1.0, step, 0, 2.0 - 0.25 * step, 0.1, 10, 1.0))
-    found.append(events.Evaluated(steps + 0.5, steps, 0, 100, 0.5, 0.75, None))
-    power = Power("given", Watts(2.0, 6.0, 1e6), 1.0, "here")
-    found += [events.NodeEnded(node, 7 * 2**20, 0, 0, 0, 0, 0, power=power) for node in (0, 1)]
-    return found
 
 
 def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
@@ -356,157 +308,6 @@ def test_a_run_that_was_over_before_anybody_was_removed_says_nothing() -> None:
 def test_parameters_of_a_size_are_those_of_the_model() -> None:
     search = largest.Search((), 64, 10, 8, 3, 3, 1.5, 4, False)
     assert largest.parameters(search, 3, 8) == (64 * 8 + 8) + 2 * (8 * 8 + 8) + (8 * 10 + 10)
-
-
-# -- all together -----------------------------------------------------------------------------------------------------
-
-
-def measurement(job: Job, repeat: int, result: Result) -> Measurement:
-    return Measurement(
-        SCHEMA, job, repeat, digest(job, ENVIRONMENT), ENVIRONMENT, "", 1.0, 0.0, 0.0, 0.0, "measured", None, result
-    )
-
-
-def invented(asked: Choices) -> list[Measurement]:
-    """As if everything had been measured: the ring idles for a quarter of its time, everything else for a half."""
-    found = []
-    for repeat, job in [*conduct.sweep_plan(asked), *conduct.plan(asked)]:
-        if job.experiment == "resilience":
-            facts: dict[str, Any] = removal.describe(run_events(0.25), 3.5, 0, "")
-        elif job.experiment == "capacity":
-            size = 9 if "ring" in job.case else 3
-            tries = [largest.Try(size, 2048, size * 10**6, "fits", "", (10**8,) * 3),
-                     largest.Try(size + 1, 2048, (size + 1) * 10**6, "refused", "too large")]  # fmt: skip
-            facts = {"tries": msgspec.to_builtins(tries)}
-        else:
-            made = record.record(run_events(0.25 if "ring" in job.case else 0.5))
-            facts = {"record": msgspec.to_builtins(made), "test_loss": 0.5, "accuracy": 0.9, "weights_sha256": "ab"}
-        found.append(measurement(job, repeat, Result((1.0,) * 4, facts)))
-    return found
-
-
-def page(asked: Choices, measurements: list[Measurement]) -> Page:
-    return conduct.page(asked, measurements, ENVIRONMENT, "ringtmp bench", "2026-01-01", partial=False)
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool) -> None:
-    asked = choices(quick, rates={"ring": 0.002})
-    made = page(asked, invented(asked))
-    assert [section.name for section in made.sections] == [*CATALOG, "method"]
-    said = {verdict.aim: verdict for verdict in made.verdicts}
-    for module in (idle, energy, traffic, resilience):
-        assert any(aim.startswith(module.AIM) for aim in said), module.AIM
-    assert said[idle.AIM].holds == "yes"
-    assert "25.0%" in said[idle.AIM].sentence
-    assert "0.50 (0.50–0.50)" in said[idle.AIM].sentence
-    assert said["RingTMP can hold larger models"].number == "3.00"
-    names = [figure.name for figure in made.figures]
-    assert len(set(names)) == len(names)
-    for wanted in (
-        "idle-causes", "loss-per-joule", "speed-up-strong", "gantt-ring", "links-ring", "memory-per-node", "largest-model",
-        "around-ring-protect-auto-device-worker", "break-even-total", "joules-per-sample",
-    ):  # fmt: skip
-        assert wanted in names
-    text = markdown.markdown(made)
-    assert f"| {idle.AIM} | yes | Idle share of workers: " in text
-    assert all(f"## {section.title}" in text for section in made.sections)
-    assert all(section.skipped == () or all(each.why for each in section.skipped) for section in made.sections)
-
-
-def test_a_way_that_did_not_learn_is_in_no_verdict_and_that_is_said() -> None:
-    asked = choices()
-    found = [
-        msgspec.structs.replace(
-            each, result=Result((1.0,), (each.result.facts if each.result else {}) | {"accuracy": 0.2})
-        )
-        if each.job.case == "ring"
-        else each
-        for each in invented(asked)
-    ]
-    section = next(each for each in page(asked, found).sections if each.name == "idle")
-    assert "ring:staleness=1" in section.verdicts[0].sentence, "the ring that learned"
-    assert any(
-        each.what == "ring: verdicts" and "20.0% where the best has 90.0%" in each.why for each in section.skipped
-    )
-
-
-def test_with_nothing_measured_the_report_says_so_and_claims_nothing() -> None:
-    asked = choices()
-    made = page(asked, [])
-    known = [verdict for verdict in made.verdicts if "over shapes" not in verdict.aim]
-    assert {verdict.holds for verdict in known} == {"open"}
-    assert any("interrupted before it" in each.why for section in made.sections for each in section.skipped)
-
-
-def test_a_run_several_experiments_read_is_measured_once_per_repeat() -> None:
-    asked = choices()
-    plan = conduct.plan(asked)
-    stems = [(repeat, job.file_stem) for repeat, job in plan]
-    assert len(set(stems)) == len(stems)
-    wanted = sum(len({each.file_stem for each in _module(name).jobs(asked)}) for name in asked.names)
-    assert len({stem for _, stem in stems}) < wanted
-    assert [repeat for repeat, job in plan if job.experiment == "capacity"] == [0, 0], "a size is found once"
-
-
-def _module(name: str) -> Any:
-    import importlib
-
-    return importlib.import_module(f"ringtmp.bench.experiments.{name}")
-
-
-def test_every_way_gets_the_rate_that_was_best_for_it() -> None:
-    asked = choices()
-    losses = {
-        ("one process", 0.0007): 0.9,
-        ("one process", 0.002): 0.4,
-        ("ps:async", 0.0007): 0.3,
-        ("ps:async", 0.002): 2.0,
-    }
-    found = [
-        measurement(each.job, 0, Result((1.0,), {"test_loss": losses[each.way.label, each.work.lr]}))
-        for each in sweep.cells(asked)
-        if (each.way.label, each.work.lr) in losses
-    ]
-    rates = sweep.rates(asked, Measured(found))
-    assert rates == {"ring": 0.002, "ps:bsp": 0.002, "ps:async": 0.0007}, "staleness 1 was not measured"
-    table = sweep.table(msgspec.structs.replace(asked, rates=rates), Measured(found))
-    assert [row[-1] for row in table.rows] == ["0.002", "none", "0.002", "0.0007"]
-
-
-def test_the_devices_become_a_file_the_lab_takes() -> None:
-    made = choices().place(3, link_mbps=20.0)
-    assert devices.parse(toml(made), "devices.toml") == made
-    given = devices.parse('[[device]]\nname = "a"\npreset = "pi-4b"\n[[device]]\nname = "b"\npreset = "pi-3b"\n', "f")
-    assert devices.parse(toml(given), "devices.toml") == given
-    assert choices(devices=given).nodes == 2
-    assert choices(devices=given).node_counts == (1, 2)
-
-
-def test_without_isolation_capacity_is_left_out_with_its_reason() -> None:
-    asked = choices(isolated=False)
-    made = page(asked, [])
-    section = next(each for each in made.sections if each.name == "capacity")
-    assert "needs the lab" in section.skipped[0].why
-    assert not [job for _, job in conduct.plan(asked) if job.experiment == "capacity"]
-    labs = [job.text for _, job in conduct.plan(asked) if "devices.toml" in job.text]
-    assert labs
-    assert all("--no-isolation" in text and "--all-devices" in text for text in labs), "none is left out as too slow"
-
-
-def test_devices_that_joined_are_used_as_they_are_and_what_would_change_them_is_left_out_with_its_reason() -> None:
-    asked = choices(listen="192.0.2.1:47100", joined=3, rates={"ring": 0.002})
-    jobs = [job for _, job in conduct.plan(asked)]
-    assert asked.node_counts == (1, 2, 3)
-    there = [job.text for job in jobs if "--listen 192.0.2.1:47100" in job.text]
-    assert there
-    assert all("--nodes" in text and "--all-devices" in text for text in there)
-    assert not [job for job in jobs if " lab " in job.text]
-    made = page(asked, invented(asked))
-    assert [section.name for section in made.sections] == [*CATALOG, "method"]
-    assert not made.emulated
-    for name, why in (("capacity", "memory caps"), ("resilience", "takes devices away"), ("equations", "link rates")):
-        assert why in next(each for each in made.sections if each.name == name).skipped[0].why
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def _bars(axes: Any, figure: Figure) -> None:
     elif most > 0:
         axes.set_xlim(0, most * 1.18)
     _numbers(axes.xaxis, figure.log_y, 4)
-    axes.set_yticks(range(len(names)), [_cut(name, 22) for name in names], fontsize=_FONT, color=LIGHT["ink"])
+    axes.set_yticks(range(len(names)), [two_lines(name, 22) for name in names], fontsize=_FONT, color=LIGHT["ink"])
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
@@ -335,6 +335,14 @@ def _gantt_rows(figure: Figure) -> list[str]:
 
 def _name(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
+
+
+def two_lines(text: str, most: int) -> str:
+    """A long name goes on below, where a part of it begins; what is too long even so is cut."""
+    at = max(text.rfind(mark, 0, most) for mark in ":, ") + 1
+    if len(text) <= most or not at:
+        return _cut(text, most)
+    return f"{text[:at].rstrip()}\n{_cut(text[at:], most)}"
 
 
 def _cut(text: str, most: int) -> str:

@@ -13,7 +13,7 @@ from ringtmp.bench.experiments.choices import Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.statistics import Interval
-from ringtmp.report.findings import Figure, Section, Table, Verdict
+from ringtmp.report.findings import Figure, Section, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "RingTMP reduces the time workers are idle"
@@ -62,7 +62,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(verdicts),
         tuple(each for each in figures if each is not None),
         tuple(tables),
-        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured)),
+        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured), *_left_out(choices)),
     )
 
 
@@ -77,13 +77,23 @@ def _some(choices: Choices) -> list[str]:
     return plain if choices.quick and plain else labels
 
 
+def _left_out(choices: Choices) -> list[Skipped]:
+    """Of the runs with fewer nodes or other batch sizes."""
+    small = [way.label for way in choices.ways if way.label not in _some(choices)]
+    left = [Skipped(f"{', '.join(small)}: fewer nodes, other batch sizes", "small sizes; ringtmp bench idle has them")]
+    return left * bool(small) + [each for count in _fewer(choices) for each in grid.refused(choices, count)]
+
+
+def _fewer(choices: Choices) -> list[int]:
+    return [count for count in choices.node_counts if 1 < count < choices.nodes]
+
+
 def _by_nodes(choices: Choices) -> list[Cell]:
-    counts = [count for count in choices.node_counts if 1 < count < choices.nodes]
     return [
         cell(choices, way, grid.tuned(choices, way, steps=_steps(choices)), choices.place(count), f"{count} nodes")
         for way in choices.ways
         if way.label in _some(choices)
-        for count in counts
+        for count in _fewer(choices)
         if way.refusal(count, grid.layers(choices.task())) is None
     ]
 
