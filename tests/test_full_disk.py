@@ -1,4 +1,5 @@
-"""A real disk that is full: protection drops to what is possible, that is said once, and training goes on."""
+"""A real disk that is full: protection drops to what is possible, that is said once, and training goes on; a bench ends, and
+keeps what it has measured."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,16 +21,21 @@ pytestmark = [
 FLAGS = (*REMEMBERING, "--steps", 60)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Where a run's snapshots go, with room for less than two of them."""
-    folder = tmp_path / "run" / "snapshots"
+@contextmanager
+def disk(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
     try:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Where a run's snapshots go, with room for less than two of them."""
+    with disk(tmp_path / "run" / "snapshots", "250k") as folder:
+        yield folder
 
 
 def test_a_full_disk_ends_snapshots_alone_and_is_said_once(tmp_path: Path, small_disk: Path) -> None:
@@ -39,3 +46,30 @@ def test_a_full_disk_ends_snapshots_alone_and_is_said_once(tmp_path: Path, small
     assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
     assert done.stderr.count("no more snapshots: No space left on device") == 1, done.stderr
     assert not any(path.is_file() for path in small_disk.rglob("*"))
+
+
+def test_a_bench_on_a_full_disk_keeps_what_was_measured_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    words = (
+        "bench",
+        "speed",
+        "--quick",
+        "--workloads",
+        "mlp",
+        "--settings",
+        "two",
+        "--cases",
+        "ring",
+        "--repeats",
+        1,
+        "--quiet",
+    )
+    with disk(tmp_path / "out", "16k") as out:
+        done = ringtmp(*words, "--out", out, cwd=tmp_path, code=1)
+        assert "No space left on device; what was measured before is kept, and the same command goes on" in done.stderr
+        kept = [path.name for path in (out / "measurements").glob("*.json")]
+        assert len(kept) == 1, kept
+        subprocess.run(["mount", "-o", "remount,size=10m", str(out)], check=True)
+        before = {name: (out / "measurements" / name).stat().st_mtime_ns for name in kept}
+        ringtmp(*words, "--out", out, cwd=tmp_path)
+        assert len(list((out / "measurements").glob("*.json"))) == 2
+        assert {name: (out / "measurements" / name).stat().st_mtime_ns for name in kept} == before

@@ -318,9 +318,9 @@ def _fitting(value: float, letters: float) -> str:
     if not math.isfinite(value):
         return ""
     whole = f"{value:.0f}" if value >= 1 else f"{value:.1g}".lstrip("0")
-    return next(
-        (text for text in (short(value), f"{value:.2g}", whole) if len(text) <= letters and "e" not in text), ""
-    )
+    texts = [text for text in (short(value), f"{value:.2g}", whole) if "e" not in text]
+    tiny = f"{value:.0e}".replace("e-0", "e-")
+    return next((text for text in (*texts, tiny) if len(text) <= letters), "")
 
 
 def _gantt_rows(figure: Figure) -> list[str]:
