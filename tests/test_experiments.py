@@ -37,6 +37,7 @@ from ringtmp.bench.statistics import Interval
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events
+from ringtmp.plan.route import parse_cuts
 
 needs_isolation = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
@@ -104,6 +105,19 @@ def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
     assert made.scores[0].accuracy == 0.75
     assert [bar.kind for bar in made.bars] == ["forward", "forward"]
     assert msgspec.convert(msgspec.to_builtins(made), record.Record) == made
+
+
+def test_joules_of_some_steps_are_of_these_alone() -> None:
+    stream = [
+        msgspec.structs.replace(each, busy_s=0.25, idle_s=0.75)
+        if isinstance(each, events.NodeStep) and each.step > 3
+        else each
+        for each in run_events(idle_s=0.25)
+    ]
+    made = record.record(stream)
+    # Two nodes; a second has 2 J idle, 4 J more while busy and 2 J for bytes.
+    assert sum(load.joules for load in quantities.run_loads(made, 0, 3)) == pytest.approx(3 * 2 * 7)
+    assert sum(load.joules for load in quantities.run_loads(made, 2)) == pytest.approx(2 * 2 * 7 + 2 * 2 * 5)
 
 
 def test_a_long_step_counts_for_more_of_the_idle_share_and_of_the_speed() -> None:
@@ -194,6 +208,16 @@ def test_the_busiest_link_by_hand() -> None:
     assert shapes.busiest_values(net, "ring", 3, 10) == 10 * 16
     assert shapes.busiest_values(net, "ps", 3, 10) == 274 * 2
     assert shapes.busiest_values(net, "allreduce", 3, 10) == pytest.approx(2 * 274 * 2 / 3)
+
+
+@pytest.mark.parametrize("net", shapes.NETS, ids=lambda net: net.name)
+def test_a_shape_is_cut_where_its_arithmetic_says(net: shapes.Net) -> None:
+    layers = len(net.outputs)
+    for nodes in range(2, min(layers, 9) + 1):
+        assert shapes.can_cut(net, nodes)
+        cuts = parse_cuts(shapes.cuts_text(net, nodes), layers, nodes)
+        assert [stop for _, stop in cuts] == shapes.even_ends(net, nodes)
+    assert not shapes.can_cut(net, layers + 1)
 
 
 def test_three_real_processes_send_the_values_the_prototype_counted() -> None:

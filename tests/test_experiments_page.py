@@ -44,6 +44,15 @@ def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool)
     # A second and node: 2 J idle, 4 J more while busy, 2 J for bytes, so 7 against 6; with 1, 8 and 1 it is 8 against 6, and
     # with busy watts no more than idle ones nothing is between them.
     assert {row[4:] for row in varied.values()} == {("1.17", "1.00–1.33", "stays")}, varied
+    shaped = [
+        row for table in tables if table.title.startswith("Bytes per step of the three shapes") for row in table.rows
+    ]
+    # 64 samples of 64 values over four cuts and back; three workers pull and push 179,850 parameters. Sent: as invented.
+    wanted = {
+        ("ring", "128.0 KiB", "2.0 KiB", "0.015", "32.0 KiB", "1000 B", "0.031"),
+        ("ps:bsp", "4.1 MiB", "2.0 KiB", "0.000", "2.1 MiB", "1000 B", "0.000"),
+    }
+    assert {row[1:] for row in shaped if row[0] == "narrow and deep"} == (set() if quick else wanted)
     text = markdown.markdown(made)
     assert f"| {idle.AIM} | yes | Idle share of workers: " in text
     assert all(f"## {section.title}" in text for section in made.sections)

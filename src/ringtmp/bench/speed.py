@@ -82,7 +82,8 @@ def jobs(
                     continue
                 counts = microbatches if microbatches and pipelined(case) else [None]
                 found += [job(case, work, setting, warm_up, count) for count in counts]
-    return found
+    # Numbers below what a schedule wants become the same number.
+    return list({each.file_stem: each for each in found}.values())
 
 
 def require_room(settings: Sequence[Setting], processors: int, can_emulate: bool) -> None:

@@ -339,7 +339,7 @@ def _name(value: float | str) -> str:
 
 def two_lines(text: str, most: int) -> str:
     """A long name goes on below, where a part of it begins; what is too long even so is cut."""
-    at = max(text.rfind(mark, 0, most) for mark in ":, ") + 1
+    at = max(text.rfind(mark, 0, most + 1) for mark in ":, ") + 1
     if len(text) <= most or not at:
         return _cut(text, most)
     return f"{text[:at].rstrip()}\n{_cut(text[at:], most)}"

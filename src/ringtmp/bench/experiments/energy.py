@@ -47,7 +47,9 @@ def section(choices: Choices, measured: Measured) -> Section:
     if source == "modelled" and all(
         quantities.modelled(record) for each in every for record in measured.records(each.job)
     ):
-        varied = [Conclusion("joules per sample", name, pair, vary(fair, measured, pair)) for name, pair in pairs]
+        varied = [
+            Conclusion("joules per sample", name, pair, vary(fair, measured, pair, counted)) for name, pair in pairs
+        ]
         others = [*_to_target(choices, measured), *_larger(choices, measured)]
         verdicts += [_varied_verdict(each) for each in varied]
         tables += [_conclusions_table([*varied, *others]), *(_varied_table(each) for each in varied)]
@@ -114,17 +116,27 @@ class Conclusion(msgspec.Struct, frozen=True):
 
 
 def vary(
-    group: Sequence[Cell], measured: Measured, pair: Contrast, stop: Callable[[Record], int | None] = lambda _: None
+    group: Sequence[Cell], measured: Measured, pair: Contrast, steps: Callable[[Job, Record], tuple[int, int | None]]
 ) -> Sensitivity:
-    """The ring over the server as the model's numbers vary, over as many repeats as both have; of each, the steps before
-    `stop`."""
+    """The ring over the server as the model's numbers vary, over as many repeats as both have; `steps` says from which step
+    of each to before which."""
     jobs = {each.way.label: each.job for each in group}
-    sides = [measured.records(jobs[each.way.label]) for each in (pair.ring, pair.server)]
+    sides = [jobs[each.way.label] for each in (pair.ring, pair.server)]
+    repeats = min(len(measured.records(job)) for job in sides)
     ring, server = (
-        [load for record in side[: min(map(len, sides))] for load in quantities.run_loads(record, 0, stop(record))]
-        for side in sides
+        [
+            load
+            for record in measured.records(job)[:repeats]
+            for load in quantities.run_loads(record, *steps(job, record))
+        ]
+        for job in sides
     )
     return sensitivity(ring, server, VARIED)
+
+
+def counted(job: Job, _: Record) -> tuple[int, int | None]:
+    """Those after the steps to warm up."""
+    return job.warm_up, None
 
 
 def _to_target(choices: Choices, measured: Measured) -> list[Conclusion]:
@@ -132,10 +144,10 @@ def _to_target(choices: Choices, measured: Measured) -> list[Conclusion]:
     every, records, target = progress.trained(choices, measured)
     pairs = contrasts.both(progress.spent(every, progress.costs_of(records, target), "joules"), choices.seed)
 
-    def stop(record: Record) -> int:
-        return int(progress.to_target(record, target).steps)
+    def until(_: Job, record: Record) -> tuple[int, int]:
+        return 0, int(progress.to_target(record, target).steps)
 
-    return [Conclusion("joules to the target", name, pair, vary(every, measured, pair, stop)) for name, pair in pairs]
+    return [Conclusion("joules to the target", name, pair, vary(every, measured, pair, until)) for name, pair in pairs]
 
 
 def _larger(choices: Choices, measured: Measured) -> list[Conclusion]:
@@ -146,7 +158,8 @@ def _larger(choices: Choices, measured: Measured) -> list[Conclusion]:
         group = [each for each in anchors if each.label == label]
         pairs = contrasts.both(draw.sampled(group, measured, quantities.step_joules), choices.seed)
         found += [
-            Conclusion(f"joules per step, {label}", name, pair, vary(group, measured, pair)) for name, pair in pairs
+            Conclusion(f"joules per step, {label}", name, pair, vary(group, measured, pair, counted))
+            for name, pair in pairs
         ]
     return found
 
@@ -180,15 +193,13 @@ def _conclusions_table(every: Sequence[Conclusion]) -> Table:
             each.pair.server.way.label,
             f"{each.made.ratio:.2f}",
             f"{each.made.low:.2f}–{each.made.high:.2f}",
-            "changes" if each.made.changes else "stays",
+            "open" if each.pair.holds == "open" else "changes" if each.made.changes else "stays",
         )
         for each in every
     )
     columns = ("conclusion", "compared", "ring", "parameter server", "ring over server", "varied", "who needs less")
     title = f"Every conclusion about joules as the model's numbers vary by {VARIED:.0%}"
-    return Table(
-        title, columns, rows, "Idle watts, busy watts and nanojoules per byte, each less, same and more; all steps."
-    )
+    return Table(title, columns, rows, "Idle watts, busy watts and nanojoules per byte, each less, same and more.")
 
 
 def _varied_table(each: Conclusion) -> Table:

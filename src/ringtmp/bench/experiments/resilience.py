@@ -29,6 +29,8 @@ PAUSE_S = 6.0
 #: The ring counts as resilient as the server if it trains again within this many times the server's time.
 AS_SOON = 2.0
 CHECKPOINT_EVERY = "10"
+#: Where one of two servers is lost.
+SERVED_NODES = 4
 What = Literal["process", "device", "pause", "master"]
 _TEXT = {
     "process": "{role}'s process killed",
@@ -62,13 +64,20 @@ def losses(choices: Choices) -> list[Loss]:
         Loss(ring, nodes, "master", 0, "master"),
     ]
     if not choices.quick:
-        found += [Loss(replicated, max(nodes, 4), what, 1, "server") for what in ("process", *_AWAY)]
+        found.append(Loss(replicated, SERVED_NODES, "process", 1, "server"))
+        if _enough(choices):
+            found += [Loss(replicated, SERVED_NODES, what, 1, "server") for what in _AWAY]
         found += [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
         found.append(Loss(server, nodes, "master", 0, "master"))
         found += [Loss(way, nodes, "pause", 0, "master") for way in (ring, server)]
         found += [Loss(parse("allreduce:ring:protect=auto"), nodes, what, nodes - 1, "worker") for what in _HARD]
     wanted = {way.strategy for way in choices.ways}
     return [each for each in found if each.way.strategy in wanted]
+
+
+def _enough(choices: Choices) -> bool:
+    """Whether two servers with two workers find a device each."""
+    return len(choices.place(SERVED_NODES)) == SERVED_NODES
 
 
 _SOFT: tuple[What, ...] = ("process", "pause")
@@ -271,6 +280,8 @@ def _skipped(choices: Choices) -> list[Skipped]:
     found.append(
         Skipped("ps:bsp: its only server removed", "the server is the master; see the master killed and resumed")
     )
+    if not choices.quick and not _enough(choices):
+        found.append(Skipped("a server's device gone or away", f"{SERVED_NODES} devices are needed for it"))
     found.append(
         Skipped("the master's device gone for good", "the run's directory is on it; see the master killed and resumed")
     )

@@ -78,6 +78,11 @@ def even_ends(net: Net, nodes: int) -> list[int]:
     return list(accumulate(count // visits + (index < count % visits) for index in range(visits)))
 
 
+def can_cut(net: Net, nodes: int) -> bool:
+    """Whether every node has a layer; the master's second visit may be the loss alone."""
+    return len(net.outputs) >= nodes
+
+
 def even_cuts(net: Net, nodes: int) -> tuple[int, ...]:
     """Values per sample at every cut of such a ring."""
     return tuple(net.outputs[end - 1] for end in even_ends(net, nodes)[:-1] if end)

@@ -51,7 +51,8 @@ def shape_cells(choices: Choices) -> list[tuple[Net, Family, Cell]]:
         work = Workload(name, net.model, net.settings, net.data, SHAPE_BATCH, 4, seed=choices.seed, steps=SHAPE_STEPS)
         cuts = ("--cuts", shapes.cuts_text(net, choices.nodes))
         ring, server = Way("ring", "ring"), Way("ps:bsp", "ps")
-        found.append((net, "ring", local(ring, work, choices.nodes, net.name, cuts)))
+        if shapes.can_cut(net, choices.nodes):
+            found.append((net, "ring", local(ring, work, choices.nodes, net.name, cuts)))
         found.append((net, "ps", local(server, work, choices.nodes, net.name)))
     return found
 
@@ -105,6 +106,11 @@ def section(choices: Choices, measured: Measured) -> Section:
             *behind,
             *grid.missing(cells(choices), measured),
             *([Skipped("the three shapes, measured", "small sizes; ringtmp bench traffic has them")] * choices.quick),
+            *(
+                Skipped(f"ring, {nodes} nodes, {net.name}", f"it has {len(net.outputs)} layers, fewer than nodes")
+                for net in NETS
+                if not shapes.can_cut(net, nodes)
+            ),
         ),
     )
 
