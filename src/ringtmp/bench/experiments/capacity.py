@@ -29,7 +29,14 @@ WIDTH = 1024
 PARAMETER_BYTES = 8
 INPUTS, OUTPUTS = 64, 10
 _QUICK = ("ring:protect=off", "ps:bsp")
-_FULL = (*_QUICK, "ps:bsp:fetch=layerwise", "ring:protect=memory", "ps:bsp:servers=workers", "allreduce:ring")
+_FULL = (
+    *_QUICK,
+    "ps:bsp:fetch=layerwise",
+    "ring:protect=auto",
+    "ring:protect=memory",
+    "ps:bsp:servers=workers",
+    "allreduce:ring",
+)
 
 
 def ways(choices: Choices) -> list[Way]:
