@@ -299,14 +299,19 @@ def test_control_groups_of_both_versions_bind_at_every_level(tmp_path: Path) -> 
     _write(root / "app", cpu__max="50000 100000\n", memory__max="max\n", memory__current="7\n")
     _write(
         root / "app/job", cpu__max="max 100000\n", memory__max="1000\n", memory__current="900\n",
-        memory__stat="anon 5\ninactive_file 50\n",
+        memory__stat="anon 5\ninactive_file 50\nactive_file 30\nfile_mapped 10\n",
     )  # fmt: skip
-    assert group_limits(root, tmp_path / "two") == Limits(0.5, 1000, 150, 0.1)
+    assert group_limits(root, tmp_path / "two") == Limits(0.5, 1000, 170, 0.1)
     (tmp_path / "one").write_text("4:memory:/gone\n2:cpu,cpuacct:/lab\n")
     root = tmp_path / "v1"
     _write(root / "memory", memory__limit_in_bytes="9223372036854771712\n", memory__usage_in_bytes="7\n")
     _write(root / "cpu,cpuacct/lab", cpu__cfs_quota_us="4500\n", cpu__cfs_period_us="10000\n")
     assert group_limits(root, tmp_path / "one") == Limits(0.45, period_s=0.01)
+    _write(
+        root / "memory", memory__limit_in_bytes="1000\n", memory__usage_in_bytes="900\n",
+        memory__stat="inactive_file 1\ntotal_inactive_file 50\ntotal_active_file 30\ntotal_mapped_file 40\n",
+    )  # fmt: skip
+    assert group_limits(root, tmp_path / "one") == Limits(0.45, 1000, 150, 0.01)
     assert group_limits(tmp_path / "none", tmp_path / "nowhere") == Limits()
 
 

@@ -68,14 +68,22 @@ def _cores(folder: Path) -> tuple[float, float] | None:
 
 
 def _memory(folder: Path) -> tuple[int, int] | None:
-    """Limit and what is left of it. Cached file pages count as left: the kernel drops them first."""
+    """Limit and what is left of it. Cached pages of files count as left, since the kernel drops them first: those not used of
+    late, and of the others those that are in no process, as a file that was written and read again leaves them."""
     limit = _read(folder / "memory.max").strip() or _read(folder / "memory.limit_in_bytes").strip()
     used = _read(folder / "memory.current").strip() or _read(folder / "memory.usage_in_bytes").strip()
     if not (limit.isdigit() and used.isdigit()) or int(limit) >= _NO_LIMIT_BYTES:
         return None
     stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
-    cached = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
-    return int(limit), max(0, int(limit) - int(used) + int(cached))
+    old, recent, mapped = (
+        int(next((stat[name] for name in names if name in stat), "0"))
+        for names in (
+            ("total_inactive_file", "inactive_file"),
+            ("total_active_file", "active_file"),
+            ("total_mapped_file", "file_mapped"),
+        )
+    )
+    return int(limit), max(0, int(limit) - int(used) + old + max(0, recent - mapped))
 
 
 def _read(path: Path) -> str:
