@@ -35,6 +35,7 @@ class Case:
     nodes: int
     settings: dict[str, Any] = field(default_factory=dict)
     wire: str = "float32"
+    long: bool = False  # others say nearly the same
 
     @property
     def name(self) -> str:
@@ -45,27 +46,27 @@ class Case:
 CASES = [
     Case("ring", 3),
     Case("ring", 3, wire="bfloat16"),
-    Case("ring", 4, wire="float16"),
+    Case("ring", 4, wire="float16", long=True),
     Case("ring", 3, wire="int8"),
     Case("ps", 3),
     Case("ps", 4, {"servers": 2}),
     Case("ps", 3, {"servers": "workers"}),
     Case("ps", 3, {"consistency": "ssp:0"}),
-    Case("ps", 4, {"consistency": "ssp:2"}),
+    Case("ps", 4, {"consistency": "ssp:2"}, long=True),
     Case("ps", 4, {"consistency": "ssp:inf", "servers": 2}),
     Case("ps", 3, {"consistency": "async", "servers": "workers"}),
     Case("ps", 4, {"quorum": 2}),
     Case("ps", 5, {"servers": 2, "replicas": 1}),
     Case("ps", 5, {"servers": 3, "replicas": 1, "consistency": "async"}),
-    Case("ps", 3, {"servers": "workers", "replicas": 1}),
+    Case("ps", 3, {"servers": "workers", "replicas": 1}, long=True),
     Case("ps", 3, {"fetch": "layerwise"}),
-    Case("ps", 3, wire="bfloat16"),
+    Case("ps", 3, wire="bfloat16", long=True),
     Case("ps", 3, wire="int8"),
     Case("ps", 4, {"consistency": "ssp:1"}, "int8"),
     Case("allreduce", 3),
     Case("allreduce", 5, {"algorithm": "tree"}),
-    Case("allreduce", 3, wire="float16"),
-    Case("allreduce", 4, {"algorithm": "ring"}, "int8"),
+    Case("allreduce", 3, wire="float16", long=True),
+    Case("allreduce", 4, {"algorithm": "ring"}, "int8", long=True),
     Case("allreduce", 3, {"algorithm": "tree"}, "int8"),
 ]
 
@@ -123,7 +124,9 @@ def weights(result: api.Result) -> torch.Tensor:
     return torch.cat([each.detach().flatten() for each in result.model.parameters()])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * case.long) for case in CASES], ids=lambda case: case.name
+)
 def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path) -> None:
     result = train(case, tmp_path)
     summary = result.summary
@@ -447,7 +450,11 @@ def _overlaps(sent: events.Span, steps: list[events.NodeStep], step: int) -> boo
 
 @pytest.mark.parametrize(
     "flags",
-    [["ps:async", "--with", "servers=2"], pytest.param(["ps:ssp:2"], marks=pytest.mark.long), ["allreduce"]],
+    [
+        pytest.param(["ps:async", "--with", "servers=2"], marks=pytest.mark.long),
+        pytest.param(["ps:ssp:2"], marks=pytest.mark.long),
+        ["allreduce"],
+    ],
     ids=lambda flags: flags[0],
 )
 def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path: Path) -> None:
