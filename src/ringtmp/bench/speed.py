@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -165,9 +164,8 @@ def _microbatches(group: Sequence[Measurement]) -> int:
 def _idle_share(group: Sequence[Measurement]) -> float | None:
     """Idle time over all time of its workers, the middle over repeats; torch's own do not say."""
     known = [each.result.facts for each in group if each.result is not None and "record" in each.result.facts]
-    times = [idle_times(from_facts(facts), group[0].job.warm_up) for facts in known]
-    shares = [sum(idle for idle, _ in each) / sum(whole for _, whole in each) for each in times if each]
-    return median(shares) if shares else None
+    times = [found for facts in known if (found := idle_times(from_facts(facts), group[0].job.warm_up))]
+    return statistics.middle(times, "ratio") if times else None
 
 
 def _forecast(group: Sequence[Measurement], value: Callable[[dict[str, Any]], float]) -> float | None:

@@ -154,8 +154,7 @@ def _larger(choices: Choices, measured: Measured) -> list[Conclusion]:
     """What `idle` says of joules in its tables of the larger models, where they were measured."""
     found = []
     anchors = grid.not_behind(grid.anchor_cells(choices), choices, measured)
-    for label in dict.fromkeys(each.label for each in anchors):
-        group = [each for each in anchors if each.label == label]
+    for label, group in grid.by_label(anchors).items():
         pairs = contrasts.both(draw.sampled(group, measured, quantities.step_joules), choices.seed)
         found += [
             Conclusion(f"joules per step, {label}", name, pair, vary(group, measured, pair, counted))

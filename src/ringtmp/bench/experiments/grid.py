@@ -57,6 +57,13 @@ def anchor_cells(choices: Choices) -> list[Cell]:
     return found
 
 
+def by_label(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for each in cells:
+        found.setdefault(each.label, []).append(each)
+    return found
+
+
 def learned(cells: Sequence[Cell], measured: Measured) -> tuple[list[Cell], list[Skipped]]:
     """Those that learned about as much as the best, and why the others are not compared: a way that does not learn may
     well be quick."""

@@ -46,8 +46,7 @@ def section(choices: Choices, measured: Measured) -> Section:
     task = draw.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
     tables = [task, _workers(main, measured)]
     verdicts = [contrasts.verdict(AIM, "idle share of workers", text, pairs)]
-    for name in dict.fromkeys(each.label for each in anchors):
-        group = [each for each in anchors if each.label == name]
+    for name, group in grid.by_label(anchors).items():
         title = f"{name}, {choices.nodes} devices"
         tables.append(draw.cost_table(title, group, measured, choices.seed))
         # A way that does not learn the task is compared nowhere.

@@ -110,6 +110,7 @@ class Measured:
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
         self._by_stem: dict[str, list[Measurement]] = {}
+        self._records: dict[str, list[Record]] = {}  # several sections ask for the same
         for each in measurements:
             self._by_stem.setdefault(each.job.file_stem, []).append(each)
 
@@ -118,7 +119,10 @@ class Measured:
         return [each for each in self._by_stem.get(job.file_stem, ()) if each.result is not None]
 
     def records(self, job: Job) -> list[Record]:
-        return [from_facts(each.result.facts) for each in self.of(job) if each.result is not None]
+        if job.file_stem not in self._records:
+            found = [from_facts(each.result.facts) for each in self.of(job) if each.result is not None]
+            self._records[job.file_stem] = found
+        return self._records[job.file_stem]
 
     def facts(self, job: Job) -> list[Mapping[str, object]]:
         return [each.result.facts for each in self.of(job) if each.result is not None]
