@@ -23,7 +23,7 @@ from ringtmp.data import named
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
-from ringtmp.factory import is_factory, load_factory
+from ringtmp.factory import call_factory, is_factory, refuse_file_alone
 from ringtmp.inference import Inference
 from ringtmp.job import Job, Watcher
 from ringtmp.launch.crew import Crew
@@ -266,7 +266,9 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         batches = evaluation_batches(
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
         )
-        score = ring.master.evaluate(batches, ring.step, saved.loss == "next_byte")
+        score = ring.master.evaluate(
+            ring.checked(batches, source.name, saved.loss), ring.step, saved.loss == "next_byte"
+        )
     return {
         "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
         "accuracy": score.accuracy, "bits_per_byte": score.bits_per_byte,
@@ -290,7 +292,7 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
         )
         batches.append(Batch(0, pieces, nobody, len(part)))
     with _inference(run, saved.config, nodes, loss_named("mse")) as ring:
-        outputs = ring.master.predict(batches, ring.step)
+        outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
     return _concatenate(outputs)
 
 
@@ -318,8 +320,8 @@ def remote_crew(
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
     if is_factory(part.name):
-        factory = load_factory("model", part.name)
-        return lambda: factory(**part.settings)
+        return call_factory("model", part.name, part.settings)
+    refuse_file_alone("model", part.name)
     zoo.build(part.name, train.shape, part.settings)  # refuse a wrong name or setting before anything starts
     return lambda: zoo.build(part.name, train.shape, part.settings)
 

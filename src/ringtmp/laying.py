@@ -14,7 +14,7 @@ import msgspec
 
 from ringtmp import __version__
 from ringtmp.config import usual_microbatches
-from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Stream
 from ringtmp.errors import UsageError
 from ringtmp.job import Interruption, Job, Watcher
@@ -65,6 +65,7 @@ class Laying:
         self._ring = secrets.token_hex(8)
         self._generation = 1
         self._least = 1
+        self._index = LayerIndex("", (), ())
         self._told_of_log = False
         self._lr_schedule: dict[str, Any] = {}
         self._losses = Losses()
@@ -96,6 +97,13 @@ class Laying:
             self._job.run.discard()
             self._job.run.unlock()
 
+    def _check(self, batch: Batch, table: str, stream: str) -> Batch:
+        """The batch, if its shapes and labels are what the model takes."""
+        for inputs in batch.inputs:
+            self._index.check_inputs(inputs, stream)
+        self._index.label_range(self._job.loss_name).check_batch(batch, table, stream)
+        return batch
+
     def _settle(self) -> None:
         """What only the crew knows: how many came, and the thread count they have in common."""
         config, ring = self._job.config, self._job.config.ring
@@ -115,6 +123,7 @@ class Laying:
         if checkpoint.manifest.run != index.run:
             raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
         self._least = index.least_microbatch
+        self._index = index
         self._progress = checkpoint.progress
         self._saving.opened(index.run, checkpoint.progress.step)
         return index, layers, checkpoint

@@ -194,6 +194,7 @@ class Session(Laying):
             if batch is None or (total is None and training.epochs is not None and epoch >= training.epochs):
                 return "done"
             refuse_too_small(batch, self._least, step)
+            self._check(batch, job.train.name, f"the batch of step {step}")
             started = time.monotonic()
             self._protection.progress = self._progress
             loss = master.train_step(step, batch, fresh, self._upcoming)
@@ -342,7 +343,10 @@ class Session(Laying):
         batches = evaluation_batches(
             job.test, self._batch_size * EVALUATION_FACTOR, self._microbatches * EVALUATION_FACTOR
         )
-        score = master.evaluate(batches, self._progress.step, job.loss_name == "next_byte")
+        where = f"the test part of {job.test.name}"
+        score = master.evaluate(
+            (self._check(batch, where, where) for batch in batches), self._progress.step, job.loss_name == "next_byte"
+        )
         event = events.Evaluated(
             time.monotonic(), self._progress.step, epoch, score.samples, score.loss, score.accuracy, score.bits_per_byte
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringtmp.cli.options import flags, run_options
+from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.settings import build
 from ringtmp.errors import UsageError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ringtmp.plan.device import Device
 
 
-@click.command("plan", short_help="What a run would do, before it does it.")
+@click.command("plan", cls=RunCommand, short_help="What a run would do, before it does it.")
 @run_options
 @click.option(
     "--devices", "file", type=click.Path(path_type=Path), metavar="FILE.toml",

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from ringtmp.cli.options import flags, run_options
+from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.settings import build
 from ringtmp.errors import UsageError
 
 
-@click.command("train", short_help="Train a model on a ring.")
+@click.command("train", cls=RunCommand, short_help="Train a model on a ring.")
 @run_options
 @click.option("--listen", metavar="ADDRESS[:PORT]", help="Wait for devices here instead of starting processes.")
 @click.option(

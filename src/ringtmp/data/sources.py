@@ -125,9 +125,10 @@ def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int
     classes = not targets.is_floating_point()
     if classes:
         targets = targets.long()
-        low = int(targets.min())
-        if low < 0:
-            raise UsageError(f"data {name}: label {low} is out of range: labels start at 0")
+        below = (targets < 0) & (targets != -100)  # torch's cross-entropy leaves -100 out
+        if bool(below.any()):
+            row = int(below.nonzero()[0][0])
+            raise UsageError(f"data {name}: sample {row} has label {int(targets[below][0])}: labels start at 0")
     width = outputs or (int(targets.max()) + 1 if classes else (targets.shape[1] if targets.dim() > 1 else 1))
     if classes and int(targets.max()) >= width:
         raise UsageError(f"data {name}: label {int(targets.max())} is out of range 0..{width - 1}")
