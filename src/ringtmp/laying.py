@@ -186,11 +186,16 @@ class Laying:
             if text not in self._named:
                 self._named.add(text)
                 self._warn(text)
+        names = (
+            {}
+            if self._crew.alike
+            else dict(zip(sorted(brief.addresses), (each.name for each in brief.devices), strict=True))
+        )
         for share in plan.shares:
             self._log.write(
                 events.NodeStarted(
                     time.monotonic(), share.node, share.role, self._crew.pids().get(share.node, 0), self._generation,
-                    share.segments, share.parameters,
+                    share.segments, share.parameters, names.get(share.node, ""),
                 )
             )  # fmt: skip
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")

@@ -22,6 +22,8 @@ _EXACTNESS = {
     "replay": "the same bits every time, those of one process to rounding",
     "steps": "the same batches as one process, other rounding",
 }
+#: Where stderr is no terminal, a line of progress at most so often.
+PLAIN_EVERY_S = 5.0
 
 
 class Bar:
@@ -37,6 +39,8 @@ class Bar:
     def phase(self, text: str) -> None:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=text)
+        elif time.monotonic() - self._last_line > PLAIN_EVERY_S:
+            self._line(text)
 
     def step(self, done: int, total: int | None, event: StepDone, idle: float) -> None:
         speed = event.samples / max(event.wall_s, 1e-9)
@@ -48,9 +52,12 @@ class Bar:
             self._progress.update(
                 self._task, description=f"epoch {event.epoch + 1}", completed=done, total=total, details=details
             )
-        elif time.monotonic() - self._last_line > 10:
-            self._last_line = time.monotonic()
-            self._console.print(f"step {done}{f' of {total}' if total else ''}  {details}")
+        elif time.monotonic() - self._last_line > PLAIN_EVERY_S:
+            self._line(f"step {done}{f' of {total}' if total else ''}  {details}")
+
+    def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def evaluated(self, event: Evaluated) -> None:
         self._console.print(f"epoch {event.epoch + 1}  step {event.step}  {_score(event)}", highlight=False)
@@ -134,6 +141,8 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     for node in summary.per_node:
         table.add_row(*_row(node))
     console.print(table)
+    if summary.forecast is not None and summary.forecast.left_out_text:
+        console.print(summary.forecast.left_out_text, highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]})", highlight=False, soft_wrap=True
     )
@@ -143,7 +152,7 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
 def _row(node: NodeSummary) -> list[str]:
     cause = max(node.idle_causes, key=lambda each: node.idle_causes[each]) if node.idle_causes else ""
     return [
-        "master" if node.node == 0 else f"node {node.node}",
+        node.name,
         "\n".join(node.segments),
         count_text(node.params),
         seconds_text(node.busy_s),

@@ -49,6 +49,7 @@ class NodeStarted(msgspec.Struct, frozen=True, tag="node"):
     generation: int
     segments: tuple[str, ...]
     parameters: int
+    device: str = ""  # its own name, where it has one
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):

@@ -52,6 +52,16 @@ class NodeSummary(msgspec.Struct, frozen=True):
     busy_kinds: dict[str, float] = {}  # seconds of busy_s by kind of work
     power: Power | None = None  # what is known of its device
     sent_to: dict[int, int] = {}  # tensor payload of the whole run by receiver, evaluations included
+    device: str = ""  # its own name, where it has one
+
+    @property
+    def name(self) -> str:
+        return self.device or node_name(self.node)
+
+
+def node_name(node: int) -> str:
+    """Of a node without a name of its own."""
+    return "master" if node == 0 else f"node {node}"
 
 
 class NodeForecast(msgspec.Struct, frozen=True):
@@ -69,6 +79,7 @@ class Forecast(msgspec.Struct, frozen=True):
     idle_fraction: float
     per_node: tuple[NodeForecast, ...]
     left_out: tuple[str, ...] = ()
+    left_out_text: str = ""  # one line for people: who trains, who does not, why, and how all would
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -229,6 +240,7 @@ def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> N
         busy_kinds=kinds,
         power=end.power if end else None,
         sent_to=end.sent_to if end else {},
+        device=start.device,
     )
 
 
