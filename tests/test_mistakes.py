@@ -76,6 +76,27 @@ def test_help_has_its_options_in_groups(tmp_path: Path) -> None:
     assert text.index("--cuts") > text.index("leave these to the plan")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"test": None}, "fit has no argument 'test': did you mean test_data?"),
+        ({"bacth_size": 3}, "did you mean batch_size?"),
+        ({"lr": 0.1}, r'lr belongs to the optimizer: write optimizer=\("adam", {"lr": 0.1}\)'),
+        ({"nodes": 4}, r"nodes is an argument of Ring: write Ring\(nodes=...\).fit\(...\)"),
+        ({"test_data": (torch.zeros(1, 1), torch.zeros(1))}, "digits has a test part already"),
+    ],
+)
+def test_an_argument_fit_does_not_take_gets_the_one_that_was_meant(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Ring(nodes=1).fit("mlp", "digits", **arguments)  # type: ignore[arg-type]
+
+
+def test_resuming_with_an_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
+    here("train", "--steps", 2, "--nodes", 1, "--run-dir", "run", "--quiet", cwd=tmp_path)
+    with pytest.raises(UsageError, match="unknown setting to change on resume 'epohcs': did you mean 'epochs'"):
+        Ring(nodes=1).resume(tmp_path / "run", epohcs=3)
+
+
 # -- labels and shapes ------------------------------------------------------------------------------------------------
 
 

@@ -197,10 +197,11 @@ RESUMABLE = (
 def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
     """The saved settings with what the user gave anew; refuses what would change the bits."""
     changed: dict[str, dict[str, Any]] = {part: {} for part in ("model", "training", "ring", "keep")}
+    owners = {field.name: name for name in changed for field in msgspec.structs.fields(getattr(saved, name))}
     for key, value in given.items():
-        part = next(
-            name for name in changed if key in {field.name for field in msgspec.structs.fields(getattr(saved, name))}
-        )
+        if key not in owners:
+            raise unknown("setting to change on resume", key, RESUMABLE)
+        part = owners[key]
         if key not in RESUMABLE and getattr(getattr(saved, part), key) != value:
             raise UsageError(
                 f"--resume cannot change {key.replace('_', '-')} (it is {getattr(getattr(saved, part), key)!r} in that "

@@ -92,7 +92,8 @@ class Laying:
         finally:
             self._crew.stop()
             if log is not None:
-                log.write(events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error))
+                ended = events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error, self._begun)
+                log.write(ended)
                 log.close()
             self._job.run.discard()
             self._job.run.unlock()

@@ -81,6 +81,8 @@ class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
     oldest: int | None = None
     #: What a meter said meanwhile; None without one.
     joules: float | None = None
+    #: What is known of its device, with the first step it records: it may be cut off before it says so at its end.
+    power: Power | None = None
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag="evaluation"):
@@ -167,6 +169,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag="end"):
     outcome: str  # done, stopped early, interrupted, failed
     weights_sha256: str | None
     error: str | None = None
+    begun: bool = True  # False: it came to nothing before its first event, so this ends no part of the run
 
 
 Event = (
