@@ -126,6 +126,10 @@ class Summary(msgspec.Struct, frozen=True):
     forecast: Forecast | None = None
     parts: tuple[PartSummary, ...] = ()
 
+    def name_of(self, node: int) -> str:
+        """Its device's own name, where it has one."""
+        return next((each.name for each in self.per_node if each.node == node), node_name(node))
+
     @property
     def energy_j(self) -> float | None:
         """Of all nodes; None where that of one is unknown."""

@@ -57,11 +57,7 @@ def page(run: Run) -> Page:
 
 
 def _title(node: NodeSummary) -> str:
-    return f"{name_of(node.node)} (server)" if node.role == "server" else name_of(node.node)
-
-
-def name_of(node: int) -> str:
-    return "master" if node == 0 else f"node {node}"
+    return f"{node.name} (server)" if node.role == "server" else node.name
 
 
 # -- time ---------------------------------------------------------------------------------------------------------------
@@ -69,12 +65,13 @@ def name_of(node: int) -> str:
 
 def _time(run: Run) -> Iterable[Figure]:
     nodes = run.summary.per_node
-    names = tuple(name_of(each.node) for each in nodes)
+    names = tuple(each.name for each in nodes)
     parts = (
         ("idle", "Idle time by what was waited for", sorted({each for node in nodes for each in node.idle_causes}),
          [node.idle_causes for node in nodes], "Time in training steps when a node has nothing runnable."),
         ("busy", "Busy time by kind of work", in_order(each for node in nodes for each in node.busy_kinds),
-         [node.busy_kinds for node in nodes], "The rest is idle. A throttled processor counts as busy."),
+         [node.busy_kinds for node in nodes], "The rest is idle. A throttled processor counts as busy. Mail: taking messages "
+         "and deciding what to do."),
     )  # fmt: skip
     for name, title, kinds, seconds, caption in parts:
         if kinds:
@@ -116,14 +113,14 @@ def median_step(run: Run) -> tuple[int, tuple[Span, ...]] | None:
         if walls:
             later = [each for each in walls if each[1] != part.steps[0].step] or walls
             step = later[(len(later) - 1) // 2][1]
-            return step, _spans(whole[step])
+            return step, _spans(run.summary, whole[step])
     return None
 
 
-def _spans(done: list[NodeStep]) -> tuple[Span, ...]:
+def _spans(summary: Summary, done: list[NodeStep]) -> tuple[Span, ...]:
     begin = min(each.start for each in done)
     return tuple(
-        Span(name_of(each.node), span.kind, span.start - begin, span.end - begin)
+        Span(summary.name_of(each.node), span.kind, span.start - begin, span.end - begin)
         for each in sorted(done, key=lambda each: each.node)
         for span in each.spans
         if span.kind not in ("send", "receive")
@@ -146,7 +143,9 @@ def speed(run: Run) -> Figure:
             done[place] += each.samples * max(0.0, overlap) / max(last - first, 1e-12)
     stretch = length / count
     middles = tuple((place + 0.5) * stretch for place in range(count))
-    marks = [Mark(part.run_s(each.at) - begin, _reason(each)) for part in run.parts for each in part.recoveries]
+    marks = [
+        Mark(part.run_s(each.at) - begin, _reason(run.summary, each)) for part in run.parts for each in part.recoveries
+    ]
     marks += [Mark(part.before_s - begin, text) for part, text in run.resumed]
     return Figure(
         "speed", "Speed", "lines", "seconds", "samples per second",
@@ -158,9 +157,9 @@ def speed(run: Run) -> Figure:
     )  # fmt: skip
 
 
-def _reason(event: Regrouped) -> str:
+def _reason(summary: Summary, event: Regrouped) -> str:
     if event.lost:
-        return f"{', '.join(name_of(node) for node in event.lost)} lost, healed in {seconds_text(event.seconds)}"
+        return f"{', '.join(map(summary.name_of, event.lost))} lost, healed in {seconds_text(event.seconds)}"
     return f"generation {event.generation}"
 
 
@@ -180,7 +179,7 @@ def _idle_text(summary: Summary) -> str:
 def _energy(run: Run) -> Iterable[Figure]:
     nodes = run.summary.per_node
     if all(each.energy_source == "modelled" for each in nodes):
-        names = tuple(name_of(each.node) for each in nodes)
+        names = tuple(each.name for each in nodes)
         loads = [
             (node, load)
             for part, there in zip(run.parts, run.nodes, strict=True)
@@ -201,7 +200,7 @@ def _energy(run: Run) -> Iterable[Figure]:
         )  # fmt: skip
         return
     known = [each for each in nodes if each.energy_j is not None]
-    names = tuple(f"{name_of(each.node)} ({each.energy_source})" for each in known)
+    names = tuple(f"{each.name} ({each.energy_source})" for each in known)
     sources = " and ".join(sorted({each.energy_source for each in known if each.energy_source}))
     yield Figure(
         "energy", f"Energy by node ({sources})", "bars", "node", "joules",
@@ -228,10 +227,10 @@ def _energy_text(summary: Summary) -> str:
 
 def _bytes(summary: Summary) -> Iterable[Figure]:
     nodes = [each.node for each in summary.per_node]
-    names = tuple(map(name_of, nodes))
+    names = tuple(map(summary.name_of, nodes))
     if any(each.sent_to for each in summary.per_node):
         rows = tuple(
-            Series(name_of(each.node), names, tuple(float(each.sent_to.get(to, 0)) or math.nan for to in nodes))
+            Series(each.name, names, tuple(float(each.sent_to.get(to, 0)) or math.nan for to in nodes))
             for each in summary.per_node
         )
         caption = "Tensor payload from the node of the row to that of the column, evaluations included."
@@ -248,7 +247,7 @@ def _bytes(summary: Summary) -> Iterable[Figure]:
 def _memory(summary: Summary) -> Iterable[Figure]:
     known = [each for each in summary.per_node if each.peak_rss_bytes]
     if known:
-        names = tuple(name_of(each.node) for each in known)
+        names = tuple(each.name for each in known)
         values = tuple((each.peak_rss_bytes or 0) / 2**20 for each in known)
         caption = "The largest resident size of each node's process; torch itself is about 220 MiB of it."
         yield Figure("memory", "Peak memory", "bars", "node", "MiB", (Series("peak", names, values),), caption=caption)
@@ -274,7 +273,7 @@ def _table(summary: Summary) -> Table:
 def _recoveries(summary: Summary) -> Table:
     rows = tuple(
         (
-            str(each.step), each.reason, ", ".join(name_of(node) for node in each.lost), seconds_text(each.notice_s),
+            str(each.step), each.reason, ", ".join(map(summary.name_of, each.lost)), seconds_text(each.notice_s),
             seconds_text(each.seconds), str(each.repeated), each.source,
         )
         for each in summary.recoveries
