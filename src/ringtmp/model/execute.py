@@ -6,18 +6,27 @@ each value after its last use, as Python's own reference counts would have done 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ringtmp.errors import DoesNotFit, ProtocolError
+from ringtmp.model.arguments import check_arguments
+from ringtmp.model.contracts import under_contract
 from ringtmp.model.defer import Job, Recording, waiting_variants
 from ringtmp.model.operators import resolve
 from ringtmp.model.portable import Graph, Items, Named, Op, Ref, Value
 from ringtmp.units import bytes_text
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+#: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
+_PLAIN = re.compile(r"torch\.(bool|bfloat16|u?int(8|16|32|64)|(float|complex)(8_\w+|16|32|64|128))")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and _PLAIN.fullmatch(str(dtype))
+}
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -53,11 +62,12 @@ class Program:
             slot = len(graph.inputs) + index
             pack = _packer(op.args, slot, where)
             kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
+            check_arguments(op)
             function = resolve(op.target)
             if device == "meta" and _takes_device(function):
                 # A tensor made from nothing would otherwise be made in real memory.
                 kwargs["device"] = lambda values: where
-            self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
+            self._calls.append((under_contract(op.target, function), pack, kwargs or None, last_use.get(slot, ())))
         self._recording = Recording()
         waiting = waiting_variants(graph, self._recording)
         self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
