@@ -26,7 +26,7 @@ lint: setup
 	$(BIN)/mypy
 
 quick: setup
-	$(BIN)/pytest -m "not long" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not long and not nightly" -n 2 --dist worksteal
 
 test: lint quick
 

@@ -6,18 +6,27 @@ each value after its last use, as Python's own reference counts would have done 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ringtmp.errors import DoesNotFit, ProtocolError
+from ringtmp.model.arguments import check_arguments
+from ringtmp.model.contracts import under_contract
 from ringtmp.model.defer import Job, Recording, waiting_variants
 from ringtmp.model.operators import GRAD_MODE, resolve
 from ringtmp.model.portable import CUSTOM, Custom, Graph, Items, Named, Op, Ref, Value
 from ringtmp.units import bytes_text
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+#: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
+_PLAIN = re.compile(r"torch\.(bool|bfloat16|u?int(8|16|32|64)|(float|complex)(8_\w+|16|32|64|128))")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and _PLAIN.fullmatch(str(dtype))
+}
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -55,12 +64,16 @@ class Program:
             slot = len(graph.inputs) + index
             kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
             function: Callable[..., Any]
-            function, args = _chosen(customs, op) if op.target == CUSTOM else (resolve(op.target), op.args)
+            if op.target == CUSTOM:
+                function, args = _chosen(customs, op)
+            else:
+                check_arguments(op)
+                function, args = resolve(op.target), op.args
             pack = _packer(args, slot, where)
             if device == "meta" and _takes_device(function):
                 # A tensor made from nothing would otherwise be made in real memory.
                 kwargs["device"] = lambda values: where
-            self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
+            self._calls.append((under_contract(op.target, function), pack, kwargs or None, last_use.get(slot, ())))
         self._recording = Recording()
         waiting = waiting_variants(graph, self._recording)
         self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]

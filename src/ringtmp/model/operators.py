@@ -27,13 +27,13 @@ bitwise_not bmm broadcast_to broadcast_tensors bucketize:Tensor,Scalar cat ceil 
 clamp_min:default,Tensor clamp_max:default,Tensor clone col2im im2col constant_pad_nd contiguous conv1d conv2d
 conv3d conv_transpose1d conv_transpose2d:input conv_transpose3d:input copy cos cosh cosine_similarity cross
 cummax cumprod cumsum detach diag diagonal diff div:Tensor,Scalar,Tensor_mode,Scalar_mode dot dropout
-alpha_dropout feature_dropout einsum:default,sublist elu embedding embedding_bag:default,padding_idx
+alpha_dropout feature_dropout einsum elu embedding embedding_bag:default,padding_idx
 eq:Tensor,Scalar erf erfc exp expand expand_as expm1 eye:default,m fill:Scalar,Tensor flatten:using_ints flip floor
 floor_divide:default,Scalar fmod:Tensor,Scalar full full_like gather ge:Tensor,Scalar gelu glu group_norm
-gru:input,data gt:Tensor,Scalar hardsigmoid hardswish hardtanh hardshrink index:Tensor index_select index_add
+gru:input gt:Tensor,Scalar hardsigmoid hardswish hardtanh hardshrink index:Tensor index_select index_add
 instance_norm isnan isinf layer_norm le:Tensor,Scalar leaky_relu lerp:Scalar,Tensor lift_fresh_copy linear
 linspace:Tensor_Tensor,Tensor_Scalar,Scalar_Tensor,default log log10 log1p log2 log_sigmoid log_softmax:int
-logical_and logical_not logical_or logical_xor logsumexp lstm:input,data lt:Tensor,Scalar
+logical_and logical_not logical_or logical_xor logsumexp lstm:input lt:Tensor,Scalar
 masked_fill:Scalar,Tensor matmul max:other,default,dim max_pool1d max_pool2d max_pool3d maximum mean:default,dim
 min:other,default,dim minimum mish mm movedim:int,intlist mse_loss mul:Tensor,Scalar mv narrow:default,Tensor
 native_layer_norm native_group_norm ne:Tensor,Scalar neg new_full new_ones new_zeros nll_loss norm:Scalar,ScalarOpt_dim
@@ -41,10 +41,10 @@ numpy_T ones ones_like one_hot outer pad permute pixel_shuffle pixel_unshuffle
 pow:Tensor_Tensor,Tensor_Scalar,Scalar prelu prod:default,dim_int rand rand_like randn randn_like randint:default,low
 bernoulli:default,p,Tensor reciprocal reflection_pad1d reflection_pad2d relu relu6
 remainder:Tensor,Scalar,Scalar_Tensor repeat repeat_interleave:Tensor,self_Tensor,self_int replication_pad1d
-replication_pad2d reshape reshape_as rms_norm rnn_tanh:input,data rnn_relu:input,data roll
+replication_pad2d reshape reshape_as rms_norm rnn_tanh:input rnn_relu:input roll
 round:default,decimals rrelu rsqrt rsub:Tensor,Scalar scalar_tensor scaled_dot_product_attention
 scatter:value,src,reduce,value_reduce scatter_add select:int selu sigmoid sign silu sin sinh slice:Tensor
-softmax:int softplus softshrink sort:default,stable,Tensor split:Tensor,sizes,default split_with_sizes sqrt
+softmax:int softplus softshrink sort:default,stable split:Tensor,sizes,default split_with_sizes sqrt
 square squeeze:default,dim,dims stack std:default,dim,correction stft sub:Tensor,Scalar sum:dim_IntList,default
 swapaxes t tan tanh tensor_split:sections,indices,tensor_indices_or_sections threshold tile
 to:device,dtype,other topk transpose:int triu tril trunc type_as unbind:int unflatten:int unfold unsqueeze
@@ -82,20 +82,33 @@ ATEN_OVERLOADS = frozenset(
 )
 
 
+_LARGEST_SIZE = 2**63 - 1
+
+
 def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Sizes are numbers; a string times a billion is not a size."""
+    """Sizes are numbers that fit a register: neither a string times a billion nor a number squared forty times is one."""
 
     def checked(*values: Any) -> Any:
         if not all(type(value) in (int, float) for value in values):
             raise ProtocolError("size arithmetic on something that is not a number")
-        return function(*values)
+        result = function(*values)
+        if type(result) is int and not -_LARGEST_SIZE <= result <= _LARGEST_SIZE:
+            raise ProtocolError("size arithmetic beyond 63 bits")
+        return result
 
     return checked
 
 
+def _item(values: Any, index: Any) -> Any:
+    """One result of several. Tensors have operators of their own for this."""
+    if not (isinstance(values, tuple | list) and type(index) is int):
+        raise ProtocolError(f"cannot take item {str(index)[:20]!r} of a {type(values).__name__}")
+    return values[index]
+
+
 #: Arithmetic on sizes, and taking one result of several.
 SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "getitem": operator.getitem,
+    "getitem": _item,
     "add": _on_numbers(operator.add),
     "sub": _on_numbers(operator.sub),
     "mul": _on_numbers(operator.mul),
