@@ -84,8 +84,8 @@ class Result:
     @cached_property
     def model(self) -> nn.Module:
         """An ordinary module with the trained weights: of the user's own classes where they are at hand."""
-        _index, layers = RunDirectory(self.run_dir).read_layers()
-        checkpoint, _ = latest(self.run_dir / "checkpoints")
+        index, layers = RunDirectory(self.run_dir).read_layers()
+        checkpoint, _ = latest(self.run_dir / "checkpoints", index.run)
         if self._source is None:
             return revive([(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)])
         model = _as_module(self._source)

@@ -109,14 +109,12 @@ class Laying:
 
     def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
         index, layers = self._job.run.read_layers()
-        checkpoint, problems = latest(self._job.run.checkpoints)
+        checkpoint, problems = latest(self._job.run.checkpoints, index.run)
         for problem in problems:
             self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
-        if checkpoint.manifest.run != index.run:
-            raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
         self._least = index.least_microbatch
         self._progress = checkpoint.progress
-        self._saving.opened(index.run, checkpoint.progress.step)
+        self._saving.opened(checkpoint)
         return index, layers, checkpoint
 
     def _lay_out(

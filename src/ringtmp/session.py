@@ -18,7 +18,7 @@ from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import refuse_too_small, write_model
 from ringtmp.recovery import memory_need
-from ringtmp.ring.checkpoint import Progress, latest, weights_sha256
+from ringtmp.ring.checkpoint import Progress, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Lead
 from ringtmp.ring.protect import Snapshot, in_hand
@@ -63,8 +63,7 @@ class Session(Laying):
                 self._heal(lost)
             self._interrupted.armed = True
             outcome = self._to_the_end()
-            checkpoint, _ = latest(run.checkpoints)
-            digest = weights_sha256(checkpoint, layers)
+            digest = weights_sha256(self._saving.newest(), layers)
         except Interrupted as interruption:
             outcome, error = "interrupted", str(interruption)
             raise
