@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -71,13 +72,16 @@ class Telling(Silent):
 class Result:
     """What a run gave: `summary` (as `--json` prints it), `run_dir`, and the trained `model`, loaded when asked for."""
 
-    def __init__(self, run_dir: Path, source: Model | None = None) -> None:
+    def __init__(self, run_dir: Path, source: Model | None = None, unwritten: Sequence[events.Event] = ()) -> None:
+        """`unwritten`: events for which there was no room on the disk."""
         self.run_dir = run_dir
         self._source = source
+        self._unwritten = unwritten
 
     @cached_property
     def summary(self) -> Summary:
-        made = summarise(events.read(self.run_dir / "events.jsonl"), str(self.run_dir))
+        everything = chain(events.read(self.run_dir / "events.jsonl"), self._unwritten)
+        made = summarise(everything, str(self.run_dir))
         assert made is not None, "a finished run has a first event"
         return made
 
@@ -220,8 +224,8 @@ def start(
     source = model if model is not None else named_model(config.model, train)
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
-    _train(Job(config, source, train, test, function, name, run), watcher, crew)
-    return Result(run.path, None if isinstance(source, Iterator) else source)
+    unwritten = _train(Job(config, source, train, test, function, name, run), watcher, crew)
+    return Result(run.path, None if isinstance(source, Iterator) else source, unwritten)
 
 
 def resume(
@@ -240,8 +244,8 @@ def resume(
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     function = loss or loss_named(saved.loss)
-    _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
-    return Result(run.path)
+    unwritten = _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
+    return Result(run.path, None, unwritten)
 
 
 def settings_of(run_dir: str | Path, changes: dict[str, Any]) -> RunConfig:
@@ -330,7 +334,8 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
     return named.load(config.training.data, config.training.seed, config.model.settings)
 
 
-def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
+def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
+    """To the end; returns what could not be written of the record."""
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
@@ -339,7 +344,9 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
         else:
             crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
     with interruptible() as interruption:
-        Session(job, crew, watcher, interruption).train()
+        session = Session(job, crew, watcher, interruption)
+        session.train()
+    return session.unwritten
 
 
 @contextmanager

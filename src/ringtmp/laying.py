@@ -57,6 +57,7 @@ class Laying:
         self._targets = job.train.example(EXAMPLE_BATCH)[1]
         self._saving = Saving(job.run.checkpoints)
         self._log: EventLog | None = None
+        self.unwritten: list[events.Event] = []  # what the record on the disk lacks when the run has ended
         self._master: Leader | None = None
         self._endpoint: Endpoint | None = None
         self._begun = False  # the run's first line is written
@@ -65,7 +66,6 @@ class Laying:
         self._ring = secrets.token_hex(8)
         self._generation = 1
         self._least = 1
-        self._told_of_log = False
         self._lr_schedule: dict[str, Any] = {}
         self._losses = Losses()
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
@@ -93,8 +93,16 @@ class Laying:
             if log is not None:
                 log.write(events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error))
                 log.close()
+                self._tell_of_unwritten(log)
             self._job.run.discard()
             self._job.run.unlock()
+
+    def _tell_of_unwritten(self, log: EventLog) -> None:
+        self.unwritten = log.unwritten
+        if count := len(self.unwritten):
+            text = f"{self._job.run.events} lacks the last {count} events, for which there was no room"
+            self.unwritten.append(events.Warned(time.monotonic(), text))
+            self._watcher.warn(text)
 
     def _settle(self) -> None:
         """What only the crew knows: how many came, and the thread count they have in common."""

@@ -206,9 +206,8 @@ class Session(Laying):
             assert self._log is not None
             self._log.write(done)
             self._log.flush()
-            if self._log.trouble is not None and not self._told_of_log:
-                self._told_of_log = True
-                self._watcher.warn(self._log.trouble)
+            if (news := self._log.news()) is not None:
+                self._warn(news)
             step += 1
             self._losses.step_done(step)
             self._protect(done.wall_s)

@@ -24,6 +24,9 @@ from ringtmp.metrics.events import (
     Warned,
 )  # fmt: skip
 
+#: Of a record that stops somewhere: nothing in it says how the run ended, or whether it has.
+NO_END = "the record has no end: the run still lasts, was killed, or its last events could not be written"
+
 
 class Spread(msgspec.Struct, frozen=True):
     median: float
@@ -159,6 +162,8 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
             assert isinstance(event, CheckpointSaved | SnapshotWhole | LineTried)
     if started is None:
         return None
+    if ended is None:
+        warnings.append(NO_END)
     config, facts = started.config, started.facts
     bare = {node: _node(nodes[node], node_steps.get(node, []), ends.get(node)) for node in sorted(nodes)}
     spent = {node: _spent(each, _metered(node_steps.get(node, []))) for node, each in bare.items()}
@@ -183,7 +188,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         exactness=facts.get("exactness", "bits"),
         emulated=bool(facts.get("emulated")),
         lab_scale=facts.get("lab_scale", 1.0),
-        outcome=ended.outcome if ended else "running",
+        outcome=ended.outcome if ended else "unfinished",
         wall_s=last_at - started.at,
         step_s=_spread(walls),
         samples_per_s=sum(each.samples for each in steps) / sum(walls) if walls else None,

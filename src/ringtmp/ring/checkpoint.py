@@ -148,7 +148,8 @@ class CheckpointWriter:
                 metadata={"strides": json.dumps(strides)} if strides else None,
             )
         except SafetensorError as error:  # its only trouble with sound tensors is the disk
-            code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+            said = re.search(r"os error (\d+)", str(error))
+            code = int(said[1]) if said else errno.EIO
             raise OSError(code, os.strerror(code)) from error
         _sync(path)
         self._files[name] = _digest(path)
