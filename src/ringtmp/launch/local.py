@@ -6,11 +6,9 @@ is gone, however it went, the pipe closes and the child ends.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -20,9 +18,10 @@ import psutil
 
 from ringtmp.errors import NodeLost
 from ringtmp.launch import described
-from ringtmp.launch.child import end, is_stopped, last_words, let_go, remove_leftovers, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
+from ringtmp.launch.private import PrivateFolder, remove_leftovers
 from ringtmp.launch.spare import Spare
 from ringtmp.limits import group_limits
 from ringtmp.plan.device import Device
@@ -46,7 +45,7 @@ class LocalCrew:
         self.threads = threads
         self._logs = logs
         self._keeps = keeps
-        self._folder: str | None = None
+        self._folder: PrivateFolder | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._transport: ZeroMQTransport | None = None
         self._checked = time.monotonic()
@@ -59,7 +58,7 @@ class LocalCrew:
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
         remove_leftovers()
-        self._folder = tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")  # 0700
+        self._folder = PrivateFolder()
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
         for node in range(1, self.nodes):
@@ -68,7 +67,7 @@ class LocalCrew:
 
     def addresses(self) -> dict[int, Address]:
         assert self._folder is not None, "not started"
-        return {node: ipc_address(self._folder, node) for node in range(self.nodes)}
+        return {node: ipc_address(str(self._folder.path), node) for node in range(self.nodes)}
 
     def devices(self) -> tuple[Device, ...]:
         master, *others = described.local_processes(
@@ -103,6 +102,8 @@ class LocalCrew:
 
     def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A fresh process takes the place of each that has died, at its number."""
+        assert self._folder is not None, "not started"
+        self._folder.remake()  # a cleaner of temporary files may have come by; nodes make their sockets anew themselves
         living = {node for node, child in self._children.items() if child.poll() is None} - self._stopped
         for node in range(1, self.nodes):
             if node not in living:
@@ -170,7 +171,7 @@ class LocalCrew:
     def _shelf(self, node: int) -> Path:
         if not self._keeps:
             assert self._folder is not None, "not started"
-            return Path(self._folder) / "snapshots" / str(node)
+            return self._folder.path / "snapshots" / str(node)
         return self._logs.parent / "snapshots" / str(node)
 
     def _log(self, node: int) -> Path:
@@ -190,7 +191,7 @@ class LocalCrew:
             self._transport = None
         if self._folder is not None:
             shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
 import zmq
 
 from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
-from ringtmp.launch.child import remove_leftovers
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import REOPEN_S, Device, Hub
 from ringtmp.launch.keys import Rings
+from ringtmp.launch.private import PrivateFolder, remove_leftovers
 from ringtmp.launch.speech import SILENCE_LIMIT_S, Died, End, Prepare
 from ringtmp.launch.token import Token
 from ringtmp.plan import device as planned
@@ -78,6 +74,7 @@ class RemoteCrew:
         self._revoked: set[str] = set()
         self._released: set[str] = set()
         self._shelf = Shelf()
+        self._folder: PrivateFolder | None = None
         self._places: dict[str, int] = {}  # keys of devices whose compute process is linked, and its number
         self._seen: set[str] = set()
         self._wanted = nodes
@@ -269,7 +266,8 @@ class RemoteCrew:
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
         self._await_compute(self._devices)
-        self._shelf = Shelf(Path(tempfile.gettempdir()) / f"ringtmp-{os.getpid()}-{secrets.token_hex(6)}")
+        self._folder = self._folder or PrivateFolder()
+        self._shelf = Shelf(self._folder.path / "snapshots")
         return Endpoint(slowed(self._transport), ring, generation, shelf=self._shelf)
 
     def addresses(self) -> dict[int, Address]:
@@ -341,6 +339,9 @@ class RemoteCrew:
             self._hub = None
         self._devices.clear()
         self._shelf.close()
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None

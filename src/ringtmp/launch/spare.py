@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.child import give, let_go, start
+from ringtmp.launch.child import give, let_go, make_room_for, start
 from ringtmp.launch.compute import SPARE, Orders
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import machine_free_bytes
@@ -65,6 +65,7 @@ class Spare:
         self._due = self._clock() + AFTER_S
         if child is None or child.poll() is not None:
             return None
+        make_room_for(log)
         give(child, msgspec.structs.replace(orders, log=str(log)))
         return child
 
