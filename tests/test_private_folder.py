@@ -27,7 +27,7 @@ def own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_a_living_owner_has_stays_and_goes_with_its_end(own_tmpdir: Path) -> None:
-    (own_tmpdir / "ringtmp-notes-of-mine.txt").touch()
+    (own_tmpdir / "ringtmp_notes-of-mine.txt").touch()
     owner = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     folder = Path(owner.stdout.readline().strip())
@@ -41,7 +41,7 @@ def test_what_a_living_owner_has_stays_and_goes_with_its_end(own_tmpdir: Path) -
     remove_leftovers()
     assert not folder.exists()
     mine.remove()
-    assert [path.name for path in own_tmpdir.iterdir()] == ["ringtmp-notes-of-mine.txt"]
+    assert [path.name for path in own_tmpdir.iterdir()] == ["ringtmp_notes-of-mine.txt"]
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="another PID namespace is made as root")

@@ -372,9 +372,9 @@ class Interruption:
         # A shell that goes sends its own, and the terminal another: nobody insists.
         if self.deaf or (self.asked and number == signal.SIGHUP):
             return
-        if not self.armed or self.asked:
+        again, self.asked = self.asked, True  # also where something swallows what is raised here
+        if not self.armed or again:
             raise KeyboardInterrupt
-        self.asked = True
 
 
 @contextmanager

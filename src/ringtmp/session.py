@@ -146,6 +146,8 @@ class Session(Laying):
         index, layers, checkpoint = self._open()
         need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
         living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
+        for other in self._losses.found(self._crew.found_lost):
+            self._warn(f"{other}; healing")
         endpoint.renew(self._generation, Renew(self._generation), living)
         self._settle()
         scout = Lead(endpoint, self._crew, self._log)
@@ -279,6 +281,7 @@ class Session(Laying):
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
         started = time.monotonic()
+        self._losses.begin()
         if not self._saved(master):
             self._not_before = started + RETRY_S  # who joins, leaves or is let in waits for room on the disk
             return master
@@ -295,10 +298,12 @@ class Session(Laying):
         else:
             self._revive(self._progress)
         assert self._master is not None
-        now = time.monotonic()
-        self._log.write(
-            events.Regrouped(now, self._progress.step, self._generation, reason, self._crew.nodes, now - started)
-        )
+        now, losses = time.monotonic(), self._losses
+        event = events.Regrouped(
+            now, self._progress.step, self._generation, "; ".join(filter(None, (reason, losses.reason))),
+            self._crew.nodes, now - started, losses.nodes, losses.notice_s,
+        )  # fmt: skip
+        self._log.write(event)
         return self._master
 
     def _started_anew(self) -> Endpoint:
@@ -320,11 +325,12 @@ class Session(Laying):
             self._rebalancing.drop()
             return master
         move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step
+        self._losses.begin()
         source, _ = self._revive(self._progress)
         now = time.monotonic()
         event = events.Regrouped(
             now, self._progress.step, self._generation, move.reason, self._crew.nodes, now - started,
-            repeated=reached - self._progress.step, source=source, kind="rebalanced",
+            self._losses.nodes, self._losses.notice_s, repeated=reached - self._progress.step, source=source, kind="rebalanced",
         )  # fmt: skip
         self._log.write(event)
         self._watcher.tell(self._rebalancing.moved(event, move))

@@ -18,7 +18,8 @@ from pathlib import Path
 from ringtmp.errors import UsageError
 from ringtmp.files import require_text
 
-_PREFIX = "ringtmp-"
+#: Not "ringtmp-", under which versions before this one kept theirs without a lock: neither removes what the other has.
+_PREFIX = "ringtmp_"
 
 
 class PrivateFolder:
