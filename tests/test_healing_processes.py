@@ -7,9 +7,11 @@ Kills at named moments are in test_failpoints.py.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import statistics
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,28 @@ def test_the_same_node_killed_thirty_times_costs_neither_memory_nor_open_files(t
     files, memory = zip(*used, strict=True)
     assert files[-1] <= files[2] + 2, files
     assert memory[-1] <= memory[2] * 1.1, memory
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_workers_killed_together_after_a_cleaner_came_by_are_replaced_and_all_named(tmp_path: Path) -> None:
+    """Sockets, logs and the spare process are gone or stopped: each is made again, and nobody is waited for."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    flags = (*REMEMBERING, "--steps", 600)
+    process = begin("train", *flags, "--nodes", 4, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 20, process)
+    workers = workers_of(process)
+    psutil.Process(waiting_spare(process, set())).suspend()
+    (sockets,) = Path(tempfile.gettempdir()).glob(f"ringtmp_{process.pid}-*")
+    shutil.rmtree(sockets)
+    shutil.rmtree(tmp_path / "run" / "logs")
+    workers[2].kill()
+    workers[3].kill()
+    summary = ended(process)
+    alone = here("train", *flags, "--nodes", 1, cwd=tmp_path)
+    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    (healed,) = summary["recoveries"]
+    assert sorted(healed["lost"]) == [2, 3]
+    assert sorted(each.name for each in (tmp_path / "run" / "logs").iterdir()) == ["node-2.log", "node-3.log"]
+    assert not sockets.exists()
+    assert_all_gone(list(workers.values()))

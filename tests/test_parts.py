@@ -142,7 +142,7 @@ def test_an_attempt_to_resume_that_came_to_nothing_does_not_undo_the_run() -> No
     assert (summary.outcome, summary.weights_sha256, summary.wall_s) == ("done", "ab" * 32, before.wall_s)
     assert summary.warnings == ("odd", "an attempt to go on with the run failed: no room")
     killed = [*part(500.0, 0, 2), RunEnded(3.0, 0, "failed", None, "no room", begun=False)]
-    assert whole(killed).outcome == "running"
+    assert whole(killed).outcome == "unfinished"
     assert whole(killed).wall_s == 6.5
 
 

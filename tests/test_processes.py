@@ -76,7 +76,7 @@ def test_when_the_master_is_killed_its_workers_end(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert_all_gone(workers)
-    for folder in Path(tempfile.gettempdir()).glob(f"ringtmp-{process.pid}-*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"ringtmp_{process.pid}-*"):
         shutil.rmtree(folder)  # what a killed master leaves, the test itself clears
 
 

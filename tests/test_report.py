@@ -166,7 +166,7 @@ def test_a_run_that_was_cut_short_has_a_page_too() -> None:
     for length in range(1, len(known_events())):
         found = story.gather(known_events()[:length], "run")
         assert found is not None
-        assert run.page(found).facts[0] == ("outcome", "running")
+        assert run.page(found).facts[0] == ("outcome", "unfinished")
     assert story.gather([], "run") is None
 
 

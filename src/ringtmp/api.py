@@ -28,6 +28,7 @@ from ringtmp.launch.local import LocalCrew
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.launch.remote import RemoteCrew
 from ringtmp.launch.speech import DEFAULT_PORT, SILENCE_LIMIT_S
+from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
 from ringtmp.progress import OnStep, watching
@@ -184,8 +185,8 @@ def start(
     source = model if model is not None else named_model(config.model, train)
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
-    _train(Job(config, source, train, test, function, name, run), watcher, crew)
-    return Result(run.path, None if isinstance(source, Iterator) else source)
+    unwritten = _train(Job(config, source, train, test, function, name, run), watcher, crew)
+    return Result(run.path, None if isinstance(source, Iterator) else source, unwritten=unwritten)
 
 
 def resume(
@@ -205,8 +206,8 @@ def resume(
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     function = loss or loss_named(saved.loss)
-    _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
-    return Result(run.path, model, lambda: named_model(config.model, train))
+    unwritten = _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
+    return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 
 
 def settings_of(run_dir: str | Path, changes: dict[str, Any]) -> RunConfig:
@@ -297,7 +298,8 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
     return named.load(config.training.data, config.training.seed, config.model.settings)
 
 
-def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
+def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
+    """To the end; returns what could not be written of the record."""
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
@@ -306,7 +308,9 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
         else:
             crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
     with interruptible() as interruption:
-        Session(job, crew, watcher, interruption).train()
+        session = Session(job, crew, watcher, interruption)
+        session.train()
+    return session.unwritten
 
 
 @contextmanager
@@ -332,9 +336,9 @@ class Interruption:
         # A shell that goes sends its own, and the terminal another: nobody insists.
         if self.deaf or (self.asked and number == signal.SIGHUP):
             return
-        if not self.armed or self.asked:
+        again, self.asked = self.asked, True  # also where something swallows what is raised here
+        if not self.armed or again:
             raise KeyboardInterrupt
-        self.asked = True
 
 
 @contextmanager

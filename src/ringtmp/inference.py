@@ -27,7 +27,7 @@ class Inference:
 
     def __init__(self, run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, crew: Crew) -> None:
         self._index, self._layers = run.read_layers()
-        self._checkpoint, self.warnings = latest(run.checkpoints)
+        self._checkpoint, self.warnings = latest(run.checkpoints, self._index.run)
         self.step = self._checkpoint.progress.step
         bounds = equal_cost(self._index.cost_s, [layer.parameters > 0 for layer in self._layers], nodes)
         self._route = plain_ring(nodes, bounds)

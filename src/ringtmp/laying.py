@@ -57,6 +57,7 @@ class Laying:
         self._targets = job.train.example(EXAMPLE_BATCH)[1]
         self._saving = Saving(job.run.checkpoints)
         self._log: EventLog | None = None
+        self.unwritten: list[events.Event] = []  # what the record on the disk lacks when the run has ended
         self._master: Leader | None = None
         self._endpoint: Endpoint | None = None
         self._begun = False  # the run's first line is written
@@ -66,7 +67,6 @@ class Laying:
         self._generation = 1
         self._least = 1
         self._index = LayerIndex("", (), ())
-        self._told_of_log = False
         self._lr_schedule: dict[str, Any] = {}
         self._losses = Losses()
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
@@ -95,6 +95,7 @@ class Laying:
                 ended = events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error, self._begun)
                 log.write(ended)
                 log.close()
+                self._tell_of_unwritten(log)
             self._job.run.discard()
             self._job.run.unlock()
 
@@ -104,6 +105,13 @@ class Laying:
             self._index.check_inputs(inputs, stream)
         self._index.label_range(self._job.loss_name).check_batch(batch, table, stream)
         return batch
+
+    def _tell_of_unwritten(self, log: EventLog) -> None:
+        self.unwritten = log.unwritten
+        if count := len(self.unwritten):
+            text = f"{self._job.run.events} lacks the last {count} events, for which there was no room"
+            self.unwritten.append(events.Warned(time.monotonic(), text))
+            self._watcher.warn(text)
 
     def _settle(self) -> None:
         """What only the crew knows: how many came, and the thread count they have in common."""
@@ -118,15 +126,13 @@ class Laying:
 
     def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
         index, layers = self._job.run.read_layers()
-        checkpoint, problems = latest(self._job.run.checkpoints)
+        checkpoint, problems = latest(self._job.run.checkpoints, index.run)
         for problem in problems:
             self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
-        if checkpoint.manifest.run != index.run:
-            raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
         self._least = index.least_microbatch
         self._index = index
         self._progress = checkpoint.progress
-        self._saving.opened(index.run, checkpoint.progress.step)
+        self._saving.opened(checkpoint)
         return index, layers, checkpoint
 
     def _lay_out(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import platform
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 
 from ringtmp.limits import group_limits
+from ringtmp.signals import held
 
 
 def peak_rss_bytes() -> int:
@@ -68,15 +70,23 @@ def limit_memory(more_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """Around large imports: all they make stays, so looking for garbage meanwhile is a sixth of their time for nothing."""
+def loading(nothing_started: bool = False) -> Iterator[None]:
+    """Around large imports: all they make stays, so looking for garbage meanwhile is a sixth of their time for nothing. For
+    Ctrl-C see `held`."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with held(nothing_started):
+            yield
     finally:
         if collecting:
             gc.enable()
+
+
+def load_torch() -> None:
+    """For a command that has started nothing yet, and needs it for whatever comes."""
+    with loading(nothing_started=True):
+        importlib.import_module("ringtmp.api")
 
 
 #: Of the C library (malloc.h).

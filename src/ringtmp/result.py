@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,15 @@ class Result:
     """
 
     def __init__(
-        self, run_dir: str | Path, model: Model | None = None, otherwise: Callable[[], Model] | None = None
+        self,
+        run_dir: str | Path,
+        model: Model | None = None,
+        otherwise: Callable[[], Model] | None = None,
+        unwritten: Sequence[events.Event] = (),
     ) -> None:
-        """`otherwise`: asked for the model, when it is wanted, if it is not given; may fail."""
+        """`otherwise`: asked for the model, when it is wanted, if it is not given; may fail. `unwritten`: events for which
+        there was no room on the disk."""
+        self._unwritten = unwritten
         self.run_dir = Path(run_dir)
         self._source = model
         self._otherwise = otherwise
@@ -55,7 +62,7 @@ class Result:
         log = self.run_dir / "events.jsonl"
         if not log.is_file():
             raise UsageError(f"{self.run_dir} is not a run directory: it has no events.jsonl")
-        found = parts_of(events.read(log))
+        found = parts_of(chain(events.read(log), self._unwritten))
         if not found:
             raise UsageError(f"{self.run_dir}: nothing was started, so there is no result")
         return found
@@ -73,7 +80,7 @@ class Result:
     def model(self) -> nn.Module:
         """The trained module on the CPU, in evaluation mode: of the user's own class where that is at hand."""
         index, layers = RunDirectory(self.run_dir).read_layers()
-        checkpoint, _ = latest(self.run_dir / "checkpoints")
+        checkpoint, _ = latest(self.run_dir / "checkpoints", index.run)
         if self._source is not None and (own := _module_of(self._source)) is not None:
             _load(own, layers, checkpoint, self.run_dir)
             return own.eval()

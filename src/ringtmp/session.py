@@ -18,7 +18,7 @@ from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import refuse_too_small, write_model
 from ringtmp.recovery import memory_need
-from ringtmp.ring.checkpoint import Progress, latest, weights_sha256
+from ringtmp.ring.checkpoint import Progress, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Lead
 from ringtmp.ring.protect import Snapshot, in_hand
@@ -63,8 +63,7 @@ class Session(Laying):
                 self._heal(lost)
             self._interrupted.armed = True
             outcome = self._to_the_end()
-            checkpoint, _ = latest(run.checkpoints)
-            digest = weights_sha256(checkpoint, layers)
+            digest = weights_sha256(self._saving.newest(), layers)
         except Interrupted as interruption:
             outcome, error = "interrupted", str(interruption)
             raise
@@ -147,6 +146,8 @@ class Session(Laying):
         index, layers, checkpoint = self._open()
         need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
         living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
+        for other in self._losses.found(self._crew.found_lost):
+            self._warn(f"{other}; healing")
         endpoint.renew(self._generation, Renew(self._generation), living)
         self._settle()
         scout = Lead(endpoint, self._crew, self._log)
@@ -208,9 +209,8 @@ class Session(Laying):
             assert self._log is not None
             self._log.write(done)
             self._log.flush()
-            if self._log.trouble is not None and not self._told_of_log:
-                self._told_of_log = True
-                self._watcher.warn(self._log.trouble)
+            if (news := self._log.news()) is not None:
+                self._warn(news)
             step += 1
             self._losses.step_done(step)
             self._protect(done.wall_s)
@@ -282,6 +282,7 @@ class Session(Laying):
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
         started = time.monotonic()
+        self._losses.begin()
         if not self._saved(master):
             self._not_before = started + RETRY_S  # who joins, leaves or is let in waits for room on the disk
             return master
@@ -298,10 +299,12 @@ class Session(Laying):
         else:
             self._revive(self._progress)
         assert self._master is not None
-        now = time.monotonic()
-        self._log.write(
-            events.Regrouped(now, self._progress.step, self._generation, reason, self._crew.nodes, now - started)
-        )
+        now, losses = time.monotonic(), self._losses
+        event = events.Regrouped(
+            now, self._progress.step, self._generation, "; ".join(filter(None, (reason, losses.reason))),
+            self._crew.nodes, now - started, losses.nodes, losses.notice_s,
+        )  # fmt: skip
+        self._log.write(event)
         return self._master
 
     def _started_anew(self) -> Endpoint:
@@ -323,11 +326,12 @@ class Session(Laying):
             self._rebalancing.drop()
             return master
         move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step
+        self._losses.begin()
         source, _ = self._revive(self._progress)
         now = time.monotonic()
         event = events.Regrouped(
             now, self._progress.step, self._generation, move.reason, self._crew.nodes, now - started,
-            repeated=reached - self._progress.step, source=source, kind="rebalanced",
+            self._losses.nodes, self._losses.notice_s, repeated=reached - self._progress.step, source=source, kind="rebalanced",
         )  # fmt: skip
         self._log.write(event)
         self._watcher.tell(self._rebalancing.moved(event, move))

@@ -45,6 +45,9 @@ def command(
     chosen = flags(given)
     settings = build(config, chosen)
 
+    from ringtmp.resources import load_torch
+
+    load_torch()
     from ringtmp import api, planning
     from ringtmp.cli import plan_show, show
     from ringtmp.config import resolve

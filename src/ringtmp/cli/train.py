@@ -48,11 +48,11 @@ def command(
         raise UsageError("--resume goes with neither --run-dir nor a settings file: the run has its own")
     settings = build(config, chosen)
 
-    from ringtmp.resources import loading
+    from ringtmp.resources import load_torch
 
-    with loading():
-        from ringtmp import api
-        from ringtmp.cli import show
+    load_torch()
+    from ringtmp import api
+    from ringtmp.cli import show
 
     if resume is not None:
         settings = api.settings_of(resume, _changes(chosen))

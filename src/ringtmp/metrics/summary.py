@@ -17,6 +17,10 @@ _Number = TypeVar("_Number", int, float)
 #: From the strongest claim to the weakest: what is added up is as good as its weakest part.
 _SOURCES: tuple[Source, ...] = ("measured", "estimated", "modelled")
 
+#: Of a record that stops somewhere: nothing in it says how the run ended, or whether it has.
+UNFINISHED = "unfinished"
+NO_END = "the record has no end: the run still lasts, was killed, or its last events could not be written"
+
 
 class Spread(msgspec.Struct, frozen=True):
     median: float
@@ -175,7 +179,7 @@ def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
         exactness=facts.get("exactness", "bits"),
         emulated=bool(facts.get("emulated")),
         lab_scale=facts.get("lab_scale", 1.0),
-        outcome=ended.outcome if ended else "running",
+        outcome=ended.outcome if ended else UNFINISHED,
         wall_s=sum(part.seconds for part in parts),
         step_s=_spread(walls),
         samples_per_s=sum(each.samples for each in steps) / sum(walls) if walls else None,
@@ -187,7 +191,7 @@ def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
         bytes_total=sum(each.bytes_sent for each in per_node),
         placement_bytes=sum(end.placement_bytes for part in parts for node, end in part.ends.items() if node != 0),
         recoveries=tuple(each for part in parts for each in part.recoveries),
-        warnings=tuple(each for part in parts for each in part.warnings),
+        warnings=(*(each for part in parts for each in part.warnings), *(() if ended else (NO_END,))),
         error=ended.error if ended else None,
         run_dir=run_dir,
         per_node=per_node,
@@ -202,7 +206,7 @@ def _reached(part: Part) -> int:
 
 
 def _part(part: Part, last: bool) -> PartSummary:
-    outcome = part.ended.outcome if part.ended else "running" if last else "cut off"
+    outcome = part.ended.outcome if part.ended else UNFINISHED if last else "cut off"
     return PartSummary(
         part.started.wall_clock,
         part.first_step,

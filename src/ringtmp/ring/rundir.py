@@ -22,7 +22,7 @@ import msgspec
 from ringtmp.config import RunConfig
 from ringtmp.data.sources import leaves
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
-from ringtmp.files import write_atomic
+from ringtmp.files import require_text, write_atomic
 from ringtmp.model import portable
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import LayerCost
@@ -102,7 +102,7 @@ def default_run_dir() -> Path:
 
 class RunDirectory:
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = require_text(path, "the run directory")
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
