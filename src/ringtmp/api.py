@@ -21,6 +21,7 @@ from torch import nn
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, merge_for_resume, resolve
 from ringtmp.data import named
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.factory import is_factory, load_factory
@@ -150,6 +151,7 @@ class Ring:
         early_stop: int | None = None,
         checkpoint_every: int | None = None,
         protect: str = "auto",
+        stream_keep: str = "memory",
         run_dir: str | Path | None = None,
         watcher: Watcher | None = None,
     ) -> Result:
@@ -164,9 +166,11 @@ class Ring:
                 threads=self._threads, early_stop=early_stop,
             ),
             self._part,
-            KeepPart(checkpoint_every=checkpoint_every, protect=protect),  # type: ignore[arg-type]
+            KeepPart(
+                checkpoint_every=checkpoint_every, protect=protect, stream_keep=stream_keep,  # type: ignore[arg-type]
+            ),
         )  # fmt: skip
-        given = None if isinstance(train_data, str) else (from_python(train_data), _optional(test_data))
+        given = None if isinstance(train_data, str) else _given(train_data, test_data, seed)
         watcher = watcher or Telling()
         crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
         return start(config, None if isinstance(model, str) else model, given, loss, run_dir, watcher, crew)
@@ -182,7 +186,7 @@ class Ring:
         **changes: Any,
     ) -> Result:
         """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself."""
-        given = None if train_data is None else (from_python(train_data), _optional(test_data))
+        given = None if train_data is None else _given(train_data, test_data, _seed_of(run_dir))
         part = self._part
         ring = {"nodes": part.nodes, "cuts": part.cuts, "window": part.window, "rebalance": part.rebalance}
         watcher = watcher or Telling()
@@ -257,7 +261,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         train, test = _named_again(msgspec.structs.replace(saved.config, training=part))
         source = test or train
     else:
-        source = from_python(data)
+        source = from_python(data, seed=saved.config.training.seed)
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     training = saved.config.training
@@ -338,7 +342,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
             crew = MemoryCrew(1, threads=threads)
         else:
             crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
-    with interruptible() as interruption:
+    with left_alone(), interruptible() as interruption:
         Session(job, crew, watcher, interruption).train()
 
 
@@ -346,7 +350,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
     threads = config.training.threads or 1
     crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
-    with Inference(run, config, nodes, loss, crew) as ring:
+    with left_alone(), Inference(run, config, nodes, loss, crew) as ring:
         yield ring
 
 
@@ -382,8 +386,12 @@ def interruptible() -> Iterator[Interruption]:
         yield interruption
 
 
-def _optional(data: Data) -> Source | None:
-    return None if data is None else from_python(data)
+def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
+    return from_python(train, seed=seed), None if test is None else from_python(test, seed=seed)
+
+
+def _seed_of(run_dir: str | Path) -> int:
+    return RunDirectory(Path(run_dir)).read_config().config.training.seed
 
 
 def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction, str]:

@@ -85,6 +85,9 @@ _DECLARED: tuple[Callable[[Any], Any], ...] = (
     click.option("--seed", type=int, help="Of weights, batches and dropout.  [0]"),
     click.option("--checkpoint-every", type=int, metavar="STEPS", help="[at the end of epochs, at most every 30 s]"),
     click.option("--protect", help="Of a lost node: auto, memory, disk, checkpoint or off.  [auto]"),
+    click.option(
+        "--stream-keep", help="Batches of a stream, until a checkpoint: in memory, on disk or none.  [memory]"
+    ),
     click.option("--notice", "notice_s", type=float, metavar="S", help="Seconds until a silent node is lost.  [3]"),
 )
 

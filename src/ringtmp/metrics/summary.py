@@ -21,6 +21,7 @@ from ringtmp.metrics.events import (
     RunStarted,
     SnapshotWhole,
     StepDone,
+    StreamStrayed,
     Warned,
 )  # fmt: skip
 
@@ -106,6 +107,7 @@ class Summary(msgspec.Struct, frozen=True):
     per_node: tuple[NodeSummary, ...]
     microbatches_chosen: bool = False  # by the plan, with --microbatches auto
     forecast: Forecast | None = None
+    skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
 
     @property
     def energy_j(self) -> float | None:
@@ -130,11 +132,13 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
     ended: RunEnded | None = None
     warnings: list[str] = []
     recoveries: list[Regrouped] = []
+    strayed: list[StreamStrayed] = []
     for event in stream:
         if isinstance(event, RunStarted):
             started, ended, evaluation = event, None, None
             nodes, ends, node_steps, steps = {}, {}, {}, []
             recoveries.clear()
+            strayed.clear()
         elif isinstance(event, NodeStarted):
             nodes[event.node] = event
         elif isinstance(event, NodeEnded):
@@ -153,6 +157,8 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
             # What is done again counts once.
             steps = [each for each in steps if each.step < event.step]
             node_steps = {node: [each for each in done if each.step < event.step] for node, done in node_steps.items()}
+        elif isinstance(event, StreamStrayed):
+            strayed.append(event)
         elif isinstance(event, Warned):
             warnings.append(event.text)
         else:
@@ -180,7 +186,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         staleness=config["training"]["staleness"],
         wire=config["training"]["wire"],
         threads=facts["threads"],
-        exactness=facts.get("exactness", "bits"),
+        exactness="stream" if strayed else facts.get("exactness", "bits"),
         emulated=bool(facts.get("emulated")),
         lab_scale=facts.get("lab_scale", 1.0),
         outcome=ended.outcome if ended else "running",
@@ -201,6 +207,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         per_node=per_node,
         microbatches_chosen=facts.get("microbatches_chosen", False),
         forecast=msgspec.convert(facts["forecast"], Forecast) if "forecast" in facts else None,
+        skipped_samples=facts.get("skipped_samples", 0) + sum(each.skipped for each in strayed),
     )
 
 

@@ -23,6 +23,7 @@ _EXACTNESS = {
     "bits": "exact to the bits",
     "replay": "the same bits every time",
     "steps": "the same batches as one process",
+    "stream": "the order of batches is not ours to repeat",
 }
 
 
