@@ -16,6 +16,7 @@ import torch
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, merge_for_resume, resolve
 from ringtmp.data import named
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.factory import call_factory, is_factory, refuse_arguments, refuse_file_alone
@@ -104,6 +105,7 @@ class Ring:
         early_stop: int | None = None,
         checkpoint_every: int | None = None,
         protect: str = "auto",
+        stream_keep: str = "memory",
         run_dir: str | Path | None = None,
         watcher: Watcher | None = None,
         on_step: OnStep | None = None,
@@ -124,9 +126,11 @@ class Ring:
                 threads=self._threads, early_stop=early_stop,
             ),
             self._part,
-            KeepPart(checkpoint_every=checkpoint_every, protect=protect),  # type: ignore[arg-type]
+            KeepPart(
+                checkpoint_every=checkpoint_every, protect=protect, stream_keep=stream_keep,  # type: ignore[arg-type]
+            ),
         )  # fmt: skip
-        given = None if isinstance(train_data, str) else (from_python(train_data), _optional(test_data))
+        given = None if isinstance(train_data, str) else _given(train_data, test_data, seed)
         with watching(self._progress, watcher, on_step) as told:
             crew = None
             if self._listen:
@@ -147,7 +151,7 @@ class Ring:
     ) -> Result:
         """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself. `model`:
         what was trained, so that `result.model` is of its class; its weights do not matter."""
-        given = None if train_data is None else (from_python(train_data), _optional(test_data))
+        given = None if train_data is None else _given(train_data, test_data, _seed_of(run_dir))
         part = self._part
         ring = {"nodes": part.nodes, "cuts": part.cuts, "window": part.window, "rebalance": part.rebalance}
         changed = {**ring, "schedule": self._part.schedule, **changes}
@@ -223,7 +227,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         train, test = _named_again(msgspec.structs.replace(saved.config, training=part))
         source = test or train
     else:
-        source = from_python(data)
+        source = from_python(data, seed=saved.config.training.seed)
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     training = saved.config.training
@@ -307,7 +311,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
             crew = MemoryCrew(1, threads=threads)
         else:
             crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
-    with interruptible() as interruption:
+    with left_alone(), interruptible() as interruption:
         session = Session(job, crew, watcher, interruption)
         session.train()
     return session.unwritten
@@ -317,7 +321,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
     threads = config.training.threads or 1
     crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
-    with Inference(run, config, nodes, loss, crew) as ring:
+    with left_alone(), Inference(run, config, nodes, loss, crew) as ring:
         yield ring
 
 
@@ -353,8 +357,12 @@ def interruptible() -> Iterator[Interruption]:
         yield interruption
 
 
-def _optional(data: Data) -> Source | None:
-    return None if data is None else from_python(data)
+def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
+    return from_python(train, seed=seed), None if test is None else from_python(test, seed=seed)
+
+
+def _seed_of(run_dir: str | Path) -> int:
+    return RunDirectory(Path(run_dir)).read_config().config.training.seed
 
 
 def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction, str]:

@@ -16,6 +16,7 @@ from ringtmp import __version__
 from ringtmp.config import usual_microbatches
 from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Stream
+from ringtmp.data.spool import MEMORY_LIMIT_BYTES
 from ringtmp.errors import UsageError
 from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
@@ -25,7 +26,7 @@ from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.portable import Layer
 from ringtmp.rebalancing import Rebalancing
 from ringtmp.recovery import Losses, lost_text, unlike
-from ringtmp.resources import fingerprint, set_threads
+from ringtmp.resources import fingerprint, free_memory_bytes, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, Progress, latest
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S
@@ -38,6 +39,8 @@ from ringtmp.strategies.brief import Brief, Leader
 from ringtmp.wire.message import Hello, Recipe
 
 FAILED_STOP_LIMIT_S = 0.5
+#: Of a stream, also where memory is short: every checkpoint lets them go, and it should not be one per step.
+LEAST_KEPT_BYTES = 8 * 2**20
 
 
 class Laying:
@@ -53,7 +56,7 @@ class Laying:
         self._microbatches = usual_microbatches(training)  # with "auto" until the plan has chosen
         size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
         self._batch_size = size
-        self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
+        self._batches = self._training_batches()
         self._targets = job.train.example(EXAMPLE_BATCH)[1]
         self._saving = Saving(job.run.checkpoints)
         self._log: EventLog | None = None
@@ -91,6 +94,8 @@ class Laying:
                 log.write(self._master.farewell())
         finally:
             self._crew.stop()
+            if outcome in ("done", "stopped early") or self._saving.step == self._progress.step:
+                self._batches.close()
             if log is not None:
                 ended = events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error, self._begun)
                 log.write(ended)
@@ -178,8 +183,7 @@ class Laying:
                     {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
                      "microbatches_chosen": brief.chosen,
                      "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
-                     "exactness": catalog.exactness(
-                         config.ring.strategy, config.ring.strategy_settings, training.wire)},
+                     "skipped_samples": self._progress.stream.skipped, "exactness": self._exactness()},
                     self._generation, self._progress.step,
                 )
             )  # fmt: skip
@@ -229,10 +233,21 @@ class Laying:
         brief = ring.with_best_microbatches(brief, self._batches.sizes())
         self._microbatches = brief.microbatches
         self._job = dataclasses.replace(self._job, config=brief.config)
-        self._batches = TrainingBatches(
-            self._job.train, self._batch_size, self._microbatches, brief.config.training.seed
-        )  # fmt: skip
+        self._batches = self._training_batches()
         return brief
+
+    def _training_batches(self) -> TrainingBatches:
+        return TrainingBatches(
+            self._job.train, self._batch_size, self._microbatches, self._job.config.training.seed,
+            keep=self._job.config.keep.stream_keep, folder=self._job.run.stream,
+            memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_KEPT_BYTES, free_memory_bytes() // 4)),
+        )  # fmt: skip
+
+    def _exactness(self) -> str:
+        if self._batches.not_ours is not None or self._progress.stream.strayed:
+            return "stream"
+        ring, training = self._job.config.ring, self._job.config.training
+        return catalog.exactness(ring.strategy, ring.strategy_settings, training.wire)
 
     def _recipe(self) -> Recipe:
         training = self._job.config.training
@@ -261,7 +276,8 @@ class Laying:
 
     def _save(self, master: Leader, needed: bool = False) -> None:
         assert self._log is not None
-        saved = self._saving.save(master, self._progress, needed, self._warn)
+        progress = msgspec.structs.replace(self._progress, stream=self._batches.place(self._progress.step))
+        saved = self._saving.save(master, progress, needed, self._warn)
         if saved is not None:
             self._batches.forget(saved.step)
             self._log.write(saved)

@@ -29,8 +29,6 @@ from ringtmp.wire.message import Renew
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
 RETRY_S = 30.0
-#: A stream's batches since the last whole state are kept; when they are more than this, a checkpoint lets them go.
-SPOOL_LIMIT_BYTES = 256 * 2**20
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
 
@@ -57,6 +55,7 @@ class Session(Laying):
                 loss = self._job.loss, self._job.loss_name
                 write_model(run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase)
             index, layers, checkpoint = self._open()
+            self._begin_stream(resuming)
             try:
                 self._lay_out(endpoint, index, layers, checkpoint)
             except NodeLost as lost:
@@ -186,7 +185,7 @@ class Session(Laying):
         epoch = self._progress.epochs_done
         step = self._progress.step
         while total is None or step < total:
-            batch = self._batches.batch(step)
+            batch = self._batch(step)
             if batch is None or batch.epoch != epoch:
                 if self._end_epoch(master, epoch):
                     return "stopped early"
@@ -247,7 +246,25 @@ class Session(Laying):
 
     def _spool_is_full(self) -> bool:
         """Whether a stream's batches should be let go, unless the disk was too full for a checkpoint a moment ago."""
-        return self._batches.spooled_bytes > SPOOL_LIMIT_BYTES and time.monotonic() >= self._not_before
+        return self._batches.full and time.monotonic() >= self._not_before
+
+    def _begin_stream(self, resuming: bool) -> None:
+        self._batches.go_on(self._progress.step, self._progress.stream)
+        if resuming and (reason := self._batches.not_ours) is not None:
+            self._warn(
+                f"{reason}: their order is not ours to repeat, so this run may see other batches than one that never stopped"
+            )
+
+    def _batch(self, step: int) -> Batch | None:
+        """None when a stream has ended. Says what could not be had again."""
+        batch = self._batches.batch(step)
+        for stray in self._batches.strays():
+            assert self._log is not None
+            self._log.write(events.StreamStrayed(time.monotonic(), stray.step, stray.skipped, stray.text))
+            self._warn(stray.text)
+        if (trouble := self._batches.trouble()) is not None:
+            self._warn(f"batches of the stream cannot be written: {trouble}; they are kept in memory")
+        return batch
 
     def _upcoming(self, step: int) -> Batch | None:
         """The batch of a step that may begin before the one before it has ended; None if the run must pause between: for
@@ -268,12 +285,13 @@ class Session(Laying):
         """What a finished step means for the snapshots."""
         protection, log = self._protection, self._log
         protection.step_took(step_s)
-        if protection.mode == "off":
+        if protection.mode == "off" and self._job.config.keep.stream_keep != "disk":
             self._batches.forget(self._progress.step + 1)
         whole = protection.whole
+        if whole is not None and self._batches.full and time.monotonic() < self._not_before:
+            self._batches.forget(whole.step)  # no checkpoint will let them go for now
         if whole is not None and whole.step > self._kept and log is not None:
             self._kept = whole.step
-            self._batches.forget(whole.step)
             log.write(events.SnapshotWhole(time.monotonic(), whole.step, protection.interval))
         if (trouble := protection.lapse()) is not None:
             self._warn(f"no more snapshots: {trouble}; a lost node now means going back to the last checkpoint")
@@ -322,7 +340,9 @@ class Session(Laying):
     def _rebalance(self, master: Leader, source: str) -> Leader:
         """A new generation because devices are not as fast as planned."""
         assert self._log is not None
-        if source == "checkpoint" and not self._saved(master):
+        # Going back to a snapshot would skip the batches since, where they are not kept.
+        here = source == "checkpoint" or self._batches.gone
+        if here and not self._saved(master):
             self._rebalancing.drop()
             return master
         move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step

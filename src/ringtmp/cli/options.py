@@ -101,6 +101,9 @@ GROUPS: dict[str, tuple[Declared, ...]] = {
             help="Steps between checkpoints.  [at the end of epochs, at most every 30 s]",
         ),
         click.option("--protect", help="How a lost node's layers are kept: auto, memory, disk, checkpoint or off.  [auto]"),
+        click.option(
+            "--stream-keep", help="Where batches of a stream stay until a checkpoint: memory, disk or none.  [memory]"
+        ),
         click.option("--notice", "notice_s", type=float, metavar="S", help="Seconds until a silent node is lost.  [3]"),
     ),
 }  # fmt: skip

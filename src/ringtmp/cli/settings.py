@@ -45,6 +45,7 @@ FIELDS = {
     "checkpoint_every": ("keep", "checkpoint_every"),
     "protect": ("keep", "protect"),
     "notice_s": ("keep", "notice_s"),
+    "stream_keep": ("keep", "stream_keep"),
 }
 _PARTS: dict[str, type[msgspec.Struct]] = {
     field.name: type(field.default) for field in msgspec.structs.fields(RunConfig)

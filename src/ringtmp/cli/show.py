@@ -20,6 +20,7 @@ _EXACTNESS = {
     "bits": "exact to the bits",
     "replay": "the same bits every time, those of one process to rounding",
     "steps": "the same batches as one process, other rounding",
+    "stream": "the order of batches is not ours to repeat",
 }
 
 
@@ -69,6 +70,8 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     console.print(
         f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]})", highlight=False, soft_wrap=True
     )
+    if summary.skipped_samples:
+        console.print(f"{summary.skipped_samples} samples of the stream were skipped after a loss", highlight=False)
     console.print(f"run {summary.run_dir}", highlight=False, soft_wrap=True)
 
 

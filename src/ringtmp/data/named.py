@@ -191,6 +191,6 @@ def _factory(name: str, seed: int) -> tuple[Source, Source | None]:
     made = call_factory("data", name, {})()
     pair = isinstance(made, tuple) and len(made) == 2 and not all(isinstance(each, torch.Tensor) for each in made)
     if pair:
-        return from_python(made[0], name), from_python(made[1], name)
-    source = from_python(made, name)
+        return from_python(made[0], name, seed), from_python(made[1], name, seed)
+    source = from_python(made, name, seed)
     return split(source, TEST_SHARE, seed) if isinstance(source, Table) else (source, None)

@@ -150,6 +150,16 @@ class LineTried(msgspec.Struct, frozen=True, tag="line"):
     latency_s: float
 
 
+class StreamStrayed(msgspec.Struct, frozen=True, tag="stream"):
+    """From `step` on batches are not those an undisturbed run would have: `skipped` samples could not be had again, or the
+    stream gave others."""
+
+    at: float
+    step: int
+    skipped: int
+    text: str
+
+
 class Warned(msgspec.Struct, frozen=True, tag="warning"):
     at: float
     text: str
@@ -190,6 +200,7 @@ Event = (
     | Regrouped
     | SnapshotWhole
     | LineTried
+    | StreamStrayed
     | Warned
     | NodeEnded
     | RunEnded

@@ -25,6 +25,7 @@ from ringtmp.metrics.events import (
     RunStarted,
     SnapshotWhole,
     StepDone,
+    StreamStrayed,
     Warned,
 )  # fmt: skip
 
@@ -46,6 +47,7 @@ class Part(msgspec.Struct, frozen=True):
     lost_steps: int  # finished, and done again by a later part
     seconds: float
     before_s: float  # seconds of the parts before
+    strayed: tuple[StreamStrayed, ...] = ()
 
     @property
     def first_step(self) -> int:
@@ -98,6 +100,7 @@ class _Tally:
         self._node_steps: dict[int, list[NodeStep]] = {}
         self._recoveries: list[Regrouped] = []
         self._lost = 0
+        self._strayed: list[StreamStrayed] = []
         self.evaluations: dict[int, Evaluated] = {}
         self.ended: RunEnded | None = None
 
@@ -121,6 +124,8 @@ class _Tally:
             self._recoveries.append(event)
             self._nodes = {node: each for node, each in self._nodes.items() if each.generation == event.generation}
             self._keep_before(event.step)
+        elif isinstance(event, StreamStrayed):
+            self._strayed.append(event)
         elif isinstance(event, Warned):
             self._warnings.append(event.text)
         else:
@@ -147,4 +152,5 @@ class _Tally:
             self._started, self.ended, self._nodes, self._ends, self._powers, tuple(self._steps), tuple(self._every_step),
             {node: tuple(done) for node, done in self._node_steps.items()}, tuple(self.evaluations.values()),
             tuple(self._recoveries), tuple(self._warnings), self._lost, self._last_at - self._started.at, before_s,
+            tuple(self._strayed),
         )  # fmt: skip

@@ -129,6 +129,7 @@ class Summary(msgspec.Struct, frozen=True):
     microbatches_chosen: bool = False  # by the plan, with --microbatches auto
     forecast: Forecast | None = None
     parts: tuple[PartSummary, ...] = ()
+    skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
 
     def name_of(self, node: int) -> str:
         """Its device's own name, where it has one."""
@@ -176,7 +177,7 @@ def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
         staleness=config["training"]["staleness"],
         wire=config["training"]["wire"],
         threads=facts["threads"],
-        exactness=facts.get("exactness", "bits"),
+        exactness="stream" if last.strayed else facts.get("exactness", "bits"),
         emulated=bool(facts.get("emulated")),
         lab_scale=facts.get("lab_scale", 1.0),
         outcome=ended.outcome if ended else UNFINISHED,
@@ -198,6 +199,8 @@ def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
         microbatches_chosen=facts.get("microbatches_chosen", False),
         forecast=msgspec.convert(facts["forecast"], Forecast) if "forecast" in facts else None,
         parts=tuple(_part(part, part is last) for part in parts),
+        # What was skipped before the run was resumed is known to it then.
+        skipped_samples=facts.get("skipped_samples", 0) + sum(each.skipped for each in last.strayed),
     )
 
 

@@ -25,6 +25,7 @@ _EXACTNESS = {
     "bits": "exact to the bits",
     "replay": "the same bits every time",
     "steps": "the same batches as one process",
+    "stream": "the order of batches is not ours to repeat",
 }
 _PARTS_TEXT = (
     "The run was stopped and resumed. Figures, bytes and joules are of all its parts, with every step once: a step that was "

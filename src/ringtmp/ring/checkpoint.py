@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ringtmp.data.arrivals import StreamPlace
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable import Layer
 from ringtmp.wire.tensors import raw_bytes
@@ -45,6 +46,7 @@ class Progress(msgspec.Struct, frozen=True):
     best_loss: float | None = None
     epochs_without_gain: int = 0
     epochs_done: int = 0
+    stream: StreamPlace = StreamPlace()
 
     def after_epoch(self, epoch: int, loss: float | None) -> Progress:
         """`loss` on the test part, if there is one."""

@@ -3,7 +3,7 @@
 config.json          the resolved settings         events.jsonl   everything that happened
 layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
 layers/index.json    measured costs                 logs/          one log per node
-lock                 held while a process works here
+lock                 held while a process works here  stream/   a stream's batches since the last checkpoint, if on disk
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.layers = path / "layers"
+        self.stream = path / "stream"
         self._lock: IO[str] | None = None
         self._mine = False  # the folder did not exist before this run
 
