@@ -85,14 +85,14 @@ def test_a_line_torn_by_a_crash_does_not_swallow_the_next_start(tmp_path: Path) 
 
 def test_memory_for_what_the_disk_does_not_take_has_a_limit_and_steps_and_recoveries_stay(tmp_path: Path) -> None:
     """What nodes did goes first: its spans, then all of it, the oldest first."""
-    log = EventLog(tmp_path / "log", kept_bytes=20_000)
+    log = EventLog(tmp_path / "log", kept_bytes=25_000)
     spans = tuple(Span("forward", 0, index, 1.0, 2.0) for index in range(50))
     with files_of_at_most(0):
         for number in range(100):
             log.write(NodeStep(0, number, 0.0, 1.0, 0.5, 0.5, {}, 0, 0, spans))
             log.write(step(number))
             log.flush()
-            assert log.waiting_bytes <= 20_000
+            assert log.waiting_bytes <= 25_000
     log.close()
     found = list(events.read(tmp_path / "log"))
     assert [each for each in found if isinstance(each, StepDone)] == [step(number) for number in range(100)]

@@ -381,7 +381,7 @@ def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path, chang
 def test_labels_beyond_the_models_outputs_are_refused(tmp_path: Path) -> None:
     inputs, labels = blobs()
     data = tensors("t", inputs, labels + 1), None
-    with pytest.raises(UsageError, match="label 3 is out of range 0..2"):
+    with pytest.raises(UsageError, match="has label 3, and the model has 3 outputs"):
         train(tmp_path / "run", data=data, steps=1)
     assert not (tmp_path / "run").exists()
 
