@@ -24,9 +24,12 @@ from torch.utils.data import (
 )
 
 from ringtmp import Ring, api
+from ringtmp.data import named
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
 from ringtmp.data.sources import from_python
+from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
+from test_healing import Death, Mortal, run
 from test_session import blobs, stack
 
 SIZE = 20
@@ -40,12 +43,25 @@ class Plain(Dataset[Any]):
         return torch.tensor([float(index)]), torch.tensor(index % 2)
 
 
+OF_MODULE = np.random.default_rng(8)
+
+
+def drawn_elsewhere() -> float:
+    return float(OF_MODULE.random())
+
+
+def in_closure() -> Callable[[], float]:
+    generator = random.Random(9)
+    return lambda: generator.random()
+
+
 class Noisy(Plain):
     """A transform that draws from everything there is."""
 
     def __init__(self) -> None:
         self.transforms = [np.random.default_rng(3), random.Random(3)]
         self.own = torch.Generator().manual_seed(5)
+        self.hidden = in_closure()
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         drawn = [
@@ -54,6 +70,7 @@ class Noisy(Plain):
             float(np.random.rand()),
             float(torch.rand((), generator=self.own)),
         ]
+        drawn += [drawn_elsewhere(), self.hidden()]
         drawn += [float(each.random()) for each in self.transforms]  # type: ignore[attr-defined]
         return torch.tensor([float(index), *drawn]), torch.tensor(index % 2)
 
@@ -140,7 +157,13 @@ def test_the_order_is_that_of_a_plain_loop_that_begins_with_the_seed() -> None:
 def test_no_generator_is_changed_by_reading() -> None:
     def states() -> list[Any]:
         held = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[index]
-        return [*held, own.get_state().tolist(), noisy.own.get_state().tolist(), noisy.transforms[1].getstate()]  # type: ignore[attr-defined]
+        return [
+            *held,
+            own.get_state().tolist(),
+            noisy.own.get_state().tolist(),
+            noisy.transforms[1].getstate(),
+            OF_MODULE.bit_generator.state,
+        ]  # type: ignore[attr-defined]
 
     noisy, own = Noisy(), generator()
     before = states()
@@ -211,6 +234,24 @@ def test_what_nobody_can_promise_is_known(data: Callable[[], Any], why: str | No
     assert found is None if why is None else (found is not None and why in found)
 
 
+def test_a_loader_from_a_file_is_seeded_like_one_from_python(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "def data():\n"
+        "    table = TensorDataset(torch.arange(20.0)[:, None], torch.zeros(20))\n"
+        "    return DataLoader(table, 4, shuffle=True), DataLoader(table, 4, shuffle=True)\n"
+    )
+    found = []
+    for disturbed, seed in ((1, 5), (2, 5), (1, 6)):
+        disturb(disturbed)
+        train, test = named.load(f"{tmp_path / 'mine.py'}:data", seed, {})
+        assert test is not None
+        scored = [each.inputs[0].tolist() for each in evaluation_batches(test, 4, 1)]
+        found.append((read(TrainingBatches(train, 4, 2, seed), range(7)), scored))
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +288,23 @@ def test_two_runs_with_a_shuffling_loader_and_a_resumed_one_have_the_same_bits(t
     resumed = Ring(nodes=1).resume(tmp_path / "c", shuffling(), steps=10, watcher=told)
     assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
     assert (resumed.summary.exactness, told.warnings) == ("bits", [])
+
+
+def test_cuts_and_losses_do_not_change_what_a_loader_gives(tmp_path: Path) -> None:
+    class Shaken(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            inputs, label = super().__getitem__(index)
+            return inputs + torch.rand(6), label
+
+    def data(disturbed: int) -> Any:
+        disturb(disturbed)
+        return from_python(DataLoader(Shaken(*blobs(80)), 16, shuffle=True)), None
+
+    alone = run(tmp_path / "alone", MemoryCrew(1), data=data(1))
+    hit = run(tmp_path / "hit", Mortal(3, Death(1, 7)), data=data(2))
+    assert len(hit.summary.recoveries) == 1
+    assert hit.summary.weights_sha256 == alone.summary.weights_sha256
+    assert hit.summary.exactness == "bits"
 
 
 def test_an_order_that_is_not_ours_is_said_and_resuming_warns(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ringtmp import __version__
 from ringtmp.config import usual_microbatches
 from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Stream
-from ringtmp.data.spool import MEMORY_LIMIT_BYTES
+from ringtmp.data.spool import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
 from ringtmp.errors import UsageError
 from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
@@ -39,8 +39,6 @@ from ringtmp.strategies.brief import Brief, Leader
 from ringtmp.wire.message import Hello, Recipe
 
 FAILED_STOP_LIMIT_S = 0.5
-#: Of a stream, also where memory is short: every checkpoint lets them go, and it should not be one per step.
-LEAST_KEPT_BYTES = 8 * 2**20
 
 
 class Laying:
@@ -240,7 +238,7 @@ class Laying:
         return TrainingBatches(
             self._job.train, self._batch_size, self._microbatches, self._job.config.training.seed,
             keep=self._job.config.keep.stream_keep, folder=self._job.run.stream,
-            memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_KEPT_BYTES, free_memory_bytes() // 4)),
+            memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_LIMIT_BYTES, free_memory_bytes() // 4)),
         )  # fmt: skip
 
     def _exactness(self) -> str:

@@ -147,7 +147,7 @@ class TrainingBatches:
 
     def trouble(self) -> str | None:
         """Why batches lie in memory and not on the disk, the first time it is asked for."""
-        told, self._told = self._told, self._spool.trouble is not None
+        told, self._told = self._told, self._told or self._spool.trouble is not None
         return None if told else self._spool.trouble
 
     def close(self) -> None:

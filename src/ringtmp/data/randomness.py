@@ -7,10 +7,13 @@ has drawn. So a stream has states of its own: they are put in place while a batc
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 #: How deep, and over how many objects, generators are looked for in a loader and its dataset.
 MOST_DEPTH = 6
 MOST_OBJECTS = 10_000
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Source(Protocol):
@@ -164,8 +168,8 @@ def _as_source(generator: Any) -> Source | None:
 
 
 def own_generators(data: Any) -> list[Any]:
-    """Every generator within reach of a loader or dataset: its sampler's, its transforms', in lists and attributes."""
-    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    """Every generator within reach of a loader or dataset: its sampler's, its transforms', in lists and attributes, and what
+    its functions know by name."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
     todo: list[tuple[Any, int]] = [(data, 0)]
@@ -174,7 +178,7 @@ def own_generators(data: Any) -> list[Any]:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, kinds):
+        if isinstance(each, _KINDS):
             found[id(each)] = each
         elif depth < MOST_DEPTH:
             todo += [(inner, depth + 1) for inner in _within(each)]
@@ -189,11 +193,31 @@ def _within(each: Any) -> Iterable[Any]:
     if isinstance(each, list | tuple | set):
         # Of a long list its beginning: samples, not transforms.
         return list(each)[:64] if len(each) > 64 else each
-    try:
-        held: dict[str, Any] = vars(each)
-    except TypeError:
-        return ()
-    return held.values()
+    if isinstance(each, functools.partial):
+        return (each.func, *each.args, *each.keywords.values())
+    if isinstance(each, MethodType):
+        return (each.__self__, each.__func__)
+    if isinstance(each, FunctionType):
+        return _known_to(each)
+    methods = [value for kind in type(each).__mro__ if _of_user(kind) for value in vars(kind).values()]
+    return [*getattr(each, "__dict__", {}).values(), *(value for value in methods if isinstance(value, FunctionType))]
+
+
+def _known_to(function: FunctionType) -> list[Any]:
+    """What a function's names stand for, as far as generators may be behind them."""
+    found = list(function.__defaults__ or ())
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    named = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return found + [value for value in named if isinstance(value, (*_KINDS, FunctionType))]
+
+
+def _of_user(kind: type) -> bool:
+    root = kind.__module__.partition(".")[0]
+    return root == "__main__" or (root not in sys.stdlib_module_names and root not in ("torch", "numpy"))
 
 
 def not_ours(data: Any) -> str | None:

@@ -24,6 +24,8 @@ from ringtmp.data.sources import leaves, map_tensors
 MAGIC = b"ringtmp batch 1\n"
 MEMORY_LIMIT_BYTES = 256 * 2**20
 DISK_LIMIT_BYTES = 4 * 2**30
+#: Also where there is little room: every checkpoint lets batches go, and it should not be one per step.
+LEAST_LIMIT_BYTES = 8 * 2**20
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -98,7 +100,9 @@ class Spool:
                     self._files[header.step] = path.stat().st_size
                 else:
                     path.unlink()
-            self._disk_limit = min(DISK_LIMIT_BYTES, shutil.disk_usage(self._folder).free // 4)
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(self._folder.parent).free
+            self._disk_limit = min(DISK_LIMIT_BYTES, max(LEAST_LIMIT_BYTES, free // 4))
         self.disk_bytes = sum(self._files.values())
         return found
 
