@@ -35,7 +35,7 @@ from ringtmp.report.findings import Figure, Mark, Page, Section, Series, Skipped
 from ringtmp.report.page import write
 from ringtmp.report.paint import MOST_POINTS, thinned
 from ringtmp.report.theme import COLOURS, series_colours, short
-from test_session import train
+from test_session import resume, train
 
 CONFIG = {
     "ring": {"strategy": "ring", "schedule": "1f1b"},
@@ -316,7 +316,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_real_runs_report_is_whole_and_legible_in_a_browser_and_on_a_phone(
     tmp_path: Path, written: Path, request: pytest.FixtureRequest
 ) -> None:
-    train(tmp_path / "run", 3, steps=6)
+    train(tmp_path / "run", 3, steps=4)
+    resume(tmp_path / "run", 2, steps=6)
     CliRunner().invoke(command, [str(tmp_path / "run")], catch_exceptions=False, standalone_mode=False)
     path = tmp_path / "run/report/report.html"
     assert request.config.cache is not None

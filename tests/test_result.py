@@ -106,6 +106,15 @@ def test_a_function_that_makes_the_users_module_gives_that_class(tmp_path: Path)
     assert torch.get_rng_state().equal(state)
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_users_own_modules_are_left_in_the_mode_they_were_in(listed: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 16), Block().eval(), nn.Linear(16, 3))
+    before = [each.training for each in model.modules()]
+    assert len(set(before)) == 2
+    fitted(tmp_path / "run", [("a", model[0]), model[1], model[2]] if listed else model)
+    assert [each.training for each in model.modules()] == before
+
+
 def test_a_resumed_run_has_the_class_it_is_given_and_else_modules_that_print_what_they_are(tmp_path: Path) -> None:
     first = fitted(tmp_path / "run", Net()).model
     ring = Ring(nodes=1, progress=False)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import nn
 
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, merge_for_resume, resolve
 from ringtmp.data import named
@@ -189,7 +190,8 @@ def start(
     source = model if model is not None else named_model(config.model, train)
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
-    unwritten = _train(Job(config, source, train, test, function, name, run), watcher, crew)
+    with _modes_kept(source):
+        unwritten = _train(Job(config, source, train, test, function, name, run), watcher, crew)
     return Result(run.path, None if isinstance(source, Iterator) else source, unwritten=unwritten)
 
 
@@ -294,6 +296,19 @@ def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
     refuse_file_alone("model", part.name)
     zoo.build(part.name, train.shape, part.settings)  # refuse a wrong name or setting before anything starts
     return lambda: zoo.build(part.name, train.shape, part.settings)
+
+
+@contextmanager
+def _modes_kept(model: Model) -> Iterator[None]:
+    """A model that is read is put into training and evaluation mode in turn; the user's is left as it was."""
+    given = [model] if isinstance(model, nn.Module) else model if isinstance(model, list | tuple) else []
+    layers = [item[-1] if isinstance(item, tuple) else item for item in given]
+    modes = [(module, module.training) for each in layers if isinstance(each, nn.Module) for module in each.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _named_again(config: RunConfig) -> tuple[Source, Source | None]:

@@ -168,7 +168,7 @@ def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
         model=config["model"]["name"],
         data=facts["data"],
         seed=config["training"]["seed"],
-        nodes=len(last.nodes),
+        nodes=next((len(part.nodes) for part in reversed(parts) if part.nodes), 0),
         steps=_reached(last),
         batch_size=facts["batch_size"],
         microbatches=facts["microbatches"],
@@ -244,10 +244,10 @@ def loads_of(nodes: Iterable[NodeSummary], scale: float) -> dict[int, Load]:
 
 
 def _whole_run(by_part: Sequence[Mapping[int, NodeSummary]]) -> tuple[NodeSummary, ...]:
-    """Every node over all parts. One that the last part has no more holds nothing."""
+    """Every node over all parts. One that is no longer there holds nothing."""
     numbers = sorted({node for nodes in by_part for node in nodes})
     together = {node: _together([nodes[node] for nodes in by_part if node in nodes]) for node in numbers}
-    here = by_part[-1]
+    here = next((nodes for nodes in reversed(by_part) if nodes), {})
     return tuple(
         together[node] if node in here else msgspec.structs.replace(together[node], segments=(), params=0)
         for node in numbers

@@ -36,7 +36,12 @@ _PARTS_TEXT = (
 def page(run: Run) -> Page:
     summary = run.summary
     sections = [
-        Section("loss", "Loss", figures=(*curves.loss(run), *curves.scores(run)), tables=tuple(curves.epochs(run))),
+        Section(
+            "loss",
+            "Loss" if summary.accuracy is None else "Loss and accuracy",
+            figures=(*curves.loss(run), *curves.scores(run)),
+            tables=tuple(curves.epochs(run)),
+        ),
         Section("time", "Where the time goes", _idle_text(summary), figures=tuple(_time(run))),
         Section("nodes", "Nodes", figures=(*_bytes(summary), *_memory(summary)), tables=(_table(summary),)),
     ]
