@@ -207,5 +207,5 @@ def _rss_bytes(child: subprocess.Popen[bytes] | None) -> int:
 def _how_it_died(code: int, step: int) -> str:
     if code >= 0:
         return f"ended with code {code} in step {step}"
-    who = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+    who = " (by somebody, or by the system when memory ran out)" if -code == signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-code).name} in step {step}{who}"
