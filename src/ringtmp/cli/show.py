@@ -24,6 +24,12 @@ _EXACTNESS = {
 }
 
 
+_CHECKED = {
+    "model": "each kind of layer and the whole model",
+    "layers": "each kind of layer",
+}
+
+
 class Bar:
     """A progress bar with loss, speed, idle share and time left; plain lines where stderr is no terminal."""
 
@@ -137,6 +143,8 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     console.print(
         f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]})", highlight=False, soft_wrap=True
     )
+    if summary.checked in _CHECKED:
+        console.print(f"checked against eager PyTorch before the start: {_CHECKED[summary.checked]}", highlight=False)
     console.print(f"run {summary.run_dir}", highlight=False, soft_wrap=True)
 
 

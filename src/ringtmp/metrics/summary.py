@@ -106,6 +106,7 @@ class Summary(msgspec.Struct, frozen=True):
     per_node: tuple[NodeSummary, ...]
     microbatches_chosen: bool = False  # by the plan, with --microbatches auto
     forecast: Forecast | None = None
+    checked: str = ""  # against eager PyTorch before the start: "model", "layers" alone, or not ("")
 
     @property
     def energy_j(self) -> float | None:
@@ -201,6 +202,7 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         per_node=per_node,
         microbatches_chosen=facts.get("microbatches_chosen", False),
         forecast=msgspec.convert(facts["forecast"], Forecast) if "forecast" in facts else None,
+        checked=facts.get("checked", ""),
     )
 
 

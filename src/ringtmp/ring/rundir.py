@@ -34,6 +34,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     costs: tuple[LayerCost, ...]
     outputs: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer
     least_microbatch: int = 1  # samples the model needs at least to train
+    checked: str = ""  # against eager mode, before the start: "model", "layers", or not ("")
 
     @property
     def cost_s(self) -> tuple[float, ...]:
