@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,11 +17,13 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
+from ringtmp.config import RingPart, RunConfig
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.model import portable
 from ringtmp.model.build import build_layers
 from ringtmp.model.execute import Program
 from ringtmp.model.portable import Custom, Graph, Input, Op, Ref
+from ringtmp.strategies.ring import refuse_too_few
 
 WIDTH = 8
 
@@ -402,7 +406,63 @@ def test_checking_leaves_no_trace_in_the_users_model() -> None:
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
 
 
+class Keeping(nn.Module):
+    """Leaves a tensor for another layer past its return value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():
+            kept[:] = [x]
+        return x * 2
+
+
+class Taking(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + kept[0].detach().sum()
+
+
+kept = [torch.zeros(3, WIDTH)]
+
+
+def test_a_tensor_that_goes_from_layer_to_layer_behind_their_backs_is_refused() -> None:
+    """Layer by layer it looks like a constant."""
+    model = nn.Sequential(Keeping(), nn.Linear(WIDTH, WIDTH), Taking(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(UsageError, match="the layers in a row would not train as they do in eager mode.*Return it"):
+        list(build_layers(model, 0, numbers, [2, 3]))
+
+
+def test_what_was_checked_is_told_with_the_last_layer() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    assert [each.checked for each in build_layers(nn.Sequential(*layers), 0, numbers, [2])] == ["layers", "model"]
+    assert [each.checked for each in build_layers(lambda: iter(layers), 0, numbers, [2])] == ["layers", "layers"]
+
+
+def test_what_costs_nothing_to_see_is_seen_before_the_first_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an export")
+
+    monkeypatch.setattr("ringtmp.model.export.export", export)
+    tied = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    tied[2].weight = tied[0].weight
+    with pytest.raises(UsageError, match="0.weight and 2.weight are one tensor"):
+        list(build_layers(lambda: tied, 0, numbers, [2]))
+    for config, nodes, says in (
+        (RunConfig(), 4, "4 nodes need at least 5 layers .* the model has 3: use 2 or fewer"),
+        (RunConfig(ring=RingPart(laps=2)), 2, "a route of 5 visits needs at least 5 layers; the model has 3"),
+        (RunConfig(ring=RingPart(cuts="0-0,1-1,2-5")), 2, "5"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            list(build_layers(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), 0, numbers, [2],
+                              partial(refuse_too_few, config, nodes, True)))  # fmt: skip
+
+
 # -- as data -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_written_before_custom_functions_existed_is_read() -> None:
+    (built,) = build_layers(nn.Sequential(nn.Linear(WIDTH, WIDTH)), 0, numbers, [2])
+    older = msgspec.to_builtins(built.layer)
+    del older["train"]["customs"], older["evaluate"]["customs"]
+    assert portable.decode(msgspec.msgpack.encode(older)) == built.layer
 
 
 def passing(outputs: tuple[Any, ...], ops: tuple[Op, ...] = (), inputs: int = 1) -> Graph:

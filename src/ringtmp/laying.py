@@ -179,7 +179,7 @@ class Laying:
                     time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
                     msgspec.to_builtins(config),
                     {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
-                     "microbatches_chosen": brief.chosen,
+                     "microbatches_chosen": brief.chosen, "checked": index.checked,
                      "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
                      "skipped_samples": self._progress.stream.skipped, "exactness": self._exactness()},
                     self._generation, self._progress.step,

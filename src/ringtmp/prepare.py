@@ -30,9 +30,11 @@ def write_model(
     sizes: list[int],
     measured: list[int],
     phase: Callable[[str], None],
+    known: Callable[[int], None] = lambda count: None,
 ) -> None:
     """One layer at a time: the whole model is never in memory. `sizes` are those of the microbatches to come,
-    `measured` those whose cost the plan wants to know, none larger."""
+    `measured` those whose cost the plan wants to know, none larger. `known` is told the number of layers before the first is
+    read, if it can be known."""
     phase("reading the model")
     name = secrets.token_hex(8)
     writer = CheckpointWriter(run.checkpoints, name, Progress(0))
@@ -42,14 +44,14 @@ def write_model(
     try:
         sample = train.example
         profiler = _profiler(recipe, sample(sizes[-1])[0], measured)
-        outputs, one_sample = None, True
-        for index, built in enumerate(build_layers(model, recipe.seed, lambda count: sample(count)[0], sizes)):
+        outputs, one_sample, checked = None, True, ""
+        for index, built in enumerate(build_layers(model, recipe.seed, lambda count: sample(count)[0], sizes, known)):
             run.write_layer(index, built.layer)
             writer.add(index, built.layer, list(built.tensors.values()), {})
             names.append(built.layer.name)
             costs.append(profiler.cost(built))
             leaving.append(_crossings(built.sample_outputs, sizes[-1]))
-            outputs, one_sample = built.sample_outputs, built.takes_one_sample
+            outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
             phase(f"reading the model: layer {index + 1}, {built.layer.name}")
             del built  # one layer in memory, not two
         targets = sample(len_of(outputs))[1]
@@ -57,7 +59,7 @@ def write_model(
         costs[-1] = with_loss(costs[-1], loss[0], outputs, targets, recipe.threads)
         least = 1 if one_sample else 2
         entering = _crossings(sample(sizes[-1])[0], sizes[-1])
-        run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least, entering))
+        run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least, entering, checked))
         writer.commit()
         give_back_memory()  # measuring held more of a layer than training will
     except OSError as error:

@@ -6,6 +6,7 @@ Everything that can be refused is refused before a node starts; everything that 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,7 @@ from ringtmp.ring.lead import Lead
 from ringtmp.ring.protect import Snapshot, in_hand
 from ringtmp.ring.recipe import learning_rate
 from ringtmp.strategies.brief import Leader
+from ringtmp.strategies.ring import refuse_too_few
 from ringtmp.wire.message import Renew
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
@@ -53,7 +55,11 @@ class Session(Laying):
                 auto = self._job.config.training.microbatches == "auto"
                 sizes = to_build(self._batches.sizes(), self._batch_size, self._microbatches, auto)
                 loss = self._job.loss, self._job.loss_name
-                write_model(run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase)
+                keep_all = self._crew.alike or self._job.config.ring.all_devices
+                enough = partial(refuse_too_few, self._job.config, self._crew.nodes, keep_all)
+                write_model(
+                    run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase, enough
+                )  # fmt: skip
             index, layers, checkpoint = self._open()
             self._begin_stream(resuming)
             try:

@@ -24,6 +24,12 @@ _EXACTNESS = {
 }
 
 
+_CHECKED = {
+    "model": "each kind of layer and the whole model",
+    "layers": "each kind of layer",
+}
+
+
 @contextmanager
 def watcher(quiet: bool) -> Iterator[Watcher]:
     if quiet:
@@ -72,6 +78,8 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     )
     if summary.skipped_samples:
         console.print(f"{summary.skipped_samples} samples of the stream were skipped after a loss", highlight=False)
+    if summary.checked in _CHECKED:
+        console.print(f"checked against eager PyTorch before the start: {_CHECKED[summary.checked]}", highlight=False)
     console.print(f"run {summary.run_dir}", highlight=False, soft_wrap=True)
 
 

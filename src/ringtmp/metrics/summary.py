@@ -130,6 +130,7 @@ class Summary(msgspec.Struct, frozen=True):
     forecast: Forecast | None = None
     parts: tuple[PartSummary, ...] = ()
     skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
+    checked: str = ""  # against eager PyTorch before the start: "model", "layers" alone, or not ("")
 
     def name_of(self, node: int) -> str:
         """Its device's own name, where it has one."""
@@ -201,6 +202,7 @@ def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
         parts=tuple(_part(part, part is last) for part in parts),
         # What was skipped before the run was resumed is known to it then.
         skipped_samples=facts.get("skipped_samples", 0) + sum(each.skipped for each in last.strayed),
+        checked=facts.get("checked", ""),
     )
 
 

@@ -22,6 +22,7 @@ from ringtmp.model.layers import Model, layers_of
 from ringtmp.model.portable import Layer
 from ringtmp.model.trust import Check, written_parameters
 from ringtmp.model.watch import refuse_averaging, refuse_hooks
+from ringtmp.model.whole import check_whole, fits
 
 #: A layer is compared with its graphs at so many microbatch sizes at most.
 MOST_SIZES = 4
@@ -35,18 +36,25 @@ class BuiltLayer:
     tensors: dict[str, torch.Tensor]
     sample_outputs: Any  # of the largest microbatch, in evaluation mode
     takes_one_sample: bool  # in training, as eager mode would
+    checked: str = "layers"  # against eager mode; of the last one "model": in a row, too
 
 
 def build_layers(
-    model: Model, seed: int, sample: Callable[[int], Any], microbatch_sizes: Sequence[int]
+    model: Model,
+    seed: int,
+    sample: Callable[[int], Any],
+    microbatch_sizes: Sequence[int],
+    known: Callable[[int], None] = lambda count: None,
 ) -> Iterator[BuiltLayer]:
-    """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next."""
+    """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
+    number of layers before any work is done on the first, if it can be known."""
     exporter = Exporter()
+    row = _Row(known)
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     checked = _spread(sorted(set(microbatch_sizes)))
     samples = {size: sample(size) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
     one_sample = True
-    for index, (name, module) in enumerate(layers_of(model, seed)):
+    for index, (name, module) in enumerate(layers_of(model, seed, row.know)):
         _refuse_what_cannot_travel(name, module)
         refuse_hooks(name, module)
         refuse_averaging(name, module)
@@ -59,8 +67,33 @@ def build_layers(
         kept = bool(written_parameters(layer.evaluate))
         samples = {size: _run(module.eval(), each, kept) for size, each in samples.items()}
         module.train()
-        yield BuiltLayer(layer, tensors, samples[largest], one_sample)
+        whole = row.add(layer, tensors, sample(smallest))
+        yield BuiltLayer(layer, tensors, samples[largest], one_sample, "model" if whole else "layers")
         del module, tensors, check
+
+
+class _Row:
+    """A model whose layers are all in memory is checked as a whole, too, when the last one has been exported."""
+
+    def __init__(self, known: Callable[[int], None]) -> None:
+        self._known = known
+        self._modules: list[nn.Module] = []
+        self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
+
+    def know(self, modules: list[nn.Module]) -> None:
+        self._known(len(modules))
+        if fits(modules):
+            self._modules = modules
+
+    def add(self, layer: Layer, tensors: dict[str, torch.Tensor], sample: Any) -> bool:
+        """True when that was the last one and the whole model was checked."""
+        if not self._modules:
+            return False
+        self._layers.append((layer, tensors))
+        if len(self._layers) < len(self._modules) or any(written_parameters(each.train) for each, _ in self._layers):
+            return False
+        check_whole(self._modules, self._layers, sample)
+        return True
 
 
 def _check(

@@ -88,9 +88,12 @@ class Exporter:
 _Found = tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor], list[str]]
 
 
-def _export_graphs(name: str, module: nn.Module, example: Any, batch: int) -> _Found:
+def _export_graphs(name: str, module: nn.Module, example: Any, batch: int, both: bool = True) -> _Found:
+    """Unless `both`, the graph of evaluation is taken to be that of training, as it was before."""
     branches: list[str] = []
     train, constants, tree = _export_graph(name, module.train(), example, batch, branches)
+    if not both:
+        return train, train, tree, constants, branches
     evaluate, more, other = _export_graph(name, module.eval(), example, batch, branches)
     module.train()
     if other != tree:
@@ -100,11 +103,11 @@ def _export_graphs(name: str, module: nn.Module, example: Any, batch: int) -> _F
 
 def _refuse_other_graphs(name: str, module: nn.Module, first: _Found, again: Any) -> None:
     """A layer is the same sequence of operations whenever it is asked, with however many samples."""
-    second = _export_graphs(name, module, again, AGAIN_BATCH)
+    second = _export_graphs(name, module, again, AGAIN_BATCH, both=first[0] != first[1])
     alike = first[3].keys() == second[3].keys() and all(first[3][key].equal(second[3][key]) for key in first[3])
     if first[:3] == second[:3] and alike:
         return
-    third = _export_graphs(name, module, again, AGAIN_BATCH)
+    third = _export_graphs(name, module, again, AGAIN_BATCH, both=first[0] != first[1])
     stays = second[:3] == third[:3]
     counted = (
         f"depends on the number of samples{lines(first[4])}" if stays else "changes from one forward pass to the next"

@@ -30,8 +30,11 @@ LARGE_BYTES = 16 * 2**20
 SMALLER = "make the layer smaller, or let a device with more memory be the master"
 
 
-def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
-    """The model's layers in order. Random initial weights come from `seed`."""
+def layers_of(
+    model: Model, seed: int, known: Callable[[list[nn.Module]], None] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The model's layers in order. Random initial weights come from `seed`. `known` is told all layers before the first is
+    given, where they are all there by then: not those of a generator."""
     taken: list[str] = []
     owners = _TiedWeights()
     iterator: Iterator[tuple[str, nn.Module]] | None = None
@@ -43,7 +46,11 @@ def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
             torch.set_rng_state(state)
             with _Measured(len(taken)):
                 if iterator is None:
-                    iterator = _named(model() if callable(model) and not isinstance(model, nn.Module) else model)
+                    given = model() if callable(model) and not isinstance(model, nn.Module) else model
+                    if isinstance(given, nn.Module | list | tuple):
+                        _look_at_all(list(_named(given)), known)
+                    iterator = _named(given)
+                    del given
                 item = next(iterator, None)
             state = torch.get_rng_state()
         if item is None:
@@ -57,6 +64,15 @@ def layers_of(model: Model, seed: int) -> Iterator[tuple[str, nn.Module]]:
         del item, module  # one layer in memory, not two
     if not taken:
         raise UsageError("the model has no layers")
+
+
+def _look_at_all(layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.Module]], None] | None) -> None:
+    """What costs nothing to know comes before the first export, which may take a minute."""
+    owners = _TiedWeights()
+    for name, module in layers:
+        owners.check(name, module)
+    if known is not None:
+        known([module for _, module in layers])
 
 
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -76,11 +76,11 @@ class Check:
 
     def _eager_training(self, sample: Any) -> Found:
         parameters = dict(self._module.named_parameters())
-        with _without_gradients(parameters), self._buffers_kept():
+        with without_gradients(parameters), buffers_kept(self._module):
             leaves, entering = self._entering(sample)
             torch.default_generator.manual_seed(_SEED)
             outputs = pytree.tree_leaves(self._module(entering))
-            return _trained(leaves, outputs, parameters, dict(self._module.named_buffers()))
+            return trained(leaves, outputs, parameters, dict(self._module.named_buffers()))
 
     def _graph_training(self, sample: Any) -> Found:
         owned = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
@@ -93,10 +93,10 @@ class Check:
         torch.default_generator.manual_seed(_SEED)
         outputs = Program(self._layer.train).run(pytree.tree_leaves(entering), owned)
         buffers = {each.name: owned[each.name] for each in self._layer.tensors if each.kind == "buffer"}
-        return _trained(leaves, outputs, parameters, buffers)
+        return trained(leaves, outputs, parameters, buffers)
 
     def _eager_evaluation(self, sample: Any) -> Found:
-        with torch.no_grad(), self._buffers_kept():
+        with torch.no_grad(), buffers_kept(self._module):
             torch.default_generator.manual_seed(_SEED)
             outputs = pytree.tree_leaves(self._module(_copied(sample)))
             return _digests("output", outputs) | _digests_of("buffer", dict(self._module.named_buffers()))
@@ -154,21 +154,6 @@ class Check:
                 )
 
     @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Buffers as they were, also one that is replaced instead of changed."""
-        kept = [
-            (owner, name, buffer, buffer.clone())
-            for owner in self._module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-        try:
-            yield
-        finally:
-            for owner, name, buffer, value in kept:
-                owner._buffers[name] = buffer.copy_(value)
-
-    @contextmanager
     def _parameters_kept(self) -> Iterator[None]:
         """A layer that changes its own parameters in forward does so for this check alone."""
         kept = {name: self._tensors[name].clone() for name in self._written}
@@ -204,7 +189,23 @@ class Check:
 
 
 @contextmanager
-def _without_gradients(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Buffers as they were, also one that is replaced instead of changed."""
+    kept = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, value in kept:
+            owner._buffers[name] = buffer.copy_(value)
+
+
+@contextmanager
+def without_gradients(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The user's own gradients, if there are any, are put aside."""
     kept = {name: each.grad for name, each in parameters.items()}
     for each in parameters.values():
@@ -216,7 +217,7 @@ def _without_gradients(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]
             each.grad = kept[name]
 
 
-def _trained(
+def trained(
     leaves: list[torch.Tensor],
     outputs: list[Any],
     parameters: Mapping[str, torch.Tensor],

@@ -37,6 +37,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     outputs: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer
     least_microbatch: int = 1  # samples the model needs at least to train
     inputs: tuple[Crossing, ...] = ()  # what enters the first layer; empty: not known
+    checked: str = ""  # against eager mode, before the start: "model", "layers", or not ("")
 
     @property
     def cost_s(self) -> tuple[float, ...]:

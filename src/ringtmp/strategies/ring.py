@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.config import RingPart, RunConfig
+from ringtmp.errors import UsageError
 from ringtmp.metrics.events import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable import Layer
@@ -148,6 +149,26 @@ def _options(brief: Brief) -> PlanOptions:
     return plan_options(
         brief.config, brief.batch_size, brief.microbatches, len(brief.layers), nodes, brief.keep_all
     )  # fmt: skip
+
+
+def refuse_too_few(config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
+    """What the number of layers alone tells, before they are exported and measured."""
+    ring = config.ring
+    if ring.strategy != "ring":
+        return
+    visits = len(holders_of(nodes, ring.laps, ring.route))
+    if ring.cuts is not None:
+        parse_cuts(ring.cuts, layers, nodes, visits)
+    elif layers < visits and not _movable(ring):
+        raise UsageError(
+            f"a route of {visits} visits needs at least {visits} layers; the model has {layers}: use fewer --laps or --nodes, "
+            "or a deeper model"
+        )
+    elif nodes > 1 and layers < visits and keep_all:
+        raise UsageError(
+            f"{nodes} nodes need at least {visits} layers (the master's front and tail and one per worker); the model has "
+            f"{layers}: use {max(1, layers - 1)} or fewer, or a deeper model"
+        )
 
 
 def plan_options(
