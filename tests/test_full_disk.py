@@ -48,6 +48,7 @@ def test_a_full_disk_ends_snapshots_alone_and_is_said_once(tmp_path: Path, small
     assert not any(path.is_file() for path in small_disk.rglob("*"))
 
 
+@pytest.mark.timeout(300)
 def test_a_streams_batches_go_to_memory_while_the_disk_is_full(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         remembering_model(32)

@@ -325,6 +325,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("keep", ["memory", "disk", "none"])
 def test_owner_and_holder_killed_together_in_real_processes(keep: str, tmp_path: Path, alone: str) -> None:
     (tmp_path / "mine.py").write_text(STREAM)
@@ -352,6 +353,7 @@ def test_owner_and_holder_killed_together_in_real_processes(keep: str, tmp_path:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_killed_master_resumes_with_the_batches_on_disk(tmp_path: Path, alone: str) -> None:
     (tmp_path / "mine.py").write_text(STREAM)
     process = begin("train", *FLAGS, "--nodes", 2, "--run-dir", "run", "--stream-keep", "disk", cwd=tmp_path)
