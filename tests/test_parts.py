@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ringtmp import Result
+from ringtmp.errors import RingError
 from ringtmp.metrics.events import (
     Evaluated,
     Event,
@@ -215,6 +217,15 @@ def test_a_real_run_in_three_parts_reads_like_one(tmp_path: Path) -> None:
     assert last.summary.loss == never.summary.loss
     figures = {figure.name: figure for figure in _page_of(tmp_path / "parts")}
     assert [mark.text for mark in figures["loss-steps"].marks] == ["resumed after step 3", "resumed after step 5"]
+
+
+def test_a_real_attempt_that_fails_before_its_start_leaves_the_result_as_it_was(tmp_path: Path) -> None:
+    digest = train(tmp_path / "run", 2, steps=3).summary.weights_sha256
+    with pytest.raises(RingError) as refused:
+        resume(tmp_path / "run", 9, steps=5)  # more nodes than layers
+    summary = Result(tmp_path / "run").summary
+    assert (summary.outcome, summary.weights_sha256, len(summary.parts)) == ("done", digest, 1)
+    assert summary.warnings[-1] == f"an attempt to go on with the run failed: {refused.value}"
 
 
 def _page_of(folder: Path) -> tuple[Figure, ...]:
