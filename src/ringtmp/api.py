@@ -38,6 +38,7 @@ from ringtmp.metrics.summary import Summary, summarise
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
 from ringtmp.model.revive import revive
+from ringtmp.resources import require_files
 from ringtmp.ring.checkpoint import latest, named_weights
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
@@ -331,6 +332,7 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
 
 
 def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
+    require_files(job.config.ring.nodes)
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
@@ -344,6 +346,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
 
 @contextmanager
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
+    require_files(nodes)
     threads = config.training.threads or 1
     crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
     with Inference(run, config, nodes, loss, crew) as ring:

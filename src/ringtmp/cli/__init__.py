@@ -74,6 +74,13 @@ def main() -> None:
         _end("interrupted", 130)
     except BrokenPipeError:
         sys.exit(1)
+    except Exception as error:
+        from ringtmp.resources import out_of_files
+
+        text = out_of_files(error)
+        if text is None:
+            raise
+        _end(text, RingError.exit_code)
 
 
 def _end(text: str, code: int) -> None:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ringtmp.errors import UsageError
 from ringtmp.model.operators import ASSERTIONS, ATEN_OVERLOADS, SIZE_FUNCTIONS
 from ringtmp.model.portable import Graph, Input, Items, Layer, Named, Op, OutputTree, OwnedTensor, Ref, Value
-from ringtmp.resources import loading
+from ringtmp.resources import loading, out_of_files
 
 #: Batch size of the example a layer is exported with: not 0 or 1, which export would freeze, and rarely a layer's
 #: own width, so that a frozen batch is noticed.
@@ -73,6 +73,8 @@ def _export_graph(name: str, module: nn.Module, example: Any) -> tuple[Graph, di
             warnings.simplefilter("ignore")
             program = export(module, (example,), dynamic_shapes=flexible, strict=False)
     except Exception as error:  # torch.export raises many kinds; the user needs one sentence
+        if (shortage := out_of_files(error)) is not None:
+            raise UsageError(shortage) from error  # which no layer is to blame for
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
             f"layer {name!r} ({type(module).__name__}) cannot be exported: {first.strip()[:300]}. "

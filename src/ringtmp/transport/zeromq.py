@@ -190,13 +190,14 @@ class ZeroMQTransport:
     def _listen(self, endpoint: str) -> zmq.Socket[bytes]:
         router = self._socket(zmq.ROUTER)
         try:
-            if self._keys is not None:
+            if self._keys is not None and self._gatekeeper is not None:
                 serve_securely(router, self._keys, DOMAIN)
                 router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+                self._gatekeeper.listen(router, endpoint)
             else:
                 # A returning peer takes its name over from its dead connection.
                 router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            router.bind(endpoint)
+                router.bind(endpoint)
         except zmq.ZMQError as error:
             router.close(linger=0)
             raise UsageError(f"cannot listen on {endpoint}: {error.strerror or error}") from error
