@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -69,9 +70,8 @@ def _socket_folders() -> set[str]:
     """Folders whose owner is gone, or is this very process."""
     found = set()
     for name in os.listdir(tempfile.gettempdir()):
-        parts = name.split("-")
-        if len(parts) == 3 and parts[0] == "ringtmp" and parts[1].isdigit():
-            owner = int(parts[1])
+        if match := re.match(r"ringtmp_(\d+)-", name):
+            owner = int(match[1])
             if owner == os.getpid() or not psutil.pid_exists(owner):
                 found.add(name)
     return found

@@ -44,7 +44,8 @@ def plain_loop(
             value = loss(x, y)
             (value * share).backward()
             total += float(value.detach()) * share
-        _load(model, newest)
+        if delayed:  # else a weight that a layer changes in its forward pass would be lost
+            _load(model, newest)
         previous = newest
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

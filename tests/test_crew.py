@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,7 +14,6 @@ import pytest
 from ringtmp import api
 from ringtmp.config import KeepPart
 from ringtmp.errors import DoesNotFit, Interrupted
-from ringtmp.launch.child import remove_leftovers
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.recovery import unlike
@@ -178,21 +173,6 @@ def test_whoever_computes_otherwise_is_named() -> None:
     first, second = unlike(hellos, own)
     assert first.startswith("node 2 has torch 2.13.0 with NEON, the master 2.13.0 with AVX2")
     assert second.startswith("node 3")
-
-
-def test_what_a_killed_owner_left_goes_and_what_a_living_one_has_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for owner in (dead.pid, os.getpid()):
-        (tmp_path / f"ringtmp-{owner}-folder").mkdir()
-        (tmp_path / f"ringtmp-{owner}-a.log").touch()
-    remove_leftovers()
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
-        f"ringtmp-{os.getpid()}-a.log", f"ringtmp-{os.getpid()}-folder",
-    ]  # fmt: skip
 
 
 def test_a_checkpoint_that_was_never_finished_goes_with_the_next(tmp_path: Path) -> None:

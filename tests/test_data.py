@@ -96,7 +96,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="must hold the arrays inputs and targets"):
         load(f"npz:{tmp_path / 'y.npz'}")
     np.savez(tmp_path / "z.npz", inputs=np.zeros((4, 2)), targets=np.array([0, 1, -1, 2]))
-    with pytest.raises(UsageError, match="label -1 is out of range"):
+    with pytest.raises(UsageError, match="sample 2 has label -1: labels start at 0"):
         load(f"npz:{tmp_path / 'z.npz'}")
     (tmp_path / "train-images-idx3-ubyte").write_bytes(struct.pack(">HBB3I", 0, 8, 3, 9, 9, 9) + b"few")
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(b"")

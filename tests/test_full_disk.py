@@ -48,6 +48,26 @@ def test_a_full_disk_ends_snapshots_alone_and_is_said_once(tmp_path: Path, small
     assert not any(path.is_file() for path in small_disk.rglob("*"))
 
 
+def test_a_streams_batches_go_to_memory_while_the_disk_is_full(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        remembering_model(32)
+        + """
+import torch
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        yield torch.randn(32, 1, 8, 8, generator=generator), torch.randint(10, (32,), generator=generator)
+"""
+    )
+    words = (*FLAGS, "--data", "mine.py:data", "--checkpoint-every", 50)
+    alone = ringtmp("train", "--nodes", 1, *words, cwd=tmp_path)
+    with disk(tmp_path / "run" / "stream", "100k"):
+        done = ringtmp("train", *words, "--nodes", 3, "--run-dir", "run", "--stream-keep", "disk", cwd=tmp_path)
+    assert json.loads(done.stdout)["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    assert done.stderr.count("batches of the stream cannot be written: No space left on device") == 1, done.stderr
+
+
 def test_a_bench_on_a_full_disk_keeps_what_was_measured_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     words = (
         "bench",

@@ -68,7 +68,9 @@ class Mortal(MemoryCrew):
         return super().advance()
 
 
-def run(folder: Path, crew: MemoryCrew, keep: KeepPart | None = None, data: Any = None, **training: Any) -> api.Result:
+def run(
+    folder: Path, crew: MemoryCrew, keep: KeepPart | None = None, data: Any = None, watcher: Any = None, **training: Any
+) -> api.Result:
     schedule, cuts = training.pop("schedule", "1f1b"), training.pop("cuts", None)
     base = {"batch_size": 16, "microbatches": 4, "optimizer": "adamw", "optimizer_settings": {"lr": 0.01}}
     config = RunConfig(
@@ -77,7 +79,7 @@ def run(folder: Path, crew: MemoryCrew, keep: KeepPart | None = None, data: Any 
         keep=keep or KeepPart(checkpoint_every=4),
     )
     data = data or (tensors("t", *blobs()), tensors("t", *blobs(30)))
-    return api.start(config, stack(), data, None, folder, api.Silent(), crew)
+    return api.start(config, stack(), data, None, folder, watcher or api.Silent(), crew)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -137,3 +139,61 @@ def test_a_streams_batches_are_kept_until_nobody_can_ask_for_them(tmp_path: Path
     hit = run(tmp_path / "hit", Mortal(3, Death(1, 6)), data=(from_python(stream()), None))
     assert len(hit.summary.recoveries) == 1
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+
+
+class DyingTogether(Mortal):
+    """Others die with the first, before anybody looks."""
+
+    def __init__(self, nodes: int, death: Death, *others: int) -> None:
+        super().__init__(nodes, death)
+        self._others = others
+
+    def kill(self, node: int) -> None:
+        super().kill(node)
+        for other in self._others:
+            super().kill(other)
+
+
+@pytest.mark.parametrize("others", [(1,), (3,), (1, 3)])
+def test_nodes_that_die_together_are_all_named(tmp_path: Path, others: tuple[int, ...]) -> None:
+    said: list[str] = []
+
+    class Listener(api.Silent):
+        def warn(self, text: str) -> None:
+            said.append(text)
+
+    calm = run(tmp_path / "calm", MemoryCrew(4))
+    hit = run(tmp_path / "hit", DyingTogether(4, Death(2, 5, 2), *others), watcher=Listener())
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    (healed,) = hit.summary.recoveries
+    assert sorted(healed.lost) == sorted([2, *others])
+    for node in healed.lost:
+        assert f"node {node} was killed" in healed.reason
+        assert any(f"node {node} was killed" in text for text in said)
+
+
+def test_a_node_lost_while_the_ring_is_laid_out_anew_for_another_reason_is_named(tmp_path: Path) -> None:
+    class Dies(MemoryCrew):
+        """One dies when all are asked to lay the ring out anew, before anybody has looked."""
+
+        asked = False
+
+        def all_anew(self) -> bool:
+            return False
+
+        def changed(self) -> str | None:
+            if self.asked or not any(each.step >= 4 for each in self._workers):
+                return None
+            return "somebody joined"
+
+        def mend(self, *given: Any) -> Any:
+            if not self.asked:
+                self.asked = True
+                self.kill(2)
+            return super().mend(*given)
+
+    hit = run(tmp_path / "hit", Dies(4))
+    (moved,) = hit.summary.recoveries
+    assert moved.lost == (2,)
+    assert "somebody joined" in moved.reason
+    assert "node 2 was killed" in moved.reason

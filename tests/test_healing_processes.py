@@ -7,9 +7,11 @@ Kills at named moments are in test_failpoints.py.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import statistics
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,8 @@ def start(folder: Path, *more: object) -> subprocess.Popen[str]:
     return begin("train", *FLAGS, "--nodes", 3, "--run-dir", folder / "run", *more, cwd=folder)
 
 
-def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, said = process.communicate(timeout=90)
+def ended(process: subprocess.Popen[str], limit_s: float = 90) -> dict[str, Any]:
+    out, said = process.communicate(timeout=limit_s)
     assert process.returncode == 0, said
     assert "healing" in said
     summary: dict[str, Any] = json.loads(out)
@@ -156,3 +158,28 @@ def test_the_same_node_killed_thirty_times_costs_neither_memory_nor_open_files(t
     files, memory = zip(*used, strict=True)
     assert files[-1] <= files[2] + 2, files
     assert memory[-1] <= memory[2] * 1.1, memory
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_workers_killed_together_after_a_cleaner_came_by_are_replaced_and_all_named(tmp_path: Path) -> None:
+    """Sockets, logs and the spare process are gone or stopped: each is made again, and nobody is waited for."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    flags = (*REMEMBERING, "--steps", 1000)  # on a fast machine a spare process takes hundreds to come
+    process = begin("train", *flags, "--nodes", 4, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 20, process)
+    workers = workers_of(process)
+    psutil.Process(waiting_spare(process, set())).suspend()
+    (sockets,) = Path(tempfile.gettempdir()).glob(f"ringtmp_{process.pid}-*")
+    shutil.rmtree(sockets)
+    shutil.rmtree(tmp_path / "run" / "logs")
+    workers[2].kill()
+    workers[3].kill()
+    summary = ended(process, limit_s=300)
+    alone = here("train", *flags, "--nodes", 1, cwd=tmp_path)
+    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    (healed,) = [each for each in summary["recoveries"] if each["kind"] != "rebalanced"]
+    assert sorted(healed["lost"]) == [2, 3]
+    assert sorted(each.name for each in (tmp_path / "run" / "logs").iterdir()) == ["node-2.log", "node-3.log"]
+    assert not sockets.exists()
+    assert_all_gone(list(workers.values()))

@@ -288,7 +288,9 @@ def test_a_device_that_would_slow_the_ring_is_left_out_and_named() -> None:
     assert [each.name for each in made.devices] == ["a", "b", "c"]
     assert [each.device for each in made.left_out] == ["snail"]
     assert "with all 4 a step would take" in made.left_out[0].reason
-    assert "left out: snail" in made.summary()[2]
+    assert made.summary()[3] == (
+        f"your ring of 4 trains on 3 devices; left out are snail: {made.left_out[0].reason}. --all-devices uses them all"
+    )
     kept = plan(layers(9), there, PlanOptions(8, 8, keep_all=True))
     assert len(kept.devices) == 4
     assert kept.step_s > 2 * made.step_s
@@ -391,7 +393,7 @@ def test_a_plan_tells_itself_in_three_lines() -> None:
     lines = plan(layers(8, forward_s=0.01, backward_s=0.02), there, PlanOptions(32, 8)).summary()
     assert len(lines) == 3
     assert lines[0].startswith("plan: 3 devices, 8 microbatches, about ")
-    assert lines[1].startswith("layers: device0 0")
+    assert lines[1].startswith("layers by number: device0 0")
     assert "is tightest" in lines[2]
 
 

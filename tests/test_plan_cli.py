@@ -108,6 +108,8 @@ def test_a_plan_for_people_says_who_holds_what_what_limits_it_and_what_would_hel
         "desk",
         "pi-1",
         "left out snail",
+        "with --all-devices  ",
+        "| snail ",
         "limited by",
         "would help",
         "--cuts 0",

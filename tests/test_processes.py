@@ -63,8 +63,7 @@ def test_a_killed_worker_is_named_with_its_step_within_five_seconds(tmp_path: Pa
     _, said = process.communicate(timeout=20)
     assert time.monotonic() - killed < 5
     assert process.returncode == 4
-    assert f"node 2 (process {workers[2].pid}) was killed by SIGKILL" in said
-    assert "in step " in said
+    assert f"node 2 (process {workers[2].pid}) was killed by SIGKILL in step " in said
     assert_all_gone(list(workers.values()))
 
 
@@ -76,7 +75,7 @@ def test_when_the_master_is_killed_its_workers_end(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert_all_gone(workers)
-    for folder in Path(tempfile.gettempdir()).glob(f"ringtmp-{process.pid}-*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"ringtmp_{process.pid}-*"):
         shutil.rmtree(folder)  # what a killed master leaves, the test itself clears
 
 

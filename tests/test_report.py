@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -28,13 +29,13 @@ from ringtmp.metrics.events import (
     Span,
     StepDone,
 )
-from ringtmp.report import findings, run
+from ringtmp.report import curves, findings, run, story
 from ringtmp.report.figures import draw
 from ringtmp.report.findings import Figure, Mark, Page, Section, Series, Skipped, Table, Verdict
 from ringtmp.report.page import write
 from ringtmp.report.paint import MOST_POINTS, thinned
 from ringtmp.report.theme import COLOURS, series_colours, short
-from test_session import train
+from test_session import resume, train
 
 CONFIG = {
     "ring": {"strategy": "ring", "schedule": "1f1b"},
@@ -44,8 +45,8 @@ CONFIG = {
 FACTS = {"data": "digits", "batch_size": 16, "microbatches": 4, "threads": 1, "torch": "2", "emulated": True}
 
 
-def started(at: float = 0.0) -> RunStarted:
-    return RunStarted(at, "2026-01-01T00:00:00+00:00", 1, "r", "0.1", CONFIG, FACTS, 1, 0)
+def started(at: float = 0.0, first_step: int = 0) -> RunStarted:
+    return RunStarted(at, "2026-01-01T00:00:00+00:00", 1, "r", "0.1", CONFIG, FACTS, 1, first_step)
 
 
 def step(number: int, at: float, wall_s: float = 2.0) -> StepDone:
@@ -80,7 +81,7 @@ def known_events() -> list[Event]:
 
 
 def figures_of(events: list[Event]) -> dict[str, Figure]:
-    found = run.gather(events, "run")
+    found = story.gather(events, "run")
     assert found is not None
     return {figure.name: figure for figure in run.page(found).figures}
 
@@ -117,16 +118,16 @@ def test_known_idle_bytes_and_joules_come_back_exactly() -> None:
 def test_joules_of_a_meter_are_shown_as_measured_step_by_step() -> None:
     read = iter([5.0, 7.0, 6.0])
     events = [
-        NodeStep(*(*[getattr(each, name) for name in each.__struct_fields__][:-1], next(read)))
+        msgspec.structs.replace(each, joules=next(read))
         if isinstance(each, NodeStep) and each.node == 1 else each
         for each in known_events()
     ]  # fmt: skip
-    found = run.gather(events, "run")
+    found = story.gather(events, "run")
     assert found is not None
     assert [(each.energy_source, each.energy_j) for each in found.summary.per_node] == [
         ("modelled", pytest.approx(25.5)), ("measured", 18.0),
     ]  # fmt: skip
-    assert run.joules_by_step(found) == pytest.approx([8.5 + 5, 8.5 + 7, 8.5 + 6])
+    assert curves.joules_by_step(found) == pytest.approx([8.5 + 5, 8.5 + 7, 8.5 + 6])
 
 
 def test_what_is_done_again_after_a_loss_counts_once_and_shows_in_the_speed() -> None:
@@ -152,7 +153,7 @@ def test_the_step_that_is_drawn_is_the_median_one_without_the_first() -> None:
     events = known_events()
     walls = {0: 9.0, 1: 2.0, 2: 1.0}
     events = [step(each.step, each.at, walls[each.step]) if isinstance(each, StepDone) else each for each in events]
-    found = run.gather(events, "run")
+    found = story.gather(events, "run")
     assert found is not None
     drawn = run.median_step(found)
     assert drawn is not None
@@ -163,10 +164,10 @@ def test_the_step_that_is_drawn_is_the_median_one_without_the_first() -> None:
 
 def test_a_run_that_was_cut_short_has_a_page_too() -> None:
     for length in range(1, len(known_events())):
-        found = run.gather(known_events()[:length], "run")
+        found = story.gather(known_events()[:length], "run")
         assert found is not None
-        assert run.page(found).facts[0] == ("outcome", "running")
-    assert run.gather([], "run") is None
+        assert run.page(found).facts[0] == ("outcome", "unfinished")
+    assert story.gather([], "run") is None
 
 
 # -- drawing ------------------------------------------------------------------------------------------------------------
@@ -315,13 +316,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_real_runs_report_is_whole_and_legible_in_a_browser_and_on_a_phone(
     tmp_path: Path, written: Path, request: pytest.FixtureRequest
 ) -> None:
-    train(tmp_path / "run", 3, steps=6)
+    train(tmp_path / "run", 3, steps=4)
+    resume(tmp_path / "run", 2, steps=6)
     CliRunner().invoke(command, [str(tmp_path / "run")], catch_exceptions=False, standalone_mode=False)
     path = tmp_path / "run/report/report.html"
     assert request.config.cache is not None
     shots = request.config.cache.mkdir("screenshots")
     of_a_run = {f"loss-{axis}" for axis in ("steps", "seconds", "bytes", "joules")}
-    of_a_run |= {"idle", "busy", "gantt", "speed", "energy", "links", "bytes", "memory"}
+    of_a_run |= {"accuracy", "idle", "busy", "gantt", "speed", "energy", "links", "bytes", "memory"}
     expected = {path: of_a_run, written: {figure.name for figure in every_kind()}}
     with Browser(tmp_path / "browser") as browser:
         for page, names in expected.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert "step-00000006" in said[0]
     assert "going back to step 3" in said[0]
     assert result.summary.weights_sha256 == whole.summary.weights_sha256
+
+
+@pytest.mark.parametrize("what", ["copied", "removed"])
+def test_a_run_reports_the_digest_of_its_own_last_step_whatever_is_done_to_its_checkpoints(
+    tmp_path: Path, what: str
+) -> None:
+    class Meddles(Silent):
+        def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
+            kept = tmp_path / "run/checkpoints"
+            if done == 4 and what == "copied":
+                shutil.copytree(kept / "step-00000003", kept / "step-best")
+
+        def phase(self, text: str) -> None:
+            if text == "saving" and what == "removed":  # the sixth step's is there already
+                shutil.rmtree(tmp_path / "run/checkpoints")
+
+    hit = train(tmp_path / "run", watcher=Meddles(), steps=6)
+    assert hit.summary.weights_sha256 == train(tmp_path / "whole", steps=6).summary.weights_sha256
+    assert state_sha256(hit.model) == hit.summary.weights_sha256
 
 
 def test_two_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -361,7 +381,7 @@ def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path, chang
 def test_labels_beyond_the_models_outputs_are_refused(tmp_path: Path) -> None:
     inputs, labels = blobs()
     data = tensors("t", inputs, labels + 1), None
-    with pytest.raises(UsageError, match="label 3 is out of range 0..2"):
+    with pytest.raises(UsageError, match="has label 3, and the model has 3 outputs"):
         train(tmp_path / "run", data=data, steps=1)
     assert not (tmp_path / "run").exists()
 

@@ -15,7 +15,7 @@ import pytest
 
 from ringtmp.launch.child import end
 from ringtmp.launch.compute import Orders
-from ringtmp.launch.spare import AFTER_S, LOOK_EVERY_S, ROOM, Spare
+from ringtmp.launch.spare import AFTER_S, AGAIN_S, LOOK_EVERY_S, ROOM, Spare
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.transport.zeromq import ipc_address
 
@@ -75,13 +75,55 @@ def test_a_spare_process_that_something_ends_is_not_started_again_and_again(worl
     world.now = AFTER_S
     spare.mind()
     (waiting,) = processes()
-    waiting.kill()
-    os.waitid(os.P_PID, waiting.pid, os.WEXITED | os.WNOWAIT)
-    for _ in range(3):
-        world.now += 10 * AFTER_S
+    for pause_s in (AGAIN_S, 2 * AGAIN_S):
+        waiting.kill()
+        os.waitid(os.P_PID, waiting.pid, os.WEXITED | os.WNOWAIT)
+        world.now += LOOK_EVERY_S
+        spare.mind()
+        world.now += pause_s - 1
         spare.mind()
         assert processes() == []
+        world.now += 1
+        spare.mind()
+        (waiting,) = processes()
+
+
+def hit(process: psutil.Process, number: int) -> None:
+    """Until it shows."""
+    process.send_signal(number)
+    limit = time.monotonic() + 10
+    while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_spare_process_that_is_stopped_or_killed_gets_no_orders_and_does_not_stay(
+    world: World, spare: Spare, number: int
+) -> None:
+    """It would be noticed only as a second loss, seconds later."""
+    world.now = AFTER_S
+    spare.mind()
+    (waiting,) = processes()
+    hit(waiting, number)
     assert spare.take(Orders("r", 1, 1, ("", "", ""), ipc_address("/nowhere", 0), 1), Path(os.devnull)) is None
+    assert processes() == []
+
+
+def test_a_spare_process_that_is_stopped_while_nobody_needs_it_makes_way_for_another(
+    world: World, spare: Spare
+) -> None:
+    world.now = AFTER_S
+    spare.mind()
+    (waiting,) = processes()
+    hit(waiting, signal.SIGSTOP)
+    world.now += LOOK_EVERY_S
+    spare.mind()
+    assert processes() == []
+    world.now += AGAIN_S
+    spare.mind()
+    (another,) = processes()
+    assert another.pid != waiting.pid
 
 
 def test_a_spare_process_gets_orders_once_and_writes_to_the_log_of_the_node_it_becomes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -275,3 +276,43 @@ def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
     assert pulls >= 5
     assert max(cable.made for cable in cables) > 1
     assert two.counters().resent > 0, "nothing was under way when the cable was pulled: the test proves nothing"
+
+
+def test_sockets_that_a_cleaner_removed_are_found_again_and_who_is_connected_notices_nothing(folder: str) -> None:
+    names = [ipc_address(folder, node) for node in range(4)]
+    one, two, three = (ZeroMQTransport(node, names[node].endpoints) for node in (1, 2, 3))
+    try:
+        two.connect(1, names[1])
+        meet(one, two)
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        one.listen_again()
+        three.connect(1, names[1])
+        two.send(1, Channel.TENSOR, [b"still here"])
+        three.send(1, Channel.TENSOR, [b"new here"])
+        assert {each.peer for each in arrivals(one, 2)} == {2, 3}
+        one.send(3, Channel.TENSOR, [b"welcome"])
+        assert arrivals(three, 1)[0].peer == 1
+        shutil.rmtree(folder)
+        one.listen_again()  # nothing can be done; whoever made the folder makes it again first
+        two.send(1, Channel.CONTROL, [b"still here"])
+        assert arrivals(one, 1)[0].peer == 2
+    finally:
+        for each in (one, two, three):
+            each.close()
+    os.makedirs(folder, exist_ok=True)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("end", ["listen", "connect"])
+def test_any_error_while_binding_or_connecting_ends_in_that_error_and_not_in_a_wait(folder: str, end: str) -> None:
+    """A context waits for ever for a socket that nobody closes: seen with a name that is no text."""
+    odd = ipc_address(folder + "/\udcc3", 1)
+    if end == "listen":
+        with pytest.raises(UsageError, match="cannot listen on"):
+            ZeroMQTransport(1, (*ipc_address(folder, 1).endpoints[:2], odd.endpoints[2]))
+    else:
+        one = ZeroMQTransport(2, ipc_address(folder, 2).endpoints)
+        with pytest.raises(UnicodeEncodeError):
+            one.connect(1, odd)
+        one.close()

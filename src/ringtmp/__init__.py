@@ -10,16 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Ring", "RingError", "__version__"]
+__all__ = ["Result", "Ring", "RingError", "Watcher", "__version__"]
 
 if TYPE_CHECKING:
-    from ringtmp.api import Result, Ring
+    from ringtmp.api import Ring
     from ringtmp.errors import RingError
+    from ringtmp.job import Watcher
+    from ringtmp.result import Result
 
 
 def __getattr__(name: str) -> Any:
     # torch takes a second to import; `ringtmp --help` must not.
-    if name in ("Ring", "Result"):
+    if name in ("Ring", "Result", "Watcher"):
         from ringtmp.platforms import require_supported
 
         require_supported()

@@ -1,5 +1,15 @@
-"""python -m ringtmp"""
+"""`ringtmp`, and python -m ringtmp. Ctrl-C is minded before anything that takes time to load."""
 
-from ringtmp.cli import main
+from __future__ import annotations
 
-main()
+from ringtmp.signals import held
+
+
+def main() -> None:
+    with held(nothing_started=True):
+        from ringtmp.cli import main as run
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import signal
-import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -21,9 +17,10 @@ from torch import nn
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, merge_for_resume, resolve
 from ringtmp.data import named
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
-from ringtmp.factory import is_factory, load_factory
+from ringtmp.factory import call_factory, is_factory, refuse_arguments, refuse_file_alone
 from ringtmp.inference import Inference
 from ringtmp.job import Job, Watcher
 from ringtmp.launch.crew import Crew
@@ -34,12 +31,11 @@ from ringtmp.launch.memory import MemoryCrew
 from ringtmp.launch.remote import RemoteCrew
 from ringtmp.launch.speech import DEFAULT_PORT, SILENCE_LIMIT_S
 from ringtmp.metrics import events
-from ringtmp.metrics.summary import Summary, summarise
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
-from ringtmp.model.revive import revive
+from ringtmp.progress import OnStep, watching
 from ringtmp.resources import require_files
-from ringtmp.ring.checkpoint import latest, named_weights
+from ringtmp.result import Result
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
 from ringtmp.session import EVALUATION_FACTOR, Session
@@ -48,50 +44,7 @@ from ringtmp.signals import on_signals
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 
 
-class Silent:
-    """Looks on and says nothing."""
-
-    def phase(self, text: str) -> None: ...
-    def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
-    def evaluated(self, event: events.Evaluated) -> None: ...
-    def warn(self, text: str) -> None: ...
-    def expect(self, lines: Sequence[str]) -> None: ...
-    def tell(self, text: str) -> None: ...
-
-
-class Telling(Silent):
-    """Says on stderr what a person must know: the line to run on each device, who came, warnings."""
-
-    def tell(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    def warn(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-class Result:
-    """What a run gave: `summary` (as `--json` prints it), `run_dir`, and the trained `model`, loaded when asked for."""
-
-    def __init__(self, run_dir: Path, source: Model | None = None) -> None:
-        self.run_dir = run_dir
-        self._source = source
-
-    @cached_property
-    def summary(self) -> Summary:
-        made = summarise(events.read(self.run_dir / "events.jsonl"), str(self.run_dir))
-        assert made is not None, "a finished run has a first event"
-        return made
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """An ordinary module with the trained weights: of the user's own classes where they are at hand."""
-        _index, layers = RunDirectory(self.run_dir).read_layers()
-        checkpoint, _ = latest(self.run_dir / "checkpoints")
-        if self._source is None:
-            return revive([(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)])
-        model = _as_module(self._source)
-        model.load_state_dict(dict(named_weights(checkpoint, layers)))
-        return model
+Silent = Watcher  # looks on and says nothing
 
 
 class Ring:
@@ -100,7 +53,8 @@ class Ring:
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
     that join with the token the watcher is shown (`ringtmp node --join ...`); one that would slow the ring is left out,
     unless `all_devices`. With `rebalance` layers are dealt anew when devices become slower or faster. `strategy` and its
-    `settings` are those of `ringtmp strategies`; the same nodes then train in another way.
+    `settings` are those of `ringtmp strategies`; the same nodes then train in another way. `progress` is shown on a
+    terminal and in a notebook, unless it is False or `fit` has a watcher; True shows it anywhere.
     """
 
     def __init__(
@@ -120,7 +74,9 @@ class Ring:
         threads: int | None = None,
         listen: str | None = None,
         ring: str = "home",
+        progress: bool | None = None,
     ) -> None:
+        self._progress = progress
         self._part = RingPart(
             nodes=nodes,
             all_devices=all_devices, cuts=cuts, window=window, schedule=schedule,  # type: ignore[arg-type]
@@ -151,10 +107,17 @@ class Ring:
         early_stop: int | None = None,
         checkpoint_every: int | None = None,
         protect: str = "auto",
+        stream_keep: str = "memory",
         run_dir: str | Path | None = None,
         watcher: Watcher | None = None,
+        on_step: OnStep | None = None,
+        **mistaken: Any,
     ) -> Result:
-        """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window, route and schedule."""
+        """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window, route and schedule.
+        `on_step` is called after every step with its number, from 1, and its loss."""
+        refuse_arguments(Ring.fit, mistaken, Ring.__init__)
+        if isinstance(train_data, str) and test_data is not None:
+            raise UsageError(f"test_data goes with data of your own: {train_data} has a test part already")
         name, settings = (optimizer, {}) if isinstance(optimizer, str) else (optimizer[0], dict(optimizer[1]))
         config = RunConfig(
             ModelPart(model if isinstance(model, str) else type(model).__name__),
@@ -165,12 +128,16 @@ class Ring:
                 threads=self._threads, early_stop=early_stop,
             ),
             self._part,
-            KeepPart(checkpoint_every=checkpoint_every, protect=protect),  # type: ignore[arg-type]
+            KeepPart(
+                checkpoint_every=checkpoint_every, protect=protect, stream_keep=stream_keep,  # type: ignore[arg-type]
+            ),
         )  # fmt: skip
-        given = None if isinstance(train_data, str) else (from_python(train_data), _optional(test_data))
-        watcher = watcher or Telling()
-        crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, watcher) if self._listen else None
-        return start(config, None if isinstance(model, str) else model, given, loss, run_dir, watcher, crew)
+        given = None if isinstance(train_data, str) else _given(train_data, test_data, seed)
+        with watching(self._progress, watcher, on_step) as told:
+            crew = None
+            if self._listen:
+                crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, told)
+            return start(config, None if isinstance(model, str) else model, given, loss, run_dir, told, crew)
 
     def resume(
         self,
@@ -179,23 +146,26 @@ class Ring:
         *,
         test_data: Data = None,
         loss: LossFunction | None = None,
+        model: Model | None = None,
         watcher: Watcher | None = None,
+        on_step: OnStep | None = None,
         **changes: Any,
     ) -> Result:
-        """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself."""
-        given = None if train_data is None else (from_python(train_data), _optional(test_data))
+        """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself. `model`:
+        what was trained, so that `result.model` is of its class; its weights do not matter."""
+        given = None if train_data is None else _given(train_data, test_data, _seed_of(run_dir))
         part = self._part
         ring = {"nodes": part.nodes, "cuts": part.cuts, "window": part.window, "rebalance": part.rebalance}
-        watcher = watcher or Telling()
         changed = {**ring, "schedule": self._part.schedule, **changes}
-        crew = None
-        if self._listen:
-            saved = settings_of(run_dir, changed)
-            crew = remote_crew(
-                self._listen, self._ring, saved.ring.nodes, saved.training.threads, watcher,
-                notice_s=saved.keep.notice_s,
-            )  # fmt: skip
-        return resume(run_dir, changed, given, loss, watcher, crew)
+        with watching(self._progress, watcher, on_step) as told:
+            crew = None
+            if self._listen:
+                saved = settings_of(run_dir, changed)
+                crew = remote_crew(
+                    self._listen, self._ring, saved.ring.nodes, saved.training.threads, told,
+                    notice_s=saved.keep.notice_s,
+                )  # fmt: skip
+            return resume(run_dir, changed, given, loss, told, crew, model)
 
     def evaluate(self, run_dir: str | Path, data: Data = None) -> dict[str, Any]:
         """Loss and scores of a run's newest checkpoint; on its own test part unless data is given."""
@@ -221,8 +191,9 @@ def start(
     source = model if model is not None else named_model(config.model, train)
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
-    _train(Job(config, source, train, test, function, name, run), watcher, crew)
-    return Result(run.path, None if isinstance(source, Iterator) else source)
+    with _modes_kept(source):
+        unwritten = _train(Job(config, source, train, test, function, name, run), watcher, crew)
+    return Result(run.path, None if isinstance(source, Iterator) else source, unwritten=unwritten)
 
 
 def resume(
@@ -232,6 +203,7 @@ def resume(
     loss: LossFunction | None,
     watcher: Watcher,
     crew: Crew | None = None,
+    model: Model | None = None,
 ) -> Result:
     """Go on with the run in `run_dir` from its newest whole checkpoint."""
     run = RunDirectory(Path(run_dir))
@@ -241,8 +213,8 @@ def resume(
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     function = loss or loss_named(saved.loss)
-    _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
-    return Result(run.path)
+    unwritten = _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
+    return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 
 
 def settings_of(run_dir: str | Path, changes: dict[str, Any]) -> RunConfig:
@@ -258,7 +230,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         train, test = _named_again(msgspec.structs.replace(saved.config, training=part))
         source = test or train
     else:
-        source = from_python(data)
+        source = from_python(data, seed=saved.config.training.seed)
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     training = saved.config.training
@@ -267,7 +239,9 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         batches = evaluation_batches(
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
         )
-        score = ring.master.evaluate(batches, ring.step, saved.loss == "next_byte")
+        score = ring.master.evaluate(
+            ring.checked(batches, source.name, saved.loss), ring.step, saved.loss == "next_byte"
+        )
     return {
         "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
         "accuracy": score.accuracy, "bits_per_byte": score.bits_per_byte,
@@ -291,7 +265,7 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
         )
         batches.append(Batch(0, pieces, nobody, len(part)))
     with _inference(run, saved.config, nodes, loss_named("mse")) as ring:
-        outputs = ring.master.predict(batches, ring.step)
+        outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
     return _concatenate(outputs)
 
 
@@ -319,10 +293,23 @@ def remote_crew(
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
     if is_factory(part.name):
-        factory = load_factory("model", part.name)
-        return lambda: factory(**part.settings)
+        return call_factory("model", part.name, part.settings)
+    refuse_file_alone("model", part.name)
     zoo.build(part.name, train.shape, part.settings)  # refuse a wrong name or setting before anything starts
     return lambda: zoo.build(part.name, train.shape, part.settings)
+
+
+@contextmanager
+def _modes_kept(model: Model) -> Iterator[None]:
+    """A model that is read is put into training and evaluation mode in turn; the user's is left as it was."""
+    given = [model] if isinstance(model, nn.Module) else model if isinstance(model, list | tuple) else []
+    layers = [item[-1] if isinstance(item, tuple) else item for item in given]
+    modes = [(module, module.training) for each in layers if isinstance(each, nn.Module) for module in each.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
@@ -331,7 +318,8 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
     return named.load(config.training.data, config.training.seed, config.model.settings)
 
 
-def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
+def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
+    """To the end; returns what could not be written of the record."""
     require_files(job.config.ring.nodes)
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
@@ -340,8 +328,10 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> None:
             crew = MemoryCrew(1, threads=threads)
         else:
             crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
-    with interruptible() as interruption:
-        Session(job, crew, watcher, interruption).train()
+    with left_alone(), interruptible() as interruption:
+        session = Session(job, crew, watcher, interruption)
+        session.train()
+    return session.unwritten
 
 
 @contextmanager
@@ -349,7 +339,7 @@ def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunct
     require_files(nodes)
     threads = config.training.threads or 1
     crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
-    with Inference(run, config, nodes, loss, crew) as ring:
+    with left_alone(), Inference(run, config, nodes, loss, crew) as ring:
         yield ring
 
 
@@ -368,9 +358,9 @@ class Interruption:
         # A shell that goes sends its own, and the terminal another: nobody insists.
         if self.deaf or (self.asked and number == signal.SIGHUP):
             return
-        if not self.armed or self.asked:
+        again, self.asked = self.asked, True  # also where something swallows what is raised here
+        if not self.armed or again:
             raise KeyboardInterrupt
-        self.asked = True
 
 
 @contextmanager
@@ -385,8 +375,12 @@ def interruptible() -> Iterator[Interruption]:
         yield interruption
 
 
-def _optional(data: Data) -> Source | None:
-    return None if data is None else from_python(data)
+def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
+    return from_python(train, seed=seed), None if test is None else from_python(test, seed=seed)
+
+
+def _seed_of(run_dir: str | Path) -> int:
+    return RunDirectory(Path(run_dir)).read_config().config.training.seed
 
 
 def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction, str]:
@@ -394,19 +388,6 @@ def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction,
         return loss, "callable"
     name = loss or train.loss
     return loss_named(name), name
-
-
-def _as_module(source: Any) -> nn.Module:
-    if isinstance(source, nn.Module):
-        # A single module that is one layer has its names under "0."; so has its place in a Sequential.
-        return copy.deepcopy(source) if isinstance(source, nn.Sequential) else nn.Sequential(copy.deepcopy(source))
-    if callable(source):
-        made = source()
-        if isinstance(made, nn.Module):
-            return made if isinstance(made, nn.Sequential) else nn.Sequential(made)
-        return _as_module(list(made))
-    named_layers = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(source)]
-    return nn.Sequential(OrderedDict((name, copy.deepcopy(module)) for name, module in named_layers))
 
 
 def _select(inputs: Any, index: torch.Tensor) -> Any:

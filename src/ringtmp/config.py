@@ -21,6 +21,7 @@ DEFAULT_EPOCHS = 10
 
 Protect = Literal["auto", "memory", "disk", "checkpoint", "off"]
 PROTECT: tuple[Protect, ...] = get_args(Protect)
+StreamKeep = Literal["memory", "disk", "none"]
 Shape = Literal["ring", "v"]
 Recompute = Literal["none", "all", "auto"]
 
@@ -71,6 +72,7 @@ class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detailed_steps: int = 32  # steps whose every span is recorded
     protect: Protect = "auto"  # what a lost node's layers are made again from
     notice_s: float = 3.0  # a silent or stopped node is taken for lost after this
+    stream_keep: StreamKeep = "memory"  # where a stream's batches since the last checkpoint are
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,6 +114,7 @@ def resolve(config: RunConfig) -> RunConfig:
         raise UsageError("--route v goes out and back once: leave out --laps")
     for what, given, known in (
         ("protection", config.keep.protect, PROTECT),
+        ("place to keep a stream", config.keep.stream_keep, get_args(StreamKeep)),
         ("route", ring.route, get_args(Shape)),
         ("recompute", ring.recompute, get_args(Recompute)),
     ):
@@ -191,16 +194,18 @@ RESUMABLE = (
     "rebalance",
     "protect",
     "notice_s",
+    "stream_keep",
 )
 
 
 def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
     """The saved settings with what the user gave anew; refuses what would change the bits."""
     changed: dict[str, dict[str, Any]] = {part: {} for part in ("model", "training", "ring", "keep")}
+    owners = {field.name: name for name in changed for field in msgspec.structs.fields(getattr(saved, name))}
     for key, value in given.items():
-        part = next(
-            name for name in changed if key in {field.name for field in msgspec.structs.fields(getattr(saved, name))}
-        )
+        if key not in owners:
+            raise unknown("setting to change on resume", key, RESUMABLE)
+        part = owners[key]
         if key not in RESUMABLE and getattr(getattr(saved, part), key) != value:
             raise UsageError(
                 f"--resume cannot change {key.replace('_', '-')} (it is {getattr(getattr(saved, part), key)!r} in that "

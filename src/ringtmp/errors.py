@@ -80,6 +80,13 @@ class Interrupted(RingError):  # noqa: N818
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that is not in a list, with the nearest one that is."""
     choices = sorted(known)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, choices)
+    hint = f"did you mean {near!r}? " if near else ""
     return UsageError(f"unknown {kind} {name!r}: {hint}known are {', '.join(choices)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant; upper and lower case are alike."""
+    folded = {each.casefold(): each for each in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
+    return folded[near[0]] if near else None

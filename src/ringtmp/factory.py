@@ -1,22 +1,99 @@
-"""User code by name: FILE.py:factory or package.module:factory. Runs on the master, never on a worker."""
+"""What users call and are called by: FILE.py:factory or package.module:factory, and arguments nobody takes. User code runs on
+the master, never on a worker."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ringtmp.errors import UsageError, unknown
+from ringtmp.errors import RingError, UsageError, nearest, unknown
+
+#: What people call an argument elsewhere.
+_ELSEWHERE = {
+    "test": "test_data", "val_data": "test_data", "validation_data": "test_data", "valid_data": "test_data",
+    "data": "train_data", "criterion": "loss", "loss_fn": "loss", "callbacks": "watcher",
+}  # fmt: skip
+
+
+def refuse_arguments(function: Callable[..., Any], mistaken: Mapping[str, Any], elsewhere: Callable[..., Any]) -> None:
+    """A sentence for an argument that `function` does not take. `elsewhere`: the constructor, which may take it."""
+    for name in mistaken:
+        if name in inspect.signature(elsewhere).parameters:
+            raise UsageError(f"{name} is an argument of Ring: write Ring({name}=...).{function.__name__}(...)")
+        if name in ("lr", "learning_rate", "momentum", "weight_decay"):
+            key = "lr" if name == "learning_rate" else name
+            raise UsageError(
+                f'{name} belongs to the optimizer: write optimizer=("adam", {{"{key}": {mistaken[name]!r}}})'
+            )
+        takes = inspect.signature(function).parameters.values()
+        known = [each.name for each in takes if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        meant = _ELSEWHERE.get(name) or nearest(name, known)
+        hint = f"did you mean {meant}? " if meant else ""
+        raise UsageError(f"{function.__name__} has no argument {name!r}: {hint}it takes {', '.join(known[1:])}")
 
 
 def is_factory(name: str) -> bool:
     where, separator, what = name.rpartition(":")
     looks = where.endswith(".py") or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", where) is not None
     return bool(separator and looks and what.isidentifier())
+
+
+def refuse_file_alone(kind: str, name: str) -> None:
+    """A file without the function to call in it: says which it has."""
+    if not name.removesuffix(":").endswith(".py"):
+        return
+    path = Path(name.removesuffix(":"))
+    if not path.is_file():
+        raise UsageError(f"no file {path}")
+    try:
+        top = ast.parse(path.read_text()).body
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UsageError(f"{kind} {name!r}: {path} cannot be read: {error}") from error
+    has = [each.name for each in top if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name[0] != "_"]
+    choice = f"it has {', '.join(has)}" if has else "it has no function yet"
+    raise UsageError(
+        f"{kind} {name!r}: say which function makes it, as --{kind} {path}:{(has or ['NAME'])[0]}; {choice}"
+    )
+
+
+def call_factory(kind: str, name: str, settings: Mapping[str, Any]) -> Callable[[], Any]:
+    """The user's function with its settings, ready to be called; settings it does not take are refused at once."""
+    factory = load_factory(kind, name)
+    try:
+        takes = tuple(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # some callables have none
+        takes = ()
+    if takes and not any(each.kind is each.VAR_KEYWORD for each in takes):
+        known = [each.name for each in takes if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        for key in settings:
+            if key not in known:
+                raise unknown(f"setting of {name}", key, known)
+        for each in takes:
+            if each.name in known and each.default is each.empty and each.name not in settings:
+                raise UsageError(f"{kind} {name!r} needs a value for {each.name}: give it with --set {each.name}=VALUE")
+    elif settings and not takes:
+        raise UsageError(f"{kind} {name!r} takes no settings: leave out --set {next(iter(settings))}")
+
+    def call() -> Any:
+        try:
+            return factory(**settings)
+        except RingError:
+            raise
+        except Exception as error:  # the user's own code may raise anything
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise UsageError(
+                f"{kind} {name!r} raised {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
+            ) from error
+
+    return call
 
 
 def load_factory(kind: str, name: str) -> Callable[..., Any]:

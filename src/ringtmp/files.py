@@ -1,9 +1,11 @@
-"""Files that are there whole or not at all. No torch import: agents write some too."""
+"""Files that are there whole or not at all, and names that can be told to others. No torch import: agents write some too."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from ringtmp.errors import UsageError
 
 
 def write_atomic(path: Path, content: bytes, mode: int = 0o666, durable: bool = True) -> None:
@@ -21,3 +23,15 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o666, durable: bool = 
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def require_text(path: Path, what: str) -> Path:
+    """Its name goes into messages and JSON, which are UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{what} {str(path)!a} is no text in UTF-8: set PYTHONUTF8=1 if it is and your locale (LC_ALL) is not, or "
+            "choose another folder"
+        ) from None
+    return path

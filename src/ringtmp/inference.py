@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ringtmp.config import RunConfig
+from ringtmp.data.batches import Batch
 from ringtmp.launch.crew import Crew
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.partition import equal_cost
@@ -25,7 +27,7 @@ class Inference:
 
     def __init__(self, run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, crew: Crew) -> None:
         self._index, self._layers = run.read_layers()
-        self._checkpoint, self.warnings = latest(run.checkpoints)
+        self._checkpoint, self.warnings = latest(run.checkpoints, self._index.run)
         self.step = self._checkpoint.progress.step
         bounds = equal_cost(self._index.cost_s, [layer.parameters > 0 for layer in self._layers], nodes)
         self._route = plain_ring(nodes, bounds)
@@ -34,6 +36,15 @@ class Inference:
         self._crew = crew
         self._log = EventLog(Path(os.devnull))
         self._made: Master | None = None
+
+    def checked(self, batches: Iterable[Batch], where: str, loss: str | None = None) -> Iterator[Batch]:
+        """The same batches, each held against what the model takes before it is used; labels too where there is a loss."""
+        for batch in batches:
+            for each in batch.inputs:
+                self._index.check_inputs(each, where)
+            if loss is not None:
+                self._index.label_range(loss).check_batch(batch, where, where)
+            yield batch
 
     @property
     def master(self) -> Master:

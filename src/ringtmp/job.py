@@ -23,19 +23,32 @@ class Interruption(Protocol):
     def __call__(self) -> bool: ...
 
 
-class Watcher(Protocol):
-    """Someone who looks on: a progress bar, or nobody."""
+class Watcher:
+    """Someone who looks on. Every method is empty: write a subclass with those you want.
 
-    def phase(self, text: str) -> None: ...
-    def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None: ...
-    def evaluated(self, event: events.Evaluated) -> None: ...
-    def warn(self, text: str) -> None: ...
+    They are called in the master's process, between steps: the ring waits for what takes long. An exception ends the run,
+    which can be resumed from its last checkpoint.
+    """
+
+    def phase(self, text: str) -> None:
+        """What happens before the first step and between steps: "reading the model", "saving"."""
+
+    def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
+        """A step is done, the `done`-th of `total` (None: until the data ends). `event` has `loss`, `lr`, `epoch` (from 0),
+        `samples` and `wall_s`, the seconds it took; `idle` is the share of all nodes' time so far, 0 to 1."""
+
+    def evaluated(self, event: events.Evaluated) -> None:
+        """The test part was run through, after `event.step` steps: `loss`, `accuracy` (0 to 1) and `bits_per_byte`, each
+        None where it means nothing, `epoch` (from 0), `samples`."""
+
+    def warn(self, text: str) -> None:
+        """Something a person should know, in a sentence."""
 
     def expect(self, lines: Sequence[str]) -> None:
-        """What a plan forecasts."""
-        ...
+        """What the plan forecasts, line by line."""
 
-    def tell(self, text: str) -> None: ...
+    def tell(self, text: str) -> None:
+        """News: the line to run on each device, who came, what was lost and healed."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import msgspec
 
 from ringtmp import __version__
 from ringtmp.config import usual_microbatches
-from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Stream
+from ringtmp.data.spool import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
 from ringtmp.errors import UsageError
 from ringtmp.job import Interruption, Job, Watcher
 from ringtmp.launch.crew import Crew
@@ -25,7 +26,7 @@ from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.portable import Layer
 from ringtmp.rebalancing import Rebalancing
 from ringtmp.recovery import Losses, lost_text, unlike
-from ringtmp.resources import fingerprint, set_threads
+from ringtmp.resources import fingerprint, free_memory_bytes, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, Progress, latest
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import STOP_LIMIT_S
@@ -53,10 +54,11 @@ class Laying:
         self._microbatches = usual_microbatches(training)  # with "auto" until the plan has chosen
         size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
         self._batch_size = size
-        self._batches = TrainingBatches(job.train, size, self._microbatches, training.seed)
+        self._batches = self._training_batches()
         self._targets = job.train.example(EXAMPLE_BATCH)[1]
         self._saving = Saving(job.run.checkpoints)
         self._log: EventLog | None = None
+        self.unwritten: list[events.Event] = []  # what the record on the disk lacks when the run has ended
         self._master: Leader | None = None
         self._endpoint: Endpoint | None = None
         self._begun = False  # the run's first line is written
@@ -65,7 +67,7 @@ class Laying:
         self._ring = secrets.token_hex(8)
         self._generation = 1
         self._least = 1
-        self._told_of_log = False
+        self._index = LayerIndex("", (), ())
         self._lr_schedule: dict[str, Any] = {}
         self._losses = Losses()
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
@@ -90,11 +92,29 @@ class Laying:
                 log.write(self._master.farewell())
         finally:
             self._crew.stop()
+            if outcome in ("done", "stopped early") or self._saving.step == self._progress.step:
+                self._batches.close()
             if log is not None:
-                log.write(events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error))
+                ended = events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error, self._begun)
+                log.write(ended)
                 log.close()
+                self._tell_of_unwritten(log)
             self._job.run.discard()
             self._job.run.unlock()
+
+    def _check(self, batch: Batch, table: str, stream: str) -> Batch:
+        """The batch, if its shapes and labels are what the model takes."""
+        for inputs in batch.inputs:
+            self._index.check_inputs(inputs, stream)
+        self._index.label_range(self._job.loss_name).check_batch(batch, table, stream)
+        return batch
+
+    def _tell_of_unwritten(self, log: EventLog) -> None:
+        self.unwritten = log.unwritten
+        if count := len(self.unwritten):
+            text = f"{self._job.run.events} lacks the last {count} events, for which there was no room"
+            self.unwritten.append(events.Warned(time.monotonic(), text))
+            self._watcher.warn(text)
 
     def _settle(self) -> None:
         """What only the crew knows: how many came, and the thread count they have in common."""
@@ -109,14 +129,13 @@ class Laying:
 
     def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
         index, layers = self._job.run.read_layers()
-        checkpoint, problems = latest(self._job.run.checkpoints)
+        checkpoint, problems = latest(self._job.run.checkpoints, index.run)
         for problem in problems:
             self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
-        if checkpoint.manifest.run != index.run:
-            raise UsageError(f"the checkpoints in {self._job.run.path} belong to another run")
         self._least = index.least_microbatch
+        self._index = index
         self._progress = checkpoint.progress
-        self._saving.opened(index.run, checkpoint.progress.step)
+        self._saving.opened(checkpoint)
         return index, layers, checkpoint
 
     def _lay_out(
@@ -162,8 +181,7 @@ class Laying:
                     {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
                      "microbatches_chosen": brief.chosen,
                      "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
-                     "exactness": catalog.exactness(
-                         config.ring.strategy, config.ring.strategy_settings, training.wire)},
+                     "skipped_samples": self._progress.stream.skipped, "exactness": self._exactness()},
                     self._generation, self._progress.step,
                 )
             )  # fmt: skip
@@ -177,11 +195,16 @@ class Laying:
             if text not in self._named:
                 self._named.add(text)
                 self._warn(text)
+        names = (
+            {}
+            if self._crew.alike
+            else dict(zip(sorted(brief.addresses), (each.name for each in brief.devices), strict=True))
+        )
         for share in plan.shares:
             self._log.write(
                 events.NodeStarted(
                     time.monotonic(), share.node, share.role, self._crew.pids().get(share.node, 0), self._generation,
-                    share.segments, share.parameters,
+                    share.segments, share.parameters, names.get(share.node, ""),
                 )
             )  # fmt: skip
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
@@ -208,10 +231,21 @@ class Laying:
         brief = ring.with_best_microbatches(brief, self._batches.sizes())
         self._microbatches = brief.microbatches
         self._job = dataclasses.replace(self._job, config=brief.config)
-        self._batches = TrainingBatches(
-            self._job.train, self._batch_size, self._microbatches, brief.config.training.seed
-        )  # fmt: skip
+        self._batches = self._training_batches()
         return brief
+
+    def _training_batches(self) -> TrainingBatches:
+        return TrainingBatches(
+            self._job.train, self._batch_size, self._microbatches, self._job.config.training.seed,
+            keep=self._job.config.keep.stream_keep, folder=self._job.run.stream,
+            memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_LIMIT_BYTES, free_memory_bytes() // 4)),
+        )  # fmt: skip
+
+    def _exactness(self) -> str:
+        if self._batches.not_ours is not None or self._progress.stream.strayed:
+            return "stream"
+        ring, training = self._job.config.ring, self._job.config.training
+        return catalog.exactness(ring.strategy, ring.strategy_settings, training.wire)
 
     def _recipe(self) -> Recipe:
         training = self._job.config.training
@@ -240,7 +274,8 @@ class Laying:
 
     def _save(self, master: Leader, needed: bool = False) -> None:
         assert self._log is not None
-        saved = self._saving.save(master, self._progress, needed, self._warn)
+        progress = msgspec.structs.replace(self._progress, stream=self._batches.place(self._progress.step))
+        saved = self._saving.save(master, progress, needed, self._warn)
         if saved is not None:
             self._batches.forget(saved.step)
             self._log.write(saved)

@@ -56,7 +56,8 @@ def write_model(
         check_loss(*loss, outputs, targets)
         costs[-1] = with_loss(costs[-1], loss[0], outputs, targets, recipe.threads)
         least = 1 if one_sample else 2
-        run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least))
+        entering = _crossings(sample(sizes[-1])[0], sizes[-1])
+        run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least, entering))
         writer.commit()
         give_back_memory()  # measuring held more of a layer than training will
     except OSError as error:

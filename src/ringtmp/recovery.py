@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ringtmp.errors import LinkLost, NodeLost
@@ -41,6 +41,12 @@ class Losses:
         self._now.append(lost)
         self._in_a_row += 1
         return lost.node is not None and self._in_a_row <= MOST_IN_A_ROW
+
+    def found(self, losses: Iterable[NodeLost]) -> list[NodeLost]:
+        """Of these, whoever was not told of in this healing; from here on it is."""
+        new = [each for each in losses if each.node not in self.nodes]
+        self._now += new
+        return new
 
     def step_done(self, steps: int) -> None:
         if steps > self._furthest:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import importlib
 import os
 import platform
 import resource
@@ -18,6 +19,7 @@ import psutil
 
 from ringtmp.errors import UsageError
 from ringtmp.limits import group_limits
+from ringtmp.signals import held
 
 #: Files a process asks to be allowed, and what a ring takes of them, with room: one node has 8 open, three 38, five 43.
 ENOUGH_FILES = 65_536
@@ -116,15 +118,23 @@ def open_files() -> int:
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """Around large imports: all they make stays, so looking for garbage meanwhile is a sixth of their time for nothing."""
+def loading(nothing_started: bool = False) -> Iterator[None]:
+    """Around large imports: all they make stays, so looking for garbage meanwhile is a sixth of their time for nothing. For
+    Ctrl-C see `held`."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with held(nothing_started):
+            yield
     finally:
         if collecting:
             gc.enable()
+
+
+def load_torch() -> None:
+    """For a command that has started nothing yet, and needs it for whatever comes."""
+    with loading(nothing_started=True):
+        importlib.import_module("ringtmp.api")
 
 
 #: Of the C library (malloc.h).

@@ -18,7 +18,7 @@ from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import refuse_too_small, write_model
 from ringtmp.recovery import memory_need
-from ringtmp.ring.checkpoint import Progress, latest, weights_sha256
+from ringtmp.ring.checkpoint import Progress, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Lead
 from ringtmp.ring.protect import Snapshot, in_hand
@@ -29,8 +29,6 @@ from ringtmp.wire.message import Renew
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
 RETRY_S = 30.0
-#: A stream's batches since the last whole state are kept; when they are more than this, a checkpoint lets them go.
-SPOOL_LIMIT_BYTES = 256 * 2**20
 #: An evaluation pass holds this many training batches' worth of microbatches, to keep the ring full.
 EVALUATION_FACTOR = 4
 
@@ -57,14 +55,14 @@ class Session(Laying):
                 loss = self._job.loss, self._job.loss_name
                 write_model(run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase)
             index, layers, checkpoint = self._open()
+            self._begin_stream(resuming)
             try:
                 self._lay_out(endpoint, index, layers, checkpoint)
             except NodeLost as lost:
                 self._heal(lost)
             self._interrupted.armed = True
             outcome = self._to_the_end()
-            checkpoint, _ = latest(run.checkpoints)
-            digest = weights_sha256(checkpoint, layers)
+            digest = weights_sha256(self._saving.newest(), layers)
         except Interrupted as interruption:
             outcome, error = "interrupted", str(interruption)
             raise
@@ -147,6 +145,8 @@ class Session(Laying):
         index, layers, checkpoint = self._open()
         need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
         living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
+        for other in self._losses.found(self._crew.found_lost):
+            self._warn(f"{other}; healing")
         endpoint.renew(self._generation, Renew(self._generation), living)
         self._settle()
         scout = Lead(endpoint, self._crew, self._log)
@@ -185,7 +185,7 @@ class Session(Laying):
         epoch = self._progress.epochs_done
         step = self._progress.step
         while total is None or step < total:
-            batch = self._batches.batch(step)
+            batch = self._batch(step)
             if batch is None or batch.epoch != epoch:
                 if self._end_epoch(master, epoch):
                     return "stopped early"
@@ -194,6 +194,7 @@ class Session(Laying):
             if batch is None or (total is None and training.epochs is not None and epoch >= training.epochs):
                 return "done"
             refuse_too_small(batch, self._least, step)
+            self._check(batch, job.train.name, f"the batch of step {step}")
             started = time.monotonic()
             self._protection.progress = self._progress
             loss = master.train_step(step, batch, fresh, self._upcoming)
@@ -207,9 +208,8 @@ class Session(Laying):
             assert self._log is not None
             self._log.write(done)
             self._log.flush()
-            if self._log.trouble is not None and not self._told_of_log:
-                self._told_of_log = True
-                self._watcher.warn(self._log.trouble)
+            if (news := self._log.news()) is not None:
+                self._warn(news)
             step += 1
             self._losses.step_done(step)
             self._protect(done.wall_s)
@@ -246,7 +246,25 @@ class Session(Laying):
 
     def _spool_is_full(self) -> bool:
         """Whether a stream's batches should be let go, unless the disk was too full for a checkpoint a moment ago."""
-        return self._batches.spooled_bytes > SPOOL_LIMIT_BYTES and time.monotonic() >= self._not_before
+        return self._batches.full and time.monotonic() >= self._not_before
+
+    def _begin_stream(self, resuming: bool) -> None:
+        self._batches.go_on(self._progress.step, self._progress.stream)
+        if resuming and (reason := self._batches.not_ours) is not None:
+            self._warn(
+                f"{reason}: their order is not ours to repeat, so this run may see other batches than one that never stopped"
+            )
+
+    def _batch(self, step: int) -> Batch | None:
+        """None when a stream has ended. Says what could not be had again."""
+        batch = self._batches.batch(step)
+        for stray in self._batches.strays():
+            assert self._log is not None
+            self._log.write(events.StreamStrayed(time.monotonic(), stray.step, stray.skipped, stray.text))
+            self._warn(stray.text)
+        if (trouble := self._batches.trouble()) is not None:
+            self._warn(f"batches of the stream cannot be written: {trouble}; they are kept in memory")
+        return batch
 
     def _upcoming(self, step: int) -> Batch | None:
         """The batch of a step that may begin before the one before it has ended; None if the run must pause between: for
@@ -267,12 +285,13 @@ class Session(Laying):
         """What a finished step means for the snapshots."""
         protection, log = self._protection, self._log
         protection.step_took(step_s)
-        if protection.mode == "off":
+        if protection.mode == "off" and self._job.config.keep.stream_keep != "disk":
             self._batches.forget(self._progress.step + 1)
         whole = protection.whole
+        if whole is not None and self._batches.full and time.monotonic() < self._not_before:
+            self._batches.forget(whole.step)  # no checkpoint will let them go for now
         if whole is not None and whole.step > self._kept and log is not None:
             self._kept = whole.step
-            self._batches.forget(whole.step)
             log.write(events.SnapshotWhole(time.monotonic(), whole.step, protection.interval))
         if (trouble := protection.lapse()) is not None:
             self._warn(f"no more snapshots: {trouble}; a lost node now means going back to the last checkpoint")
@@ -281,6 +300,7 @@ class Session(Laying):
         """A new generation at a step boundary: save, stop, begin again from what was saved with those who are left."""
         assert self._log is not None
         started = time.monotonic()
+        self._losses.begin()
         if not self._saved(master):
             self._not_before = started + RETRY_S  # who joins, leaves or is let in waits for room on the disk
             return master
@@ -297,10 +317,12 @@ class Session(Laying):
         else:
             self._revive(self._progress)
         assert self._master is not None
-        now = time.monotonic()
-        self._log.write(
-            events.Regrouped(now, self._progress.step, self._generation, reason, self._crew.nodes, now - started)
-        )
+        now, losses = time.monotonic(), self._losses
+        event = events.Regrouped(
+            now, self._progress.step, self._generation, "; ".join(filter(None, (reason, losses.reason))),
+            self._crew.nodes, now - started, losses.nodes, losses.notice_s,
+        )  # fmt: skip
+        self._log.write(event)
         return self._master
 
     def _started_anew(self) -> Endpoint:
@@ -318,15 +340,18 @@ class Session(Laying):
     def _rebalance(self, master: Leader, source: str) -> Leader:
         """A new generation because devices are not as fast as planned."""
         assert self._log is not None
-        if source == "checkpoint" and not self._saved(master):
+        # Going back to a snapshot would skip the batches since, where they are not kept.
+        here = source == "checkpoint" or self._batches.gone
+        if here and not self._saved(master):
             self._rebalancing.drop()
             return master
         move, started, reached = self._rebalancing.begin(), time.monotonic(), self._progress.step
+        self._losses.begin()
         source, _ = self._revive(self._progress)
         now = time.monotonic()
         event = events.Regrouped(
             now, self._progress.step, self._generation, move.reason, self._crew.nodes, now - started,
-            repeated=reached - self._progress.step, source=source, kind="rebalanced",
+            self._losses.nodes, self._losses.notice_s, repeated=reached - self._progress.step, source=source, kind="rebalanced",
         )  # fmt: skip
         self._log.write(event)
         self._watcher.tell(self._rebalancing.moved(event, move))
@@ -342,7 +367,10 @@ class Session(Laying):
         batches = evaluation_batches(
             job.test, self._batch_size * EVALUATION_FACTOR, self._microbatches * EVALUATION_FACTOR
         )
-        score = master.evaluate(batches, self._progress.step, job.loss_name == "next_byte")
+        where = f"the test part of {job.test.name}"
+        score = master.evaluate(
+            (self._check(batch, where, where) for batch in batches), self._progress.step, job.loss_name == "next_byte"
+        )
         event = events.Evaluated(
             time.monotonic(), self._progress.step, epoch, score.samples, score.loss, score.accuracy, score.bits_per_byte
         )

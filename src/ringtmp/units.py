@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def bytes_text(count: float) -> str:
     """1536 -> '1.5 KiB'."""
@@ -30,3 +32,15 @@ def count_text(count: float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.2f}{unit}"
     return f"{count:.0f}"
+
+
+def rows_text(titles: Sequence[str], rows: Sequence[Sequence[str]], most: int, first: int) -> list[str]:
+    """A table as lines, columns to the right. Of more than `most` rows the first `first` and the last ones are kept;
+    a column in which no row says anything is left out."""
+    kept = list(rows)
+    if len(rows) > most:
+        kept = [*rows[:first], ["..."] + [""] * (len(titles) - 1), *rows[len(rows) - (most - first) :]]
+    columns = [place for place in range(len(titles)) if any(row[place] for row in kept)]
+    table = [[line[place] for place in columns] for line in (titles, *kept)] if kept else []
+    widths = [max(len(line[column]) for line in table) for column in range(len(columns))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]

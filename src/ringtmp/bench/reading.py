@@ -41,6 +41,8 @@ def read(job: Job, out: str, folder: Path) -> Result:
         if job.output != "peer":
             facts = msgspec.json.decode(said[-1], type=dict[str, Any])
             stream = list(events.read(folder / RUN / "events.jsonl"))
+            if not any(isinstance(each, events.RunEnded) for each in stream):
+                raise RingError("its events have no end: part of them could not be written")
             step_s = step_times(stream, job.batch_size, job.warm_up)
             # As it will be read from the measurement's file, where every key is text.
             facts["record"] = msgspec.to_builtins(record.record(stream), str_keys=True)

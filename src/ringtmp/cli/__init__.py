@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -64,6 +66,7 @@ def main() -> None:
     try:
         require_supported()
         ringtmp.main(standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Abort:
         _end("interrupted", 130)
     except click.ClickException as error:
@@ -73,16 +76,47 @@ def main() -> None:
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except BrokenPipeError:
-        sys.exit(1)
+        _forget_output()
+        sys.exit(RingError.exit_code)
     except Exception as error:
-        from ringtmp.resources import out_of_files
-
-        text = out_of_files(error)
+        text = _of_the_system(error)
         if text is None:
             raise
         _end(text, RingError.exit_code)
 
 
 def _end(text: str, code: int) -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_output()
     print(f"ringtmp: {text}", file=sys.stderr)
     sys.exit(code)
+
+
+def _forget_output() -> None:
+    """What nobody takes: Python would try once more at the end, and complain."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+#: How the C library, the linker, Python and torch say that there is no memory.
+_NO_MEMORY = ("allocate memory", "not enough memory", "failed to map segment", "start new thread")
+
+
+def _of_the_system(error: Exception) -> str | None:
+    """What the machine refused, in a sentence; None if it is none of that, but a mistake of ours."""
+    from ringtmp.resources import out_of_files
+
+    if (shortage := out_of_files(error)) is not None:
+        return shortage
+    said = str(error)
+    if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+        detail = f": {said.splitlines()[0]}" if said else ""
+        return f"too little memory for this process (ulimit -v, the container's limit, or the machine's own){detail}"
+    if isinstance(error, OSError) and error.errno is not None:
+        what = f"{error.filename}: " if error.filename else "the output, or a file of the run, cannot be written: "
+        return f"{what}{os.strerror(error.errno)}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"the output cannot be written in {error.encoding}: set PYTHONUTF8=1"
+    return None

@@ -14,11 +14,11 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
     """Evaluate the newest checkpoint of RUN on its test part, in a pipelined forward pass."""
-    from ringtmp.resources import loading
+    from ringtmp.resources import load_torch
 
-    with loading():
-        from ringtmp import api
-        from ringtmp.cli import show
+    load_torch()
+    from ringtmp import api
+    from ringtmp.cli import show
 
     score = api.evaluate(run, data, nodes)
     if as_json:

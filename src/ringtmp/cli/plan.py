@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringtmp.cli.options import flags, run_options
+from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.settings import build
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
+    from ringtmp.config import RunConfig
     from ringtmp.plan.device import Device
+    from ringtmp.plan.planner import Plan
+    from ringtmp.planning import Work
 
 
-@click.command("plan", short_help="What a run would do, before it does it.")
+@click.command("plan", cls=RunCommand, short_help="What a run would do, before it does it.")
 @run_options
 @click.option(
     "--devices", "file", type=click.Path(path_type=Path), metavar="FILE.toml",
@@ -42,6 +45,9 @@ def command(
     chosen = flags(given)
     settings = build(config, chosen)
 
+    from ringtmp.resources import load_torch
+
+    load_torch()
     from ringtmp import api, planning
     from ringtmp.cli import plan_show, show
     from ringtmp.config import resolve
@@ -70,13 +76,21 @@ def command(
         watcher.phase("planning")
         devices = planning.with_master_here(devices, counted_bytes)
         made = planning.plan(settings, work, devices, settings.ring.all_devices or file is None)
+        everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
         members = made.devices if len(made.devices) > 1 else devices
         others = [ways.compare(name, work.layers, members, made.options) for name in names if name != "ring"]
         watcher.phase("trying what would help")
         page = plan_show.page(
-            made, devices, file is not None, others, work.steps_per_epoch, settings.model.name, train.name
+            made,
+            devices,
+            file is not None,
+            others,
+            work.steps_per_epoch,
+            settings.model.name,
+            train.name,
+            everyone,
         )
     if svg is not None:
         title = f"{settings.model.name} on {train.name}: {plan_show.headline(made)}"
@@ -88,6 +102,19 @@ def command(
         show.print_json(page)
     else:
         plan_show.print_page(page, sys.stdout)
+
+
+def _with_all(settings: RunConfig, work: Work, devices: tuple[Device, ...], made: Plan) -> Plan | None:
+    """The best plan that uses every device, where the best of all leaves some out."""
+    from ringtmp import planning
+    from ringtmp.errors import DoesNotFit
+
+    if not made.left_out:
+        return None
+    try:
+        return planning.plan(settings, work, devices, keep_all=True)
+    except (DoesNotFit, UsageError):
+        return None  # somebody is left out because it can hold nothing
 
 
 def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: int) -> tuple[Device, ...]:

@@ -45,6 +45,17 @@ class WayPage(msgspec.Struct, frozen=True):
     problem: str
 
 
+class WithAll(msgspec.Struct, frozen=True):
+    """A plan in short."""
+
+    step_s: float
+    samples_per_s: float
+    idle_fraction: float
+    layers: dict[str, str]  # by device
+    cuts: str
+    most_memory_bytes: float
+
+
 class Page(msgspec.Struct, frozen=True):
     """All times per step, all bytes per step unless named otherwise; everything is predicted."""
 
@@ -69,6 +80,7 @@ class Page(msgspec.Struct, frozen=True):
     order_gap: float
     per_node: list[NodePage]
     ways: list[WayPage]
+    with_all: WithAll | None = None  # the best plan that uses every device, where this one does not
 
 
 def headline(made: Plan) -> str:
@@ -78,7 +90,7 @@ def headline(made: Plan) -> str:
 
 def page(
     made: Plan, everyone: Sequence[Device], may_grow: bool, others: Sequence[Way], steps_per_epoch: int | None,
-    model: str, data: str,
+    model: str, data: str, with_all: Plan | None = None,
 ) -> Page:  # fmt: skip
     limits, parts, limit = advice.bounds(made), advice.parts(made), advice.limit(made)
     gains = advice.gains(made, tuple(everyone), may_grow)
@@ -95,6 +107,15 @@ def page(
         [{"device": each.device, "reason": each.reason} for each in made.left_out], made.gap,
         [_node(made, node) for node in range(len(made.devices))],
         [_way(each, made.options.batch_size, steps_per_epoch) for each in (own, *others)],
+        None if with_all is None else _with_all(with_all),
+    )  # fmt: skip
+
+
+def _with_all(made: Plan) -> WithAll:
+    return WithAll(
+        made.step_s, made.samples_per_s, made.simulated.idle_fraction,
+        {device.name: made.layers_text(node) for node, device in enumerate(made.devices)}, _cuts(made.bounds),
+        max(each.total_bytes for each in made.memory),
     )  # fmt: skip
 
 
@@ -145,11 +166,19 @@ def print_page(made: Page, stream: IO[str]) -> None:
     spent = f" and {energy / 3600:.3g} Wh" if energy is not None else ""
     console.print(
         f"[bold]{seconds_text(made.step_s)} a step[/bold], {_rate(made.samples_per_s)} samples/s{epoch}{spent}; "
-        f"the ideal, max(c, T), is {seconds_text(made.ideal_s['max(c, T)'])}\n"
+        f"the ideal, the longer of computing and sending, is {seconds_text(made.ideal_s['max(c, T)'])}\n",
+        soft_wrap=True,
     )
     _print_nodes(console, made)
     for each in made.left_out:
         console.print(f"[yellow]left out[/yellow] {each['device']}: {each['reason']}")
+    if (every := made.with_all) is not None:
+        held = " | ".join(f"{name} {layers}" for name, layers in every.layers.items())
+        console.print(
+            f"[bold]with --all-devices[/bold]  {seconds_text(every.step_s)} a step, {_rate(every.samples_per_s)} samples/s, "
+            f"idle {every.idle_fraction:.0%}, at most {bytes_text(every.most_memory_bytes)} on a device: {held}",
+            soft_wrap=True,
+        )
     parts = ", ".join(f"{name} {seconds_text(took)}" for name, took in made.parts.items() if took > 0)
     console.print(f"\n[bold]a step of {made.parts_of}[/bold]  {parts}")
     console.print(f"[bold]limited by[/bold]  {made.limit}")

@@ -22,12 +22,13 @@ def command(run: Path, out: Path | None) -> None:
     from ringtmp.report import figures
     from ringtmp.report import run as run_page
     from ringtmp.report.page import write
+    from ringtmp.report.story import gather
 
     figures.require_matplotlib()
     log = run / "events.jsonl"
     if not log.is_file():
         raise UsageError(f"{run} is not a run directory: it has no events.jsonl")
-    found = run_page.gather(read(log), str(run))
+    found = gather(read(log), str(run))
     if found is None:
         raise UsageError(f"{run}: nothing was started, so there is nothing to show")
     print(write(run_page.page(found), out or run / "report"))

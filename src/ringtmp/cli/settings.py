@@ -45,7 +45,13 @@ FIELDS = {
     "checkpoint_every": ("keep", "checkpoint_every"),
     "protect": ("keep", "protect"),
     "notice_s": ("keep", "notice_s"),
+    "stream_keep": ("keep", "stream_keep"),
 }
+_PARTS: dict[str, type[msgspec.Struct]] = {
+    field.name: type(field.default) for field in msgspec.structs.fields(RunConfig)
+}
+#: Of settings that say the same in two ways, which one a flag takes the place of.
+_INSTEAD = {"steps": ("epochs",), "epochs": ("steps",)}
 
 
 def parse_pairs(flag: str, items: Iterable[str]) -> dict[str, Any]:
@@ -80,14 +86,21 @@ def _number(text: str) -> Any:
 
 def build(file: Path | None, flags: dict[str, Any]) -> RunConfig:
     """Defaults < file < environment and flags (click has merged the last two already)."""
-    tree: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "ring": {}, "keep": {}}
+    tree: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
     if file is not None:
         for part, values in _read(file).items():
             if part not in tree or not isinstance(values, dict):
                 raise unknown(f"section in {file}", part, tree)
+            fields = [field.name for field in msgspec.structs.fields(_PARTS[part])]
+            for key in values:
+                if key not in fields:
+                    raise unknown(f"setting in [{part}] of {file}", key, fields)
             tree[part].update(values)
     for flag, value in flags.items():
         part, field = FIELDS[flag]
+        for other in _INSTEAD.get(flag, ()):
+            if other not in flags:
+                tree[part].pop(other, None)  # a flag wins over the file
         if isinstance(value, dict):
             value = {**tree[part].get(field, {}), **value}
         tree[part][field] = value

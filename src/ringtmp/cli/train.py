@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from ringtmp.cli.options import flags, run_options
+from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.settings import build
 from ringtmp.errors import UsageError
 
 
-@click.command("train", short_help="Train a model on a ring.")
+@click.command("train", cls=RunCommand, short_help="Train a model on a ring.")
 @run_options
 @click.option("--listen", metavar="ADDRESS[:PORT]", help="Wait for devices here instead of starting processes.")
 @click.option(
@@ -48,11 +48,11 @@ def command(
         raise UsageError("--resume goes with neither --run-dir nor a settings file: the run has its own")
     settings = build(config, chosen)
 
-    from ringtmp.resources import loading
+    from ringtmp.resources import load_torch
 
-    with loading():
-        from ringtmp import api
-        from ringtmp.cli import show
+    load_torch()
+    from ringtmp import api
+    from ringtmp.cli import show
 
     if resume is not None:
         settings = api.settings_of(resume, _changes(chosen))

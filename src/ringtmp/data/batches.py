@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ringtmp.data.arrivals import Arrivals, Keep, Stray, StreamPlace
 from ringtmp.data.sources import Source, Stream, Table, leaves, map_tensors
+from ringtmp.data.spool import MEMORY_LIMIT_BYTES, Spool
 from ringtmp.errors import UsageError
 
 
@@ -49,18 +52,22 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TrainingBatches:
-    """Batches by step number, from `first_step` on."""
+    """Batches by step number. A stream's are kept for those who go back, in `folder` with `keep="disk"`."""
 
-    def __init__(self, source: Source, batch_size: int, microbatches: int, seed: int) -> None:
+    def __init__(
+        self, source: Source, batch_size: int, microbatches: int, seed: int, *,
+        keep: Keep = "memory", folder: Path | None = None, memory_bytes: int = MEMORY_LIMIT_BYTES,
+    ) -> None:  # fmt: skip
         self._source = source
         self._size = batch_size
         self._microbatches = microbatches
         self._seed = seed
         self._order: tuple[int, torch.Tensor] | None = None
-        self._arrived = 0
-        self._epoch = 0
         self._early: tuple[int, Batch] | None = None
-        self._spool: dict[int, Batch] = {}  # of a stream, which cannot be asked twice
+        self._keep = keep
+        self._told = False
+        self._spool = Spool(folder, memory_bytes, disk=keep == "disk")
+        self._arrivals = Arrivals(source, self._spool, keep) if isinstance(source, Stream) else None
         if isinstance(source, Table) and batch_size > source.size:
             raise UsageError(f"batch size {batch_size} is above the {source.size} training samples of {source.name}")
 
@@ -79,16 +86,14 @@ class TrainingBatches:
 
     def batch(self, step: int) -> Batch | None:
         """None when a stream has ended for good."""
+        if self._arrivals is not None:
+            kept = self._arrivals.get(step)
+            if kept is None:
+                return None
+            inputs, targets = split_batch(kept.inputs, kept.targets, self._microbatches)
+            return Batch(kept.epoch, inputs, targets, len(kept.targets))
         source = self._source
-        if isinstance(source, Stream):
-            if step in self._spool:
-                return self._spool[step]
-            if step < self._arrived:
-                raise UsageError(f"the batch of step {step} is needed again, and {source.name} gives it only once")
-            batch = self._arrive(source, step)
-            if batch is not None:
-                self._spool[step] = batch
-            return batch
+        assert isinstance(source, Table)
         if self._early is not None and self._early[0] == step:
             return self._early[1]
         per_epoch = -(-source.size // self._size)
@@ -97,18 +102,57 @@ class TrainingBatches:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._order = (epoch, torch.randperm(source.size, generator=generator))
         index = self._order[1][position * self._size : (position + 1) * self._size]
-        inputs, targets = split_batch(*source.take(index), self._microbatches)
+        inputs, targets = split_batch(*source.drawn(index, self._seed, step), self._microbatches)
         return Batch(epoch, inputs, targets, len(index), index.tensor_split(len(targets)))
+
+    # -- of a stream --------------------------------------------------------------------------------------------------
+
+    @property
+    def not_ours(self) -> str | None:
+        """Why the order of batches cannot be promised; None where it can."""
+        if self._arrivals is None or not isinstance(self._source, Stream):
+            return None
+        return self._source.not_ours
+
+    def go_on(self, step: int, place: StreamPlace) -> None:
+        """The run begins at this step, or goes on from there."""
+        if self._arrivals is not None:
+            self._arrivals.go_on(step, place)
+
+    def place(self, step: int) -> StreamPlace:
+        """What a checkpoint of this step must remember."""
+        return self._arrivals.place(step) if self._arrivals is not None else StreamPlace()
+
+    def strays(self) -> list[Stray]:
+        """What nobody has been told of yet."""
+        if self._arrivals is None:
+            return []
+        told, self._arrivals.strays = self._arrivals.strays, []
+        return told
 
     def forget(self, before: int) -> None:
         """Nobody will ask again for a step before this one."""
-        for step in [each for each in self._spool if each < before]:
-            del self._spool[step]
+        if self._arrivals is not None:
+            self._arrivals.forget(before)
 
     @property
-    def spooled_bytes(self) -> int:
-        """Of a stream's batches that may be asked for again."""
-        return sum(leaf.nbytes for batch in self._spool.values() for each in batch.inputs for leaf in leaves(each))
+    def full(self) -> bool:
+        """More is kept than there is room for: a checkpoint would let it go."""
+        return self._spool.full
+
+    @property
+    def gone(self) -> bool:
+        """A batch cannot be had again once its step is done."""
+        return self._keep == "none" and self.not_ours is not None
+
+    def trouble(self) -> str | None:
+        """Why batches lie in memory and not on the disk, the first time it is asked for."""
+        told, self._told = self._told, self._told or self._spool.trouble is not None
+        return None if told else self._spool.trouble
+
+    def close(self) -> None:
+        """Nobody will ask again, not even a resumed run."""
+        self._spool.clear()
 
     def early(self, step: int) -> Batch | None:
         """The batch of a step whose turn has not come; None at the start of an epoch, and from a stream, where asking
@@ -121,30 +165,16 @@ class TrainingBatches:
         self._early = (step, batch)
         return batch
 
-    def _arrive(self, stream: Stream, step: int) -> Batch | None:
-        """Steps done before a resume are read and dropped: a stream has no other way to step S. Nothing is read
-        ahead: a slow stream's batch is used the moment it is there."""
-        while True:
-            item = stream.next()
-            if item is None:  # the end of a pass; a generator has no second one
-                item = stream.next()
-                if item is None:
-                    return None
-                self._epoch += 1
-            self._arrived += 1
-            if self._arrived - 1 == step:
-                inputs, targets = split_batch(*item, self._microbatches)
-                return Batch(self._epoch, inputs, targets, len(item[1]))
-
 
 def evaluation_batches(source: Source, batch_size: int, microbatches: int) -> Iterator[Batch]:
     """The whole source once, in order."""
     if isinstance(source, Stream):
+        source.rewind()  # a pass that a lost node cut short does not count
         while (item := source.next()) is not None:
             inputs, targets = split_batch(*item, microbatches)
             yield Batch(0, inputs, targets, len(item[1]))
         return
     for start in range(0, source.size, batch_size):
         index = torch.arange(start, min(start + batch_size, source.size))
-        inputs, targets = split_batch(*source.take(index), microbatches)
+        inputs, targets = split_batch(*source.drawn(index, "evaluation", start), microbatches)
         yield Batch(0, inputs, targets, len(index), index.tensor_split(len(targets)))

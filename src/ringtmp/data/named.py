@@ -19,7 +19,7 @@ import torch
 
 from ringtmp.data.sources import Shape, Source, Table, from_python, split, subset, tensors
 from ringtmp.errors import UsageError, unknown
-from ringtmp.factory import is_factory, load_factory
+from ringtmp.factory import call_factory, is_factory, refuse_file_alone
 
 KNOWN = ("digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "pysource", "FILE.py:factory")
 TEST_SHARE = 0.2
@@ -42,6 +42,7 @@ def load(name: str, seed: int, settings: Mapping[str, Any]) -> tuple[Source, Sou
     }
     if is_factory(name):
         return _factory(name, seed)
+    refuse_file_alone("data", name)
     if kind not in makers:
         raise unknown("data", name, KNOWN)
     if bool(rest) != (kind not in ("digits", "pysource")):
@@ -187,9 +188,9 @@ def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
 
 def _factory(name: str, seed: int) -> tuple[Source, Source | None]:
     """The factory returns data, or (train, test)."""
-    made = load_factory("data", name)()
+    made = call_factory("data", name, {})()
     pair = isinstance(made, tuple) and len(made) == 2 and not all(isinstance(each, torch.Tensor) for each in made)
     if pair:
-        return from_python(made[0], name), from_python(made[1], name)
-    source = from_python(made, name)
+        return from_python(made[0], name, seed), from_python(made[1], name, seed)
+    source = from_python(made, name, seed)
     return split(source, TEST_SHARE, seed) if isinstance(source, Table) else (source, None)

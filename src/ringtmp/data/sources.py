@@ -7,11 +7,12 @@ yields ready batches in order of arrival: a DataLoader, a generator, a sensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ringtmp.data.randomness import Randomness, not_ours, restart_workers
 from ringtmp.errors import UsageError
 
 
@@ -41,17 +42,35 @@ class Table:
     take: Callable[[torch.Tensor], tuple[Any, torch.Tensor]]
     #: The loss that fits the targets, unless the user names one.
     loss: str = "cross_entropy"
+    #: Of a dataset, which may draw random numbers for a sample; plain tensors do not.
+    randomness: Randomness | None = None
+
+    def drawn(self, index: torch.Tensor, *key: object) -> tuple[Any, torch.Tensor]:
+        """`take`, with every random number from the key alone."""
+        if self.randomness is None:
+            return self.take(index)
+        with self.randomness.keyed(*key):
+            return self.take(index)
 
     def example(self, count: int) -> tuple[Any, torch.Tensor]:
-        return self.take(torch.arange(count) % self.size)
+        return self.drawn(torch.arange(count) % self.size, "example")
 
 
 class Stream:
-    """Batches in order of arrival. Re-iterable sources give one epoch per pass; others end when they end."""
+    """Batches in order of arrival. Re-iterable sources give one epoch per pass; others end when they end.
 
-    def __init__(self, name: str, batches: Iterable[Any], loss: str | None = None) -> None:
+    What is drawn from the global generators while it is read comes from `seed`, as in a loop that begins with
+    `torch.manual_seed(seed)` and in which nothing else draws.
+    """
+
+    def __init__(self, name: str, batches: Iterable[Any], loss: str | None = None, seed: int = 0) -> None:
         self.name = name
         self._batches = batches
+        self._one_pass = isinstance(batches, Iterator)
+        #: Why the order of batches is not ours to repeat; None: another reading gives the same.
+        self.not_ours = not_ours(batches)
+        self._randomness = Randomness(seed, None if self._one_pass else batches)
+        restart_workers(batches)
         self._iterator: Iterator[Any] | None = None
         self._first: tuple[Any, torch.Tensor] | None = None
         first = self._pull()
@@ -71,6 +90,16 @@ class Stream:
             return first
         return self._pull()
 
+    def rewind(self) -> bool:
+        """Begin again, with the random numbers of the first time; False where there is no second time."""
+        if self._one_pass:
+            return False
+        if self._first is None:  # else nothing was read yet
+            self._iterator = None
+            restart_workers(self._batches)
+            self._randomness.reset()
+        return True
+
     def example(self, count: int) -> tuple[Any, torch.Tensor]:
         """`count` samples of the first batch, repeated as needed; the batch itself is not used up."""
         assert self._first is not None, "examples are taken before training starts"
@@ -79,9 +108,10 @@ class Stream:
         return map_tensors(lambda each: each[index], inputs), targets[index]
 
     def _pull(self) -> tuple[Any, torch.Tensor] | None:
-        if self._iterator is None:
-            self._iterator = iter(self._batches)
-        item = next(self._iterator, None)
+        with self._randomness.reading():
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            item = next(self._iterator, None)
         if item is None:
             self._iterator = None
             return None
@@ -125,9 +155,10 @@ def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int
     classes = not targets.is_floating_point()
     if classes:
         targets = targets.long()
-        low = int(targets.min())
-        if low < 0:
-            raise UsageError(f"data {name}: label {low} is out of range: labels start at 0")
+        below = (targets < 0) & (targets != -100)  # torch's cross-entropy leaves -100 out
+        if bool(below.any()):
+            row = int(below.nonzero()[0][0])
+            raise UsageError(f"data {name}: sample {row} has label {int(targets[below][0])}: labels start at 0")
     width = outputs or (int(targets.max()) + 1 if classes else (targets.shape[1] if targets.dim() > 1 else 1))
     if classes and int(targets.max()) >= width:
         raise UsageError(f"data {name}: label {int(targets.max())} is out of range 0..{width - 1}")
@@ -139,7 +170,7 @@ def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int
     return Table(name, len(inputs), shape, take, "cross_entropy" if classes else "mse")
 
 
-def from_python(data: Any, name: str = "given") -> Source:
+def from_python(data: Any, name: str = "given", seed: int = 0) -> Source:
     """What a user passes to `fit`: a pair of tensors, a map-style Dataset, a DataLoader, any iterable of batches."""
     if isinstance(data, Table | Stream):
         return data
@@ -148,7 +179,7 @@ def from_python(data: Any, name: str = "given") -> Source:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple | list):
         return _dataset(name, data)
     if isinstance(data, Iterable):
-        return Stream(name, data)
+        return Stream(name, data, seed=seed)
     raise UsageError(
         f"a {type(data).__name__} is not data: give (inputs, targets) tensors, a Dataset, a DataLoader or an "
         "iterable of (inputs, targets) batches"
@@ -165,10 +196,13 @@ def _dataset(name: str, data: Any) -> Table:
         inputs, targets = checked_pair(name, default_collate([data[i] for i in index.tolist()]))
         return inputs, targets
 
-    inputs, targets = take(torch.zeros(1, dtype=torch.long))
+    randomness = Randomness(0, data)
+    with randomness.keyed("shape"):
+        inputs, targets = take(torch.zeros(1, dtype=torch.long))
     sample = leaves(inputs)[0]
     shape = Shape(tuple(sample.shape[1:]), sample.is_floating_point(), 0)
-    return Table(name, len(data), shape, take, "cross_entropy" if not targets.is_floating_point() else "mse")
+    loss = "cross_entropy" if not targets.is_floating_point() else "mse"
+    return Table(name, len(data), shape, take, loss, randomness)
 
 
 def split(table: Table, test_share: float, seed: int) -> tuple[Table, Table]:
@@ -182,4 +216,4 @@ def split(table: Table, test_share: float, seed: int) -> tuple[Table, Table]:
 
 
 def subset(table: Table, index: torch.Tensor) -> Table:
-    return Table(table.name, len(index), table.shape, lambda numbers: table.take(index[numbers]), table.loss)
+    return replace(table, size=len(index), take=lambda numbers: table.take(index[numbers]))

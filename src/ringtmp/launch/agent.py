@@ -7,11 +7,8 @@ identity nor its place in the ring.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import shutil
 import subprocess
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,9 +20,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp.errors import ProtocolError, RingError, UsageError
 from ringtmp.launch import speech
-from ringtmp.launch.child import end, is_stopped, last_words, remove_leftovers, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, spawn
 from ringtmp.launch.compute import Bound, Orders
 from ringtmp.launch.facts import address_towards
+from ringtmp.launch.private import PrivateFolder, remove_leftovers
 from ringtmp.launch.speech import (
     BEAT_S,
     MAX_BYTES,
@@ -137,7 +135,7 @@ class Agent:
         self._stopped_at: float | None = None
         self._starting = False  # the compute process has not said its first line
         self._log: Path | None = None
-        self._shelf: Path | None = None
+        self._folder: PrivateFolder | None = None  # of the compute process
         self._ended = 0  # runs served
         self._leaving = False
         self._news: deque[Started | Died | Leaving] = deque(maxlen=8)  # not told yet
@@ -201,14 +199,12 @@ class Agent:
     def _start(self, message: Prepare) -> None:
         self._ring, self._generation = message.ring, message.generation
         endpoint = f"tcp://{self._listen}:*"
-        self._shelf = Path(tempfile.gettempdir()) / f"ringtmp-{os.getpid()}-{secrets.token_hex(6)}"
+        self._folder = PrivateFolder()
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
-            message.threads, secure=True, memory_bytes=self._memory_bytes, shelf=str(self._shelf),
+            message.threads, secure=True, memory_bytes=self._memory_bytes, shelf=str(self._folder.path / "snapshots"),
         )  # fmt: skip
-        descriptor, path = tempfile.mkstemp(prefix=f"ringtmp-{os.getpid()}-", suffix=".log")
-        self._log = Path(path)
-        os.close(descriptor)
+        self._log = self._folder.path / "log"
         self._child = spawn(orders, self._log)
         self._starting = True
 
@@ -252,12 +248,10 @@ class Agent:
         if child is None:
             return
         end(child)
-        if self._log is not None:
-            self._log.unlink(missing_ok=True)
-            self._log = None
-        if self._shelf is not None:
-            shutil.rmtree(self._shelf, ignore_errors=True)
-            self._shelf = None
+        self._log = None
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
     def _tell(self, news: Started | Died | Leaving) -> None:
         """While nobody listens, news waits for the next beat. A master knows whose news it is by the beat before it."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import psutil
@@ -31,7 +30,7 @@ def start(log: Path | None, threads: int, secure: bool, *words: str) -> subproce
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1")
     environment.pop("RINGTMP_TOKEN", None)  # the agent's business alone
     try:
-        with open(log or os.devnull, "ab") as file:
+        with _opened(log) as file:
             return subprocess.Popen(
                 # -P: the user's folder is not on the path, so no file of theirs can be imported by accident.
                 [sys.executable, "-P", "-m", "ringtmp.launch.compute", *words],
@@ -43,6 +42,20 @@ def start(log: Path | None, threads: int, secure: bool, *words: str) -> subproce
             )
     except OSError as error:
         raise UsageError(f"cannot start a compute process: {error.strerror}") from error
+
+
+def _opened(log: Path | None) -> IO[bytes]:
+    """Its folder is made again if somebody removed it. A log that cannot be written costs the log, not the run."""
+    if log is not None:
+        with contextlib.suppress(OSError):
+            return make_room_for(log).open("ab")
+    return open(os.devnull, "ab")
+
+
+def make_room_for(log: Path) -> Path:
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(parents=True, exist_ok=True)
+    return log
 
 
 def give(child: subprocess.Popen[bytes], orders: Orders) -> None:
@@ -86,16 +99,3 @@ def last_words(log: Path | None) -> str:
     except OSError:
         return ""
     return lines[-1][:300] if lines else ""
-
-
-def remove_leftovers() -> None:
-    """Sockets, snapshots and logs of masters and agents that were killed: they carry their owner's process id."""
-    for path in Path(tempfile.gettempdir()).glob("ringtmp-*-*"):
-        owner = path.name.split("-")[1]
-        if not owner.isdigit() or psutil.pid_exists(int(owner)):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()

@@ -110,7 +110,10 @@ def _load() -> None:
 
 
 def _write_to(log: str) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError:
+        return  # costs the log, not the run
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from ringtmp.errors import NodeLost
 from ringtmp.plan.device import Device
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.wire.address import Address
@@ -17,6 +18,8 @@ class Crew(Protocol):
     threads: int
     #: All nodes run on this machine. Else each is tried before a plan is made, and one that slows the ring is left out.
     alike: bool
+    #: Everyone whom the last `mend` found lost, those included that `check` had told of.
+    found_lost: list[NodeLost]
 
     def start(self, ring: str, generation: int) -> Endpoint: ...
     def addresses(self) -> dict[int, Address]: ...

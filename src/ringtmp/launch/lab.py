@@ -29,6 +29,11 @@ FAREWELL_LIMIT_S = 5.0
 #: Below this the master leaves a device out (`launch/remote.py`) and would wait for another.
 LEAST_MEMORY_MB = 230
 _TOKEN = re.compile(rb"ringtmp node --join (rt1\.\S+)")
+#: What a master tells people to type on each device: here nobody has to.
+_INVITATION, _INVITED = (
+    b"on each device, run:",
+    re.compile(rb"on each device, run:\n\n    ringtmp node --join \S+\n\n?"),
+)
 _JOINED = re.compile(rb"ringtmp node: joined ring")
 
 
@@ -40,13 +45,15 @@ class Tap:
         self._prefix = prefix.encode()
         self._line = line
         self._rest = b""
+        self._held = b""
 
     def take(self, chunk: bytes) -> None:
         """An empty chunk is the end."""
+        shown = self._without_invitation(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if not chunk and self._rest:
             lines, self._rest = [self._rest], b""
-        out = b"".join(self._prefix + line + b"\n" for line in lines) if self._prefix else chunk
+        out = b"".join(self._prefix + line + b"\n" for line in lines) if self._prefix else shown
         if out:
             # Nobody reads results any more: stop. Nobody reads progress: go on, the pipes must still be emptied.
             with contextlib.suppress(BrokenPipeError) if self._sink is sys.stderr.buffer else contextlib.nullcontext():
@@ -55,6 +62,13 @@ class Tap:
         if self._line is not None:
             for line in lines:
                 self._line(line)
+
+    def _without_invitation(self, chunk: bytes) -> bytes:
+        """What of the bytes so far is shown now."""
+        text = _INVITED.sub(b"", self._held + chunk)
+        begun = text.find(_INVITATION) if chunk else -1
+        self._held = text[begun:] if begun >= 0 else b""
+        return text[:begun] if begun >= 0 else text
 
 
 class Taps:

@@ -6,13 +6,11 @@ is gone, however it went, the pipe closes and the child ends.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +18,10 @@ import psutil
 
 from ringtmp.errors import NodeLost
 from ringtmp.launch import described
-from ringtmp.launch.child import end, is_stopped, last_words, let_go, remove_leftovers, spawn
+from ringtmp.launch.child import end, is_stopped, last_words, let_go, spawn
 from ringtmp.launch.compute import Orders
 from ringtmp.launch.facts import usable_cores
+from ringtmp.launch.private import PrivateFolder, remove_leftovers
 from ringtmp.launch.spare import Spare
 from ringtmp.limits import group_limits
 from ringtmp.plan.device import Device
@@ -46,20 +45,21 @@ class LocalCrew:
         self.threads = threads
         self._logs = logs
         self._keeps = keeps
-        self._folder: str | None = None
+        self._folder: PrivateFolder | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._transport: ZeroMQTransport | None = None
         self._checked = time.monotonic()
         self._notice_s = notice_s
         self._stopped: set[int] = set()
         self._stopped_at: dict[int, float] = {}
+        self.found_lost: list[NodeLost] = []
         self._spare = Spare(threads) if spare else None
         self._at = (0, 0)  # the step, and how many there were since the ring was laid out
 
     def start(self, ring: str, generation: int) -> Endpoint:
         """Start the other nodes; returns the master's endpoint. They need a second or two to say hello."""
         remove_leftovers()
-        self._folder = tempfile.mkdtemp(prefix=f"ringtmp-{os.getpid()}-")  # 0700
+        self._folder = PrivateFolder()
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
         for node in range(1, self.nodes):
@@ -68,7 +68,7 @@ class LocalCrew:
 
     def addresses(self) -> dict[int, Address]:
         assert self._folder is not None, "not started"
-        return {node: ipc_address(self._folder, node) for node in range(self.nodes)}
+        return {node: ipc_address(str(self._folder.path), node) for node in range(self.nodes)}
 
     def devices(self) -> tuple[Device, ...]:
         master, *others = described.local_processes(
@@ -103,7 +103,10 @@ class LocalCrew:
 
     def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A fresh process takes the place of each that has died, at its number."""
-        living = {node for node, child in self._children.items() if child.poll() is None} - self._stopped
+        assert self._folder is not None, "not started"
+        self._folder.remake()  # a cleaner of temporary files may have come by; nodes make their sockets anew themselves
+        self.found_lost = list(self._lost(self._at[0]))
+        living = set(self._children) - {each.node for each in self.found_lost} - self._stopped
         for node in range(1, self.nodes):
             if node not in living:
                 if node in self._children:
@@ -130,19 +133,22 @@ class LocalCrew:
 
     def check(self, step: int) -> None:
         self._mind_the_spare(step)
+        for loss in self._lost(step):
+            raise loss
+
+    def _lost(self, step: int) -> Iterator[NodeLost]:
         now = time.monotonic()
         since, self._checked = now - self._checked, now
         for node, child in self._children.items():
-            self._check_stopped(node, child, step, now)
+            who = f"node {node} (process {child.pid})"
             code = child.poll()
             if code is not None:
                 words = last_words(self._log(node))
-                raise NodeLost(
-                    f"node {node} (process {child.pid}) {_how_it_died(code)} in step {step}; its log is {self._log(node)}"
-                    + (f" (last line: {words})" if words else ""),
-                    node,
-                    since,
-                )
+                log = f"its log is {self._log(node)}" + (f" (last line: {words})" if words else "")
+                yield NodeLost(f"{who} {_how_it_died(code, step)}; {log}", node, since)
+            elif (silent := self._stopped_s(node, child, now)) > self._notice_s:
+                self._stopped.add(node)
+                yield NodeLost(f"{who} has been stopped for {silent:.1f} s in step {step}", node, silent)
 
     def _mind_the_spare(self, step: int) -> None:
         """Only once steps are done is it known how much memory the run leaves."""
@@ -152,15 +158,12 @@ class LocalCrew:
         if self._spare is not None and steps >= STEPS_BEFORE_SPARE:
             self._spare.mind()
 
-    def _check_stopped(self, node: int, child: subprocess.Popen[bytes], step: int, now: float) -> None:
-        """Stopped for longer than the limit is lost. Slow is not: a slow process is not stopped."""
-        if not is_stopped(child.pid):
-            self._stopped_at.pop(node, None)
-        elif (silent := now - self._stopped_at.setdefault(node, now)) > self._notice_s:
-            self._stopped.add(node)
-            raise NodeLost(
-                f"node {node} (process {child.pid}) has been stopped for {silent:.1f} s in step {step}", node, silent
-            )
+    def _stopped_s(self, node: int, child: subprocess.Popen[bytes], now: float) -> float:
+        """For how long. Longer than the limit is lost. Slow is not: a slow process is not stopped."""
+        if is_stopped(child.pid):
+            return now - self._stopped_at.setdefault(node, now)
+        self._stopped_at.pop(node, None)
+        return 0.0
 
     def bury(self, node: int) -> None:
         child = self._children.pop(node)
@@ -170,7 +173,7 @@ class LocalCrew:
     def _shelf(self, node: int) -> Path:
         if not self._keeps:
             assert self._folder is not None, "not started"
-            return Path(self._folder) / "snapshots" / str(node)
+            return self._folder.path / "snapshots" / str(node)
         return self._logs.parent / "snapshots" / str(node)
 
     def _log(self, node: int) -> Path:
@@ -190,7 +193,7 @@ class LocalCrew:
             self._transport = None
         if self._folder is not None:
             shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
 
@@ -201,9 +204,8 @@ def _rss_bytes(child: subprocess.Popen[bytes] | None) -> int:
         return 0
 
 
-def _how_it_died(code: int) -> str:
+def _how_it_died(code: int, step: int) -> str:
     if code >= 0:
-        return f"ended with code {code}"
-    name = signal.Signals(-code).name
-    hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
+        return f"ended with code {code} in step {step}"
+    who = " (by somebody, or by the system when memory ran out)" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name} in step {step}{who}"

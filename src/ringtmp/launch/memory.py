@@ -53,6 +53,7 @@ class MemoryCrew:
         self._workers: list[Worker] = []
         self._leaving: int | None = None
         self._dead: set[int] = set()
+        self.found_lost: list[NodeLost] = []
         self._naps: dict[int, int] = {}  # rounds a worker still sleeps
         self._quiet = 0  # rounds in which no worker had anything to do
 
@@ -76,6 +77,7 @@ class MemoryCrew:
 
     def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         living = {worker.endpoint.node for worker in self._workers}
+        self.found_lost = [NodeLost(f"node {node} was killed", node) for node in sorted(self._dead)]
         for node in set(range(1, self.nodes)) - living:
             self._make(node, ring, generation)
         self._dead.clear()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import zmq
 
 from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
-from ringtmp.launch.child import remove_leftovers
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import REOPEN_S, Device, Hub
 from ringtmp.launch.keys import Rings
+from ringtmp.launch.private import PrivateFolder, remove_leftovers
 from ringtmp.launch.speech import SILENCE_LIMIT_S, Died, End, Prepare
 from ringtmp.launch.token import Token
 from ringtmp.plan import device as planned
@@ -78,6 +74,8 @@ class RemoteCrew:
         self._revoked: set[str] = set()
         self._released: set[str] = set()
         self._shelf = Shelf()
+        self.found_lost: list[NodeLost] = []
+        self._folder: PrivateFolder | None = None
         self._places: dict[str, int] = {}  # keys of devices whose compute process is linked, and its number
         self._seen: set[str] = set()
         self._wanted = nodes
@@ -135,6 +133,7 @@ class RemoteCrew:
         assert self._hub is not None
         assert self._transport is not None
         self._hub.poll()
+        self.found_lost = list(self._lost(self._step))
         self._drop_the_gone()
         self._generation = generation
         self._gather_spares(need_bytes)
@@ -269,7 +268,8 @@ class RemoteCrew:
             device.started = device.died = None
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
         self._await_compute(self._devices)
-        self._shelf = Shelf(Path(tempfile.gettempdir()) / f"ringtmp-{os.getpid()}-{secrets.token_hex(6)}")
+        self._folder = self._folder or PrivateFolder()
+        self._shelf = Shelf(self._folder.path / "snapshots")
         return Endpoint(slowed(self._transport), ring, generation, shelf=self._shelf)
 
     def addresses(self) -> dict[int, Address]:
@@ -309,24 +309,26 @@ class RemoteCrew:
         self._revoked = {device.key for device in self._devices.values() if not self._hub.admits(device.key)}
         self._released = set(self._rings.open(self._ring).released)
         self._mind_the_door()
+        for loss in self._lost(step):
+            raise loss
+
+    def _lost(self, step: int) -> Iterator[NodeLost]:
+        assert self._hub is not None
         for node, device in self._devices.items():
             who = f"node {node} ({device.facts.name})"
             if device.key in self._revoked:
                 continue
             if _dead(device) and device.died is not None and device.started is not None:
                 words = f": {device.died.last_words}" if device.died.last_words else ""
-                raise NodeLost(
-                    f"{who}: its compute process ended with code {device.died.code} in step {step}{words}", node
-                )
-            if device.left:
-                raise NodeLost(f"{who} left in step {step}", node)
-            if self._hub.devices.get(device.key) is not device:
-                raise NodeLost(f"{who} was started anew in step {step}", node)
-            silent = self._silent_s(device)
-            if silent > self._notice_s:
-                raise NodeLost(
-                    f"{who} has not been heard for {silent:.1f} s in step {step}: power, cable, Wi-Fi?", node, silent
-                )
+                code = device.died.code
+                yield NodeLost(f"{who}: its compute process ended with code {code} in step {step}{words}", node)
+            elif device.left:
+                yield NodeLost(f"{who} left in step {step}", node)
+            elif self._hub.devices.get(device.key) is not device:
+                yield NodeLost(f"{who} was started anew in step {step}", node)
+            elif (silent := self._silent_s(device)) > self._notice_s:
+                text = f"{who} has not been heard for {silent:.1f} s in step {step}: power, cable, Wi-Fi?"
+                yield NodeLost(text, node, silent)
 
     def bury(self, node: int) -> None:
         device = self._devices.pop(node)
@@ -341,6 +343,9 @@ class RemoteCrew:
             self._hub = None
         self._devices.clear()
         self._shelf.close()
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None

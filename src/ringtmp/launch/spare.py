@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.child import give, let_go, start
+from ringtmp.launch.child import give, is_stopped, let_go, make_room_for, start
 from ringtmp.launch.compute import SPARE, Orders
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import machine_free_bytes
@@ -24,6 +24,8 @@ from ringtmp.resources import machine_free_bytes
 #: A short run needs none; nor does one that loses nodes faster than they load.
 AFTER_S = 5.0
 LOOK_EVERY_S = 1.0
+#: After one that something ended, the next; then twice as long.
+AGAIN_S = 30.0
 #: So many times its size must be free before it is started, and once its size for it to stay.
 ROOM = 4
 
@@ -40,6 +42,7 @@ class Spare:
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
         self._due = clock() + AFTER_S
+        self._pause_s = AGAIN_S
 
     def mind(self) -> None:
         """Start one when it is time and there is room; let it go when there is not."""
@@ -53,18 +56,20 @@ class Spare:
                     self._child = start(None, self._threads, False, SPARE)
                 except UsageError:  # the run does not depend on it
                     self._due = math.inf
-        elif self._child.poll() is not None:  # something ended it, and would again
+        elif not _fit(self._child):  # something ended or stopped it, and may again
             self.end()
-            self._due = math.inf
+            self._due, self._pause_s = now + self._pause_s, 2 * self._pause_s
         elif self._free_bytes() < PROCESS_BYTES:
             self.end()
 
     def take(self, orders: Orders, log: Path) -> subprocess.Popen[bytes] | None:
         """The process, with its orders; from here on it is the caller's, and writes to `log`. None: there is none."""
-        child, self._child = self._child, None
         self._due = self._clock() + AFTER_S
-        if child is None or child.poll() is not None:
+        if self._child is None or not _fit(self._child):
+            self.end()
             return None
+        child, self._child = self._child, None
+        make_room_for(log)
         give(child, msgspec.structs.replace(orders, log=str(log)))
         return child
 
@@ -75,3 +80,8 @@ class Spare:
             child.kill()
             child.wait()
             let_go(child)
+
+
+def _fit(child: subprocess.Popen[bytes]) -> bool:
+    """Whether it could take orders. One that is stopped would be noticed only after the limit, as a second loss."""
+    return child.poll() is None and not is_stopped(child.pid)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,11 @@ import msgspec
 from ringtmp.metrics.energy import Power
 
 SCHEMA = 1
+#: Written at once when it is more than this, else at the end of a step.
+BUFFER_BYTES = 64 * 2**10
+LINES_AT_ONCE = 1000
+#: At most so much is kept in memory while the disk takes nothing.
+KEPT_BYTES = 32 * 2**20
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +57,7 @@ class NodeStarted(msgspec.Struct, frozen=True, tag="node"):
     generation: int
     segments: tuple[str, ...]
     parameters: int
+    device: str = ""  # its own name, where it has one
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):
@@ -80,6 +89,8 @@ class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
     oldest: int | None = None
     #: What a meter said meanwhile; None without one.
     joules: float | None = None
+    #: What is known of its device, with the first step it records: it may be cut off before it says so at its end.
+    power: Power | None = None
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag="evaluation"):
@@ -139,6 +150,16 @@ class LineTried(msgspec.Struct, frozen=True, tag="line"):
     latency_s: float
 
 
+class StreamStrayed(msgspec.Struct, frozen=True, tag="stream"):
+    """From `step` on batches are not those an undisturbed run would have: `skipped` samples could not be had again, or the
+    stream gave others."""
+
+    at: float
+    step: int
+    skipped: int
+    text: str
+
+
 class Warned(msgspec.Struct, frozen=True, tag="warning"):
     at: float
     text: str
@@ -166,6 +187,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag="end"):
     outcome: str  # done, stopped early, interrupted, failed
     weights_sha256: str | None
     error: str | None = None
+    begun: bool = True  # False: it came to nothing before its first event, so this ends no part of the run
 
 
 Event = (
@@ -178,6 +200,7 @@ Event = (
     | Regrouped
     | SnapshotWhole
     | LineTried
+    | StreamStrayed
     | Warned
     | NodeEnded
     | RunEnded
@@ -209,26 +232,36 @@ def encode(event: Event) -> bytes:
 
 
 class EventLog:
-    """Appends events to a file, a line each, flushed at every step so that a reader can follow."""
+    """Appends events to a file, a line each, flushed at every step so that a reader can follow.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
-        self.trouble: str | None = None
+    A full disk must not end the training. What it does not take stays here, in order, and goes out with the next flush that
+    finds room: the file is always the beginning of the whole, `unwritten` the rest.
+    """
+
+    def __init__(self, path: Path, kept_bytes: int = KEPT_BYTES) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._lines: deque[bytes] = deque()  # not yet on the disk
+        self._begun = 0  # bytes of the first of them that are
+        self._kept_bytes = kept_bytes
+        self.waiting_bytes = 0
+        self._dropped = 0
+        self._trouble: str | None = None
+        self._news: str | None = None
         self._busy_s = 0.0
         self._idle_s = 0.0
         #: Nodes that only serve: their idleness is told apart.
         self.servers: frozenset[int] = frozenset()
         #: Told of every node's share of every step.
         self.listener: Callable[[NodeTimes], None] | None = None
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # of a master that was killed while it wrote
+            self._append(b"")
 
     def write(self, event: Event) -> None:
         self.write_encoded(encode(event))
 
     def write_encoded(self, line: bytes) -> None:
-        try:
-            self._file.write(line + b"\n")
-        except OSError as error:
-            self._give_up(error)
+        self._append(line)
         if line.startswith(_NODE_STEP):
             times = _times.decode(line)
             if self.listener is not None:
@@ -242,31 +275,97 @@ class EventLog:
         """Of all nodes' time in training steps so far."""
         return self._idle_s / max(1e-9, self._busy_s + self._idle_s)
 
+    @property
+    def unwritten(self) -> list[Event]:
+        """What the file lacks of the whole."""
+        return list(_decoded(self._lines))
+
+    def news(self) -> str | None:
+        """What there is to say of the disk, once."""
+        news, self._news = self._news, None
+        return news
+
     def flush(self) -> None:
         try:
-            self._file.flush()
+            while self._lines:
+                some = b"".join(islice(self._lines, LINES_AT_ONCE))
+                self._wrote(os.write(self._file, some[self._begun :]))
         except OSError as error:
-            self._give_up(error)
+            if self._trouble is None:
+                self._trouble = os.strerror(error.errno or 0)
+                self._news = f"events cannot be written: {self._trouble}; they are kept in memory until there is room"
+            return
+        if self._trouble is not None:
+            self._trouble = None
+            missing = f"{self._dropped} are missing" if self._dropped else "none is missing"
+            self._news = f"events are written again, {missing}"
+            self._say_what_was_dropped()
 
     def close(self) -> None:
+        self._say_what_was_dropped()
+        self.flush()
         with contextlib.suppress(OSError):
-            self._file.close()
+            os.close(self._file)
+        self._file = -1
 
-    def _give_up(self, error: OSError) -> None:
-        """A full disk must not end the training. What is lost is the record, and that is said once."""
-        if self.trouble is None:
-            self.trouble = f"events are no longer recorded: {error.strerror}"
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._file = Path(os.devnull).open("ab")  # noqa: SIM115 (held as long as the log)
+    def _append(self, line: bytes) -> None:
+        self._lines.append(line + b"\n")
+        self.waiting_bytes += len(line) + 1
+        if self.waiting_bytes > BUFFER_BYTES and self._trouble is None:
+            self.flush()
+        if self.waiting_bytes > self._kept_bytes:
+            self._thin_out()
+
+    def _wrote(self, count: int) -> None:
+        self._begun += count
+        while self._lines and self._begun >= len(self._lines[0]):
+            self._begun -= len(self._lines[0])
+            self.waiting_bytes -= len(self._lines.popleft())
+
+    def _thin_out(self) -> None:
+        """What nodes did goes first: its spans, then all of it, the oldest first, until half of the room is free. A step's
+        loss, a recovery, a warning is small, and stays."""
+        first = [self._lines.popleft()] if self._begun else []  # begun on the disk: it must stay as it is
+        lines = [_without_spans(line) for line in self._lines]
+        size = sum(map(len, lines))
+        self._lines = deque(first)
+        for line in lines:
+            if size > self._kept_bytes // 2 and line.startswith(_NODE_STEP):
+                size -= len(line)
+                self._dropped += 1
+            else:
+                self._lines.append(line)
+        self.waiting_bytes = sum(map(len, self._lines))
+        self._kept_bytes = max(self._kept_bytes, 2 * self.waiting_bytes)
+
+    def _say_what_was_dropped(self) -> None:
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            text = (
+                f"{dropped} records of what nodes did in a step were dropped while events could not be written: busy and "
+                "idle time, bytes and energy are short of them"
+            )
+            self._append(encode(Warned(time.monotonic(), text)))
+
+
+def _without_spans(line: bytes) -> bytes:
+    if not line.startswith(_NODE_STEP):
+        return line
+    event = _decoder.decode(line)
+    assert isinstance(event, NodeStep)
+    return encode(msgspec.structs.replace(event, spans=())) + b"\n"
 
 
 def read(path: Path) -> Iterator[Event]:
-    """All whole lines. A last line cut short by a crash is passed over, as is a kind from a later version."""
+    """All whole lines. A line cut short by a crash is passed over, as is a kind from a later version."""
     with path.open("rb") as file:
-        for line in file:
-            try:
-                event: Event = _decoder.decode(line)
-            except (msgspec.DecodeError, msgspec.ValidationError):
-                continue
-            yield event
+        yield from _decoded(file)
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        try:
+            event: Event = _decoder.decode(line)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            continue
+        yield event

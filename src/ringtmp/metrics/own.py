@@ -39,7 +39,7 @@ def meter() -> Callable[[], float] | None:
 
 
 @functools.cache
-def power(threads: int) -> Power:
+def power(threads: int) -> Power | None:
     found = _meter()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return describe(Path("/"), os.environ, threads, cores, found.name if found is not None else "")
@@ -56,16 +56,19 @@ def _meter() -> meters.Meter | None:
     return meters.find(Path("/"), wanted=wanted)
 
 
-def describe(root: Path, environment: Mapping[str, str], threads: int, cores: int, meter_name: str = "") -> Power:
-    """An emulated device stands for one of its own; else nodes with the same boot share a machine."""
+def describe(
+    root: Path, environment: Mapping[str, str], threads: int, cores: int, meter_name: str = ""
+) -> Power | None:
+    """An emulated device stands for one of its own, and nobody knows its watts unless it was described with them; else
+    nodes with the same boot share a machine."""
     emulated = environment.get("RINGTMP_EMULATED") == "1"
     host = environment.get("RINGTMP_DEVICE", "") if emulated else _boot(root)
     share = min(1.0, threads / cores)
     if (text := environment.get(WATTS)) is not None:
         watts, given_share = parse_watts(text)
         return Power("given", watts, share if given_share is None else given_share, host, meter_name)
-    if emulated:  # a share of a core that does not say what it needs: a small board, all of it at work
-        return Power("pi-4b (assumed)", PRESETS["pi-4b"], 1.0, host, meter_name)
+    if emulated:
+        return None
     if (known := _board(root)) is not None:
         return Power(known, PRESETS[known], share, host, meter_name)
     return Power("laptop (assumed)", PRESETS["laptop"], share, host, meter_name)

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ringtmp.metrics.energy import Power
 from ringtmp.metrics.events import NodeStep, Span
 
 
 class Recorder:
     def __init__(
-        self, node: int, clock: Callable[[], float], detailed_steps: int, joules: Callable[[], float] | None = None
-    ) -> None:
-        """`joules`: of the device's meter, since some moment."""
+        self, node: int, clock: Callable[[], float], detailed_steps: int, joules: Callable[[], float] | None = None,
+        power: Power | None = None,
+    ) -> None:  # fmt: skip
+        """`joules`: of the device's meter, since some moment. `power`: of the device, told with the first step."""
         self._node = node
+        self._power = power
         self._joules = joules
         self._joules_before = 0.0
         self._clock = clock
@@ -112,8 +115,9 @@ class Recorder:
         record = NodeStep(
             self._node, step, start, self._last_end, sum(self._busy.values()), sum(self._idle.values()),
             dict(self._idle), self._sent, self._received, tuple(self._spans) if kept else (), dict(self._busy), oldest,
-            joules - self._joules_before if joules is not None else None,
+            joules - self._joules_before if joules is not None else None, self._power,
         )  # fmt: skip
+        self._power = None
         self._keep_spans = self._kept(step + 1, first_step)
         self._start = self._last_end
         self._joules_before = joules or 0.0

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
-from ringtmp.metrics.events import (
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    LineTried,
-    NodeEnded,
-    NodeStarted,
-    NodeStep,
-    Regrouped,
-    RunEnded,
-    RunStarted,
-    SnapshotWhole,
-    StepDone,
-    Warned,
-)  # fmt: skip
+from ringtmp.metrics.events import Event, NodeEnded, NodeStarted, NodeStep, Regrouped
+from ringtmp.metrics.parts import Part, parts_of
+
+_Key = TypeVar("_Key")
+_Number = TypeVar("_Number", int, float)
+#: From the strongest claim to the weakest: what is added up is as good as its weakest part.
+_SOURCES: tuple[Source, ...] = ("measured", "estimated", "modelled")
+
+#: Of a record that stops somewhere: nothing in it says how the run ended, or whether it has.
+UNFINISHED = "unfinished"
+NO_END = "the record has no end: the run still lasts, was killed, or its last events could not be written"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -52,6 +49,16 @@ class NodeSummary(msgspec.Struct, frozen=True):
     busy_kinds: dict[str, float] = {}  # seconds of busy_s by kind of work
     power: Power | None = None  # what is known of its device
     sent_to: dict[int, int] = {}  # tensor payload of the whole run by receiver, evaluations included
+    device: str = ""  # its own name, where it has one
+
+    @property
+    def name(self) -> str:
+        return self.device or node_name(self.node)
+
+
+def node_name(node: int) -> str:
+    """Of a node without a name of its own."""
+    return "master" if node == 0 else f"node {node}"
 
 
 class NodeForecast(msgspec.Struct, frozen=True):
@@ -69,9 +76,24 @@ class Forecast(msgspec.Struct, frozen=True):
     idle_fraction: float
     per_node: tuple[NodeForecast, ...]
     left_out: tuple[str, ...] = ()
+    left_out_text: str = ""  # one line for people: who trains, who does not, why, and how all would
+
+
+class PartSummary(msgspec.Struct, frozen=True):
+    """From a start, or a resumption, to its end."""
+
+    started: str  # wall clock
+    first_step: int
+    steps: int  # done when it ended, without those a later part did again
+    lost_steps: int  # finished, and done again by a later part
+    nodes: int
+    seconds: float
+    outcome: str  # "cut off": it was killed, or its machine was
 
 
 class Summary(msgspec.Struct, frozen=True):
+    """Of the whole run; what a run can change when it is resumed is that of its last part."""
+
     strategy: str
     model: str
     data: str
@@ -106,6 +128,12 @@ class Summary(msgspec.Struct, frozen=True):
     per_node: tuple[NodeSummary, ...]
     microbatches_chosen: bool = False  # by the plan, with --microbatches auto
     forecast: Forecast | None = None
+    parts: tuple[PartSummary, ...] = ()
+    skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
+
+    def name_of(self, node: int) -> str:
+        """Its device's own name, where it has one."""
+        return next((each.name for each in self.per_node if each.node == node), node_name(node))
 
     @property
     def energy_j(self) -> float | None:
@@ -116,63 +144,32 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def loads(self) -> tuple[Load, ...]:
         """What the energy model is applied to, for `sensitivity`: nodes whose device is known."""
-        return tuple(loads({each.node: _spent(each, None) for each in self.per_node}, self.lab_scale).values())
+        return tuple(loads_of(self.per_node, self.lab_scale).values())
 
 
 def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
-    """Of the last start in the log; None when nothing was started."""
-    started: RunStarted | None = None
-    nodes: dict[int, NodeStarted] = {}
-    ends: dict[int, NodeEnded] = {}
-    node_steps: dict[int, list[NodeStep]] = {}
-    steps: list[StepDone] = []
-    evaluation: Evaluated | None = None
-    ended: RunEnded | None = None
-    warnings: list[str] = []
-    recoveries: list[Regrouped] = []
-    for event in stream:
-        if isinstance(event, RunStarted):
-            started, ended, evaluation = event, None, None
-            nodes, ends, node_steps, steps = {}, {}, {}, []
-            recoveries.clear()
-        elif isinstance(event, NodeStarted):
-            nodes[event.node] = event
-        elif isinstance(event, NodeEnded):
-            ends[event.node] = event
-        elif isinstance(event, NodeStep):
-            node_steps.setdefault(event.node, []).append(event)
-        elif isinstance(event, StepDone):
-            steps.append(event)
-        elif isinstance(event, Evaluated):
-            evaluation = event
-        elif isinstance(event, RunEnded):
-            ended = event
-        elif isinstance(event, Regrouped):
-            recoveries.append(event)
-            nodes = {node: each for node, each in nodes.items() if each.generation == event.generation}
-            # What is done again counts once.
-            steps = [each for each in steps if each.step < event.step]
-            node_steps = {node: [each for each in done if each.step < event.step] for node, done in node_steps.items()}
-        elif isinstance(event, Warned):
-            warnings.append(event.text)
-        else:
-            assert isinstance(event, CheckpointSaved | SnapshotWhole | LineTried)
-    if started is None:
-        return None
+    """None when nothing was started."""
+    parts = parts_of(stream)
+    return of_parts(parts, run_dir) if parts else None
+
+
+def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
+    last = parts[-1]
+    started, ended = last.started, last.ended
     config, facts = started.config, started.facts
-    bare = {node: _node(nodes[node], node_steps.get(node, []), ends.get(node)) for node in sorted(nodes)}
-    spent = {node: _spent(each, _metered(node_steps.get(node, []))) for node, each in bare.items()}
-    energy = attribute(spent, facts.get("lab_scale", 1.0))
-    per_node = tuple(_with_energy(each, energy.get(node)) for node, each in bare.items())
+    steps = [each for part in parts for each in part.steps]
+    # A score of before the run was resumed is not that of what has been trained since.
+    latest = next((part for part in reversed(parts) if part.steps), last)
+    evaluation = latest.evaluations[-1] if latest.evaluations else None
+    per_node = _whole_run(nodes_by_part(parts))
     walls = [each.wall_s for each in steps]
-    last_at = ended.at if ended else steps[-1].at if steps else started.at
     return Summary(
         strategy=config["ring"]["strategy"],
         model=config["model"]["name"],
         data=facts["data"],
         seed=config["training"]["seed"],
-        nodes=len(per_node),
-        steps=steps[-1].step + 1 if steps else started.first_step,
+        nodes=next((len(part.nodes) for part in reversed(parts) if part.nodes), 0),
+        steps=_reached(last),
         batch_size=facts["batch_size"],
         microbatches=facts["microbatches"],
         window=facts.get("window", 0),
@@ -180,11 +177,11 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         staleness=config["training"]["staleness"],
         wire=config["training"]["wire"],
         threads=facts["threads"],
-        exactness=facts.get("exactness", "bits"),
+        exactness="stream" if last.strayed else facts.get("exactness", "bits"),
         emulated=bool(facts.get("emulated")),
         lab_scale=facts.get("lab_scale", 1.0),
-        outcome=ended.outcome if ended else "running",
-        wall_s=last_at - started.at,
+        outcome=ended.outcome if ended else UNFINISHED,
+        wall_s=sum(part.seconds for part in parts),
         step_s=_spread(walls),
         samples_per_s=sum(each.samples for each in steps) / sum(walls) if walls else None,
         loss=FirstLast(steps[0].loss if steps else None, steps[-1].loss if steps else None),
@@ -193,27 +190,107 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
         bits_per_byte=evaluation.bits_per_byte if evaluation else None,
         weights_sha256=ended.weights_sha256 if ended else None,
         bytes_total=sum(each.bytes_sent for each in per_node),
-        placement_bytes=sum(end.placement_bytes for node, end in ends.items() if node != 0),
-        recoveries=tuple(recoveries),
-        warnings=tuple(warnings),
+        placement_bytes=sum(end.placement_bytes for part in parts for node, end in part.ends.items() if node != 0),
+        recoveries=tuple(each for part in parts for each in part.recoveries),
+        warnings=(*(each for part in parts for each in part.warnings), *(() if ended else (NO_END,))),
         error=ended.error if ended else None,
         run_dir=run_dir,
         per_node=per_node,
         microbatches_chosen=facts.get("microbatches_chosen", False),
         forecast=msgspec.convert(facts["forecast"], Forecast) if "forecast" in facts else None,
+        parts=tuple(_part(part, part is last) for part in parts),
+        # What was skipped before the run was resumed is known to it then.
+        skipped_samples=facts.get("skipped_samples", 0) + sum(each.skipped for each in last.strayed),
     )
 
 
-def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> NodeSummary:
+def _reached(part: Part) -> int:
+    return part.steps[-1].step + 1 if part.steps else part.first_step
+
+
+def _part(part: Part, last: bool) -> PartSummary:
+    outcome = part.ended.outcome if part.ended else UNFINISHED if last else "cut off"
+    return PartSummary(
+        part.started.wall_clock,
+        part.first_step,
+        _reached(part),
+        part.lost_steps,
+        len(part.nodes),
+        part.seconds,
+        outcome,
+    )
+
+
+# -- nodes --------------------------------------------------------------------------------------------------------------
+
+
+def nodes_by_part(parts: Sequence[Part]) -> list[dict[int, NodeSummary]]:
+    """What every node did in each part."""
+    found = []
+    for part in parts:
+        bare = {
+            node: _node(part.nodes[node], part.node_steps.get(node, ()), part.ends.get(node), part.powers.get(node))
+            for node in sorted(part.nodes)
+        }
+        spent = {node: _spent(each, _metered(part.node_steps.get(node, ()))) for node, each in bare.items()}
+        energy = attribute(spent, part.started.facts.get("lab_scale", 1.0))
+        found.append({node: _with_energy(each, energy.get(node)) for node, each in bare.items()})
+    return found
+
+
+def loads_of(nodes: Iterable[NodeSummary], scale: float) -> dict[int, Load]:
+    """What the energy model is applied to, of nodes whose device is known."""
+    return loads({each.node: _spent(each, None) for each in nodes}, scale)
+
+
+def _whole_run(by_part: Sequence[Mapping[int, NodeSummary]]) -> tuple[NodeSummary, ...]:
+    """Every node over all parts. One that is no longer there holds nothing."""
+    numbers = sorted({node for nodes in by_part for node in nodes})
+    together = {node: _together([nodes[node] for nodes in by_part if node in nodes]) for node in numbers}
+    here = next((nodes for nodes in reversed(by_part) if nodes), {})
+    return tuple(
+        together[node] if node in here else msgspec.structs.replace(together[node], segments=(), params=0)
+        for node in numbers
+    )
+
+
+def _together(of_parts: Sequence[NodeSummary]) -> NodeSummary:
+    last = of_parts[-1]
+    if len(of_parts) == 1:
+        return last
+    worked = [each for each in of_parts if each.busy_s + each.idle_s] or [last]
+    busy, idle = sum(each.busy_s for each in of_parts), sum(each.idle_s for each in of_parts)
+    sources = [each.energy_source for each in worked if each.energy_source is not None]
+    known = len(sources) == len(worked)
+    return msgspec.structs.replace(
+        last,
+        busy_s=busy,
+        idle_s=idle,
+        idle_fraction=idle / (busy + idle) if busy + idle else 0.0,
+        idle_causes=_sums(each.idle_causes for each in of_parts),
+        busy_kinds=_sums(each.busy_kinds for each in of_parts),
+        bytes_sent=sum(each.bytes_sent for each in of_parts),
+        bytes_received=sum(each.bytes_received for each in of_parts),
+        peak_rss_bytes=max((each.peak_rss_bytes for each in of_parts if each.peak_rss_bytes), default=None),
+        energy_j=sum(each.energy_j or 0.0 for each in worked) if known else None,
+        energy_source=max(sources, key=_SOURCES.index) if known else None,
+        sent_to=_sums(each.sent_to for each in of_parts),
+    )
+
+
+def _sums(dicts: Iterable[Mapping[_Key, _Number]]) -> dict[_Key, _Number]:
+    found: dict[_Key, _Number] = {}
+    for each in dicts:
+        for key, value in each.items():
+            found[key] = found[key] + value if key in found else value
+    return found
+
+
+def _node(
+    start: NodeStarted, steps: Sequence[NodeStep], end: NodeEnded | None, power: Power | None
+) -> NodeSummary:  # fmt: skip
     busy = sum(each.busy_s for each in steps)
     idle = sum(each.idle_s for each in steps)
-    causes: dict[str, float] = {}
-    kinds: dict[str, float] = {}
-    for each in steps:
-        for cause, seconds in each.idle.items():
-            causes[cause] = causes.get(cause, 0.0) + seconds
-        for kind, seconds in each.busy.items():
-            kinds[kind] = kinds.get(kind, 0.0) + seconds
     return NodeSummary(
         start.node,
         start.role,
@@ -222,13 +299,14 @@ def _node(start: NodeStarted, steps: list[NodeStep], end: NodeEnded | None) -> N
         busy,
         idle,
         idle / (busy + idle) if busy + idle else 0.0,
-        causes,
+        _sums(each.idle for each in steps),
         sum(each.sent_bytes for each in steps),
         sum(each.received_bytes for each in steps),
         end.peak_rss_bytes if end else None,
-        busy_kinds=kinds,
-        power=end.power if end else None,
+        busy_kinds=_sums(each.busy for each in steps),
+        power=power,
         sent_to=end.sent_to if end else {},
+        device=start.device,
     )
 
 
@@ -238,7 +316,7 @@ def _spent(node: NodeSummary, metered_j: float | None) -> Spent:
     )  # fmt: skip
 
 
-def _metered(steps: list[NodeStep]) -> float | None:
+def _metered(steps: Sequence[NodeStep]) -> float | None:
     read = [each.joules for each in steps if each.joules is not None]
     return sum(read) if read and len(read) == len(steps) else None
 

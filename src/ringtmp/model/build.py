@@ -6,8 +6,9 @@ would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,16 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.export import EXAMPLE_BATCH, Exporter
+from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of
 from ringtmp.model.portable import Layer
+from ringtmp.model.trust import Check, written_parameters
+from ringtmp.model.watch import refuse_averaging, refuse_hooks
+
+#: A layer is compared with its graphs at so many microbatch sizes at most.
+MOST_SIZES = 4
+#: Parameters up to this size are copied for a trial run.
+COPIED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -35,19 +43,49 @@ def build_layers(
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next."""
     exporter = Exporter()
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
-    example, small, large, single = sample(EXAMPLE_BATCH), sample(smallest), sample(largest), sample(1)
+    checked = _spread(sorted(set(microbatch_sizes)))
+    samples = {size: sample(size) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
     one_sample = True
-    for name, module in layers_of(model, seed):
+    for index, (name, module) in enumerate(layers_of(model, seed)):
         _refuse_what_cannot_travel(name, module)
-        _try_eager(name, module, small)
-        one_sample = one_sample and _takes(module, single)
-        layer, tensors = exporter.export(name, module, example)
+        refuse_hooks(name, module)
+        refuse_averaging(name, module)
+        _try_eager(name, module, samples[smallest])
+        one_sample = one_sample and _takes(module, samples[1])
+        check = partial(_check, name, module, samples, checked, index > 0)
+        layer, tensors = exporter.export(name, module, samples[EXAMPLE_BATCH], samples[AGAIN_BATCH], check)
         if layer.train.changes_inputs or layer.evaluate.changes_inputs:
-            _refuse_shared_inputs(name, module, example)
-        example, small, large, single = (_run(module.eval(), each) for each in (example, small, large, single))
+            _refuse_shared_inputs(name, module, samples[EXAMPLE_BATCH])
+        kept = bool(written_parameters(layer.evaluate))
+        samples = {size: _run(module.eval(), each, kept) for size, each in samples.items()}
         module.train()
-        yield BuiltLayer(layer, tensors, large, one_sample)
-        del module, tensors
+        yield BuiltLayer(layer, tensors, samples[largest], one_sample)
+        del module, tensors, check
+
+
+def _check(
+    name: str,
+    module: nn.Module,
+    samples: Mapping[int, Any],
+    sizes: Sequence[int],
+    asks: bool,
+    layer: Layer,
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    """In numbers, at the sizes of the run; evaluation may also see a single sample."""
+    check = Check(name, module, layer, tensors, asks)
+    for size in sizes:
+        check.run(samples[size], training=True)
+    for size in {1, sizes[-1]}:
+        check.run(samples[size], training=False)
+    module.train()
+
+
+def _spread(sizes: Sequence[int]) -> list[int]:
+    """The smallest, the largest and a few between: a run has one or two, a search for the best number of them many."""
+    if len(sizes) <= MOST_SIZES:
+        return list(sizes)
+    return sorted({sizes[round(step * (len(sizes) - 1) / (MOST_SIZES - 1))] for step in range(MOST_SIZES)})
 
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
@@ -68,18 +106,26 @@ def _refuse_shared_inputs(name: str, module: nn.Module, example: Any) -> None:
         )
 
 
-def _run(module: nn.Module, sample: Any) -> Any:
+def _run(module: nn.Module, sample: Any, keep_parameters: bool = False) -> Any:
     """The layer's output, as eager mode gives it, without leaving a trace in its buffers or in the sample."""
-    buffers = {key: value.clone() for key, value in module.named_buffers()}
+    owned = {key: value.clone() for key, value in module.named_buffers()}
     copies: dict[int, torch.Tensor] = {}  # two leaves that are one tensor stay one
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        if keep_parameters:
+            owned.update((key, value.clone()) for key, value in module.named_parameters())
         copied = pytree.tree_map(lambda leaf: copies.setdefault(leaf.data_ptr(), leaf.clone()), sample)
-        return functional_call(module, buffers, (copied,))
+        return functional_call(module, owned, (copied,))
+
+
+def _may_write(module: nn.Module) -> bool:
+    """Before its graph is known: whether parameters are copied for a trial, in case the layer changes them itself."""
+    size = sum(each.nbytes for each in module.parameters())
+    return size <= COPIED_BYTES or any(getattr(each, "max_norm", None) is not None for each in module.modules())
 
 
 def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
     try:
-        _run(module.train(), sample)
+        _run(module.train(), sample, _may_write(module))
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(sample))
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -92,7 +138,7 @@ def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
 def _takes(module: nn.Module, sample: Any) -> bool:
     """Whether eager mode would train on it: a BatchNorm refuses a single value per channel, its exported graph does not."""
     try:
-        _run(module.train(), sample)
+        _run(module.train(), sample, _may_write(module))
     except Exception:  # the layer is the user's: whatever it raises is a no
         return False
     return True

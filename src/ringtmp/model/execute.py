@@ -16,8 +16,8 @@ from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.model.arguments import check_arguments
 from ringtmp.model.contracts import under_contract
 from ringtmp.model.defer import Job, Recording, waiting_variants
-from ringtmp.model.operators import resolve
-from ringtmp.model.portable import Graph, Items, Named, Op, Ref, Value
+from ringtmp.model.operators import GRAD_MODE, resolve
+from ringtmp.model.portable import CUSTOM, Custom, Graph, Items, Named, Op, Ref, Value
 from ringtmp.units import bytes_text
 
 #: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
@@ -56,14 +56,20 @@ class Program:
         self._inputs = [(each.kind == "input", each.name) for each in graph.inputs]
         self._slots = len(graph.inputs) + len(graph.ops)
         self._outputs = [_compile_value(value, self._slots, where) for value in graph.outputs]
+        self._switches = any(op.target == GRAD_MODE for op in graph.ops)
+        customs = [_CustomCall(each, device) for each in graph.customs]
         last_use = _last_uses(graph)
         self._calls: list[_Call] = []
         for index, op in enumerate(graph.ops):
             slot = len(graph.inputs) + index
-            pack = _packer(op.args, slot, where)
             kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
-            check_arguments(op)
-            function = resolve(op.target)
+            function: Callable[..., Any]
+            if op.target == CUSTOM:
+                function, args = _chosen(customs, op)
+            else:
+                check_arguments(op)
+                function, args = resolve(op.target), op.args
+            pack = _packer(args, slot, where)
             if device == "meta" and _takes_device(function):
                 # A tensor made from nothing would otherwise be made in real memory.
                 kwargs["device"] = lambda values: where
@@ -112,8 +118,21 @@ class Program:
             raise ProtocolError(f"the layer takes {self._input_count} tensors and got {len(inputs)}")
         arriving = iter(inputs)
         values: list[Any] = [next(arriving) if own else owned[name] for own, name in self._inputs]
+        if not self._switches:
+            return self._call(calls, values, weigh)
+        before = torch.is_grad_enabled()
+        try:
+            return self._call(calls, values, weigh)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    def _call(
+        self, calls: Sequence[_Call], values: list[Any], weigh: Callable[[Any, Any], None] | None
+    ) -> list[Any]:  # fmt: skip
         for function, pack, kwargs, done in calls:
-            if kwargs is None:
+            if weigh is not None and isinstance(function, _CustomCall):
+                result = function.weighed(pack(values), weigh)
+            elif kwargs is None:
                 result = function(*pack(values))
             else:
                 result = function(*pack(values), **{name: make(values) for name, make in kwargs.items()})
@@ -123,6 +142,62 @@ class Program:
             for slot in done:
                 values[slot] = None
         return [make(values) for make in self._outputs]
+
+
+class _CustomCall:
+    """A custom function ready to be called: autograd uses its own backward."""
+
+    def __init__(self, custom: Custom, device: str) -> None:
+        self.forward = Program(custom.forward, device)
+        self.backward = Program(custom.backward, device)
+        self.differentiable = custom.differentiable
+        self.gradients = len(custom.backward.outputs)
+        if len(custom.forward.outputs) < len(custom.differentiable):
+            raise ProtocolError(f"the custom function {custom.name!r} gives fewer results than it says")
+
+    def __call__(self, *values: Any) -> Any:
+        function: Any = _WithOwnBackward
+        return function.apply(self, *values)
+
+    def weighed(self, values: Sequence[Any], weigh: Callable[[Any, Any], None]) -> tuple[Any, ...]:
+        """As `Program.forecast` does, backward included."""
+        made = self.forward._run(self.forward._calls, values, {}, weigh)
+        count = len(self.differentiable)
+        results, kept = made[:count], made[count:]
+        self.backward._run(self.backward._calls, [*kept, *map(torch.empty_like, results)], {}, weigh)
+        return tuple(results)
+
+
+class _WithOwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _CustomCall, *values: Any) -> Any:
+        made = call.forward.run(values, {})
+        count = len(call.differentiable)
+        results, kept = made[:count], made[count:]
+        tensors = [each for each in kept if isinstance(each, torch.Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.kept = [None if isinstance(each, torch.Tensor) else each for each in kept]
+        ctx.call, ctx.arguments = call, len(values)
+        ctx.mark_non_differentiable(
+            *(each for each, flag in zip(results, call.differentiable, strict=True) if not flag)
+        )
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        tensors = iter(ctx.saved_tensors)
+        kept = [next(tensors) if each is None else each for each in ctx.kept]
+        found = ctx.call.backward.run([*kept, *gradients], {})
+        return None, *found, *[None] * (ctx.arguments - len(found))
+
+
+def _chosen(customs: Sequence[_CustomCall], op: Op) -> tuple[_CustomCall, tuple[Value, ...]]:
+    number = op.args[0] if op.args else None
+    if type(number) is not int or not 0 <= number < len(customs) or op.kwargs:
+        raise ProtocolError(f"the layer calls a custom function it does not bring: {number!r}")
+    if len(op.args) - 1 < customs[number].gradients:
+        raise ProtocolError("a custom function gives more gradients than it has arguments")
+    return customs[number], op.args[1:]
 
 
 _Make = Callable[[list[Any]], Any]
@@ -190,7 +265,7 @@ def _references(value: Value) -> list[int]:
     return []
 
 
-def _op_references(op: Op) -> list[int]:
+def references(op: Op) -> list[int]:
     return [slot for value in (*op.args, *op.kwargs.values()) for slot in _references(value)]
 
 
@@ -199,7 +274,7 @@ def _last_uses(graph: Graph) -> dict[int, tuple[int, ...]]:
     kept = {slot for value in graph.outputs for slot in _references(value)}
     last: dict[int, int] = {slot: slot for slot in range(len(graph.inputs), len(graph.inputs) + len(graph.ops))}
     for index, op in enumerate(graph.ops):
-        for used in _op_references(op):
+        for used in references(op):
             last[used] = len(graph.inputs) + index
     done: dict[int, list[int]] = {}
     for slot, user in last.items():

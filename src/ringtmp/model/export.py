@@ -16,16 +16,35 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.operators import ASSERTIONS, ATEN_OVERLOADS, SIZE_FUNCTIONS
-from ringtmp.model.portable import Graph, Input, Items, Layer, Named, Op, OutputTree, OwnedTensor, Ref, Value
+from ringtmp.model.custom import traced_along
+from ringtmp.model.operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MODE, SIZE_FUNCTIONS
+from ringtmp.model.portable import (
+    CUSTOM,
+    Custom,
+    Graph,
+    Input,
+    Items,
+    Layer,
+    Named,
+    Op,
+    OutputTree,
+    OwnedTensor,
+    Ref,
+    Value,
+)
+from ringtmp.model.regions import Flat, Mode, Region, Step
+from ringtmp.model.watch import lines, refuse_narrow
 from ringtmp.resources import loading, out_of_files
 
 #: Batch size of the example a layer is exported with: not 0 or 1, which export would freeze, and rarely a layer's
 #: own width, so that a frozen batch is noticed.
 EXAMPLE_BATCH = 3
+#: And of the one it is exported with again.
+AGAIN_BATCH = 4
 
 
 class Exporter:
@@ -34,25 +53,74 @@ class Exporter:
     def __init__(self) -> None:
         with loading():
             importlib.import_module("torch.export._trace")  # which the first export would load
-        self._seen: dict[object, tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor]]] = {}
+        self._seen: dict[object, _Found] = {}
 
-    def export(self, name: str, module: nn.Module, example: Any) -> tuple[Layer, dict[str, torch.Tensor]]:
-        """The layer as data, and its tensors by local name (shared with `module`, not copied)."""
+    def export(
+        self,
+        name: str,
+        module: nn.Module,
+        example: Any,
+        again: Any = None,
+        check: Callable[[Layer, dict[str, torch.Tensor]], None] | None = None,
+    ) -> tuple[Layer, dict[str, torch.Tensor]]:
+        """The layer as data, and its tensors by local name (shared with `module`, not copied). With `again`, an example of
+        another size, it is exported twice, and both must agree. `check` is called for a layer unlike those before."""
         example = pytree.tree_map(_distinct, example)
         key = _signature(module, example)
         found = self._seen.get(key) if key is not None else None
+        new = found is None
         if found is None:
-            train, constants, tree = _export_graph(name, module.train(), example)
-            evaluate, more, other = _export_graph(name, module.eval(), example)
-            module.train()
-            if other != tree:
-                raise UsageError(f"layer {name!r} returns another number of tensors in evaluation than in training")
-            found = (train, evaluate, tree, constants | more)
-            if key is not None:
-                self._seen[key] = found
-        train, evaluate, tree, constants = found
+            found = _export_graphs(name, module, example, EXAMPLE_BATCH)
+            if again is not None:
+                again = pytree.tree_map(_distinct, again)
+                _refuse_other_graphs(name, module, found, again)
+        train, evaluate, tree, constants, _ = found
         described, tensors = _owned(module, constants)
-        return Layer(name, train, evaluate, tuple(described), tree), tensors
+        layer = Layer(name, train, evaluate, tuple(described), tree)
+        if new and check is not None:
+            check(layer, tensors)
+        if key is not None:
+            self._seen[key] = found
+        return layer, tensors
+
+
+#: The graphs of training and evaluation, what they return, constants, and where the user's code branches on a size.
+_Found = tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor], list[str]]
+
+
+def _export_graphs(name: str, module: nn.Module, example: Any, batch: int) -> _Found:
+    branches: list[str] = []
+    train, constants, tree = _export_graph(name, module.train(), example, batch, branches)
+    evaluate, more, other = _export_graph(name, module.eval(), example, batch, branches)
+    module.train()
+    if other != tree:
+        raise UsageError(f"layer {name!r} returns another number of tensors in evaluation than in training")
+    return train, evaluate, tree, constants | more, branches
+
+
+def _refuse_other_graphs(name: str, module: nn.Module, first: _Found, again: Any) -> None:
+    """A layer is the same sequence of operations whenever it is asked, with however many samples."""
+    second = _export_graphs(name, module, again, AGAIN_BATCH)
+    alike = first[3].keys() == second[3].keys() and all(first[3][key].equal(second[3][key]) for key in first[3])
+    if first[:3] == second[:3] and alike:
+        return
+    third = _export_graphs(name, module, again, AGAIN_BATCH)
+    stays = second[:3] == third[:3]
+    counted = (
+        f"depends on the number of samples{lines(first[4])}" if stays else "changes from one forward pass to the next"
+    )
+    raise UsageError(
+        f"layer {name!r} ({type(module).__name__}) {counted}{_first_difference(first, second)}: a layer must be a fixed "
+        "sequence of tensor operations; a Python counter can be a buffer (register_buffer), Python's random torch.rand"
+    )
+
+
+def _first_difference(first: _Found, second: _Found) -> str:
+    for one, other in zip(first[:2], second[:2], strict=True):
+        for left, right in zip(one.ops, other.ops, strict=False):
+            if left != right:
+                return f" (at {left.target})"
+    return ""
 
 
 def _distinct(leaf: torch.Tensor) -> torch.Tensor:
@@ -64,82 +132,157 @@ def _distinct(leaf: torch.Tensor) -> torch.Tensor:
     return torch.empty(extent, dtype=leaf.dtype).as_strided(leaf.shape, leaf.stride()).copy_(leaf)
 
 
-def _export_graph(name: str, module: nn.Module, example: Any) -> tuple[Graph, dict[str, torch.Tensor], OutputTree]:
-    flexible = pytree.tree_map(
-        lambda leaf: {0: Dim.AUTO} if leaf.dim() and leaf.shape[0] == EXAMPLE_BATCH else {}, (example,)
-    )
+def _export_graph(
+    name: str, module: nn.Module, example: Any, batch: int, branches: list[str]
+) -> tuple[Graph, dict[str, torch.Tensor], OutputTree]:
+    flexible = pytree.tree_map(lambda leaf: {0: Dim.AUTO} if leaf.dim() and len(leaf) == batch else {}, (example,))
+    label = f"{name!r} ({type(module).__name__})"
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), traced_along(label, module) as asked:
             warnings.simplefilter("ignore")
             program = export(module, (example,), dynamic_shapes=flexible, strict=False)
+        branches += asked
+    except UsageError:
+        raise
     except Exception as error:  # torch.export raises many kinds; the user needs one sentence
         if (shortage := out_of_files(error)) is not None:
             raise UsageError(shortage) from error  # which no layer is to blame for
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) cannot be exported: {first.strip()[:300]}. "
+            f"layer {name!r} ({type(module).__name__}) cannot be exported: {_reason(first)}. "
             "A layer must be a fixed sequence of tensor operations: no branch on tensor values, no tensor made "
             "into a number, no Python side effects; try to move that part into the loss or the data"
         ) from error
     mode = "training" if module.training else "evaluation"
-    return _read_program(f"{name!r} ({type(module).__name__}, {mode})", program, example)
+    return _read_program(f"{name!r} ({type(module).__name__}, {mode})", program, example, batch, branches)
+
+
+def _reason(first: str) -> str:
+    if "fake tensor in the exported program constant" in first:
+        return "a tensor is used past autograd, most likely by .data: write .detach() instead"
+    return first.strip()[:300]
 
 
 def _read_program(
-    label: str, program: ExportedProgram, example: Any
+    label: str, program: ExportedProgram, example: Any, batch: int, branches: Sequence[str]
 ) -> tuple[Graph, dict[str, torch.Tensor], OutputTree]:
-    slots: dict[str, int] = {}
+    flat = Flat(program.graph_module)
     inputs: list[Input] = []
     constants: dict[str, torch.Tensor] = {}
-    ops: list[Op] = []
-    outputs: tuple[Value, ...] = ()
     leaves = iter(pytree.tree_leaves(example))
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    entering: set[str] = set()
-    changes_inputs = False
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            spec = specs[node.name]
-            if spec.kind is InputKind.USER_INPUT:
-                leaf = next(leaves)
-                if leaf.dim() and leaf.shape[0] == EXAMPLE_BATCH and _is_fixed(node.meta["val"].shape[0]):
-                    raise UsageError(
-                        f"layer {label} fixes the batch size: it must accept any number of samples in dimension 0"
-                    )
-                inputs.append(Input("input", str(len(entering))))
-                entering.add(node.name)
-            else:
-                kind = _KINDS.get(spec.kind)
-                if kind is None or spec.target is None:
-                    raise UsageError(f"layer {label} uses {spec.kind.name.lower()}, which cannot travel")
-                if kind == "constant":
-                    constants[spec.target] = program.constants[spec.target]
-                inputs.append(Input(kind, spec.target))
-            slots[node.name] = len(slots)
-        elif node.op == "call_function":
-            target = _target(node.target)
-            if target in ASSERTIONS:
-                continue
-            if target not in ATEN_OVERLOADS and target not in SIZE_FUNCTIONS:
+    entering: set[Node] = set()
+    for node in flat.placeholders:
+        spec = specs[node.name]
+        if spec.kind is InputKind.USER_INPUT:
+            leaf = next(leaves)
+            if leaf.dim() and len(leaf) == batch and _is_fixed(node.meta["val"].shape[0]):
                 raise UsageError(
-                    f"layer {label} uses the operator {target}, which is not on RingTMP's list of operators that "
-                    "may travel: write that part with ordinary tensor operations"
+                    f"layer {label} fixes the batch size: it must accept any number of samples in dimension 0"
                 )
-            if _writes_into_argument(node.target):
-                changes_inputs |= _origin(node.args[0]) in entering
-            args = tuple(_value(label, each, slots) for each in node.args)
-            kwargs = {key: _value(label, each, slots) for key, each in node.kwargs.items() if key != "pin_memory"}
-            slots[node.name] = len(slots)
-            ops.append(Op(target, args, kwargs))
-        elif node.op == "output":
-            outputs = tuple(_value(label, each, slots) for each in node.args[0])
+            if leaf.dim() and len(leaf) == batch:
+                refuse_narrow(label, node.meta["val"].shape[0], program.range_constraints, branches)
+            inputs.append(Input("input", str(len(entering))))
+            entering.add(node)
         else:
-            raise UsageError(f"layer {label} contains a {node.op} node, which cannot travel")
-    for value in outputs:
+            kind = _KINDS.get(spec.kind)
+            if kind is None or spec.target is None:
+                raise UsageError(f"layer {label} uses {spec.kind.name.lower()}, which cannot travel")
+            if kind == "constant":
+                constants[spec.target] = program.constants[spec.target]
+            inputs.append(Input(kind, spec.target))
+    writer = _GraphWriter(label, flat, inputs, flat.placeholders)
+    for step in flat.steps:
+        writer.add(step)
+    graph = writer.graph(flat.outputs, entering)
+    for value in graph.outputs:
         if not isinstance(value, Ref):
             raise UsageError(f"layer {label} returns something that is not a tensor: return tensors or tuples of them")
-    graph = Graph(tuple(inputs), tuple(ops), outputs, changes_inputs)
     return graph, constants, _tree(label, program.call_spec.out_spec)
+
+
+class _GraphWriter:
+    """Writes one graph, step after step. `places` are the nodes whose values fill the input slots."""
+
+    def __init__(self, label: str, flat: Flat, inputs: Sequence[Input], places: Sequence[Node]) -> None:
+        self._label = label
+        self._flat = flat
+        self._inputs = tuple(inputs)
+        self._slots = {node: slot for slot, node in enumerate(places)}
+        self._ops: list[Op] = []
+        self._customs: list[Custom] = []
+        self._modes: list[int] = []  # where the gradient mode before each open block is kept
+        self._written: list[Any] = []
+
+    def graph(self, outputs: Sequence[Any], entering: set[Node]) -> Graph:
+        changes = any(_origin(each, self._flat) in entering for each in self._written)
+        values = tuple(self._value(each) for each in outputs)
+        return Graph(self._inputs, tuple(self._ops), values, changes, tuple(self._customs))
+
+    def add(self, step: Step) -> None:
+        if isinstance(step, Mode):
+            if step.enabled is not None:
+                self._modes.append(self._op(GRAD_MODE, (step.enabled,)))
+            else:
+                self._op(GRAD_MODE, (Ref(self._modes.pop()),))
+        elif isinstance(step, Region):
+            self._custom(step)
+        elif step in self._slots:
+            return  # a result of a custom function
+        elif step.op == "call_function":
+            self._call(step)
+        else:
+            raise UsageError(f"layer {self._label} contains a {step.op} node, which cannot travel")
+
+    def _op(self, target: str, args: tuple[Value, ...], kwargs: dict[str, Value] | None = None) -> int:
+        self._ops.append(Op(target, args, kwargs or {}))
+        return len(self._inputs) + len(self._ops) - 1
+
+    def _value(self, value: Any) -> Value:
+        return _value(self._label, value, self._flat, self._slots)
+
+    def _call(self, node: Node) -> None:
+        function, filled = _without_out(node)
+        target = _target(function)
+        if target in ASSERTIONS:
+            return
+        if target not in ATEN_OVERLOADS and target not in SIZE_FUNCTIONS:
+            raise UsageError(
+                f"layer {self._label} uses the operator {target}, which is not on RingTMP's list of operators that "
+                "may travel: write that part with ordinary tensor operations"
+            )
+        self._written += _written(node)
+        args = tuple(self._value(each) for each in node.args)
+        kwargs = {key: self._value(each) for key, each in node.kwargs.items() if key not in ("pin_memory", filled)}
+        self._slots[node] = self._op(target, args, kwargs)
+        if filled is not None:
+            self._slots[node] = self._op(
+                "aten.copy_.default", (self._value(node.kwargs[filled]), Ref(self._slots[node]))
+            )  # fmt: skip
+
+    def _custom(self, region: Region) -> None:
+        outside = [*region.entering, *region.captured]
+        forward = self._part(region.forward, [*region.entered, *region.captured], [*region.results, *region.saved])
+        backward = self._part(region.backward, [*region.saved, *region.gradients], region.returned)
+        if forward.changes_inputs:
+            raise UsageError(
+                f"layer {self._label}: {region.name} changes a tensor it was given in place: work on a clone instead"
+            )
+        self._customs.append(Custom(region.name, forward, backward, region.differentiable))
+        made = self._op(CUSTOM, (len(self._customs) - 1, *(self._value(each) for each in outside)))
+        for place, node in enumerate(region.given):
+            if node is not None or region.hook:
+                slot = self._op("getitem", (Ref(made), place))
+                # whoever reads a parameter with a hook from here on reads what the function gives
+                self._slots.update({each: slot for each in (node, region.entering[0] if region.hook else None) if each})
+
+    def _part(self, steps: Sequence[Node], places: Sequence[Node], outputs: Sequence[Any]) -> Graph:
+        """A graph within this one, for a custom function."""
+        inputs = [Input("input", str(number)) for number in range(len(places))]
+        writer = _GraphWriter(self._label, self._flat, inputs, places)
+        for step in steps:
+            writer.add(step)
+        return writer.graph(outputs, set(places))
 
 
 _KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
@@ -165,35 +308,58 @@ def _target(target: Any) -> str:
     return f"{module}.{name}"
 
 
-def _writes_into_argument(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.arguments:
-        return False
-    first = target._schema.arguments[0].alias_info
-    return first is not None and first.is_write
+def _without_out(node: Node) -> tuple[Any, str | None]:
+    """The operator, or for one that writes its result into `out` the same without, and the name of that argument."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not any(each.is_out for each in target._schema.arguments):
+        return target, None
+    (filled,) = [each.name for each in target._schema.arguments if each.is_out][:1]
+    wanted = [(each.name, str(each.type)) for each in target._schema.arguments if not each.is_out]
+    packet: Any = target._overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        if [(each.name, str(each.type)) for each in other._schema.arguments] == wanted:
+            return other, filled
+    return target, None
 
 
-def _origin(node: Any) -> str:
+def _written(node: Node) -> list[Any]:
+    """The arguments a call writes into."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    found = []
+    for index, each in enumerate(target._schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            found.append(node.args[index] if index < len(node.args) else node.kwargs.get(each.name))
+    return found
+
+
+def _origin(node: Any, flat: Flat) -> Any:
     """The value a chain of views began with."""
-    while isinstance(node, torch.fx.Node) and node.op == "call_function":
-        target = node.target
-        if target is operator.getitem or (
-            isinstance(target, torch._ops.OpOverload) and target._schema.name.split("::")[1] in _VIEWS
+    while isinstance(node, Node):
+        node = flat.source(node)
+        target: Any = node.target
+        if node.op == "call_function" and (
+            target is operator.getitem
+            or (isinstance(target, torch._ops.OpOverload) and target._schema.name.split("::")[1] in _VIEWS)
         ):
             node = node.args[0]
         else:
             break
-    return str(getattr(node, "name", ""))
+    return node
 
 
-def _value(label: str, value: Any, slots: dict[str, int]) -> Value:
-    if isinstance(value, torch.fx.Node):
-        if value.name not in slots:
+def _value(label: str, value: Any, flat: Flat, slots: dict[Node, int]) -> Value:
+    if isinstance(value, Node):
+        source = flat.source(value)
+        if source not in slots:
             raise UsageError(f"layer {label} depends on a value that cannot travel: {value.name}")
-        return Ref(slots[value.name])
+        return Ref(slots[source])
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return Items(tuple(_value(label, item, slots) for item in value))
+        return Items(tuple(_value(label, item, flat, slots) for item in value))
     if isinstance(value, torch.dtype):
         return Named("dtype", str(value).removeprefix("torch."))
     if isinstance(value, torch.layout):
@@ -260,6 +426,8 @@ def _signature(module: nn.Module, example: Any) -> object | None:
     parts.append(str(pytree.tree_structure(example)))
     for name, each in module.named_modules():
         if each._forward_hooks or each._forward_pre_hooks or each._backward_hooks:
+            return None
+        if any(tensor is not None and tensor._backward_hooks for tensor in each._parameters.values()):
             return None
         plain: list[object] = []
         for attribute, value in sorted(vars(each).items()):

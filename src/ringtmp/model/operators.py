@@ -71,6 +71,7 @@ float_power:Tensor_Tensor,Tensor_Scalar,Scalar exp2 sinc sgn lgamma digamma erfi
 narrow_copy select_scatter slice_scatter index_put index_put_ masked_scatter take take_along_dim trace
 moveaxis:intlist,int diag_embed std_mean:default,dim,correction nanmean nansum aminmax mode median:default,dim
 cummin logcumsumexp dist renorm rad2deg deg2rad signbit
+arange:start_step conv1d:padding conv2d:padding conv3d:padding vdot matrix_H matrix_exp embedding_renorm_
 """
 
 ATEN_OVERLOADS = frozenset(
@@ -123,6 +124,18 @@ SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "trunc": _on_numbers(math.trunc),
 }
 
+#: Switches gradients off or on and gives the mode before, which a later call puts back: `torch.no_grad()` as operations.
+GRAD_MODE = "grad_mode"
+
+
+def _grad_mode(enabled: bool) -> bool:
+    if type(enabled) is not bool:
+        raise ProtocolError("a gradient mode that is neither on nor off")
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(enabled)
+    return before
+
+
 #: What `torch.export` adds to check sizes it already knows; a plan checks them too, so they do not travel.
 ASSERTIONS = frozenset(
     {
@@ -140,6 +153,8 @@ def resolve(target: str) -> Callable[..., Any]:
     """The callable behind a name in a graph; ProtocolError for anything not listed."""
     if target in SIZE_FUNCTIONS:
         return SIZE_FUNCTIONS[target]
+    if target == GRAD_MODE:
+        return _grad_mode
     if target not in ATEN_OVERLOADS:
         raise ProtocolError(f"operator {target!r} is not on the list of allowed operators")
     _, name, overload = target.split(".")

@@ -3,6 +3,7 @@
     Layer   name, training graph, evaluation graph, tensor descriptions
     Graph   inputs (which tensors enter), operations in order, outputs
     Op      an operator from the list in operators.py; arguments are plain values or references
+    Custom  a function with a backward of its own, as two graphs
 
 Values are numbered slots: the graph's inputs come first, every operation adds one. A reference to slot 7 is
 written Ref(7). Encoded as MessagePack, which keeps every double and infinity exactly.
@@ -53,12 +54,29 @@ class Input(msgspec.Struct, frozen=True, array_like=True):
     name: str
 
 
+class Custom(msgspec.Struct, frozen=True):
+    """A custom autograd function, or a hook on a parameter. All inputs of its graphs have the kind "input"."""
+
+    name: str  # as the user called it, for messages
+    forward: Graph  # -> results, then what backward needs
+    backward: (
+        Graph  # what forward kept, then one gradient per result -> a gradient per argument, None where there is none
+    )
+    differentiable: tuple[bool, ...]  # per result
+
+
+#: The operation that calls one: its arguments are the position in `Graph.customs` and the function's arguments, those
+#: that get a gradient first. It gives a tuple of results.
+CUSTOM = "custom"
+
+
 class Graph(msgspec.Struct, frozen=True):
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
     #: An operation writes into what enters the layer, which autograd forbids on a received leaf: copy it first.
     changes_inputs: bool
+    customs: tuple[Custom, ...] = ()
 
 
 class OwnedTensor(msgspec.Struct, frozen=True):

@@ -12,14 +12,14 @@ from typing import Any
 
 from ringtmp.errors import UsageError
 from ringtmp.model.operators import resolve
-from ringtmp.model.portable import Graph, Items, Layer, Op, Ref, Value
+from ringtmp.model.portable import CUSTOM, Graph, Items, Layer, Op, Ref, Value
 
 #: Operators that change running statistics without saying so: the arguments, and the one that switches it on.
 _STATISTICS = {"aten.batch_norm.default": ((3, 4), 5), "aten.instance_norm.default": ((3, 4), 5)}
 
 
 def changed_buffers(graph: Graph) -> frozenset[str]:
-    """The buffers a run of the graph changes, by name."""
+    """The buffers a run of the graph changes, by name; parameters, too (an embedding with max_norm)."""
     return frozenset(_read(graph)[0])
 
 
@@ -53,7 +53,7 @@ def _read(graph: Graph) -> tuple[set[str], bool]:
         for slot in shared:
             together[group(len(graph.inputs) + position)] = group(slot)
         written.update(changed)
-    buffers = {slot: each.name for slot, each in enumerate(graph.inputs) if each.kind == "buffer"}
+    buffers = {slot: each.name for slot, each in enumerate(graph.inputs) if each.kind in ("buffer", "parameter")}
     dirty = {group(slot) for slot in written}
     tainted = {group(slot) for slot in buffers if group(slot) in dirty}
     names = {name for slot, name in buffers.items() if group(slot) in tainted}
@@ -71,6 +71,8 @@ def _aliases(op: Op) -> tuple[list[int], list[int]]:
     """Slots whose memory the result may share, and slots the operation writes into."""
     if op.target == "getitem":
         return _slots(op.args[0]), []
+    if op.target == CUSTOM:  # its results may be views of its arguments; it changes none
+        return [slot for value in op.args for slot in _slots(value)], []
     schema: Any = getattr(resolve(op.target), "_schema", None)
     shared: list[int] = []
     changed: list[int] = []

@@ -104,22 +104,30 @@ class Plan:
         held = [(visit.first, visit.stop) for visit in self.route.on(node)]
         return ", ".join("loss" if a == b else str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in held)
 
-    def summary(self, chosen: bool = False) -> tuple[str, str, str]:
-        """Three lines for people. `chosen`: the number of microbatches is the plan's own choice."""
+    @property
+    def left_out_text(self) -> str:
+        """One line on who does not take part, and why; empty where everyone does."""
+        if not self.left_out:
+            return ""
+        why: dict[str, list[str]] = {}
+        for each in self.left_out:
+            why.setdefault(each.reason, []).append(each.device)
+        reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in why.items())
+        ring, members = len(self.devices) + len(self.left_out), _count(len(self.devices), "device")
+        return f"your ring of {ring} trains on {members}; left out are {reasons}. --all-devices uses them all"
+
+    def summary(self, chosen: bool = False) -> tuple[str, ...]:
+        """Lines for people. `chosen`: the number of microbatches is the plan's own choice."""
         tightest = max(self.memory, key=lambda each: each.total_bytes / each.free_bytes)
-        gone = (
-            f"; left out: {', '.join(each.device for each in self.left_out)} ({self.left_out[0].reason})"
-            if self.left_out
-            else ""
-        )
         held = " | ".join(f"{device.name} {self.layers_text(node)}" for node, device in enumerate(self.devices))
         return (
             f"plan: {_count(len(self.devices), 'device')}, {_count(self.options.ring.microbatches, 'microbatch')}"
             f"{' (auto)' if chosen else ''}, about {seconds_text(self.step_s)} a step "
             f"({self.samples_per_s:.3g} samples/s), idle {self.simulated.idle_fraction:.0%}",
-            f"layers: {held}",
+            f"layers by number: {held}",
             f"memory: {tightest.device} is tightest, {bytes_text(tightest.total_bytes)} of "
-            f"{bytes_text(tightest.free_bytes)}{gone}",
+            f"{bytes_text(tightest.free_bytes)}",
+            *([self.left_out_text] if self.left_out else []),
         )
 
 

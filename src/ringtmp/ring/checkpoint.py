@@ -4,7 +4,9 @@
                               weights-0003.safetensors  parameters and persistent buffers: plain PyTorch loads these
                               state-0003.safetensors    optimizer state, other buffers, constants
 
-Written layer by layer into a hidden folder, synced, renamed: a checkpoint is there whole or not at all. Two are kept.
+Written layer by layer into a hidden folder, synced, renamed: a checkpoint is there whole or not at all. Two whole ones are
+kept. What counts is what a manifest says and whether the digests are right; a folder with any other name, of another run or
+of another step than its name says is somebody else's: never used, never removed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,13 +26,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ringtmp.data.arrivals import StreamPlace
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable import Layer
 from ringtmp.wire.tensors import raw_bytes
 
-KEPT = 2
 FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
 StateName = tuple[str, str]
+#: Files of a checkpoint as they were when their digests were right: name, inode, size, time of the last change.
+Stamp = frozenset[tuple[str, int, int, int]]
 LayerTensors = tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]
 
 
@@ -40,6 +46,7 @@ class Progress(msgspec.Struct, frozen=True):
     best_loss: float | None = None
     epochs_without_gain: int = 0
     epochs_done: int = 0
+    stream: StreamPlace = StreamPlace()
 
     def after_epoch(self, epoch: int, loss: float | None) -> Progress:
         """`loss` on the test part, if there is one."""
@@ -61,11 +68,13 @@ class Manifest(msgspec.Struct, frozen=True):
 class CheckpointWriter:
     """One checkpoint being written. `add` every layer, then `commit`."""
 
-    def __init__(self, folder: Path, run: str, progress: Progress) -> None:
+    def __init__(self, folder: Path, run: str, progress: Progress, sound: set[Stamp] | None = None) -> None:
+        """`sound`: checkpoints that need not be read again to know it; this one is added when it is there."""
         folder.mkdir(parents=True, exist_ok=True)
         self._parent = folder
-        self._final = folder / f"step-{progress.step:08d}"
-        self._hidden = folder / f".step-{progress.step:08d}.{os.getpid()}"
+        self._final = folder / _name(progress.step)
+        self._hidden = folder / f".{self._final.name}.{os.getpid()}"
+        self._sound = set() if sound is None else sound
         for left in folder.glob(".step-*"):  # of a master that was killed while it saved; a run has one master
             shutil.rmtree(left, ignore_errors=True)
         self._hidden.mkdir()
@@ -96,13 +105,37 @@ class CheckpointWriter:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         _sync(path)
         _sync(self._hidden)
+        aside = self._hidden.with_suffix(".before")
         if self._final.exists():
-            shutil.rmtree(self._final)
+            self._final.rename(aside)
         self._hidden.rename(self._final)
         _sync(self._parent)
-        for old in sorted(self._parent.glob("step-*"))[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        self._sound.add(_stamp(self._final))
+        self._prune()
         return self._final
+
+    def _prune(self) -> None:
+        """Beside this one, whose digests were taken from the disk, the newest whole one before it stays. What is older
+        than that is not needed any more, nor what is damaged."""
+        kept = False
+        for step, path in _own(self._parent):
+            if step >= self._progress.step or _whose(path) not in (None, (self._run, step)):
+                continue
+            if not kept and self._is_sound(path):
+                kept = True
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _is_sound(self, path: Path) -> bool:
+        if _stamp(path) in self._sound:
+            return True
+        try:
+            Checkpoint(path)
+        except CheckpointError:
+            return False
+        self._sound.add(_stamp(path))
+        return True
 
     def abandon(self) -> None:
         shutil.rmtree(self._hidden, ignore_errors=True)
@@ -117,7 +150,8 @@ class CheckpointWriter:
                 metadata={"strides": json.dumps(strides)} if strides else None,
             )
         except SafetensorError as error:  # its only trouble with sound tensors is the disk
-            code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+            said = re.search(r"os error (\d+)", str(error))
+            code = int(said[1]) if said else errno.EIO
             raise OSError(code, os.strerror(code)) from error
         _sync(path)
         self._files[name] = _digest(path)
@@ -185,16 +219,48 @@ def _laid_out(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
     return fresh.copy_(tensor)
 
 
-def latest(folder: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest checkpoint that is whole, and a word on each newer one that is not."""
+def latest(folder: Path, run: str | None = None) -> tuple[Checkpoint, list[str]]:
+    """The newest checkpoint that is whole, of this run if it is named, and a word on each newer one that is not."""
     warnings: list[str] = []
-    for candidate in sorted(folder.glob("step-*"), reverse=True):
+    for step, path in _own(folder):
         try:
-            return Checkpoint(candidate), warnings
+            found = Checkpoint(path)
+            if found.progress.step != step:
+                held = found.progress.step
+                raise CheckpointError(
+                    f"{path.name}: it holds the checkpoint of step {held}, which belongs in {_name(held)}"
+                )
+            if run not in (None, found.manifest.run):
+                raise CheckpointError(f"{path.name}: it belongs to another run")
+            return found, warnings
         except CheckpointError as error:
             warnings.append(str(error))
     detail = "; ".join(warnings) or "there is none"
     raise CheckpointError(f"no usable checkpoint in {folder}: {detail}")
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _own(folder: Path) -> list[tuple[int, Path]]:
+    """Folders with the very name a checkpoint gets, by step, the newest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(((step, path) for step, path in found if path.is_dir() and path.name == _name(step)), reverse=True)
+
+
+def _whose(path: Path) -> tuple[str, int] | None:
+    """The run and step a checkpoint says it is of; None where it cannot be read."""
+    try:
+        manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return manifest.run, manifest.progress.step
+
+
+def _stamp(folder: Path) -> Stamp:
+    files = ((path.name, path.stat()) for path in folder.iterdir())
+    return frozenset((name, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in files)
 
 
 def weights_sha256(checkpoint: Checkpoint, layers: Sequence[Layer]) -> str:

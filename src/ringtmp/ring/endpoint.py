@@ -112,6 +112,7 @@ class Endpoint:
         """The next generation begins, on the same transport: whatever was under way is dropped, and what is still to come
         of it will be too. `word` goes to each of `to` in the generation that ends, until it is heard in this one."""
         assert generation > self._generation, "generations only grow"
+        self._transport.listen_again()
         now = self.clock()
         parting = {}
         for peer in to:

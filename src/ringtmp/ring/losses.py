@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ringtmp.data.batches import Batch
 from ringtmp.errors import UsageError, unknown
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+#: A label that torch's cross-entropy leaves out.
+IGNORED = -100
 
 
 def cross_entropy(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -37,6 +40,61 @@ def loss_named(name: str) -> LossFunction:
     return LOSSES[name]
 
 
+def _class_dim(outputs: Any, targets: torch.Tensor, last: bool) -> int | None:
+    """Along which dimension of the outputs the classes lie: the second, as for torch's losses, or the last, as for text;
+    None where targets are no classes of these outputs."""
+    if not isinstance(outputs, torch.Tensor) or targets.is_floating_point() or outputs.dim() != targets.dim() + 1:
+        return None
+    for dim in (-1, 1) if last else (1, -1):
+        if outputs.shape[:dim] + (outputs.shape[dim + 1 :] if dim == 1 else ()) == targets.shape:
+            return dim
+    return None
+
+
+@dataclass(frozen=True)
+class LabelRange:
+    """Which labels a loss over classes takes; `classes` None: any."""
+
+    classes: int | None
+
+    @classmethod
+    def of(cls, loss: str, shape: tuple[int, ...]) -> LabelRange:
+        """`shape`: of the model's outputs, samples first."""
+        if loss == "next_byte" and shape:
+            return cls(shape[-1])
+        return cls(shape[1] if loss == "cross_entropy" and len(shape) > 1 else None)
+
+    def check(self, targets: torch.Tensor, where: str, numbers: torch.Tensor | None = None) -> None:
+        """Refuses a label the model has no output for. `numbers`: the samples' own, counted from 0."""
+        if self.classes is None or targets.is_floating_point() or not targets.numel():
+            return
+        low, high = targets.aminmax()
+        if int(low) >= 0 and int(high) < self.classes:
+            return
+        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= self.classes)
+        if not bool(wrong.any()):
+            return
+        place = wrong.nonzero()[0]
+        label, row = int(targets[tuple(place)]), int(place[0])
+        sample = int(numbers[row]) if numbers is not None else row
+        raise UsageError(
+            f"sample {sample} of {where} has label {label}, and the model has {self.classes} outputs, for labels 0 to "
+            f"{self.classes - 1}: correct the label, or give the model's last layer {label + 1} outputs"
+            if label >= 0
+            else f"sample {sample} of {where} has label {label}: labels are 0 to {self.classes - 1} ({IGNORED} is ignored)"
+        )
+
+    def check_batch(self, batch: Batch, table: str, stream: str) -> None:
+        """Samples of a table have numbers of their own; those of a stream count within their batch."""
+        first = 0
+        for index, targets in enumerate(batch.targets):
+            if batch.numbers is not None:
+                self.check(targets, table, batch.numbers[index])
+            else:
+                self.check(targets, stream, torch.arange(first, first + len(targets)))
+            first += len(targets)
+
+
 @dataclass
 class Score:
     """Sums over an evaluation."""
@@ -51,9 +109,11 @@ class Score:
         count = len(targets)
         self.loss_sum += loss * count
         self.samples += count
-        if isinstance(outputs, torch.Tensor) and not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
-            self.right += int((outputs.argmax(-1) == targets).sum())
-            self.guesses += targets.numel()
+        dim = _class_dim(outputs, targets, self.bytes_model)
+        if dim is not None:
+            counted = targets != IGNORED
+            self.right += int(((outputs.argmax(dim) == targets) & counted).sum())
+            self.guesses += int(counted.sum())
 
     @property
     def loss(self) -> float:
@@ -70,13 +130,8 @@ class Score:
 
 def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tensor) -> None:
     """Try the loss on a sample: wrong shapes and labels out of range are the user's to know before the start."""
-    if name in ("cross_entropy", "next_byte") and not targets.is_floating_point() and isinstance(outputs, torch.Tensor):
-        classes = outputs.shape[-1]
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= classes:
-            raise UsageError(
-                f"label {high if high >= classes else low} is out of range 0..{classes - 1} of the outputs"
-            )
+    if isinstance(outputs, torch.Tensor):
+        LabelRange.of(name, tuple(outputs.shape)).check(targets, "the data's first samples")
     try:
         value = loss(outputs, targets)
     except Exception as error:  # a callable may raise anything

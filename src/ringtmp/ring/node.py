@@ -68,7 +68,8 @@ class Node:
         self.setup = setup
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
-        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, own.meter())
+        power = own.power(setup.recipe.threads)
+        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, own.meter(), power)
         self._schedule = cast(Schedule, setup.rule)
         self._places = places(setup.window, self._schedule)
         defer = self._schedule == "zero-bubble"

@@ -3,7 +3,7 @@
 config.json          the resolved settings         events.jsonl   everything that happened
 layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
 layers/index.json    measured costs                 logs/          one log per node
-lock                 held while a process works here
+lock                 held while a process works here  stream/   a stream's batches since the last checkpoint, if on disk
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import secrets
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from ringtmp.config import RunConfig
+from ringtmp.data.sources import leaves
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
-from ringtmp.files import write_atomic
+from ringtmp.files import require_text, write_atomic
 from ringtmp.model import portable
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import LayerCost
+from ringtmp.ring.losses import LabelRange
 from ringtmp.wire.message import Crossing
 
 
@@ -34,11 +36,57 @@ class LayerIndex(msgspec.Struct, frozen=True):
     costs: tuple[LayerCost, ...]
     outputs: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer
     least_microbatch: int = 1  # samples the model needs at least to train
+    inputs: tuple[Crossing, ...] = ()  # what enters the first layer; empty: not known
 
     @property
     def cost_s(self) -> tuple[float, ...]:
         """Forward and backward of the largest microbatch, by layer."""
         return tuple(each.largest_s for each in self.costs)
+
+    def check_inputs(self, inputs: Any, where: str) -> None:
+        """Refuses inputs of another shape than the model was built for."""
+        given = leaves(inputs)
+        if not self.inputs:
+            return
+        if len(given) != len(self.inputs):
+            raise UsageError(f"{where} has {len(given)} tensors a sample, and the model takes {len(self.inputs)}")
+        for tensor, expected in zip(given, self.inputs, strict=True):
+            shape = tuple(tensor.shape[1:]) if expected.per_sample else tuple(tensor.shape)
+            if shape != expected.rest:
+                raise UsageError(
+                    f"a sample of {where} has shape {_shape_text(shape)}, and the model was built for "
+                    f"{_shape_text(expected.rest)}{_missing(shape, expected.rest)}"
+                )
+            if tensor.is_floating_point() != expected.dtype.startswith(("float", "bfloat")):
+                raise UsageError(
+                    f"{where} holds {str(tensor.dtype).removeprefix('torch.')} numbers, and the model was built for "
+                    f"{expected.dtype}: convert them"
+                )
+
+    def label_range(self, loss: str) -> LabelRange:
+        """What a loss over classes takes of this model; any label where its outputs are several tensors or unknown."""
+        leaving = self.outputs[-1] if self.outputs else ()
+        if len(leaving) != 1 or not leaving[0].per_sample:
+            return LabelRange(None)
+        return LabelRange.of(loss, (0, *leaving[0].rest))
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "one number"
+
+
+def _missing(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """What to do about a dimension of one that is not there, or is too many."""
+    for short, long, text in (
+        (shape, expected, "add it, as in x[{}]"),
+        (expected, shape, "take it out, as in x.squeeze({})"),
+    ):
+        for dim, size in enumerate(long):
+            if size == 1 and long[:dim] + long[dim + 1 :] == short:
+                how = ", ".join([":"] * (dim + 1) + ["None"]) if short is shape else str(dim + 1)
+                what = "misses" if short is shape else "has"
+                return f": it {what} a dimension of size 1; {text.format(how)}"
+    return ""
 
 
 class SavedConfig(msgspec.Struct, frozen=True):
@@ -54,11 +102,12 @@ def default_run_dir() -> Path:
 
 class RunDirectory:
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = require_text(path, "the run directory")
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.layers = path / "layers"
+        self.stream = path / "stream"
         self._lock: IO[str] | None = None
         self._mine = False  # the folder did not exist before this run
 

@@ -66,7 +66,8 @@ class AllReduceMember:
     def __init__(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> None:
         self.endpoint = endpoint
         self.emit: Callable[[events.Event], None] = self._report
-        self._recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, own.meter())
+        power = own.power(plan.recipe.threads)
+        self._recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, own.meter(), power)
         replica = Replica(plan.recipe, endpoint.node)
         sender = Sender(endpoint, plan.wire, self._recorder)
         self._exchange = exchange = Gradients(plan, replica, self._recorder)

@@ -474,8 +474,11 @@ def _mean_loss(dids: Sequence[Did], otherwise: float) -> float:
 
 
 def _mean(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Buffers: statistics are each worker's own, and their mean is as good as one gets; counters are the first's."""
-    return [
-        torch.stack([each[position] for each in lists]).mean(0) if tensor.is_floating_point() else tensor
-        for position, tensor in enumerate(lists[0])
-    ]
+    """What is not trained: statistics are each worker's own, and their mean is as good as one gets; counters are the
+    first's. Where all have the same, frozen parameters above all, that is it: the mean of three equal numbers is another."""
+    found = []
+    for position, tensor in enumerate(lists[0]):
+        others = [each[position] for each in lists[1:]]
+        alike = not tensor.is_floating_point() or all(each.equal(tensor) for each in others)
+        found.append(tensor if alike else torch.stack([tensor, *others]).mean(0))
+    return found

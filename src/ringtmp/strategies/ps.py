@@ -60,7 +60,8 @@ class PsMember:
         self.endpoint = endpoint
         self._roles = roles
         self.emit: Callable[[events.Event], None] = self._report
-        self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, own.meter())
+        power = own.power(plan.recipe.threads)
+        self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, own.meter(), power)
         table = keys.cut(plan.sizes, len(roles.servers))
         owners = [roles.servers[server] for server in keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers

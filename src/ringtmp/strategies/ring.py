@@ -195,6 +195,7 @@ def _forecast(brief: Brief, planned: Plan) -> Forecast:
             )
         ),
         tuple(each.device for each in planned.left_out),
+        planned.left_out_text,
     )  # fmt: skip
 
 
@@ -268,5 +269,5 @@ def segment_text(layers: list[Layer], first: int, stop: int) -> str:
     if first == stop:
         return "loss only"
     if stop - first == 1:
-        return f"{first} ({layers[first].name})"
-    return f"{first}-{stop - 1} ({layers[first].name} to {layers[stop - 1].name})"
+        return f"#{first} {layers[first].name}"
+    return f"#{first}-{stop - 1} {layers[first].name} to {layers[stop - 1].name}"

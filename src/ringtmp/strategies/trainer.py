@@ -22,7 +22,7 @@ from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.ring.checkpoint import StateName
 from ringtmp.ring.endpoint import Endpoint, Mail
-from ringtmp.ring.losses import LOSSES, Score
+from ringtmp.ring.losses import LOSSES, Score, next_byte
 from ringtmp.strategies.criterion import Criterion, not_there
 from ringtmp.strategies.replica import Replica
 from ringtmp.strategies.rows import Rows
@@ -225,7 +225,7 @@ class Trainer:
         task.values = []
 
     def _score(self, task: _Task) -> None:
-        score = Score()
+        score = Score(bytes_model=self._loss is next_byte)
         with torch.no_grad():
             for position in range(len(task.microbatches)):
                 outputs, targets = self._nested(task, position), task.targets[position]

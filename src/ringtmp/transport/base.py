@@ -38,6 +38,10 @@ class Transport(Protocol):
 
     def hang_up(self, peer: int) -> None: ...
 
+    def listen_again(self) -> None:
+        """Where nobody could connect any more, make it possible; who is connected stays."""
+        ...
+
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None: ...
 
     def receive(self) -> list[Arrival]: ...
@@ -59,6 +63,9 @@ class Around:
 
     def hang_up(self, peer: int) -> None:
         self._inner.hang_up(peer)
+
+    def listen_again(self) -> None:
+        self._inner.listen_again()
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         self._inner.send(peer, channel, frames)

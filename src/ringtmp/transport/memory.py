@@ -31,6 +31,9 @@ class MemoryTransport:
     def hang_up(self, peer: int) -> None:
         """Nothing is kept for anybody."""
 
+    def listen_again(self) -> None:
+        """Everyone on a hub is always heard."""
+
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         queue = self._hub.queues.get(peer)
         if queue is not None:

@@ -41,7 +41,7 @@ _ENDS = {Channel.CONTROL: "c", Channel.TENSOR: "t", Channel.BULK: "b"}
 def ipc_address(folder: str, node: int) -> Address:
     """The Unix sockets of a node in a folder only we can enter."""
     base = os.path.join(folder, str(node))
-    if len(base) + 2 > MAX_IPC_PATH:
+    if len(os.fsencode(base)) + 2 > MAX_IPC_PATH:
         raise UsageError(f"the socket path {base} is longer than {MAX_IPC_PATH} bytes: set TMPDIR to a shorter folder")
     control, tensor, bulk = (f"ipc://{base}-{_ENDS[channel]}" for channel in Channel)
     return Address((control, tensor, bulk))
@@ -77,9 +77,8 @@ class ZeroMQTransport:
         bound = []
         try:
             for channel, endpoint in zip(Channel, endpoints, strict=True):
-                router = self._listen(endpoint)
-                self._routers[channel] = router
-                self._watch(router, None, channel)
+                router = self._routers[channel] = self._socket(zmq.ROUTER, None, channel)
+                self._listen(router, endpoint)
                 bound.append(router.getsockopt_string(zmq.LAST_ENDPOINT))
         except BaseException:
             self.close()
@@ -101,7 +100,7 @@ class ZeroMQTransport:
         if peer > self.node:
             return
         for channel, endpoint in zip(Channel, address.endpoints, strict=True):
-            dealer = self._socket(zmq.DEALER)
+            dealer = self._dealers[peer, channel] = self._socket(zmq.DEALER, peer, channel)
             dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
             if self._keys is not None:
@@ -109,8 +108,6 @@ class ZeroMQTransport:
             else:
                 dealer.setsockopt(zmq.ROUTING_ID, b"n%d" % self.node)
             dealer.connect(endpoint)
-            self._dealers[peer, channel] = dealer
-            self._watch(dealer, peer, channel)
             if self._keys is not None:
                 self._put(dealer, [INTRODUCTION])
 
@@ -122,6 +119,14 @@ class ZeroMQTransport:
                 self._poller.unregister(dealer)
                 del self._sources[dealer]
                 dealer.close(linger=0)
+
+    def listen_again(self) -> None:
+        """A cleaner of temporary files takes Unix sockets too. Whoever is connected does not notice; bound once more, the
+        same name leads here again. Where even its folder is gone, nothing can be done here."""
+        for channel, endpoint in zip(Channel, self.address.endpoints, strict=True):
+            path = endpoint.removeprefix("ipc://")
+            if path != endpoint and not os.path.exists(path) and os.path.isdir(os.path.dirname(path)):
+                self._routers[channel].bind(endpoint)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
         dealer = self._dealers.get((peer, channel))
@@ -187,8 +192,7 @@ class ZeroMQTransport:
         self._routes[sender, channel] = route
         return sender if len(parts) > 2 or parts[1].bytes != INTRODUCTION else None
 
-    def _listen(self, endpoint: str) -> zmq.Socket[bytes]:
-        router = self._socket(zmq.ROUTER)
+    def _listen(self, router: zmq.Socket[bytes], endpoint: str) -> None:
         try:
             if self._keys is not None and self._gatekeeper is not None:
                 serve_securely(router, self._keys, DOMAIN)
@@ -198,20 +202,17 @@ class ZeroMQTransport:
                 # A returning peer takes its name over from its dead connection.
                 router.setsockopt(zmq.ROUTER_HANDOVER, 1)
                 router.bind(endpoint)
-        except zmq.ZMQError as error:
-            router.close(linger=0)
-            raise UsageError(f"cannot listen on {endpoint}: {error.strerror or error}") from error
-        return router
+        except (zmq.ZMQError, ValueError) as error:  # a name that is no text is a ValueError
+            raise UsageError(f"cannot listen on {endpoint}: {getattr(error, 'strerror', None) or error}") from error
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, peer: int | None, channel: Channel) -> zmq.Socket[bytes]:
+        """Known to `close` from its first moment: a context waits for ever for a socket that nobody closes."""
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sources[socket] = (peer, channel)
+        self._poller.register(socket, zmq.POLLIN)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         return socket
-
-    def _watch(self, socket: zmq.Socket[bytes], peer: int | None, channel: Channel) -> None:
-        self._poller.register(socket, zmq.POLLIN)
-        self._sources[socket] = (peer, channel)
 
     @staticmethod
     def _put(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:

@@ -1,0 +1,156 @@
+"""Events become parts: what each start of a run did, and what of it counts.
+
+A run has a part for its start and one for each time it was resumed. A part that was cut off may have gone beyond the
+checkpoint from which the next one began: those steps were done again and count where they were done last. The master's
+clock may begin anew between two parts, so the time of a run is that of its parts, added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ringtmp.metrics.energy import Power
+from ringtmp.metrics.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    LineTried,
+    NodeEnded,
+    NodeStarted,
+    NodeStep,
+    Regrouped,
+    RunEnded,
+    RunStarted,
+    SnapshotWhole,
+    StepDone,
+    StreamStrayed,
+    Warned,
+)  # fmt: skip
+
+
+class Part(msgspec.Struct, frozen=True):
+    """`steps`, `node_steps` and `evaluations` are those that count; `every_step` has what was done again too."""
+
+    started: RunStarted
+    ended: RunEnded | None  # None: it goes on, or was cut off
+    nodes: dict[int, NodeStarted]  # of the last generation
+    ends: dict[int, NodeEnded]
+    powers: dict[int, Power]  # what is known of their devices
+    steps: tuple[StepDone, ...]
+    every_step: tuple[StepDone, ...]
+    node_steps: dict[int, tuple[NodeStep, ...]]
+    evaluations: tuple[Evaluated, ...]
+    recoveries: tuple[Regrouped, ...]
+    warnings: tuple[str, ...]
+    lost_steps: int  # finished, and done again by a later part
+    seconds: float
+    before_s: float  # seconds of the parts before
+    strayed: tuple[StreamStrayed, ...] = ()
+
+    @property
+    def first_step(self) -> int:
+        return self.started.first_step
+
+    def run_s(self, at: float) -> float:
+        """A moment of the master's clock as seconds since the run first began."""
+        return self.before_s + at - self.started.at
+
+
+def parts_of(stream: Iterable[Event]) -> tuple[Part, ...]:
+    """In order; none where nothing was started."""
+    tallies: list[_Tally] = []
+    waiting: list[str] = []  # warnings that come before the start they belong to
+    for event in stream:
+        if isinstance(event, RunStarted):
+            for earlier in tallies:
+                earlier.resume_from(event.first_step)
+            tallies.append(_Tally(event, waiting))
+            waiting = []
+        elif isinstance(event, Warned) and (not tallies or tallies[-1].ended):
+            waiting.append(event.text)
+        elif isinstance(event, RunEnded) and (not event.begun or not tallies or tallies[-1].ended):
+            waiting.append(f"an attempt to go on with the run failed: {event.error or event.outcome}")
+        elif tallies:
+            tallies[-1].take(event)
+            if isinstance(event, Evaluated):
+                for earlier in tallies[:-1]:
+                    earlier.evaluations.pop(event.step, None)
+    found: list[Part] = []
+    for tally in tallies:
+        found.append(tally.part(sum(each.seconds for each in found)))
+    if found and waiting:
+        found[-1] = msgspec.structs.replace(found[-1], warnings=(*found[-1].warnings, *waiting))
+    return tuple(found)
+
+
+class _Tally:
+    """One part while its events come."""
+
+    def __init__(self, started: RunStarted, warnings: list[str]) -> None:
+        self._started = started
+        self._warnings = warnings
+        self._last_at = started.at
+        self._nodes: dict[int, NodeStarted] = {}
+        self._ends: dict[int, NodeEnded] = {}
+        self._powers: dict[int, Power] = {}
+        self._steps: list[StepDone] = []
+        self._every_step: list[StepDone] = []
+        self._node_steps: dict[int, list[NodeStep]] = {}
+        self._recoveries: list[Regrouped] = []
+        self._lost = 0
+        self._strayed: list[StreamStrayed] = []
+        self.evaluations: dict[int, Evaluated] = {}
+        self.ended: RunEnded | None = None
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, NodeStep | NodeEnded) and event.power is not None:
+            self._powers[event.node] = event.power
+        if isinstance(event, NodeStarted):
+            self._nodes[event.node] = event
+        elif isinstance(event, NodeEnded):
+            self._ends[event.node] = event
+        elif isinstance(event, NodeStep):
+            self._node_steps.setdefault(event.node, []).append(event)
+        elif isinstance(event, StepDone):
+            self._steps.append(event)
+            self._every_step.append(event)
+        elif isinstance(event, Evaluated):
+            self.evaluations[event.step] = event
+        elif isinstance(event, RunEnded):
+            self.ended = event
+        elif isinstance(event, Regrouped):
+            self._recoveries.append(event)
+            self._nodes = {node: each for node, each in self._nodes.items() if each.generation == event.generation}
+            self._keep_before(event.step)
+        elif isinstance(event, StreamStrayed):
+            self._strayed.append(event)
+        elif isinstance(event, Warned):
+            self._warnings.append(event.text)
+        else:
+            assert isinstance(event, CheckpointSaved | SnapshotWhole | LineTried)
+        if isinstance(event, StepDone | Evaluated | CheckpointSaved | Regrouped | RunEnded):
+            self._last_at = event.at
+
+    def resume_from(self, step: int) -> None:
+        """A later part begins with this step."""
+        before = len(self._steps)
+        self._keep_before(step)
+        self._lost += before - len(self._steps)
+
+    def _keep_before(self, step: int) -> None:
+        """What is done again counts once. An evaluation's step is the one that follows it."""
+        self._steps = [each for each in self._steps if each.step < step]
+        self._node_steps = {
+            node: [each for each in done if each.step < step] for node, done in self._node_steps.items()
+        }
+        self.evaluations = {at: each for at, each in self.evaluations.items() if at <= step}
+
+    def part(self, before_s: float) -> Part:
+        return Part(
+            self._started, self.ended, self._nodes, self._ends, self._powers, tuple(self._steps), tuple(self._every_step),
+            {node: tuple(done) for node, done in self._node_steps.items()}, tuple(self.evaluations.values()),
+            tuple(self._recoveries), tuple(self._warnings), self._lost, self._last_at - self._started.at, before_s,
+            tuple(self._strayed),
+        )  # fmt: skip
