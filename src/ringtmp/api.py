@@ -34,6 +34,7 @@ from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
 from ringtmp.progress import OnStep, watching
+from ringtmp.resources import require_files
 from ringtmp.result import Result
 from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
@@ -319,6 +320,7 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
 
 def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
     """To the end; returns what could not be written of the record."""
+    require_files(job.config.ring.nodes)
     if crew is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
@@ -334,6 +336,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
 
 @contextmanager
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
+    require_files(nodes)
     threads = config.training.threads or 1
     crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
     with left_alone(), Inference(run, config, nodes, loss, crew) as ring:

@@ -106,6 +106,10 @@ _NO_MEMORY = ("allocate memory", "not enough memory", "failed to map segment", "
 
 def _of_the_system(error: Exception) -> str | None:
     """What the machine refused, in a sentence; None if it is none of that, but a mistake of ours."""
+    from ringtmp.resources import out_of_files
+
+    if (shortage := out_of_files(error)) is not None:
+        return shortage
     said = str(error)
     if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
         detail = f": {said.splitlines()[0]}" if said else ""

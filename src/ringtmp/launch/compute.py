@@ -55,10 +55,12 @@ def main() -> int:
         _write_to(orders.log)
     threading.Thread(target=_follow_parent, daemon=True).start()
 
+    from ringtmp.resources import raise_file_limit
     from ringtmp.transport.curve import new_key_pair
     from ringtmp.transport.slow import slowed
     from ringtmp.transport.zeromq import ZeroMQTransport
 
+    raise_file_limit()
     transport = ZeroMQTransport(orders.node, orders.endpoints, new_key_pair() if orders.secure else None)
     if orders.secure:
         sys.stdout.buffer.write(msgspec.json.encode(Bound(transport.address)) + b"\n")

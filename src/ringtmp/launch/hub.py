@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch import speech
@@ -43,10 +42,8 @@ JOINS_PER_S = 10
 #: Messages of strangers that are read in one go.
 MOST_AT_ONCE = 100
 DOOR_HANDSHAKE_MS = 2000
-DOOR_BACKLOG = 32
 #: A port that somebody else has is tried again after this.
 REOPEN_S = 5.0
-MOST_STRANGERS = 256
 
 
 @dataclass
@@ -83,7 +80,7 @@ class Hub:
         self._table.linger = 500
         self.refresh()  # before anyone can knock: ZeroMQ never retries a refused handshake
         try:
-            self._table.bind(f"tcp://{host}:{port + HUB_PORT_OFFSET}")
+            self._gatekeeper.listen(self._table, f"tcp://{host}:{port + HUB_PORT_OFFSET}")
             self.open_door()
         except zmq.ZMQError as error:
             self.close()
@@ -199,7 +196,6 @@ class Door:
         self._admitted = admitted
         self._hub = f"tcp://{host}:{port + HUB_PORT_OFFSET}"
         self._recent: deque[float] = deque()
-        self._strangers = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context)
         self._gatekeeper.open_to_anyone("join")
@@ -207,23 +203,17 @@ class Door:
         serve_securely(self.socket, rings.open(ring).keys, "join")
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, DOOR_HANDSHAKE_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self.socket.setsockopt(zmq.BACKLOG, DOOR_BACKLOG)
         self.socket.setsockopt(zmq.RCVHWM, 100)
         self.socket.setsockopt(zmq.SNDHWM, 100)
         self.socket.linger = 200
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._endpoint = f"tcp://{host}:{port}"
-        self._bound = False
-        self._reopen_at = 0.0
         try:
-            self._open()
+            self._gatekeeper.listen(self.socket, f"tcp://{host}:{port}")
         except zmq.ZMQError:
             self.close()
             raise
 
     def serve(self) -> None:
         """Answer those who knock; not so many at once that training would wait for it."""
-        self._count_strangers()
         for _ in range(MOST_AT_ONCE):
             if not has_mail(self.socket):
                 break
@@ -241,8 +231,6 @@ class Door:
             self.socket.send_multipart([parts[0].bytes, speech.encode(answer)], zmq.NOBLOCK)
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self._monitor.close(linger=0)
         self.socket.close()
         self._gatekeeper.close()
         self._context.term()
@@ -270,26 +258,3 @@ class Door:
         if not NAME.fullmatch(message.facts.name):
             return "the device's name must be 1 to 32 of a-z, 0-9 and '-'"
         return self._rings.admit(self._ring, message.secret, key, message.facts.name)
-
-    def _open(self) -> None:
-        if not self._bound:
-            self.socket.bind(self._endpoint)
-            self._bound = True
-
-    def _count_strangers(self) -> None:
-        """With too many connections at once the door stops accepting for a moment, long enough for every handshake that
-        leads nowhere to be dropped (closed sockets send no news, so the count begins anew)."""
-        while self._monitor.poll(0):
-            accepted = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED
-            self._strangers = max(0, self._strangers + (1 if accepted else -1))
-        now = time.monotonic()
-        if self._bound and self._strangers > MOST_STRANGERS:
-            self.socket.unbind(self._endpoint)
-            self._bound = False
-            self._reopen_at = now + 1.5 * DOOR_HANDSHAKE_MS / 1000
-        elif not self._bound and now > self._reopen_at:
-            self._strangers = 0
-            try:
-                self._open()
-            except zmq.ZMQError:  # somebody took the port meanwhile
-                self._reopen_at = now + REOPEN_S

@@ -38,7 +38,7 @@ from ringtmp.model.portable import (
 )
 from ringtmp.model.regions import Flat, Mode, Region, Step
 from ringtmp.model.watch import lines, refuse_narrow
-from ringtmp.resources import loading
+from ringtmp.resources import loading, out_of_files
 
 #: Batch size of the example a layer is exported with: not 0 or 1, which export would freeze, and rarely a layer's
 #: own width, so that a frozen batch is noticed.
@@ -148,6 +148,8 @@ def _export_graph(
     except UsageError:
         raise
     except Exception as error:  # torch.export raises many kinds; the user needs one sentence
+        if (shortage := out_of_files(error)) is not None:
+            raise UsageError(shortage) from error  # which no layer is to blame for
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
             f"layer {name!r} ({type(module).__name__}) cannot be exported: {_reason(first)}. "

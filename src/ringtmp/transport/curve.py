@@ -14,6 +14,8 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
+from ringtmp.transport.listen import Listener, listen
+
 #: A connection that has not finished its handshake by then is dropped.
 HANDSHAKE_LIMIT_MS = 5000
 
@@ -50,6 +52,7 @@ class Gatekeeper:
         self._allowed: dict[str, dict[str, str]] = {}
         self._open: set[str] = set()
         self.refused = 0
+        self.listeners: list[Listener] = []
         self._stop = threading.Event()
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -70,16 +73,33 @@ class Gatekeeper:
         with self._lock:
             self._open.add(domain)
 
+    def listen(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        """Bind a socket of this context, and keep an eye on how many connect."""
+        listener = listen(socket, endpoint)
+        with self._lock:
+            self.listeners.append(listener)
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
 
     def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
         while not self._stop.is_set():
-            if self._socket.poll(100):
+            with self._lock:
+                listeners = list(self.listeners)
+            for each in listeners:
+                if each.monitor not in poller:
+                    poller.register(each.monitor, zmq.POLLIN)
+                each.look()
+            poller.poll(100)
+            if self._socket.poll(0):
                 request = self._socket.recv_multipart()
                 self._socket.send_multipart(self._answer(request))
         self._socket.close()
+        for each in self.listeners:
+            each.close()
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         version, number = request[0], request[1] if len(request) > 1 else b""

@@ -194,13 +194,14 @@ class ZeroMQTransport:
 
     def _listen(self, router: zmq.Socket[bytes], endpoint: str) -> None:
         try:
-            if self._keys is not None:
+            if self._keys is not None and self._gatekeeper is not None:
                 serve_securely(router, self._keys, DOMAIN)
                 router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+                self._gatekeeper.listen(router, endpoint)
             else:
                 # A returning peer takes its name over from its dead connection.
                 router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            router.bind(endpoint)
+                router.bind(endpoint)
         except (zmq.ZMQError, ValueError) as error:  # a name that is no text is a ValueError
             raise UsageError(f"cannot listen on {endpoint}: {getattr(error, 'strerror', None) or error}") from error
 
