@@ -232,9 +232,11 @@ def test_a_full_window_is_the_most_any_visit_holds(schedule: str, window: int | 
     for rate in (0.1, 1.0, 5.0, math.inf):
         result = simulate_ring(table, route, devices(4, rate=rate), options)
         most = [held(visit, 5, options, safe=True) for visit in range(5)]
-        counts = held_in(result, route, options)
+        counts = held_in(result, route, options, devices(4))
         assert all(count <= limit for count, limit in zip(counts, most, strict=True))
         assert counts[-1] == (8 if schedule == "gpipe" else 1)
+        crowded = [replace(each, takes_turns=True) for each in devices(4)]
+        assert list(held_in(result, route, options, crowded)) == most, "any may wait for a core while the others go on"
 
 
 def test_a_smaller_window_is_chosen_where_the_usual_one_does_not_fit() -> None:
