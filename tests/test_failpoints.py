@@ -23,8 +23,8 @@ from ringtmp.metrics import events
 MODEL = remembering_model(32)
 FLAGS = (*REMEMBERING, "--steps", 60, "--checkpoint-every", 50)
 pytestmark = pytest.mark.timeout(300)
-QUICK = ("after an update",)
-QUICK_HEALING = ("before the new generation",)
+QUICK: tuple[str, ...] = ()  # in memory: test_simulation; a lost process: test_healing_processes, test_joining
+QUICK_HEALING: tuple[str, ...] = ()  # in memory: test_healing, test_simulation
 QUICK_MASTER: tuple[str, ...] = ()  # a killed master is resumed in test_healing_processes
 
 

@@ -44,7 +44,7 @@ from ringtmp.wire import link
 from ringtmp.wire.message import Held
 
 STEPS = 4
-QUICK_SEEDS = 500
+QUICK_SEEDS = 200
 #: 20,000 in all: 3,000 in `make long`, the rest in `make nightly`.
 PART_SEEDS, LONG_PARTS, NIGHTLY_PARTS = 500, 6, 40
 MEMORY_BYTES = 2**30
