@@ -1,7 +1,9 @@
 # make setup   a virtual environment in .venv, installed with the constraints
 # make demo    set-up, then the digits on a ring of three processes
-# make test    set-up, lint, types, every quick test (at most 12 minutes on two cores)
+# make test    set-up, lint, types, every quick test (at most 6 minutes on two cores)
 # make long    what takes longer (at most 45 minutes)
+# make nightly what takes hours, in parts: a part is a test file (make nightly PART="simulation bench_speed"). A part that
+#              has passed leaves a stamp in runs/nightly and is not run again unless asked: make nightly AGAIN=1
 # make bench   every experiment, as root on Linux, into runs/bench (hours; it goes on where it was stopped)
 
 PYTHON ?= python3
@@ -9,7 +11,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint quick long bench clean
+# Every test file with something for `make nightly` in it.
+PART ?= $(patsubst tests/test_%.py,%,$(shell grep -l "mark[.]nightly" tests/test_*.py))
+AGAIN ?=
+# pytest says 5 where it finds no test.
+OR_NONE := || test $$? -eq 5
+
+.PHONY: setup demo test lint quick long nightly bench clean
 
 setup: $(STAMP)
 
@@ -28,11 +36,24 @@ lint: setup
 quick: setup
 	$(BIN)/pytest -m "not long and not nightly" -n 2 --dist worksteal
 
-test: lint quick
+# Both at once: types are checked while tests wait for processes they have started.
+test: setup
+	$(MAKE) -j 2 lint quick
 
 long: setup
 	$(BIN)/pytest -m "long and not alone" -n 2 --dist worksteal --timeout 1500
 	$(BIN)/pytest -m "long and alone" --timeout 1500
+
+# The parts that fail do not keep the others from running.
+nightly: setup
+	$(if $(AGAIN),rm -f $(PART:%=runs/nightly/%))
+	$(MAKE) -k $(PART:%=runs/nightly/%)
+
+runs/nightly/%: | setup
+	mkdir -p $(@D)
+	$(BIN)/pytest tests/test_$*.py -m "nightly and not alone" -n 2 --dist worksteal --timeout 7200 $(OR_NONE)
+	$(BIN)/pytest tests/test_$*.py -m "nightly and alone" --timeout 7200 $(OR_NONE)
+	git rev-parse HEAD > $@ 2>/dev/null || date > $@
 
 bench: setup
 	$(BIN)/ringtmp bench all --out runs/bench

@@ -36,10 +36,12 @@ def model():
 """
 
 
-def ringtmp(*args: object, cwd: Path, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+def ringtmp(
+    *args: object, cwd: Path, code: int = 0, timeout: float = 100, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """To its end, in a process of its own."""
     done = subprocess.run(
-        [*CLI, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=100, check=False, **options
+        [*CLI, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, **options
     )
     return _checked(done, code)
 

@@ -313,7 +313,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_ctrl_c_leaves_nothing_running_and_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
     plan = [(0, job("good")), (0, job("slow", endless(tmp_path))), (0, job("never"))]
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))

@@ -256,6 +256,7 @@ def losses(folder: Path) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.long  # messages and the harness below and in test_bench
 @pytest.mark.timeout(300)  # eight processes that load torch, on whatever machine
 def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path: Path) -> None:
     words = ("--workloads", "mlp", "--settings", "two", "--cases", "ring,ddp", "--steps", "3")
@@ -273,11 +274,13 @@ def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path:
     assert second == first
 
 
-@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.timeout(1500)
 @needs_isolation
-@pytest.mark.parametrize("workload", list(QUICK))
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(each, marks=pytest.mark.nightly if at else pytest.mark.long) for at, each in enumerate(QUICK)],
+)
 def test_every_case_works_in_the_lab_and_learns_the_same(tmp_path: Path, workload: str) -> None:
     words = ("--workloads", workload, "--settings", "lab-fast", "--steps", "3")
     rows, _ = bench(tmp_path, *words)
@@ -288,6 +291,7 @@ def test_every_case_works_in_the_lab_and_learns_the_same(tmp_path: Path, workloa
             assert learned[name] == pytest.approx(learned["one"], rel=1e-3), name
 
 
+@pytest.mark.long
 def test_messages_go_between_two_processes_by_the_ring_and_by_gloo() -> None:
     command = [sys.executable, "-P", "-m", "ringtmp", "bench", "messages", "--count", "20", "--rounds", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -89,10 +89,10 @@ def test_train_trace_evaluate_predict_as_a_user_would(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "run/config.json").read_text())["config"]
     assert saved["training"]["optimizer_settings"]["lr"] == 0.005
     assert saved["training"]["steps"] == 90
-    assert "events in run/trace.json" in ringtmp("trace", "run", cwd=tmp_path).stdout
-    score = json.loads(ringtmp("evaluate", "run", "--nodes", 2, "--json", cwd=tmp_path).stdout)
+    assert "events in run/trace.json" in here("trace", "run", cwd=tmp_path).stdout
+    score = json.loads(here("evaluate", "run", "--nodes", 2, "--json", cwd=tmp_path).stdout)
     assert score["accuracy"] > 0.5
     np.save(tmp_path / "x.npy", np.zeros((3, 1, 8, 8), np.float32))
-    lines = ringtmp("predict", "run", "x.npy", cwd=tmp_path).stdout.split()
+    lines = here("predict", "run", "x.npy", cwd=tmp_path).stdout.split()
     assert len(lines) == 3
     assert all(0 <= int(line) <= 9 for line in lines)

@@ -220,6 +220,7 @@ def test_a_shape_is_cut_where_its_arithmetic_says(net: shapes.Net) -> None:
     assert not shapes.can_cut(net, layers + 1)
 
 
+@pytest.mark.long  # bytes by formula in test_strategies
 def test_three_real_processes_send_the_values_the_prototype_counted() -> None:
     job = traffic.prototype_cells(choices())[0].job
     made = harness.measure(job, 0, ENVIRONMENT, 100.0)

@@ -153,7 +153,8 @@ def test_devices_that_joined_are_used_as_they_are_and_what_would_change_them_is_
 
 
 @pytest.mark.skipif(chromium() is None, reason="there is no chromium here (Debian: apt-get install chromium)")
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long  # the same page by the same means in test_report
+@pytest.mark.parametrize("quick", [True, False])
 def test_the_page_is_whole_and_legible_in_a_browser_and_on_a_phone(
     quick: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

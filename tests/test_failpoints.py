@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from commands import REMEMBERING, remembering_model, ringtmp
-from failpoints.points import MASTERS, ONCE, WHILE_HEALING
+from failpoints.points import CUTS, MASTERS, ONCE, WHILE_HEALING
 from ringtmp.metrics import events
 
 MODEL = remembering_model(32)
 FLAGS = (*REMEMBERING, "--steps", 60, "--checkpoint-every", 50)
 pytestmark = pytest.mark.timeout(300)
-QUICK = ("after an update",)
-QUICK_HEALING = ("before the new generation",)
+QUICK: tuple[str, ...] = ()  # in memory: test_simulation; a lost process: test_healing_processes, test_joining
+QUICK_HEALING: tuple[str, ...] = ()  # in memory: test_healing, test_simulation
 QUICK_MASTER: tuple[str, ...] = ()  # a killed master is resumed in test_healing_processes
 
 
@@ -80,7 +80,10 @@ class Run:
         return done.stdout
 
     def resume(self, nodes: int = 3) -> dict[str, Any]:
-        summary: dict[str, Any] = json.loads(self.train("--resume", "run", "--nodes", nodes, "--json", "--quiet"))
+        cuts = ["--cuts", CUTS] if nodes == 3 else []
+        summary: dict[str, Any] = json.loads(
+            self.train("--resume", "run", "--nodes", nodes, *cuts, "--json", "--quiet")
+        )
         return summary
 
     def back_after_s(self) -> float:
@@ -119,7 +122,7 @@ def test_another_killed_while_the_ring_heals_changes_no_bit(
 @pytest.mark.parametrize("name", chosen(MASTERS, QUICK_MASTER))
 def test_a_master_killed_is_resumed_with_the_same_bits(name: str, tmp_path: Path, base: Path, expected: str) -> None:
     run = Run(tmp_path, base, name)
-    run.train("--resume", "run", "--nodes", 3, "--quiet", code=-9)
+    run.train("--resume", "run", "--nodes", 3, "--cuts", CUTS, "--quiet", code=-9)
     assert run.resume()["weights_sha256"] == expected
     assert not (tmp_path / "run" / "snapshots").exists()
 

@@ -82,6 +82,20 @@ def run(
     return api.start(config, stack(), data, None, folder, watcher or api.Silent(), crew)
 
 
+class Departing(MemoryCrew):
+    """One dies when the last checkpoint is there, before it can be told to stop."""
+
+    def __init__(self, nodes: int, node: int, run: Path) -> None:
+        super().__init__(nodes, clock=Ticking())
+        self._node, self._checkpoints, self._died = node, run / "checkpoints", False
+
+    def advance(self) -> bool:
+        if not self._died and list(self._checkpoints.glob(f"step-*{STEPS}")):
+            self._died = True
+            self.kill(self._node)
+        return super().advance()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_nodes_die_and_the_bits_are_those_of_an_undisturbed_run(case: str, tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", MemoryCrew(4), **CASES[case])
@@ -105,6 +119,17 @@ def test_what_is_done_again_counts_once_and_is_marked_in_the_trace(tmp_path: Pat
         assert node.idle_s >= 0
     marks = [row for row in chrome_trace(log)["traceEvents"] if row["ph"] == "i"]
     assert len(marks) == 1
+
+
+def test_a_loss_after_the_last_layer_was_saved_is_recorded_too(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", MemoryCrew(3))
+    assert not calm.summary.recoveries
+    hit = run(tmp_path / "hit", Departing(3, 2, tmp_path / "hit"))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    (lost,) = hit.summary.recoveries
+    assert (lost.lost, lost.step, lost.repeated, lost.source) == ((2,), STEPS, 0, "checkpoint")
+    assert hit.summary.steps == STEPS
+    assert any("node 2 was killed" in text for text in hit.summary.warnings)
 
 
 def test_a_loss_while_healing_begins_the_healing_anew(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import click
 import psutil
 import pytest
 
-from commands import begin
+from commands import begin, here
 from ringtmp.cli import lab as verb
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch import cgroups
@@ -105,10 +105,10 @@ def wait_until(true: Callable[[], object], what: str, process: subprocess.Popen[
 def test_four_devices_at_100_mbit_train_the_bits_of_one_process(tmp_path: Path) -> None:
     file = devices_file(tmp_path, *(device(name) for name in ("desk", "shelf", "attic", "shed")))
     flags = ["--steps", 20, "--seed", 3, "--json"]
-    alone = begin("train", "--nodes", 1, "--threads", 1, *flags, "--run-dir", "alone", cwd=tmp_path)
     lab = begin("lab", "--devices", file, "--", "train", "--all-devices", *flags, "--run-dir", "lab", cwd=tmp_path)
     out, err = finish(lab)
-    emulated, single = json.loads(out), json.loads(finish(alone)[0])
+    alone = here("train", "--nodes", 1, "--threads", 1, *flags, "--quiet", "--run-dir", "alone", cwd=tmp_path)
+    emulated, single = json.loads(out), json.loads(alone.stdout)
     assert emulated["weights_sha256"] == single["weights_sha256"]
     assert (emulated["nodes"], emulated["threads"], emulated["emulated"]) == (4, 1, True)
     assert single["emulated"] is False
@@ -236,6 +236,7 @@ def test_a_node_that_dies_before_it_joined_is_named_and_ends_the_lab(tmp_path: P
     assert "snail ended with code -9 before it joined" in finish(lab, 4)[1]
 
 
+@pytest.mark.long  # without a lab in test_processes, and what a killed lab leaves below
 @needs_isolation
 def test_ctrl_c_saves_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("b", cpu=1))

@@ -21,7 +21,7 @@ WITHIN = 0.15
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # on a busy machine; how long it takes is no part of the claim
 @pytest.mark.parametrize(
     ("work", "how"),
     [
@@ -36,7 +36,7 @@ WITHIN = 0.15
 )
 def test_a_nodes_peak_memory_is_within_15_percent_of_the_forecast(work: str, how: str, tmp_path: Path) -> None:
     words = f"{work} {RUN} {how}".split()
-    summary = json.loads(ringtmp("train", *words, "--run-dir", tmp_path / "run", cwd=tmp_path).stdout)
+    summary = json.loads(ringtmp("train", *words, "--run-dir", tmp_path / "run", cwd=tmp_path, timeout=800).stdout)
     said = {each["node"]: each["memory_bytes"] for each in summary["forecast"]["per_node"]}
     peaks = {each["node"]: each["peak_rss_bytes"] for each in summary["per_node"]}
     assert max(peaks.values()) > 2 * PROCESS_BYTES, "the process itself must not decide"

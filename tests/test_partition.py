@@ -18,7 +18,8 @@ from ringtmp.plan.device import Device, LayerCost, Link, Quota
 from ringtmp.plan.memory import forecast, held, held_in, require_fit
 from ringtmp.plan.partition import REFINE_ACTIONS, refine
 from ringtmp.plan.planner import PlanOptions, plan
-from ringtmp.plan.route import plain_ring
+from ringtmp.plan.route import Route, plain_ring
+from ringtmp.plan.simulate import Simulated
 from ringtmp.plan.simulate_ring import RingOptions, simulate_ring
 
 Bounds = list[tuple[int, int]]
@@ -223,6 +224,15 @@ def test_snapshots_on_disk_cost_at_most_a_twentieth_of_the_largest_model() -> No
     assert not fits(most // 2, "memory")
 
 
+def _held(simulated: Simulated, route: Route, more: int) -> list[int]:
+    """By visit, and some more."""
+    found = {visit.index: 0 for visit in route.visits}
+    for node, each in enumerate(simulated.nodes):
+        for visit, most in zip(route.on(node), each.held, strict=True):
+            found[visit.index] = most + more
+    return list(found.values())
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("window", [None, 2, 16])
 def test_a_full_window_is_the_most_any_visit_holds(schedule: str, window: int | None) -> None:
@@ -232,9 +242,13 @@ def test_a_full_window_is_the_most_any_visit_holds(schedule: str, window: int | 
     for rate in (0.1, 1.0, 5.0, math.inf):
         result = simulate_ring(table, route, devices(4, rate=rate), options)
         most = [held(visit, 5, options, safe=True) for visit in range(5)]
-        counts = held_in(result, route, options)
+        counts = held_in(result, route, options, devices(4))
         assert all(count <= limit for count, limit in zip(counts, most, strict=True))
         assert counts[-1] == (8 if schedule == "gpipe" else 1)
+        crowded = [replace(each, takes_turns=True) for each in devices(4)]
+        more = held_in(result, route, options, crowded)
+        assert list(more) == [min(count, limit) for count, limit in zip(_held(result, route, 2), most, strict=True)]
+        assert list(counts) == [min(count, limit) for count, limit in zip(_held(result, route, 1), most, strict=True)]
 
 
 def test_a_smaller_window_is_chosen_where_the_usual_one_does_not_fit() -> None:

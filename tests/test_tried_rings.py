@@ -46,8 +46,8 @@ def lines(folder: Path) -> list[LineTried]:
     "deaths",
     [
         (),
-        (Death(2, 3, 5),),
-        (Death(1, 3, 0), Death(3, 7, 2)),
+        pytest.param((Death(2, 3, 5),), marks=pytest.mark.long),
+        pytest.param((Death(1, 3, 0), Death(3, 7, 2)), marks=pytest.mark.long),
         (Death(3, 5), Death(2, 0, 0, 2), Death(1, 0, 3, 3)),  # while it heals
         (Death(2, 0, 3), Death(2, 4, 1, 2), Death(2, 8, 1, 3)),
     ],

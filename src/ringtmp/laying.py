@@ -29,7 +29,6 @@ from ringtmp.recovery import Losses, lost_text, unlike
 from ringtmp.resources import fingerprint, free_memory_bytes, set_threads
 from ringtmp.ring.checkpoint import Checkpoint, Progress, latest
 from ringtmp.ring.endpoint import Endpoint
-from ringtmp.ring.lead import STOP_LIMIT_S
 from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.recipe import checked_schedule
 from ringtmp.ring.rundir import LayerIndex, SavedConfig
@@ -76,7 +75,6 @@ class Laying:
         self._protection = Protection(protect, training.staleness)
         self._rebalancing = Rebalancing(ring.rebalance)
         self._known: Brief | None = None  # of the last layout, if its devices need not be tried again
-        self._kept = -1  # the step of the last snapshot that was recorded
         self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
 
     def _close(self, outcome: str, error: str | None, digest: str | None) -> None:
@@ -85,8 +83,10 @@ class Laying:
         try:
             if self._master is not None and log is not None:
                 try:
-                    # After a failure somebody may be dead and never answer.
-                    self._master.stop(outcome, FAILED_STOP_LIMIT_S if outcome == "failed" else STOP_LIMIT_S)
+                    if outcome == "failed":  # somebody may be dead and never answer
+                        self._master.stop(outcome, FAILED_STOP_LIMIT_S)
+                    else:
+                        self._dismiss(self._master, outcome)
                 except Exception as problem:  # a broken link must not hide why the run ended
                     log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
                 log.write(self._master.farewell())
@@ -115,6 +115,19 @@ class Laying:
             text = f"{self._job.run.events} lacks the last {count} events, for which there was no room"
             self.unwritten.append(events.Warned(time.monotonic(), text))
             self._watcher.warn(text)
+
+    def _dismiss(self, master: Leader, reason: str) -> None:
+        """Stop everyone. Somebody who died when all was saved was needed by nobody any more: a loss that costs nothing."""
+        assert self._log is not None
+        for lost in master.stop(reason):
+            assert lost.node is not None
+            self._warn(f"{lost}; the checkpoint of step {self._saving.step} was there by then")
+            self._log.write(
+                events.Regrouped(
+                    time.monotonic(), self._progress.step, self._generation, str(lost), self._crew.nodes, 0.0,
+                    (lost.node,), lost.notice_s, source="checkpoint",
+                )
+            )  # fmt: skip
 
     def _settle(self) -> None:
         """What only the crew knows: how many came, and the thread count they have in common."""

@@ -166,7 +166,6 @@ class Session(Laying):
             self._progress = self._without_undone_epoch(snapshot.progress)
         elif (whole := self._protection.whole) is not None and whole.step > saved:  # gone with those who held it
             self._protection.spoil()
-            self._kept = min(self._kept, saved - 1)
         try:
             self._lay_out(endpoint, index, layers, checkpoint, scout.hellos, snapshot)
         except SnapshotUnusable as problem:
@@ -289,16 +288,13 @@ class Session(Laying):
 
     def _protect(self, step_s: float) -> None:
         """What a finished step means for the snapshots."""
-        protection, log = self._protection, self._log
+        protection = self._protection
         protection.step_took(step_s)
         if protection.mode == "off" and self._job.config.keep.stream_keep != "disk":
             self._batches.forget(self._progress.step + 1)
         whole = protection.whole
         if whole is not None and self._batches.full and time.monotonic() < self._not_before:
             self._batches.forget(whole.step)  # no checkpoint will let them go for now
-        if whole is not None and whole.step > self._kept and log is not None:
-            self._kept = whole.step
-            log.write(events.SnapshotWhole(time.monotonic(), whole.step, protection.interval))
         if (trouble := protection.lapse()) is not None:
             self._warn(f"no more snapshots: {trouble}; a lost node now means going back to the last checkpoint")
 
@@ -312,7 +308,7 @@ class Session(Laying):
             return master
         self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
         if self._crew.all_anew():
-            master.stop("a new generation begins")
+            self._dismiss(master, "a new generation begins")
             master.leave()
             endpoint = self._started_anew()
             self._settle()

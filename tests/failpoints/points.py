@@ -32,6 +32,9 @@ NODE, KEEPING, SHELF = "ring.node:Node", "ring.keeping:Keeping", "ring.shelf:She
 WORKER, ENDPOINT, MASTER = "ring.worker:Worker", "ring.endpoint:Endpoint", "ring.master:Master"
 WRITER, SESSION = "ring.checkpoint:CheckpointWriter", "session:Session"
 
+#: Where layers lie, so that points can count them: nodes 1 and 2 have two each, the master the first and the last.
+CUTS = "0,1-2,3-4,5"
+
 #: A worker dies, once, and another takes its place.
 ONCE = {
     "before hello": Point(1, f"{WORKER}._say_hello", "before"),
@@ -53,7 +56,7 @@ ONCE = {
     "before a step is told": Point(1, f"{NODE}._close_step", "before", 27),
     "after a step was told": Point(2, f"{NODE}._close_step", "after", 28),
     "before a copy": Point(1, f"{KEEPING}.take", "before", 2),
-    "within a copy": Point(2, f"{SHELF}.put", "after", 5),
+    "within a copy": Point(2, f"{SHELF}.put", "after", 3),
     "after a copy": Point(1, f"{KEEPING}.take", "after", 2),
     "before a piece is sent": Point(1, f"{ENDPOINT}.post", "before", 3, only=_message("Keep")),
     "after a piece was sent": Point(2, f"{ENDPOINT}.post", "after", 3, only=_message("Keep")),
@@ -64,6 +67,7 @@ ONCE = {
     "after older ones went": Point(2, f"{SHELF}.free", "after", 2),
     "before a layer is given": Point(1, f"{NODE}._send_layer", "before", 2),
     "after a layer was given": Point(2, f"{NODE}._send_layer", "after", 2),
+    "after the last layer was given": Point(2, f"{NODE}._send_layer", "after", 4),
     "in an evaluation": Point(1, f"{NODE}._forward", "before", 3, only=_evaluating),
     "after an evaluation's forward": Point(2, f"{NODE}._forward", "after", 3, only=_evaluating),
 }

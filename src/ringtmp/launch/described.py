@@ -80,6 +80,14 @@ def local_processes(
     capped = limits if limits is not None and threads == 1 else Limits()
     quota = quota_of(capped.cores, capped.period_s, min(nodes, cores))
     return tuple(
-        Device("master" if node == 0 else f"node {node}", speed, quota, threads, free_bytes / nodes, link=link)
+        Device(
+            "master" if node == 0 else f"node {node}",
+            speed,
+            quota,
+            threads,
+            free_bytes / nodes,
+            link=link,
+            takes_turns=nodes * threads > cores,
+        )
         for node in range(nodes)
     )

@@ -72,6 +72,7 @@ class Device:
     link: Link = Link()
     busy_share: float = 1.0  # of busy_w - idle_w: of its cores, those that compute
     nj_per_byte: float = 0.0
+    takes_turns: bool = False  # has no cores of its own: when it runs is the system's choice, not a matter of its speed
     identity: str = ""  # who it is, where a name may be given to another later
 
     @property
@@ -89,7 +90,7 @@ class Device:
         """Equal for devices that may stand in for each other."""
         return (
             self.speed, self.quota, self.cores, self.memory_bytes, self.extra_bytes, self.idle_w, self.busy_w, self.link,
-            self.busy_share, self.nj_per_byte,
+            self.busy_share, self.nj_per_byte, self.takes_turns,
         )  # fmt: skip
 
 

@@ -5,7 +5,8 @@
 Stored activations are held from a microbatch's forward to its backward. With gpipe every visit holds all of them. With
 1f1b the tail holds one; visit v of p holds 2 (p-1-v) + 1 (a visit and a transfer each, there and back) where all take
 about the same time, more behind a slow link or node, and never more than the window. So cuts are searched with the
-formula, and what is told and refused counts what the simulation held, and one more. Boundary tensors: what came and
+formula, and what is told and refused counts what the simulation held, and one more; two more where processes share
+cores, and who is ahead of whom is the system's choice. Boundary tensors: what came and
 waits, and what has left and is not yet acknowledged, one more than is held. Working space: a backward builds gradients of
 activations while it frees them; the largest layer's stored bytes stand for it; and where there is plenty of memory a
 process keeps some of what it has freed. Snapshots are of weights and optimizer
@@ -71,15 +72,16 @@ def held(visit: int, visits: int, options: RingOptions, safe: bool = False) -> i
     return min(most, usual if options.schedule == "1f1b" else usual + (window + 1) // 2)
 
 
-def held_in(simulated: Simulated, route: Route, options: RingOptions) -> tuple[int, ...]:
-    """By visit: what the simulation held, and one more where the window allows it."""
+def held_in(simulated: Simulated, route: Route, options: RingOptions, devices: Sequence[Device]) -> tuple[int, ...]:
+    """By visit: what the simulation held, and one more where the window allows it; two more on a device that takes turns
+    with others, which goes on while its neighbour waits for a core and finds what came while it waited itself."""
     seen = {
-        visit.index: most
+        visit.index: most + (2 if devices[node].takes_turns else 1)
         for node, each in enumerate(simulated.nodes)
         for visit, most in zip(route.on(node), each.held, strict=True)
     }
     visits = len(route.visits)
-    return tuple(min(seen[index] + 1, held(index, visits, options, safe=True)) for index in range(visits))
+    return tuple(min(seen[index], held(index, visits, options, safe=True)) for index in range(visits))
 
 
 def segment_bytes(table: CostTable, first: int, stop: int, count: int, largest_stored: float) -> float:

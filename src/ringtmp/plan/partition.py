@@ -244,7 +244,7 @@ class _Trial:
             return _Looked(math.inf, math.inf)
         route = route_over(self._holders, bounds)
         result = simulate_ring(table, route, self._devices, self._options, self._paths)
-        counts = held_in(result, route, self._options)
+        counts = held_in(result, route, self._options, self._devices)
         memory = forecast(table, route, self._devices, counts, self._segments.process_bytes, self._segments.protect)
         return _Looked(sum(max(each.missing_bytes, 0.0) for each in memory), result.step_s)
 

@@ -262,7 +262,7 @@ def _make(
     # Under a quota a step depends on where in a period it begins: take the mean of a few.
     steps = (5 if any(device.quota is not None for device in devices) else 2) + 4 * options.staleness
     simulated = simulate_ring(table, route, devices, replace(ring, steps=steps), paths)
-    counts = held_in(simulated, route, ring)
+    counts = held_in(simulated, route, ring, devices)
     memory = forecast(table, route, devices, counts, options.process_bytes, options.protect)
     require_fit(memory, ring.microbatches)
     window = ring.window_for(len(bounds))

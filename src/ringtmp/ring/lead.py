@@ -22,6 +22,7 @@ STALL_FACTOR = 20
 WATCH_EVERY_S = 0.2
 WAIT_S = 0.05
 STOP_LIMIT_S = 2.0
+LAST_WORDS_S = 0.2
 
 
 class Crew(Protocol):
@@ -75,18 +76,41 @@ class Lead:
             self._member = None
         return {}
 
-    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None:
-        """Tell every node to stop, and wait a moment for each to say goodbye."""
+    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> list[NodeLost]:
+        """Tell every node to stop, and wait a moment for each to say goodbye. Returns those who had died before."""
         for node in self.hellos:
             self.endpoint.post(node, Stop(reason))
+        self._hear_farewells(limit_s)
+        died = self._dead() if self._unheard() else {}
+        if died:
+            self._hear_farewells(LAST_WORDS_S)  # one that has ended may have said goodbye first
+        self.endpoint.collect()  # the acknowledgements go out
+        return [lost for node, lost in died.items() if node in self._unheard()]
+
+    def _unheard(self) -> set[int]:
+        return self.hellos.keys() - self._gone
+
+    def _hear_farewells(self, limit_s: float) -> None:
         limit = self.endpoint.clock() + limit_s
-        while len(self._gone) < len(self.hellos) and self.endpoint.clock() < limit:
+        while self._unheard() and self.endpoint.clock() < limit:
             for mail in self.endpoint.collect():
                 if isinstance(mail.message, Report | Bye):
                     self._take(mail)
             if not self._crew.advance():
                 self.endpoint.wait(0.01)
-        self.endpoint.collect()  # the acknowledgements go out
+
+    def _dead(self) -> dict[int, NodeLost]:
+        """Everyone who is not there any more, whether it said goodbye or not."""
+        found: dict[int, NodeLost] = {}
+        while True:
+            try:
+                self._crew.check(self._member.step if self._member is not None else 0)
+                return found
+            except NodeLost as lost:
+                if lost.node is None or lost.node in found:
+                    return found
+                found[lost.node] = lost
+                self._crew.bury(lost.node)
 
     def farewell(self) -> events.NodeEnded:
         return self._member.farewell() if self._member is not None else farewell(self.endpoint)

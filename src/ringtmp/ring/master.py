@@ -18,7 +18,7 @@ import torch
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
 from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, SnapshotUnusable, WaitTimeout
-from ringtmp.metrics.events import EventLog, Warned
+from ringtmp.metrics.events import EventLog, SnapshotWhole, Warned
 from ringtmp.model import portable
 from ringtmp.model.export import nest
 from ringtmp.model.portable import Layer
@@ -322,6 +322,8 @@ class Master(Lead):
             self._inspected[mail.sender] = mail.message
         elif isinstance(mail.message, Held):
             if self.protection.held(mail.message, mail.sender):
+                # Now, and not when the step ends: it may never end, and nobody has the one before any more.
+                self._log.write(SnapshotWhole(time.monotonic(), mail.message.step, self.protection.interval))
                 for node in self.node.route.nodes():
                     self.endpoint.post(node, Whole(mail.message.step))
             elif mail.message.trouble:

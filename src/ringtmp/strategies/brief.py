@@ -10,6 +10,7 @@ import torch
 
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
+from ringtmp.errors import NodeLost
 from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import Device, Paths
@@ -86,7 +87,10 @@ class Leader(Protocol):
         """The generation ends. Losses of steps that are done and not counted yet."""
         ...
 
-    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> None: ...
+    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> list[NodeLost]:
+        """Everyone says goodbye; returns those who had died before they could."""
+        ...
+
     def farewell(self) -> NodeEnded: ...
 
 
