@@ -22,7 +22,9 @@ from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.model import portable
 from ringtmp.model.build import build_layers
 from ringtmp.model.execute import Program
+from ringtmp.model.layers import layers_of
 from ringtmp.model.portable import Custom, Graph, Input, Op, Ref
+from ringtmp.model.written import refuse_written, written_parameters
 from ringtmp.strategies.ring import refuse_too_few
 
 WIDTH = 8
@@ -455,6 +457,33 @@ def test_what_costs_nothing_to_see_is_seen_before_the_first_export(monkeypatch: 
                               partial(refuse_too_few, config, nodes, True)))  # fmt: skip
 
 
+class Doubled(nn.Sequential):
+    """A container with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_container_is_opened_only_where_its_layers_in_a_row_are_what_it_computes() -> None:
+    bend, first, last = nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    assert [each for _, each in layers_of(nn.Sequential(first, bend, last, bend), 0)] == [first, bend, last, bend]
+    (only,) = layers_of(Doubled(first, last), 0)
+    assert isinstance(only[1], Doubled)
+    hooked = nn.Sequential(first, last)
+    hooked.register_forward_hook(lambda module, entering, leaving: leaving * 2)
+    assert [each for _, each in layers_of(hooked, 0)] == [hooked]
+    backward = nn.Sequential(nn.Sequential(first, bend), last)
+    backward[0].register_full_backward_hook(lambda module, entering, leaving: None)
+    with pytest.raises(UsageError, match=rf"layer '0' .Sequential. has a backward hook on itself .{HERE}"):
+        list(build_layers(backward, 0, numbers, [2]))
+
+
+def test_statistics_that_two_layers_share_are_refused_by_name() -> None:
+    norm = nn.BatchNorm1d(WIDTH, affine=False)
+    with pytest.raises(UsageError, match="0.running_mean and 2.running_mean are one tensor"):
+        list(layers_of(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 0))
+
+
 # -- as data -----------------------------------------------------------------------------------------------------------
 
 
@@ -463,6 +492,13 @@ def test_a_layer_written_before_custom_functions_existed_is_read() -> None:
     older = msgspec.to_builtins(built.layer)
     del older["train"]["customs"], older["evaluate"]["customs"]
     assert portable.decode(msgspec.msgpack.encode(older)) == built.layer
+
+
+def test_a_parameter_changed_in_forward_is_refused_where_several_nodes_hold_it() -> None:
+    (built,) = build_layers(nn.Sequential(nn.Embedding(20, 4, max_norm=1.0)), 0, words, [2])
+    assert written_parameters(built.layer.train) == {"weight": True}
+    with pytest.raises(UsageError, match="layer '0' changes its parameter weight in forward .*with ps every node"):
+        refuse_written([built.layer], "ps")
 
 
 def passing(outputs: tuple[Any, ...], ops: tuple[Op, ...] = (), inputs: int = 1) -> Graph:
@@ -477,6 +513,17 @@ def passing(outputs: tuple[Any, ...], ops: tuple[Op, ...] = (), inputs: int = 1)
         (Custom("it", passing((Ref(0),)), passing((Ref(0),)), (True,)), Op("custom", (), {})),
         (Custom("it", passing((Ref(0),)), passing((Ref(0), Ref(0))), (True,)), Op("custom", (0, Ref(0)), {})),
         (Custom("it", passing((Ref(0),)), passing((Ref(0),)), (True, True)), Op("custom", (0, Ref(0)), {})),
+        (
+            Custom(
+                "it",
+                msgspec.structs.replace(
+                    passing((Ref(0),)), customs=(Custom("in it", passing((Ref(0),)), passing((Ref(0),)), (True,)),)
+                ),
+                passing((Ref(0),)),
+                (True,),
+            ),
+            Op("custom", (0, Ref(0)), {}),
+        ),
         (
             Custom("it", passing((Ref(1),), (Op("aten.from_file.default", ("x",), {}),)), passing((Ref(0),)), (True,)),
             Op("custom", (0, Ref(0)), {}),

@@ -20,9 +20,10 @@ from ringtmp.errors import UsageError
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of
 from ringtmp.model.portable import Layer
-from ringtmp.model.trust import Check, written_parameters
+from ringtmp.model.trust import Check
 from ringtmp.model.watch import refuse_averaging, refuse_hooks
 from ringtmp.model.whole import check_whole, fits
+from ringtmp.model.written import written_parameters
 
 #: A layer is compared with its graphs at so many microbatch sizes at most.
 MOST_SIZES = 4

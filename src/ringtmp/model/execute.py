@@ -148,6 +148,8 @@ class _CustomCall:
     """A custom function ready to be called: autograd uses its own backward."""
 
     def __init__(self, custom: Custom, device: str) -> None:
+        if custom.forward.customs or custom.backward.customs:
+            raise ProtocolError(f"the custom function {custom.name!r} contains another")  # which export never writes
         self.forward = Program(custom.forward, device)
         self.backward = Program(custom.backward, device)
         self.differentiable = custom.differentiable

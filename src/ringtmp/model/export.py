@@ -181,7 +181,8 @@ def _read_program(
             leaf = next(leaves)
             if leaf.dim() and len(leaf) == batch and _is_fixed(node.meta["val"].shape[0]):
                 raise UsageError(
-                    f"layer {label} fixes the batch size: it must accept any number of samples in dimension 0"
+                    f"layer {label} fixes the batch size: it must accept any number of samples in dimension 0 (and ask for it "
+                    "with x.shape[0], not len(x))"
                 )
             if leaf.dim() and len(leaf) == batch:
                 refuse_narrow(label, node.meta["val"].shape[0], program.range_constraints, branches)

@@ -76,7 +76,7 @@ def _look_at_all(layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.M
 
 
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and _may_open(model):
         yield from _flattened("", model)
     elif isinstance(model, nn.Module):
         yield "0", model
@@ -97,12 +97,28 @@ def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _flattened(prefix: str, model: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_children():
-        # A subclass may have its own forward, and hooks belong to the whole: only plain containers are opened.
-        if type(module) is nn.Sequential and not module._forward_hooks and not module._forward_pre_hooks:
+    for (
+        name,
+        module,
+    ) in model._modules.items():  # not named_children(), which leaves out a module that stands there twice
+        if module is None:
+            continue
+        if type(module) is nn.Sequential and _may_open(module):
             yield from _flattened(f"{prefix}{name}.", module)
         else:
             yield prefix + name, module
+
+
+def _may_open(container: nn.Sequential) -> bool:
+    """A subclass may have its own forward, and hooks belong to the whole: such a one is a layer."""
+    own = "forward" in vars(container) or type(container).forward is not nn.Sequential.forward
+    hooks = (
+        container._forward_hooks,
+        container._forward_pre_hooks,
+        container._backward_hooks,
+        container._backward_pre_hooks,
+    )
+    return not own and not any(hooks)
 
 
 class _Measured(TorchFunctionMode):
@@ -133,17 +149,22 @@ def _bytes_of(factory: Any, args: Any, kwargs: dict[str, Any]) -> int:
 
 
 class _TiedWeights:
-    """Refuses a parameter that has two names. Holds no layer alive."""
+    """Refuses a parameter that has two names, and a buffer that two layers share. Holds no layer alive."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
 
     def check(self, layer: str, module: nn.Module) -> None:
         for local, parameter in module.named_parameters(remove_duplicate=False):
-            name = f"{layer}.{local}"
-            known = self._names.get(id(parameter))
-            if known is not None and known[0]() is parameter:
-                raise UsageError(
-                    f"{known[1]} and {name} are one tensor: tied weights are not supported yet; give each layer its own"
-                )
-            self._names[id(parameter)] = (weakref.ref(parameter), name)
+            self._note(layer, local, parameter, within=True)
+        for local, buffer in module.named_buffers(remove_duplicate=False):
+            self._note(layer, local, buffer, within=False)
+
+    def _note(self, layer: str, local: str, tensor: torch.Tensor, within: bool) -> None:
+        name = f"{layer}.{local}"
+        known = self._names.get(id(tensor))
+        if known is not None and known[0]() is tensor and (within or known[2] != layer):
+            raise UsageError(
+                f"{known[1]} and {name} are one tensor: tied weights are not supported yet; give each layer its own"
+            )
+        self._names[id(tensor)] = (weakref.ref(tensor), name, layer)

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.execute import Program, references
-from ringtmp.model.operators import resolve
-from ringtmp.model.portable import CUSTOM, Graph, Layer, Ref
+from ringtmp.model.execute import Program
+from ringtmp.model.portable import Layer
+from ringtmp.model.written import written_parameters
 
 #: What was computed, by name, as digests.
 Found = dict[str, str]
@@ -290,32 +290,3 @@ def _numpy_state() -> tuple[Any, ...]:
 def _restore(state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     numpy.random.set_state(state[1:])
-
-
-#: Operators that may read a parameter which its layer changes in forward: their backward does not look at it again.
-_READ_ONCE = ("aten.detach.default", "aten.embedding_renorm_.default", "aten.embedding.default")
-
-
-def written_parameters(graph: Graph) -> dict[str, bool]:
-    """Parameters that a forward pass changes itself, as an embedding with max_norm does, and whether it may: the next
-    microbatch goes forward before the last one has gone backward, which must not need the values of before."""
-    origin = list(range(len(graph.inputs)))
-    written: set[int] = set()
-    readers: dict[int, set[str]] = {}
-    for op in graph.ops:
-        schema: Any = None if op.target == CUSTOM else getattr(resolve(op.target), "_schema", None)
-        first = op.args[0] if op.args else None
-        alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
-        for slot in references(op):
-            readers.setdefault(origin[slot], set()).add(op.target)
-        if isinstance(first, Ref) and (alias is not None or op.target == "getitem"):
-            origin.append(origin[first.slot])
-            if alias is not None and alias.is_write:
-                written.add(origin[-1])
-        else:
-            origin.append(len(origin))
-    return {
-        each.name: readers[slot] <= set(_READ_ONCE)
-        for slot, each in enumerate(graph.inputs)
-        if each.kind == "parameter" and slot in written
-    }

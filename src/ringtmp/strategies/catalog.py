@@ -138,8 +138,10 @@ def plan(brief: Brief) -> Plan:
         from ringtmp.strategies import ring
 
         return ring.plan(brief)
+    from ringtmp.model.written import refuse_written
     from ringtmp.strategies import parallel
 
+    refuse_written(brief.layers, brief.config.ring.strategy)
     return parallel.plan(brief)
 
 
