@@ -138,9 +138,9 @@ def plan(brief: Brief) -> Plan:
         from ringtmp.strategies import ring
 
         return ring.plan(brief)
-    from ringtmp.strategies import parallel
+    from ringtmp.strategies import parallel_plan
 
-    return parallel.plan(brief)
+    return parallel_plan.plan(brief)
 
 
 def member(endpoint: Endpoint, message: Message) -> Member | None:
