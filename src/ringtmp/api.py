@@ -43,6 +43,7 @@ from ringtmp.ring.losses import LossFunction, loss_named
 from ringtmp.ring.rundir import RunDirectory, default_run_dir
 from ringtmp.session import EVALUATION_FACTOR, Session
 from ringtmp.signals import on_signals
+from ringtmp.untrusted import printable
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 
@@ -62,10 +63,10 @@ class Telling(Silent):
     """Says on stderr what a person must know: the line to run on each device, who came, warnings."""
 
     def tell(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class Result:

@@ -11,6 +11,7 @@ import click
 from ringtmp import __version__
 from ringtmp.errors import RingError, UsageError
 from ringtmp.platforms import require_supported
+from ringtmp.untrusted import printable
 
 _VERBS = {
     "train": "Train a model on a ring.",
@@ -77,5 +78,5 @@ def main() -> None:
 
 
 def _end(text: str, code: int) -> None:
-    print(f"ringtmp: {text}", file=sys.stderr)
+    print(f"ringtmp: {printable(text)}", file=sys.stderr)
     sys.exit(code)

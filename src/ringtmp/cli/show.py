@@ -10,12 +10,14 @@ from typing import IO, Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.metrics.summary import NodeSummary, Summary
 from ringtmp.units import bytes_text, count_text, seconds_text
+from ringtmp.untrusted import printable
 
 _EXACTNESS = {
     "bits": "exact to the bits",
@@ -56,14 +58,14 @@ class Bar:
         self._console.print(f"epoch {event.epoch + 1}  step {event.step}  {_score(event)}", highlight=False)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="yellow", highlight=False)
+        self._console.print(f"warning: {printable(text)}", style="yellow", highlight=False, markup=False)
 
     def expect(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def tell(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 class Quiet:
@@ -74,12 +76,12 @@ class Quiet:
     def evaluated(self, event: Evaluated) -> None: ...
 
     def warn(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"warning: {printable(text)}", file=sys.stderr)
 
     def expect(self, lines: Sequence[str]) -> None: ...
 
     def tell(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -148,7 +150,7 @@ def _row(node: NodeSummary) -> list[str]:
         count_text(node.params),
         seconds_text(node.busy_s),
         f"{node.idle_fraction:.0%}",
-        cause,
+        escape(cause),
         bytes_text(node.bytes_sent),
         bytes_text(node.bytes_received),
         bytes_text(node.peak_rss_bytes) if node.peak_rss_bytes else "",

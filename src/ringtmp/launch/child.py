@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from ringtmp import untrusted
 from ringtmp.errors import UsageError
 from ringtmp.launch.compute import Orders
 
@@ -85,7 +86,7 @@ def last_words(log: Path | None) -> str:
         lines = log.read_text(errors="replace").strip().splitlines() if log is not None else []
     except OSError:
         return ""
-    return lines[-1][:300] if lines else ""
+    return untrusted.line(lines[-1], 300) if lines else ""
 
 
 def remove_leftovers() -> None:
