@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -83,7 +84,8 @@ def campaign(count: int, seed: int) -> int:
                 Program(layer.train, "meta")
                 Program(layer.evaluate, "meta")
             else:
-                speech.decode(luck.choice((speech.from_agent, speech.from_master)), damaged(luck, luck.choice(talk)))  # type: ignore[type-var]
+                decoder: Any = luck.choice((speech.from_agent, speech.from_master))
+                speech.decode(decoder, damaged(luck, luck.choice(talk)), luck.choice(list(speech.Heard)))
         except (ProtocolError, DoesNotFit):
             refused += 1
     return refused

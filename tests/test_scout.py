@@ -34,7 +34,7 @@ from ringtmp.ring.lines import (
     rounds_of,
 )  # fmt: skip
 from ringtmp.ring.scout import Answers, Scout
-from ringtmp.wire.message import Echo, Echoed, Meet, Sample, Timed, Tried
+from ringtmp.wire.message import Echo, Echoed, Sample, Timed, Tried
 
 MIB = 2**20
 
@@ -287,11 +287,6 @@ def test_a_scout_tries_every_line_and_those_between_the_others(
     assert sorted(map(sorted, looked.pairs)) == [[1, 2], [2, 3]], "not those that cannot reach each other"
     written = [each for each in events.read(tmp_path / "events.jsonl") if isinstance(each, events.LineTried)]
     assert len(written) == 5
-
-
-def test_only_the_master_asks_a_node_to_meet_others() -> None:
-    with pytest.raises(ProtocolError, match="not the master"):
-        Answers()(cast(Endpoint, _Mailbox()), Mail(2, Meet({}), [], 0, 0.0, 0.0))
 
 
 class _Mailbox:

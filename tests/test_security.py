@@ -228,7 +228,7 @@ def test_two_devices_with_one_identity_are_told_apart(master: Master) -> None:
     try:
         dealer.send(speech.encode(Here("another", device_facts("copy"))))
         assert dealer.poll(5000)
-        answer = speech.decode(speech.from_master, dealer.recv())
+        answer = speech.decode(speech.from_master, dealer.recv(), speech.Heard.STRANGER)
         assert isinstance(answer, speech.Refused)
         assert "give this one its own by removing identity.json" in answer.reason
     finally:

@@ -20,7 +20,7 @@ from ringtmp.api import Interruption, Silent, start
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, resolve
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
-from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, ProtocolError, UsageError
+from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
 from ringtmp.job import Job
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
@@ -412,6 +412,7 @@ def test_a_node_released_in_mid_run_changes_no_bit(tmp_path: Path) -> None:
     assert result.summary.nodes == 2
 
 
+@pytest.mark.usefixtures("offenders")
 def test_a_node_refuses_activations_that_are_not_in_its_plan(tmp_path: Path) -> None:
     """A neighbour that sends one value too many per sample is found out by the plan, not by the layer."""
     train(tmp_path / "run", 2, steps=1)
@@ -424,8 +425,10 @@ def test_a_node_refuses_activations_that_are_not_in_its_plan(tmp_path: Path) -> 
     crossings = {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}
     Node(endpoint, Setup(route, recipe, 4, "1f1b", 0, {}, 0, crossings))
     sender = Endpoint(hub.transport(0), "ring", 1)
-    sender.post(1, Activations(1, 0, 1, 0, 1, True, True, (True,)), [torch.zeros(2, 16)])
+    sender.post(1, Activations(1, 0, 1, 0, 2, True, True, (True,)), [torch.zeros(2, 16)])
     assert len(endpoint.collect()) == 1
-    sender.post(1, Activations(1, 0, 1, 1, 1, True, True, (True,)), [torch.zeros(2, 17)])
-    with pytest.raises(ProtocolError, match="the plan says"):
-        endpoint.collect()
+    sender.post(1, Activations(1, 0, 1, 1, 2, True, True, (True,)), [torch.zeros(2, 17)])
+    assert not endpoint.collect()
+    (offence,) = endpoint.offences()
+    assert offence.node == 0
+    assert "the plan says" in offence.text

@@ -8,6 +8,7 @@ RingError                     1
   NodeFailed                  1   a node raised; its traceback is part of the message
   LossNotFinite               1
   ProtocolError               1   received bytes that no honest peer of this version sends
+    Misconduct                1   and which node sent them
   CheckpointError             1   no readable checkpoint
   SnapshotUnusable            1   a layer of it is missing or damaged; healing then goes back to the checkpoint
   WaitTimeout                 1   a wait came to its limit; says for whom and in which step
@@ -59,6 +60,12 @@ class LossNotFinite(RingError):  # noqa: N818
 
 class ProtocolError(RingError):
     pass
+
+
+class Misconduct(ProtocolError):  # noqa: N818
+    def __init__(self, text: str, node: int) -> None:
+        super().__init__(text)
+        self.node = node
 
 
 class CheckpointError(RingError):

@@ -16,6 +16,7 @@ from ringtmp.errors import UsageError
 from ringtmp.job import Watcher
 from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.units import count_text
+from ringtmp.untrusted import printable
 
 OnStep = Callable[[int, float], Any]
 #: Seconds between two lines in a file, and between two states of the line in a notebook.
@@ -74,10 +75,10 @@ class Telling(Watcher):
     """Says on stderr what a person must know: the line to run on each device, who came, warnings."""
 
     def tell(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class Calling(Watcher):
@@ -203,16 +204,16 @@ class Bar(Watcher):
 
     def warn(self, text: str) -> None:
         self.clear()
-        self._console.print(f"warning: {text}", style="yellow", highlight=False)
+        self._console.print(f"warning: {printable(text)}", style="yellow", highlight=False, markup=False)
 
     def expect(self, lines: Sequence[str]) -> None:
         self.clear()
         for line in lines:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def tell(self, text: str) -> None:
         self.clear()
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def _score(event: Evaluated) -> str:

@@ -13,6 +13,7 @@ import click
 from ringtmp import __version__
 from ringtmp.errors import RingError, UsageError
 from ringtmp.platforms import require_supported
+from ringtmp.untrusted import printable
 
 _VERBS = {
     "train": "Train a model on a ring.",
@@ -90,7 +91,7 @@ def _end(text: str, code: int) -> None:
         sys.stdout.flush()
     except OSError:
         _forget_output()
-    print(f"ringtmp: {text}", file=sys.stderr)
+    print(f"ringtmp: {printable(text)}", file=sys.stderr)
     sys.exit(code)
 
 

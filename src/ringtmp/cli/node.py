@@ -55,4 +55,6 @@ def command(
 
 
 def _say(text: str) -> None:
-    print(f"ringtmp node: {text}", file=sys.stderr, flush=True)
+    from ringtmp.untrusted import printable
+
+    print(f"ringtmp node: {printable(text)}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ringtmp.job import Watcher
@@ -91,7 +92,7 @@ def _row(node: NodeSummary) -> list[str]:
         count_text(node.params),
         seconds_text(node.busy_s),
         f"{node.idle_fraction:.0%}",
-        cause,
+        escape(cause),
         bytes_text(node.bytes_sent),
         bytes_text(node.bytes_received),
         bytes_text(node.peak_rss_bytes) if node.peak_rss_bytes else "",

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ringtmp import untrusted
 from ringtmp.errors import ProtocolError, RingError, UsageError
 from ringtmp.launch import speech
 from ringtmp.launch.child import end, is_stopped, last_words, spawn
@@ -31,6 +32,7 @@ from ringtmp.launch.speech import (
     Died,
     End,
     Facts,
+    Heard,
     Here,
     Join,
     Leaving,
@@ -64,7 +66,7 @@ def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_
             # A crowded door drops requests; one asked twice is answered twice and admitted once.
             with contextlib.suppress(zmq.Again):
                 socket.send(speech.encode(Join(token.secret, facts)), zmq.NOBLOCK)
-        answer = speech.decode(speech.from_master, socket.recv())
+        answer = speech.decode(speech.from_master, socket.recv(), Heard.STRANGER)
     except zmq.ZMQError as error:
         raise UsageError(f"cannot reach the master at {token.address}: {error.strerror or error}") from error
     finally:
@@ -73,7 +75,7 @@ def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_
         socket.close(linger=0)
         context.term()
     if isinstance(answer, Refused):
-        raise UsageError(f"the master at {token.address} refused: {answer.reason}")
+        raise UsageError(f"the master at {token.address} refused: {untrusted.line(answer.reason)}")
     if not isinstance(answer, Welcome):
         raise ProtocolError(f"the master at {token.address} answered with {type(answer).__name__}")
     return answer.hub
@@ -158,7 +160,7 @@ class Agent:
                 poller.register(self._child.stdout.fileno(), zmq.POLLIN)
             ready = dict(poller.poll(200))
             if self._socket in ready:
-                self._take(speech.decode(speech.from_master, self._socket.recv()))
+                self._take(speech.decode(speech.from_master, self._socket.recv(), Heard.AGENT))
             elif ready:
                 self._hear_child()
             self._watch_child()
@@ -194,7 +196,7 @@ class Agent:
                 self._say("run ended; waiting for the next" if message.over else "out of the run; waiting for a place")
             self._ended += message.over
         elif isinstance(message, Refused):
-            raise UsageError(f"the master refused: {message.reason}")
+            raise UsageError(f"the master refused: {untrusted.line(message.reason)}")
 
     def _start(self, message: Prepare) -> None:
         self._ring, self._generation = message.ring, message.generation

@@ -12,6 +12,7 @@ from typing import IO
 import msgspec
 import psutil
 
+from ringtmp import untrusted
 from ringtmp.errors import UsageError
 from ringtmp.launch.compute import Orders
 
@@ -98,4 +99,4 @@ def last_words(log: Path | None) -> str:
         lines = log.read_text(errors="replace").strip().splitlines() if log is not None else []
     except OSError:
         return ""
-    return lines[-1][:300] if lines else ""
+    return untrusted.line(lines[-1], 300) if lines else ""

@@ -36,6 +36,10 @@ class Crew(Protocol):
         """The run goes on without this one: it is not checked any more."""
         ...
 
+    def expel(self, node: int, sure: bool) -> None:
+        """As `bury`, and not to be taken again; one that only others accuse may be, a few times."""
+        ...
+
     def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
         they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.

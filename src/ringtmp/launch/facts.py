@@ -8,17 +8,21 @@ import platform
 import re
 import socket
 
+import msgspec
 import psutil
 
-from ringtmp import __version__
-from ringtmp.errors import UsageError
+from ringtmp import __version__, untrusted
+from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.keys import NAME
-from ringtmp.launch.speech import Facts
+from ringtmp.launch.speech import Died, Facts, Started
 from ringtmp.resources import free_memory_bytes
 from ringtmp.wire.protocol import PROTOCOL
 
 #: What a node needs before it holds a single weight.
 TORCH_BYTES = 230 * 2**20
+MOST_CORES = 4096
+_ENDPOINT = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
+_KEY = re.compile(r"[!-~]{40}")
 
 
 def device_facts(name: str | None = None) -> Facts:
@@ -31,6 +35,31 @@ def device_facts(name: str | None = None) -> Facts:
         __version__,
         PROTOCOL,
     )
+
+
+def checked(facts: Facts) -> Facts:
+    """What another device says of itself: numbers that can be, and text that is only text."""
+    if not NAME.fullmatch(facts.name):
+        raise ProtocolError("its name is not 1 to 32 of a-z, 0-9 and '-'")
+    untrusted.whole(facts.cores, "the number of its cores", 1, MOST_CORES)
+    untrusted.whole(facts.memory_bytes, "its memory")
+    texts = {name: untrusted.line(getattr(facts, name), 80) for name in ("cpu", "torch", "version", "address")}
+    return msgspec.structs.replace(facts, **texts)
+
+
+def checked_start(started: Started) -> Started:
+    """Others are told to connect there."""
+    untrusted.whole(started.generation, "a generation")
+    untrusted.whole(started.pid, "a process id")
+    if not (all(map(_ENDPOINT.fullmatch, started.address.endpoints)) and _KEY.fullmatch(started.address.key)):
+        raise ProtocolError("it listens where nobody can connect to")
+    return started
+
+
+def checked_death(died: Died) -> Died:
+    untrusted.whole(died.generation, "a generation")
+    untrusted.whole(died.code, "an exit code", -1024, 2**32)
+    return msgspec.structs.replace(died, last_words=untrusted.line(died.last_words, 300))
 
 
 def default_name() -> str:

@@ -15,7 +15,8 @@ import zmq
 
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch import speech
-from ringtmp.launch.keys import NAME, Rings
+from ringtmp.launch.facts import checked, checked_death, checked_start
+from ringtmp.launch.keys import Rings
 from ringtmp.launch.speech import (
     BEAT_S,
     HUB_PORT_OFFSET,
@@ -24,6 +25,7 @@ from ringtmp.launch.speech import (
     Died,
     End,
     Facts,
+    Heard,
     Here,
     Join,
     Knock,
@@ -58,6 +60,7 @@ class Device:
     started: Started | None = None
     died: Died | None = None
     left: bool = False
+    broke: str = ""  # how it broke the protocol
 
 
 class Hub:
@@ -106,10 +109,9 @@ class Hub:
             if key not in self._admitted:
                 continue
             try:
-                message = speech.decode(speech.from_agent, parts[1].bytes)
-            except ProtocolError:
-                continue
-            self._take(key, parts[0].bytes, message)
+                self._take(key, parts[0].bytes, speech.decode(speech.from_agent, parts[1].bytes, Heard.TABLE))
+            except ProtocolError as error:
+                self._broke(key, parts[0].bytes, str(error))
 
     def refresh(self) -> None:
         """The ring's file may have changed: newly admitted, newly revoked."""
@@ -124,7 +126,8 @@ class Hub:
 
     def present(self) -> list[Device]:
         now = time.monotonic()
-        return [each for each in self.devices.values() if not each.left and now - each.last_heard < SILENCE_LIMIT_S]
+        here = (each for each in self.devices.values() if not each.left and not each.broke)
+        return [each for each in here if now - each.last_heard < SILENCE_LIMIT_S]
 
     def admits(self, key: str) -> bool:
         return key in self._admitted
@@ -149,6 +152,15 @@ class Hub:
         self._gatekeeper.close()
         self._context.term()
 
+    def _broke(self, key: str, route: bytes, text: str) -> None:
+        """A device that breaks the protocol is told so, and has no part in the run any more."""
+        device = self.devices.get(key)
+        if device is not None and not device.broke:
+            device.broke = text
+        self._table.send_multipart(
+            [route, speech.encode(Refused(f"this device broke the protocol: {text}"))], zmq.NOBLOCK
+        )
+
     def _take(self, key: str, route: bytes, message: speech.FromAgent) -> None:
         now = time.monotonic()
         device = self.devices.get(key)
@@ -164,9 +176,10 @@ class Hub:
                 )
                 self._table.send_multipart([route, speech.encode(Refused(text))], zmq.NOBLOCK)
                 return
+            facts = checked(message.facts)
             if device is None:
                 self.devices.pop(key, None)
-                self.devices[key] = Device(key, message.incarnation, message.facts, route, now)
+                self.devices[key] = Device(key, message.incarnation, facts, route, now)
             else:
                 device.route, device.last_heard = route, now
         elif device is not None and route == device.route:
@@ -174,9 +187,9 @@ class Hub:
             if isinstance(message, Started | Died) and message.ring != self.run:
                 return
             if isinstance(message, Started):
-                device.started = message
+                device.started = checked_start(message)
             elif isinstance(message, Died):
-                device.died = message
+                device.died = checked_death(message)
             elif isinstance(message, Leaving):
                 device.left = True
 
@@ -238,7 +251,7 @@ class Door:
     def _answer(self, frame: zmq.Frame) -> Welcome | Refused | Knocked:
         key = str(frame.get("User-Id"))
         try:
-            message = speech.decode(speech.from_agent, frame.bytes)
+            message = speech.decode(speech.from_agent, frame.bytes, Heard.DOOR)
         except ProtocolError:
             return Refused("that was no request to join")
         if isinstance(message, Knock):
@@ -255,6 +268,8 @@ class Door:
             return "that was no request to join"
         if message.facts.protocol != PROTOCOL:
             return f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
-        if not NAME.fullmatch(message.facts.name):
-            return "the device's name must be 1 to 32 of a-z, 0-9 and '-'"
+        try:
+            checked(message.facts)
+        except ProtocolError as error:
+            return f"what the device says of itself cannot be: {error}"
         return self._rings.admit(self._ring, message.secret, key, message.facts.name)

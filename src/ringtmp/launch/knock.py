@@ -14,12 +14,13 @@ from contextlib import contextmanager
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ringtmp import untrusted
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch import speech
 from ringtmp.launch.doctor import Finding
 from ringtmp.launch.facts import address_towards, own_addresses
 from ringtmp.launch.keys import config_dir, identity
-from ringtmp.launch.speech import HUB_PORT_OFFSET, MAX_BYTES, Knock, Knocked, Refused
+from ringtmp.launch.speech import HUB_PORT_OFFSET, MAX_BYTES, Heard, Knock, Knocked, Refused
 from ringtmp.launch.token import Token
 from ringtmp.transport.curve import KeyPair, connect_securely, new_key_pair
 from ringtmp.units import bytes_text, seconds_text
@@ -103,7 +104,10 @@ def _alive(door: zmq.Socket[bytes], token: Token) -> Finding:
         return Finding("token", "ok", f"ring {token.ring} would let this device in")
     if isinstance(answer, Knocked):
         return Finding(
-            "token", "fail", f"the master says: {answer.reason}", "get a fresh token: ringtmp ring token, there"
+            "token",
+            "fail",
+            f"the master says: {untrusted.line(answer.reason)}",
+            "get a fresh token: ringtmp ring token, there",
         )
     if isinstance(answer, Refused):
         return Finding("token", "warn", "the master is too old to say", "install one version of ringtmp everywhere")
@@ -146,7 +150,7 @@ def _answer(door: zmq.Socket[bytes], limit: float) -> speech.FromMaster | None:
     if not door.poll(max(0, round((limit - time.monotonic()) * 1000))):
         return None
     try:
-        return speech.decode(speech.from_master, door.recv())
+        return speech.decode(speech.from_master, door.recv(), Heard.STRANGER)
     except ProtocolError:
         return None
 

@@ -170,6 +170,11 @@ class LocalCrew:
         child.kill()
         end(child)
 
+    def expel(self, node: int, sure: bool) -> None:
+        """A process of our own: a fresh one will do."""
+        if node in self._children:
+            self.bury(node)
+
     def _shelf(self, node: int) -> Path:
         if not self._keeps:
             assert self._folder is not None, "not started"

@@ -146,6 +146,9 @@ class MemoryCrew:
         self.kill(node)
         self._dead.discard(node)
 
+    def expel(self, node: int, sure: bool) -> None:
+        self.bury(node)
+
     def stop(self) -> None:
         for worker in self._workers:
             worker.endpoint.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import zmq
 
 from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import token as tokens
+from ringtmp.launch.deaths import MOST_DEATHS, Deaths, dead
 from ringtmp.launch.facts import TORCH_BYTES, usable_cores
 from ringtmp.launch.hub import REOPEN_S, Device, Hub
 from ringtmp.launch.keys import Rings
@@ -27,8 +29,6 @@ from ringtmp.wire.address import Address
 
 JOIN_LIMIT_S = 3600.0
 START_LIMIT_S = 60.0
-#: A process that dies so often without a step between would go on dying: something on its device kills it.
-MOST_DEATHS = 3
 #: An agent that starts a compute process waits for its first line, and says nothing meanwhile.
 SILENCE_WHILE_STARTING_S = 35.0
 
@@ -80,8 +80,9 @@ class RemoteCrew:
         self._seen: set[str] = set()
         self._wanted = nodes
         self._step = 0
-        self._deaths: dict[str, _Deaths] = {}  # by incarnation
+        self._deaths: dict[str, Deaths] = {}  # by incarnation
         self._resting: set[str] = set()  # incarnations of devices that die again and again, left out
+        self._accused: Counter[str] = Counter()  # by key: how often a device was expelled
         self._told_of_door = False
         self._door_not_before = 0.0
         self._rekey = False  # a revoked device is gone, and those who are left still know its keys
@@ -159,7 +160,12 @@ class RemoteCrew:
         assert self._hub is not None
         for node, device in list(self._devices.items()):
             self._rekey = self._rekey or not self._hub.admits(device.key)
-            gone = self._hub.devices.get(device.key) is not device or device.left or self._dies_on(device)
+            gone = (
+                self._hub.devices.get(device.key) is not device
+                or device.left
+                or bool(device.broke)
+                or self._dies_on(device)
+            )
             if gone or self._silent_s(device) > self._notice_s or device.key in (self._revoked | self._released):
                 self._end(device)
                 self._places.pop(device.key, None)
@@ -167,9 +173,9 @@ class RemoteCrew:
 
     def _dies_on(self, device: Device) -> bool:
         """Whether its process has died so often without a step between that it would go on."""
-        if not _dead(device):
+        if not dead(device):
             return False
-        deaths = self._deaths.setdefault(device.incarnation, _Deaths())
+        deaths = self._deaths.setdefault(device.incarnation, Deaths())
         if not deaths.told_of(device.died, self._step):
             return False
         self._resting.add(device.incarnation)
@@ -180,7 +186,7 @@ class RemoteCrew:
 
     def _lives(self, node: int, device: Device) -> bool:
         """Whether its compute process is there, has this number, and is known to the master's links."""
-        return not _dead(device) and device.started is not None and self._places.get(device.key) == node
+        return not dead(device) and device.started is not None and self._places.get(device.key) == node
 
     def _close_ranks(self) -> None:
         for hole in range(1, len(self._devices) + 1):
@@ -239,6 +245,7 @@ class RemoteCrew:
             each
             for each in self._hub.present()
             if each.key not in used | self._released
+            and self._accused[each.key] < MOST_DEATHS
             and each.incarnation not in self._resting
             and self._fits(each, self._seen)
         ]
@@ -318,10 +325,13 @@ class RemoteCrew:
             who = f"node {node} ({device.facts.name})"
             if device.key in self._revoked:
                 continue
-            if _dead(device) and device.died is not None and device.started is not None:
+            if dead(device) and device.died is not None and device.started is not None:
                 words = f": {device.died.last_words}" if device.died.last_words else ""
                 code = device.died.code
                 yield NodeLost(f"{who}: its compute process ended with code {code} in step {step}{words}", node)
+            elif device.broke:
+                self._accused[device.key] = MOST_DEATHS
+                yield NodeLost(f"{who} broke the protocol in step {step}: {device.broke}", node)
             elif device.left:
                 yield NodeLost(f"{who} left in step {step}", node)
             elif self._hub.devices.get(device.key) is not device:
@@ -334,6 +344,15 @@ class RemoteCrew:
         device = self._devices.pop(node)
         self._end(device)
         self._places.pop(device.key, None)
+
+    def expel(self, node: int, sure: bool) -> None:
+        device = self._devices.get(node)
+        if device is None:
+            return
+        self.bury(node)
+        self._accused[device.key] += MOST_DEATHS if sure else 1
+        if self._accused[device.key] >= MOST_DEATHS:
+            self._tell(f"{device.facts.name} is left out until the end of the run: it broke the protocol")
 
     def stop(self) -> None:
         if self._hub is not None:
@@ -403,6 +422,8 @@ class RemoteCrew:
                     self._transport.connect(node, device.started.address)
                     self._places[device.key] = node
                     del waiting[node]
+                elif device.broke:
+                    raise NodeLost(f"node {node} ({device.facts.name}) broke the protocol: {device.broke}", node)
                 elif (device.died is not None and device.died.generation == self._generation) or device.left:
                     code = device.died.code if device.died is not None else 0
                     said = device.died.last_words if device.died is not None else "it left"
@@ -417,27 +438,6 @@ class RemoteCrew:
                 device.died = Died(self._hub.run, self._generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")
                 text = f"node {node} ({device.facts.name}) did not start a compute process within {START_LIMIT_S:.0f} s"
                 raise NodeLost(text, node, START_LIMIT_S)
-
-
-def _dead(device: Device) -> bool:
-    """Whether the process that died is the one that was started last; news of another may come late."""
-    return device.died is not None and (device.started is None or device.died.generation == device.started.generation)
-
-
-class _Deaths:
-    """Of one device's processes, without a step between them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._step = -1
-        self._last: Died | None = None
-
-    def told_of(self, died: Died | None, step: int) -> bool:
-        """True when it was once too often. The same death may be told of again."""
-        if died is not self._last:
-            self.count = self.count + 1 if step == self._step else 1
-            self._last, self._step = died, step
-        return self.count >= MOST_DEATHS
 
 
 def _arrival(number: int, device: Device) -> str:

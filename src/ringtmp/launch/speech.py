@@ -1,12 +1,14 @@
-"""What the master and the agents on its devices say to each other: few, small, typed messages."""
+"""What the master and the agents on its devices say to each other: few, small, typed messages, and where each may be said."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from enum import Enum
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from ringtmp import untrusted
+from ringtmp.errors import ProtocolError
 from ringtmp.wire.address import Address
 
 MAX_BYTES = 4096
@@ -15,6 +17,15 @@ BEAT_S = 0.5
 #: A device silent for this long is taken for lost.
 SILENCE_LIMIT_S = 3.0
 HUB_PORT_OFFSET = 1
+
+
+class Heard(Enum):
+    """Where a message is heard, and from whom."""
+
+    DOOR = "a stranger with a token, to the door"
+    STRANGER = "the door, to a stranger with a token"
+    TABLE = "an admitted device, to the table"
+    AGENT = "the table, to an admitted device"
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -31,6 +42,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
+    AT: ClassVar = (Heard.DOOR,)
     secret: bytes
     facts: Facts
 
@@ -38,6 +50,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 class Knock(msgspec.Struct, frozen=True, tag="knock"):
     """Would a join with this secret be let in? Admits nobody, uses nothing up."""
 
+    AT: ClassVar = (Heard.DOOR,)
     secret: bytes
     padding: bytes = b""
 
@@ -45,11 +58,13 @@ class Knock(msgspec.Struct, frozen=True, tag="knock"):
 class Here(msgspec.Struct, frozen=True, tag="here"):
     """Said every BEAT_S: I live. `incarnation` tells two processes with one key apart."""
 
+    AT: ClassVar = (Heard.TABLE,)
     incarnation: str
     facts: Facts
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
+    AT: ClassVar = (Heard.TABLE,)
     ring: str  # of the order it answers: news may come late, and generations are counted from 1 in every run
     generation: int
     address: Address
@@ -57,6 +72,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Died(msgspec.Struct, frozen=True, tag="died"):
+    AT: ClassVar = (Heard.TABLE,)
     ring: str
     generation: int
     code: int
@@ -64,20 +80,26 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    pass
+    AT: ClassVar = (Heard.TABLE,)
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    AT: ClassVar = (Heard.STRANGER,)
     hub: str  # endpoint
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    AT: ClassVar = (
+        Heard.STRANGER,
+        Heard.AGENT,
+    )
     reason: str
 
 
 class Knocked(msgspec.Struct, frozen=True, tag="knocked"):
     """The padding comes back to who knows a living secret; so no answer is larger than its question."""
 
+    AT: ClassVar = (Heard.STRANGER,)
     reason: str  # why a join would be refused; empty if it would not
     padding: bytes = b""
 
@@ -85,6 +107,7 @@ class Knocked(msgspec.Struct, frozen=True, tag="knocked"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Start a compute process for this run."""
 
+    AT: ClassVar = (Heard.AGENT,)
     ring: str
     generation: int
     node: int
@@ -93,6 +116,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
+    AT: ClassVar = (Heard.AGENT,)
     generation: int
     over: bool = False  # the whole run; otherwise only this device's part in it, and it may get another
 
@@ -102,8 +126,12 @@ FromMaster = Welcome | Refused | Knocked | Prepare | End
 from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 from_master: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
 encode = msgspec.msgpack.Encoder().encode
-T = TypeVar("T")
+T = TypeVar("T", bound=FromAgent | FromMaster)
 
 
-def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    return untrusted.decode(decoder, data, "agent speech", MAX_BYTES)
+def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, at: Heard) -> T:
+    """What was said, if it may be said there."""
+    message = untrusted.decode(decoder, data, "agent speech", MAX_BYTES)
+    if at not in message.AT:
+        raise ProtocolError(f"{type(message).__name__} is not said by {at.value}")
+    return message

@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from ringtmp.errors import ProtocolError
 from ringtmp.resources import free_memory_bytes
 from ringtmp.ring.shelf import Shelf
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.wire.address import Address
 from ringtmp.wire.link import Counters, Delivery, Link
-from ringtmp.wire.message import (
-    Activations,
-    Bye,
-    Copied,
-    Copy,
-    Echo,
-    Echoed,
-    Fetch,
-    Gradients,
-    Keep,
-    Kept,
-    LayerState,
-    Lost,
-    Message,
-    Norms,
-    Part,
-    Place,
-    Placed,
-    Pull,
-    Pulled,
-    Push,
-    Recall,
-    Restore,
-    Scale,
-    Squares,
-    Stop,
-    Store,
-    Total,
-    Work,
-)  # fmt: skip
-
-#: Everything else is control.
-_CHANNELS: dict[type, Channel] = {
-    **dict.fromkeys((Activations, Gradients, Norms, Scale), Channel.TENSOR),
-    **dict.fromkeys((Push, Pull, Pulled, Copy, Copied, Squares, Total, Part), Channel.TENSOR),
-    **dict.fromkeys((Place, Placed, Fetch, LayerState, Work, Store, Kept, Echo, Echoed), Channel.BULK),
-    **dict.fromkeys((Keep, Recall, Restore), Channel.BULK),
-    Lost: Channel.BULK,  # before what a server is asked for of the keys it takes over
-}
-
+from ringtmp.wire.message import Bye, Message, Stop
+from ringtmp.wire.rules import END, MEETING, PLAN, IsA, Phase
 
 #: Links that bring nothing are looked at this often: for what a silent peer may not have got.
 LOOK_EVERY_S = 0.1
@@ -69,6 +33,18 @@ class Mail(NamedTuple):
     def present(self) -> list[torch.Tensor]:
         """The tensors, without holes."""
         return [each for each in self.tensors if each is not None]
+
+
+class Offence(NamedTuple):
+    """A peer broke the protocol. Not `sure`: somebody else says so, or it may have passed on what others did."""
+
+    node: int
+    text: str
+    sure: bool
+
+
+#: Sees every arriving message (sender, message) before memory is taken for it; raises ProtocolError.
+Inspector = Callable[[int, Message], None]
 
 
 class Endpoint:
@@ -99,14 +75,58 @@ class Endpoint:
         self._parting: dict[int, list[Link]] = {}
         self._retired: list[tuple[int, Channel, Counters]] = []
         self._looked_at = 0.0
-        #: Sees every arriving message before memory is taken for it. A node with a plan sets its own.
-        self.inspect: Callable[[Message], None] = lambda message: None
+        #: What peers are to this node under its plan; None: there is none yet.
+        self._is_a: IsA | None = None
+        self._inspectors: list[Inspector] = []
+        self._ending = False
+        self._offences: list[Offence] = []
         #: (peer, posted at, acknowledged at, payload bytes) of delivered messages with tensors; taken by the recorder.
         self.sent: list[tuple[int, float, float, int]] = []
 
     @property
     def generation(self) -> int:
         return self._generation
+
+    # -- who may say what ---------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return END if self._ending else MEETING if self._is_a is None else PLAN
+
+    def enter_plan(self, is_a: IsA, inspector: Inspector) -> None:
+        """There is a plan: `is_a` says what peers are under it, `inspector` looks at what messages say."""
+        self._is_a = is_a
+        self._inspectors.append(inspector)
+
+    def inspect_too(self, inspector: Inspector) -> None:
+        """Another look at what messages say, in this generation."""
+        self._inspectors.append(inspector)
+
+    def end(self) -> None:
+        """Everyone is told to stop."""
+        self._ending = True
+
+    def judge(self, sender: int, message: Message) -> None:
+        """The one place where it is decided whether a message may be handled. ProtocolError: it may not."""
+        rule, name = message.RULE, type(message).__name__
+        offence = rule.offence(name, message, sender, self.node, self.phase, self._is_a)
+        if offence is not None:
+            raise ProtocolError(offence)
+        for inspector in self._inspectors:
+            inspector(sender, message)
+
+    def offended(self, node: int, text: str, sure: bool = True) -> None:
+        """A peer broke the protocol: it is neither heard nor told anything any more in this generation."""
+        if node not in self._forgotten:
+            self._offences.append(Offence(node, text, sure))
+            self.forget(node)
+
+    def offences(self) -> list[Offence]:
+        """Those not asked for before."""
+        found, self._offences = self._offences, []
+        return found
+
+    # -- generations and peers ----------------------------------------------------------------------------------------
 
     def renew(self, generation: int, word: Message | None = None, to: Collection[int] = ()) -> None:
         """The next generation begins, on the same transport: whatever was under way is dropped, and what is still to come
@@ -130,7 +150,9 @@ class Endpoint:
         self._peers |= self._met.keys()
         self._met = {}
         self.sent.clear()
-        self.inspect = lambda message: None
+        self._is_a = None
+        self._inspectors.clear()
+        self._offences.clear()
         self._generation = generation
 
     def connect(self, peer: int, address: Address) -> None:
@@ -165,7 +187,7 @@ class Endpoint:
             self._acknowledge()  # whoever leaves now waits for nothing else
         if peer in self._forgotten:
             return
-        channel = _CHANNELS.get(type(message), Channel.CONTROL)
+        channel = message.RULE.channel
         link = self._link(peer, channel)
         link.send(message, tensors, now)
         self._flush(peer, channel, link)
@@ -205,13 +227,18 @@ class Endpoint:
     def _receive(self, link: Link, arrival: Arrival, now: float) -> Delivery | None:
         parting = self._parting.get(arrival.peer) if self._parting and arrival.channel is Channel.CONTROL else None
         foreign = link.counters.foreign
-        delivery = link.receive(arrival.frames, now)
+        try:
+            delivery = link.receive(arrival.frames, now)
+        except ProtocolError as error:
+            self.offended(arrival.peer, str(error))
+            return None
         if parting is not None:
             if link.counters.foreign == foreign:
                 del self._parting[arrival.peer]  # it has come along
             else:
                 for old in parting:
-                    old.receive(arrival.frames, now)  # nobody listens any more; only acknowledgements count
+                    with contextlib.suppress(ProtocolError):
+                        old.receive(arrival.frames, now)  # nobody listens any more; only acknowledgements count
                     self._flush(arrival.peer, Channel.CONTROL, old)
         return delivery
 
@@ -288,10 +315,15 @@ class Endpoint:
                 self._ring,
                 self._generation,
                 self.limit_bytes,
-                lambda message: self.inspect(message),
+                lambda message: self._look_at(peer, channel, message),
                 patient=channel is Channel.TENSOR,
             )
         return self._links[key]
+
+    def _look_at(self, peer: int, channel: Channel, message: Message) -> None:
+        if message.RULE.channel is not channel:
+            raise ProtocolError(f"sent {type(message).__name__} on the {channel.name.lower()} channel")
+        self.judge(peer, message)
 
     def _flush(self, peer: int, channel: Channel, link: Link) -> None:
         while link.outbox:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ringtmp.errors import SnapshotUnusable
+from ringtmp.errors import ProtocolError, SnapshotUnusable
 from ringtmp.plan.route import MASTER, Route
 from ringtmp.ring.checkpoint import LayerTensors
 from ringtmp.ring.endpoint import Endpoint, Mail
@@ -33,6 +33,12 @@ MOST_PIECE_BYTES = 256 * 1024
 LINE_SHARE = 0.25
 #: A node that is never idle still sends a large piece this often, and a smaller one more often.
 BUSY_PIECE_S = 0.05
+
+
+def holder_of(route: Route, node: int) -> int | None:
+    """Who holds a node's parcels: its clockwise neighbour. The master's own stay with it: with it the run ends anyway."""
+    mine = route.on(node)
+    return route.node(mine[0].index + 1) if node != MASTER and mine else None
 
 
 @dataclass
@@ -82,9 +88,7 @@ class Keeping:
         """`rate`: bytes per second that the line to the holder carries."""
         self._endpoint = endpoint
         self._mode = mode
-        mine = route.on(endpoint.node)
-        #: Who holds this node's parcels. The master's own stay with it: with it the run ends anyway.
-        self.holder = route.node(mine[0].index + 1) if endpoint.node != MASTER and mine else None
+        self.holder = holder_of(route, endpoint.node)
         self._going: deque[_Going] = deque()
         self._coming: dict[tuple[int, int], _Coming] = {}
         self._last_at = self._last_share = 0.0
@@ -175,12 +179,14 @@ class Keeping:
         piece = mail.present()[0]
         trouble: str | None = None
         if message.start == 0:
-            label = msgspec.msgpack.decode(message.label, type=Label)
+            label = msgspec.msgpack.decode(message.label, type=Label)  # looked at when it came (scrutiny.py)
             self._coming[key] = _Coming(label)
             trouble = self._endpoint.shelf.begin(label, self._mode)
         coming = self._coming.get(key)
         if coming is None or not (trouble or self._endpoint.shelf.awaits(coming.label)):
             return  # of a parcel that was refused, or of a snapshot that was given up
+        if message.start != coming.arrived or message.step != coming.label.step:
+            raise ProtocolError(f"sent byte {message.start} of layer {message.layer} after byte {coming.arrived}")
         trouble = trouble or self._endpoint.shelf.add(coming.label, raw_bytes(piece))
         coming.arrived += piece.numel()
         if trouble is not None or coming.arrived >= coming.label.size:

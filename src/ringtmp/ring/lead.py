@@ -7,14 +7,17 @@ from typing import Protocol
 
 import torch
 
-from ringtmp.errors import NodeFailed, NodeLost, ProtocolError, WaitTimeout
+from ringtmp import untrusted
+from ringtmp.errors import Misconduct, NodeFailed, NodeLost, ProtocolError, WaitTimeout
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
+from ringtmp.plan.route import MASTER
+from ringtmp.ring import testimony
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import Member
 from ringtmp.ring.protect import Protection, Snapshot
 from ringtmp.ring.worker import farewell
-from ringtmp.wire.message import Bye, Failed, Hello, LayerState, Placed, Report, Stop
+from ringtmp.wire.message import Accused, Bye, Failed, Hello, LayerState, Placed, Report, Stop
 
 HELLO_LIMIT_S = 60.0
 STALL_LIMIT_S = 60.0
@@ -42,6 +45,10 @@ class Crew(Protocol):
         """The run goes on without this one: it is not checked any more."""
         ...
 
+    def expel(self, node: int, sure: bool) -> None:
+        """As `bury`, and not to be taken again; one that only others accuse may be, a few times."""
+        ...
+
 
 class Lead:
     """The part of a master that knows no strategy. `_member` is what works on the master's own node."""
@@ -56,7 +63,7 @@ class Lead:
         #: Told of a node whose loss needed no new generation.
         self.survived: Callable[[events.Regrouped], None] = log.write
         self._member: Member | None = None
-        self._placed: set[int] = set()
+        self._placed: set[tuple[int, int]] = set()  # node, layer
         self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender, of the layer that is awaited
         self._awaited: int | None = None
         self._gone: set[int] = set()
@@ -78,6 +85,7 @@ class Lead:
 
     def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> list[NodeLost]:
         """Tell every node to stop, and wait a moment for each to say goodbye. Returns those who had died before."""
+        self.endpoint.end()
         for node in self.hellos:
             self.endpoint.post(node, Stop(reason))
         self._hear_farewells(limit_s)
@@ -138,7 +146,8 @@ class Lead:
         mail = self.endpoint.collect()
         for each in mail:
             self._take(each)
-        worked = self._member.act() if self._member is not None else False
+        worked = self._act()
+        self._drop_offenders()
         helped = self._crew.advance()
         now = self.endpoint.clock()
         if now - self._last_watch > WATCH_EVERY_S:
@@ -157,34 +166,67 @@ class Lead:
             self._crew.bury(lost.node)
             self.hellos.pop(lost.node, None)
 
+    def _act(self) -> bool:
+        try:
+            return self._member.act() if self._member is not None else False
+        except Misconduct as error:
+            self.endpoint.offended(error.node, str(error), sure=False)
+            return True
+
+    def _drop_offenders(self) -> None:
+        """Who broke the protocol is out, and named; the run heals as from any loss."""
+        step = self._member.step if self._member is not None else 0
+        offences = [each for each in self.endpoint.offences() if each.node != MASTER]
+        for each in offences:
+            self._crew.expel(each.node, each.sure)
+        for each in offences:
+            lost = NodeLost(f"node {each.node} broke the protocol in step {step}: it {each.text}", each.node)
+            if not self._survive(lost):
+                raise lost
+            self.hellos.pop(each.node, None)
+
     def _survive(self, lost: NodeLost) -> bool:
         """Whether this strategy can go on without a node, here and now."""
         return False
 
     def _take(self, mail: Mail) -> None:
+        if self.endpoint.forgot(mail.sender):
+            return
+        try:
+            self._heed(mail)
+        except ProtocolError as error:
+            if mail.sender == MASTER:
+                raise
+            self.endpoint.offended(mail.sender, str(error))
+
+    def _heed(self, mail: Mail) -> None:
         message = mail.message
         if isinstance(message, Hello):
-            self.hellos[mail.sender] = message
+            self.hellos[mail.sender] = testimony.hello(message)
         elif isinstance(message, Report):
             for event in message.events:
-                self._log.write_encoded(event)
+                self._log.write_encoded(testimony.step_event(event, mail.sender))
         elif isinstance(message, Bye):
-            self._gone.add(mail.sender)
-            self._log.write_encoded(message.event)
+            self._gone.add(mail.sender)  # whatever it says
+            self._log.write_encoded(testimony.last_event(message.event, mail.sender))
         elif isinstance(message, Placed):
-            self._placed.add(message.layer)
-        elif isinstance(message, LayerState):
-            if message.layer != self._awaited:
-                return  # asked for twice, because somebody was lost meanwhile
-            self._states[mail.sender] = (message, [each for each in mail.tensors if each is not None])
+            self._placed.add((mail.sender, message.layer))
+        elif isinstance(message, Accused):
+            self._accused(mail.sender, message)
         elif isinstance(message, Failed):
-            raise NodeFailed(
-                f"node {mail.sender} failed in step {message.step}: {message.error}\n{message.traceback.rstrip()}"
-            )
+            said = untrusted.line(message.error), untrusted.lines(message.traceback)
+            raise NodeFailed(f"node {mail.sender} failed in step {message.step}: {said[0]}\n{said[1]}")
         elif not self._hear(mail):
             if self._member is None:
-                raise ProtocolError(f"node {mail.sender} sent {type(message).__name__} before the plan was made")
+                raise ProtocolError(f"sent {type(message).__name__}, which nobody asked for")
             self._member.handle(mail)
+
+    def _accused(self, accuser: int, message: Accused) -> None:
+        """Of the two one breaks the protocol. The accuser is believed: it has nothing to win."""
+        if message.node == accuser:
+            raise ProtocolError("accused itself")
+        if message.node in self.hellos:  # else it is gone already
+            self.endpoint.offended(message.node, f"{untrusted.line(message.why)} (says node {accuser})", sure=False)
 
     def _hear(self, mail: Mail) -> bool:
         """Messages to the master that only one strategy knows. True: it was one."""

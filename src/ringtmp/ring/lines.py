@@ -67,7 +67,7 @@ class Line:
 def echo(endpoint: Endpoint, mail: Mail, message: Echo) -> None:
     """On a node: answer, with as many bytes as are asked for."""
     if not 0 <= message.back <= MOST_BYTES:
-        raise ProtocolError(f"node {mail.sender} asks for {message.back} bytes to try a line with")
+        raise ProtocolError(f"asks for {message.back} bytes to try a line with")
     endpoint.post(mail.sender, Echoed(message.number), _bytes(message.back))
 
 
@@ -151,7 +151,7 @@ class Lines:
         if isinstance(message, Tried):
             told = message.there_bytes_per_s, message.back_bytes_per_s, message.latency_s
             if not (all(map(math.isfinite, told)) and min(told[:2]) > 0 and told[2] >= 0):
-                raise ProtocolError(f"node {mail.sender} found a line to node {message.peer} of {told}")
+                raise ProtocolError(f"found a line to node {message.peer} of {told}")
             self._told[mail.sender, message.peer] = Line(*told)
         elif not isinstance(message, Echoed):
             return False

@@ -17,27 +17,31 @@ import torch
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, SnapshotUnusable, WaitTimeout
+from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, ProtocolError, SnapshotUnusable, WaitTimeout
 from ringtmp.metrics.events import EventLog, SnapshotWhole, Warned
 from ringtmp.model import portable
-from ringtmp.model.export import nest
+from ringtmp.model.export import EXAMPLE_BATCH, nest
 from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
+from ringtmp.ring import testimony
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import WAIT_S, Crew, Lead
-from ringtmp.ring.lines import Lines
+from ringtmp.ring.lines import MOST_BYTES, Lines
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
 from ringtmp.ring.protect import places
 from ringtmp.wire.message import (
     Activations,
+    Echoed,
     Failed,
     Fetch,
     Held,
     Inspect,
     Inspected,
+    LayerState,
     Meet,
+    Message,
     Missing,
     Place,
     Recall,
@@ -53,6 +57,8 @@ ANSWER_LIMIT_S = 5.0
 ASK_AFTER_S = 15.0
 ASK_AGAIN_S = 2.0
 NO_MICROBATCH = -1
+#: Passes that may be under way at once, and one.
+REMEMBERED_PASSES = 3
 
 
 def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
@@ -91,6 +97,8 @@ class Master(Lead):
         self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way
         self._committed = 0
+        self._question: Fetch | Recall | None = None  # which layer was asked for last
+        self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
         self._score: Score | None = None
         self._outputs: list[Any] | None = None
 
@@ -107,6 +115,7 @@ class Master(Lead):
             if node == MASTER:
                 self._member = node_here = Node(self.endpoint, theirs, owner=self)
                 node_here.emit = self._log.write
+                self.endpoint.inspect_too(self._inspect)
             else:
                 self.endpoint.post(node, theirs)
         for node in self.hellos.keys() - setup.route.nodes():
@@ -142,7 +151,7 @@ class Master(Lead):
         raise SnapshotUnusable("; ".join(problems))
 
     def _until_taken(self, index: int, holder: int) -> None:
-        done = lambda: index in self._placed or (holder, index) in self._missing  # noqa: E731
+        done = lambda: (holder, index) in self._placed or (holder, index) in self._missing  # noqa: E731
         self._until_node(holder, done, f"to take layer {index}", self._stall_limit())
         self._refuse_missing(holder, index)
 
@@ -237,6 +246,9 @@ class Master(Lead):
         """Put a batch at the front. The number of its pass."""
         self._turn += 1
         turn, now = self._turn, self.endpoint.clock()
+        sizes = [len(next(iter(leaves(each)))) for each in batch.inputs]
+        self._sizes = {at: each for at, each in self._sizes.items() if at > turn - REMEMBERED_PASSES}
+        self._sizes[turn] = (step, training, sizes)
         for microbatch, inputs in enumerate(batch.inputs):
             tensors: list[torch.Tensor | None] = list(leaves(inputs))
             message = Activations(
@@ -308,7 +320,7 @@ class Master(Lead):
 
     def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
         self._states.clear()
-        self._awaited = index
+        self._awaited, self._question = index, question
         self.endpoint.post(node, question)
         done = lambda: node in self._states or (node, index) in self._missing  # noqa: E731
         self._until_node(node, done, f"to send layer {index}", self._stall_limit())
@@ -319,21 +331,58 @@ class Master(Lead):
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Inspected):
-            self._inspected[mail.sender] = mail.message
+            self._inspected[mail.sender] = testimony.inspected(mail.message, mail.sender, self.node.route)
         elif isinstance(mail.message, Held):
-            if self.protection.held(mail.message, mail.sender):
+            held = testimony.held(mail.message, mail.sender, self.node.route, len(self._layers))
+            if self.protection.held(held, mail.sender):
                 # Now, and not when the step ends: it may never end, and nobody has the one before any more.
-                self._log.write(SnapshotWhole(time.monotonic(), mail.message.step, self.protection.interval))
+                self._log.write(SnapshotWhole(time.monotonic(), held.step, self.protection.interval))
                 for node in self.node.route.nodes():
-                    self.endpoint.post(node, Whole(mail.message.step))
-            elif mail.message.trouble:
+                    self.endpoint.post(node, Whole(held.step))
+            elif held.trouble:
                 for node in self.node.route.nodes():
-                    self.endpoint.post(node, Void(mail.message.step))
+                    self.endpoint.post(node, Void(held.step))
         elif isinstance(mail.message, Missing):
-            self._missing[mail.sender, mail.message.layer] = mail.message.why
+            missing = testimony.missing(mail.message, len(self._layers))
+            self._missing[mail.sender, missing.layer] = missing.why
+        elif isinstance(mail.message, LayerState):
+            self._take_layer(mail, mail.message)
         else:
             return self._lines.heard(mail)
         return True
+
+    def _take_layer(self, mail: Mail, message: LayerState) -> None:
+        """What is not as the layer says is an offence, unless it comes from a snapshot: then it was so when it came to who
+        holds it, and another copy may do."""
+        testimony.layer_of(message.layer, len(self._layers))
+        try:
+            testimony.layer_state(message, self._layers[message.layer])
+        except ProtocolError as problem:
+            if not isinstance(self._question, Recall):
+                raise
+            self._missing[mail.sender, message.layer] = f"node {mail.sender} {problem}"
+        else:
+            if message.layer == self._awaited:  # else asked for twice, because somebody was lost meanwhile
+                self._states[mail.sender] = (message, mail.present())
+
+    def _inspect(self, sender: int, message: Message) -> None:
+        if isinstance(message, LayerState) and not isinstance(self._question, Recall):
+            testimony.layer_of(message.layer, len(self._layers))
+            testimony.layer_state(message, self._layers[message.layer])
+        elif isinstance(message, Echoed):
+            testimony.within(message.tensors, MOST_BYTES, "an echo")
+
+    def expects(self, message: Activations) -> None:
+        """What comes round is of a batch that went in."""
+        given = self._sizes.get(message.turn)
+        if given is None or given[:2] != (message.step, message.training) or len(given[2]) != message.microbatches:
+            raise ProtocolError(f"sent pass {message.turn} of step {message.step}, which is not under way")
+        wanted = self.node.setup.crossings.get(message.visit, ())
+        samples, width = given[2][message.microbatch], len(message.tensors) // max(1, len(wanted))
+        for crossing, spec in zip(wanted, message.tensors[:: width or 1], strict=False):
+            # A layer was asked with an example of so many samples what leaves it: a size of that number may be a constant.
+            if crossing.per_sample and spec is not None and spec.shape[0] not in (samples, EXAMPLE_BATCH):
+                raise ProtocolError(f"sent {spec.shape[0]} samples of the {samples} in microbatch {message.microbatch}")
 
     def try_lines(self) -> dict[int, tuple[float, float]]:
         """Bytes per second to and from other nodes, while the ring is at rest."""

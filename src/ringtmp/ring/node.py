@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ringtmp.errors import ProtocolError, SnapshotUnusable
+from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
 from ringtmp.metrics import events, own
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.model import portable
@@ -23,6 +23,7 @@ from ringtmp.resources import free_memory_bytes, mind_memory
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.keeping import Keeping
 from ringtmp.ring.lines import echo
+from ringtmp.ring.scrutiny import Scrutiny
 from ringtmp.ring.stage import Stage
 from ringtmp.ring.visit import Pass, VisitState
 from ringtmp.ring.worker import farewell, report
@@ -36,7 +37,6 @@ from ringtmp.wire.message import (
     Inspect,
     Inspected,
     LayerState,
-    Message,
     Missing,
     Norms,
     Place,
@@ -44,7 +44,6 @@ from ringtmp.wire.message import (
     Restore,
     Scale,
     Setup,
-    fits,
 )  # fmt: skip
 
 #: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
@@ -57,6 +56,14 @@ class LossOwner(Protocol):
     """What only the master does: the loss at the tail."""
 
     def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None: ...
+
+    def expects(self, message: Activations) -> None:
+        """ProtocolError: this is not what went into the ring."""
+        ...
+
+
+def _nothing_known(message: Activations) -> None:
+    """Only the master knows the batch."""
 
 
 class Node:
@@ -88,7 +95,9 @@ class Node:
         self._work: dict[str, Callable[[VisitState], None]] = {
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
         }  # fmt: skip
-        endpoint.inspect = self._inspect
+        expects = owner.expects if owner is not None else _nothing_known
+        scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects)
+        endpoint.enter_plan(scrutiny.is_a, scrutiny)
         self._first_step = setup.step
         self._last_visit = setup.route.last
         #: Called with every event this node produces. A worker sends it to the master.
@@ -160,7 +169,7 @@ class Node:
             bad = tuple(index for index, state in self.visits.items() if not state.stage.finite(message.microbatch))
             self.endpoint.post(mail.sender, Inspected(bad, self.endpoint.unheard(UNHEARD_S)))
         else:
-            raise ProtocolError(f"node {self.me} does not expect {type(message).__name__} from node {mail.sender}")
+            raise ProtocolError(f"sent {type(message).__name__}, which nobody expects")
 
     def _in_flight(self, state: VisitState) -> int:
         """Admitted at the front and not yet at its end: answered in training, arrived at the tail in evaluation."""
@@ -218,7 +227,9 @@ class Node:
         inputs = [each for each in mail.tensors if each is not None]
         outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
         current.forwarded += 1
-        assert state.stage.held + state.stage.deferred <= self._places, "more microbatches stored than there are places"
+        if state.stage.held + state.stage.deferred > self._places:
+            assert mail.sender != self.me, "more microbatches stored than there are places"
+            raise Misconduct("sent more microbatches than the window admits", mail.sender)
         if state.visit.index == self._last_visit:
             self._finish(state, message, outputs)
         else:
@@ -249,7 +260,10 @@ class Node:
         if message.microbatch != current.backwarded:
             raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
         at_tail = state.visit.index == self._last_visit
-        entering = state.stage.backward(message.step, message.microbatch, None if at_tail else mail.tensors)
+        try:
+            entering = state.stage.backward(message.step, message.microbatch, None if at_tail else mail.tensors)
+        except ProtocolError as error:
+            raise Misconduct(f"sent {error}", mail.sender) from None
         current.backwarded += 1
         if state.visit.index > 0:
             back = Gradients(message.turn, message.step, state.visit.index - 1, message.microbatch)
@@ -360,21 +374,6 @@ class Node:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.recorder.sending()
         self.endpoint.post(peer, message, tensors)
-
-    def _inspect(self, message: Message) -> None:
-        """Tensors that are not what the plan says are refused before memory is taken for them."""
-        if isinstance(message, Activations):
-            wanted = self.setup.crossings.get(message.visit)
-        elif isinstance(message, Gradients):
-            wanted = self.setup.crossings.get(message.visit + 1)
-        else:
-            return
-        if wanted is None:
-            return
-        if not fits(wanted, message.tensors, self.setup.wire):
-            raise ProtocolError(
-                f"{type(message).__name__} for visit {message.visit} are {message.tensors}; the plan says {wanted}"
-            )
 
     def _expect(self, visit: int, mail: Mail) -> VisitState:
         if visit not in self.visits:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 
 State = dict[str, torch.Tensor]
+#: Every name a state may have; `step` is a counter, the others have the shape of their parameter.
+STATE_KEYS = ("step", "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class Optimizer(Protocol):

@@ -120,8 +120,11 @@ class RunDirectory:
             )
         self._mine = not self.path.exists()
         try:
+            # Weights, inputs' statistics and what nodes wrote are the user's own; a folder that was there keeps its mode.
             for folder in (self.path, self.checkpoints, self.logs, self.layers):
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for file in (self.events, self.path / "lock"):
+                file.touch(mode=0o600)
             probe = self.path / ".write-test"
             probe.touch()
             probe.unlink()
@@ -168,7 +171,7 @@ class RunDirectory:
             self._lock = None
 
     def write_config(self, saved: SavedConfig) -> None:
-        write_atomic(self.path / "config.json", msgspec.json.format(msgspec.json.encode(saved)))
+        write_atomic(self.path / "config.json", msgspec.json.format(msgspec.json.encode(saved)), 0o600)
 
     def read_config(self) -> SavedConfig:
         self.open()

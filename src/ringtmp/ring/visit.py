@@ -26,6 +26,9 @@ class Pass:
     microbatches: int
     forwarded: int = 0
     backwarded: int = 0
+    returned: int = 0  # gradients that have come from a neighbour
+    norms_came: bool = False
+    scale_came: bool = False
     deeper_norms: torch.Tensor | None = None
     norms_sent: bool = False
     total_norm: torch.Tensor | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.metrics import events, own
 from ringtmp.metrics.events import NodeEnded
 from ringtmp.plan.route import MASTER
@@ -15,7 +16,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import MakeMember, Member
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Bye, Hello, Renew, Report, Stop
+from ringtmp.wire.message import Accused, Bye, Hello, Renew, Report, Stop
 
 
 class Worker:
@@ -38,8 +39,11 @@ class Worker:
 
     def turn(self) -> bool:
         """One piece of work; False when there is none."""
+        early = self.member is None
         mail = self.endpoint.collect()
         for each in mail:
+            if self.endpoint.forgot(each.sender):
+                continue
             if isinstance(each.message, Renew):
                 self._renew(each.message.generation)
                 return True  # the rest of the mail is of the generation that has ended
@@ -48,20 +52,56 @@ class Worker:
                 last = self.member.farewell() if self.member is not None else farewell(self.endpoint)
                 self.endpoint.post(MASTER, Bye(events.encode(last)))
                 return True
-            if self.member is not None:
-                self.member.handle(each)
-                continue
-            if self._asked(self.endpoint, each):
-                continue
-            self.member = self._make_member(self.endpoint, each.message)
-            if self.member is None:
-                self._early.append(each)
-            else:
-                for early in self._early:
-                    self.member.handle(early)
-                self._early.clear()
-        worked = self.member.act() if self.member is not None else False
+            self._take(each, early)
+        worked = self._act()
+        self._accuse()
         return worked or bool(mail)
+
+    def _take(self, mail: Mail, early: bool) -> None:
+        """`early`: it was judged before there was a plan."""
+        if self.member is not None:
+            self._handle(self.member, mail, early)
+            return
+        try:
+            if self._asked(self.endpoint, mail):
+                return
+        except ProtocolError as error:
+            self._blame(mail.sender, error)
+            return
+        self.member = self._make_member(self.endpoint, mail.message)
+        if self.member is None:
+            self._early.append(mail)
+            return
+        for each in self._early:
+            self._handle(self.member, each, early=True)
+        self._early.clear()
+
+    def _handle(self, member: Member, mail: Mail, early: bool) -> None:
+        try:
+            if early and mail.sender != self.endpoint.node:
+                self.endpoint.judge(mail.sender, mail.message)
+            member.handle(mail)
+        except ProtocolError as error:
+            self._blame(mail.sender, error)
+
+    def _act(self) -> bool:
+        try:
+            return self.member.act() if self.member is not None else False
+        except Misconduct as error:
+            self._blame(error.node, error)
+            return True
+
+    def _blame(self, node: int, error: ProtocolError) -> None:
+        """A node that breaks the protocol costs itself. Whoever trusts nobody but the master cannot do without it."""
+        if node in (MASTER, self.endpoint.node):
+            raise error
+        self.endpoint.offended(node, str(error))
+
+    def _accuse(self) -> None:
+        for offence in self.endpoint.offences():
+            if offence.node == MASTER:
+                raise ProtocolError(f"the master {offence.text}")
+            self.endpoint.post(MASTER, Accused(offence.node, offence.text))
 
     def _renew(self, generation: int) -> None:
         if generation > self.endpoint.generation:

@@ -34,6 +34,7 @@ from ringtmp.plan.route import MASTER
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.worker import farewell, report
 from ringtmp.strategies.replica import Replica
+from ringtmp.strategies.scrutiny import PartScrutiny, is_a
 from ringtmp.strategies.settings import AllReduceSettings, Roles
 from ringtmp.strategies.trainer import Trainer
 from ringtmp.wire import lossy
@@ -60,6 +61,9 @@ def buckets(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 class Algorithm(Protocol):
     def start(self, step: int, bucket: int, vector: torch.Tensor) -> None: ...
     def part(self, mail: Mail) -> None: ...
+    def due(self, sender: int, part: Part, size: int) -> int:
+        """How many values a part of a bucket of this size has; ProtocolError: it is not this sender's to send."""
+        ...
 
 
 class AllReduceMember:
@@ -74,6 +78,11 @@ class AllReduceMember:
         make = RingReduce if settings.algorithm == "ring" else TreeReduce
         self._algorithm: Algorithm = make(sender, roles.workers, exchange.finished)
         exchange.algorithm = self._algorithm
+        scrutiny = PartScrutiny(
+            lambda sender, part: self._algorithm.due(sender, part, exchange.bucket_size(part.bucket)),
+            exchange.buckets, plan.wire, lambda: exchange.step,
+        )  # fmt: skip
+        endpoint.enter_plan(is_a(lambda: roles), scrutiny)
         self.trainer = Trainer(endpoint, plan, self._recorder, exchange, replica)
         self.trainer.emit = lambda event: self.emit(event)
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
@@ -90,9 +99,7 @@ class AllReduceMember:
             self._recorder.received(message.bucket, message.chunk, mail.first_at, mail.arrived_at, mail.payload_bytes)
             self._algorithm.part(mail)
         elif not self.trainer.handle(mail):
-            raise ProtocolError(
-                f"node {self.endpoint.node} does not expect {type(message).__name__} from {mail.sender}"
-            )
+            raise ProtocolError(f"sent {type(message).__name__}, which nobody expects")
 
     def act(self) -> bool:
         return self.trainer.act()
@@ -122,6 +129,13 @@ class Gradients:
         self.step = plan.step  # updates made
         self._own: dict[int, torch.Tensor] = {}
         self._summed = 0
+
+    @property
+    def buckets(self) -> int:
+        return len(self._buckets)
+
+    def bucket_size(self, bucket: int) -> int:
+        return sum(self._plan.sizes[layer] for layer in self._buckets[bucket])
 
     def begin(self, fresh: bool) -> None: ...
 
@@ -213,6 +227,7 @@ class RingReduce:
         self._n = len(workers)
         self._rank = workers.index(sender.me)
         self._next = workers[(self._rank + 1) % self._n]
+        self._before = workers[self._rank - 1]
         self._finished = finished
         self._vectors: dict[tuple[int, int], torch.Tensor] = {}
         self._missing: dict[tuple[int, int], int] = {}
@@ -251,10 +266,22 @@ class RingReduce:
                 mine.copy_(self._sender.decode(sent))  # the total is what everyone else gets
             self._arrive(part)
 
+    def due(self, sender: int, part: Part, size: int) -> int:
+        """A chunk starts at the worker of its number; its sum starts at the one before that."""
+        came_from = part.chunk + part.hop + (self._n - 1 if part.summed else 0)
+        near = sender == self._before and (came_from - self._rank + 1) % self._n == 0
+        if not (near and 0 <= part.chunk < self._n and 0 <= part.hop < self._n - 1):
+            raise ProtocolError(f"sent chunk {part.chunk} after {part.hop} hops, which is not its to send")
+        first, stop = self._bounds(part, size)
+        return stop - first
+
+    def _bounds(self, part: Part, size: int) -> tuple[int, int]:
+        return size * part.chunk // self._n, size * (part.chunk + 1) // self._n
+
     def _chunk(self, part: Part) -> torch.Tensor:
         vector = self._vectors[part.step, part.bucket]
-        bounds = [len(vector) * edge // self._n for edge in (part.chunk, part.chunk + 1)]
-        return vector[bounds[0] : bounds[1]]
+        first, stop = self._bounds(part, len(vector))
+        return vector[first:stop]
 
     def _arrive(self, part: Part) -> None:
         name = (part.step, part.bucket)
@@ -292,6 +319,13 @@ class TreeReduce:
             arrived = self._arrived.setdefault((part.step, part.bucket), {})
             arrived[mail.sender] = self._sender.decode(tensors)
             self._pass_up(part.step, part.bucket)
+
+    def due(self, sender: int, part: Part, size: int) -> int:
+        if sender != self._parent if part.summed else sender not in self._children:
+            raise ProtocolError("sent a part that is not its to send")
+        if part.chunk or part.hop or (part.summed and (part.step, part.bucket) not in self._vectors):
+            raise ProtocolError(f"sent a part of step {part.step} out of turn")
+        return size
 
     def _pass_up(self, step: int, bucket: int) -> None:
         vector, arrived = self._vectors.get((step, bucket)), self._arrived.get((step, bucket), {})

@@ -139,10 +139,10 @@ def plan(brief: Brief) -> Plan:
 
         return ring.plan(brief)
     from ringtmp.model.written import refuse_written
-    from ringtmp.strategies import parallel
+    from ringtmp.strategies import parallel_plan
 
     refuse_written(brief.layers, brief.config.ring.strategy)
-    return parallel.plan(brief)
+    return parallel_plan.plan(brief)
 
 
 def member(endpoint: Endpoint, message: Message) -> Member | None:

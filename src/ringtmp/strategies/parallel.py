@@ -8,119 +8,58 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from ringtmp import untrusted
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LossNotFinite, NodeLost, UsageError
+from ringtmp.errors import LossNotFinite, NodeLost, ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable
-from ringtmp.model.portable import Layer
-from ringtmp.model.repeat import refuse_unrepeatable
-from ringtmp.plan import keys
 from ringtmp.plan.keys import Flat, Key
 from ringtmp.plan.route import MASTER
+from ringtmp.ring import testimony
 from ringtmp.ring.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import Crew, Lead
-from ringtmp.ring.losses import LOSSES, Score
+from ringtmp.ring.losses import Score
 from ringtmp.ring.protect import places
 from ringtmp.strategies import catalog
 from ringtmp.strategies.allreduce import AllReduceMember
-from ringtmp.strategies.brief import Brief, Share, Upcoming, nothing_ahead
-from ringtmp.strategies.criterion import exported
+from ringtmp.strategies.brief import Upcoming, nothing_ahead
 from ringtmp.strategies.ps import PsMember
 from ringtmp.strategies.ps_server import following
 from ringtmp.strategies.replica import flatten, layer_flat, views
 from ringtmp.strategies.rows import Ledger
-from ringtmp.strategies.settings import PsSettings, Roles, fitted
+from ringtmp.strategies.scrutiny import kept
+from ringtmp.strategies.settings import PsSettings
 from ringtmp.transport.base import Channel
-from ringtmp.wire.message import Did, Enlist, Fetch, Kept, Lost, Place, Restore, Scored, Store, Work
+from ringtmp.wire.message import (
+    Did,
+    Fetch,
+    Kept,
+    LayerState,
+    Lost,
+    Message,
+    Place,
+    Restore,
+    Scored,
+    Store,
+    Work,
+)
+
+if TYPE_CHECKING:
+    from ringtmp.strategies.parallel_plan import ParallelPlan
 
 #: Layers on their way to their holders: the master holds no more of the model than this and one layer.
 PLACING_BYTES = 8 * 1024**2
 #: Steps of work a worker may have before it; those that never wait for one another get more.
 AHEAD, AHEAD_ASYNC = 1, 16
-
-
-@dataclass(frozen=True)
-class ParallelPlan:
-    brief: Brief
-    enlist: Enlist
-    roles: Roles
-    table: tuple[Key, ...]
-    owners: tuple[int, ...]  # the node that serves each key; empty where nobody serves
-    warnings: tuple[str, ...]
-    lines: tuple[str, ...]
-    facts: dict[str, Any]
-    shares: tuple[Share, ...]
-    loss: tuple[Layer, list[torch.Tensor]] | None  # one of the user's own, which every worker needs
-
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> ParallelLead:
-        return ParallelLead(endpoint, crew, log, self)
-
-    def start(self, leader: ParallelLead, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
-        phase("waiting for the nodes")
-        leader.gather([node for node in range(self.enlist.nodes) if node != MASTER])
-        phase("placing the layers")
-        leader.lay_out(checkpoint)
-
-
-def plan(brief: Brief) -> ParallelPlan:
-    config, name = brief.config, brief.config.ring.strategy
-    settings, nodes = config.ring.strategy_settings, config.ring.nodes
-    loss = None
-    if brief.loss_name not in LOSSES:
-        loss = exported(brief.loss, brief.layers[-1], brief.index.outputs[-1], brief.targets)
-    warnings: tuple[str, ...] = ()
-    if name == "ps":
-        given, settings = settings, fitted(settings, nodes)
-        if given.get("replicas") and not settings["replicas"]:
-            warnings = ("with one server left there are no replicas",)
-    if settings.get("fetch") == "layerwise":
-        refuse_unrepeatable(brief.layers)
-    roles = catalog.roles(name, settings, nodes)
-    for layer in brief.layers:
-        for each in layer.tensors:
-            if each.trainable and each.dtype != "float32":
-                raise UsageError(f"{layer.name}.{each.name} is {each.dtype}: {name} exchanges float32 parameters only")
-    sizes = tuple(layer_flat(layer).size for layer in brief.layers)
-    table: tuple[Key, ...] = ()
-    owners: tuple[int, ...] = ()
-    if roles.servers:
-        table = keys.cut(sizes, len(roles.servers))
-        if len(table) < len(roles.servers):
-            raise UsageError(
-                f"servers={settings.get('servers')}: {len(roles.servers)} servers for {len(table)} keys leaves some with "
-                f"nothing: use at most {len(table)}"
-            )
-        owners = tuple(roles.servers[server] for server in keys.deal(table, len(roles.servers)))
-    enlist = Enlist(
-        name, settings, nodes, brief.recipe, config.training.wire, brief.loss_name, sizes, brief.step, brief.addresses,
-        config.keep.detailed_steps,
-    )  # fmt: skip
-    facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
-    shares = tuple(
-        _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
-    )
-    return ParallelPlan(brief, enlist, roles, table, owners, warnings, (), facts, shares, loss)
-
-
-def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:
-    served = [key for key in table if owners[key.number] == node]
-    both = node in roles.servers and node in roles.workers
-    role = "server and worker" if both else ("server" if node in roles.servers else "worker")
-    segments = []
-    if served:
-        segments.append(f"{len(served)} keys")
-    if node in roles.workers:
-        segments.append("whole model")
-    return Share(node, role, tuple(segments), parameters if node in roles.workers else sum(key.size for key in served))
 
 
 class ParallelLead(Lead):
@@ -143,6 +82,9 @@ class ParallelLead(Lead):
         self._carried = 0.0  # what was done beyond the steps counted so far, in batches
         self._pool: list[Did] = []  # what was done and not yet counted towards a step, where steps mix
         self._scores: dict[int, list[Scored]] = {}
+        self._unscored: Counter[int] = Counter()  # by worker: evaluations it has not answered
+        self._most_samples = 0  # of the batch that is evaluated
+        self._asked_whole = False  # the layer that was asked for last
         self._kept: dict[int, tuple[Kept, list[torch.Tensor]]] = {}
 
     @property
@@ -162,6 +104,7 @@ class ParallelLead(Lead):
         assert isinstance(member, PsMember | AllReduceMember)
         member.emit = self._log.write
         self._member = member
+        self.endpoint.inspect_too(self._inspect)
         for index, layer in enumerate(self._layers):
             holders = kept.get(index, [])
             for worker in holders:
@@ -195,6 +138,7 @@ class ParallelLead(Lead):
         """A layer from a worker that has all of it."""
         self._states.clear()
         self._awaited = index
+        self._asked_whole = True
         self.endpoint.post(worker, Fetch(index, self._plan.enlist.step))
         self._until(lambda: worker in self._states, lambda: f"node {worker} to send layer {index}", self._stall_limit())
         message, given = self._states[worker]
@@ -324,12 +268,14 @@ class ParallelLead(Lead):
         score = Score(bytes_model=bytes_model)
         for batch in batches:
             self._scores.clear()
+            self._most_samples = batch.samples
             asked = 0
             workers: tuple[int, ...] = ()
             while workers != self._workers:  # again if one was lost meanwhile; what is counted is the last answer
                 asked, workers = asked + 1, self._workers
                 for worker in workers:
                     self._send_work(worker, step, batch, False, False)
+                self._unscored.update(workers)
                 self._until(
                     lambda asked=asked: not self._silent(asked),  # type: ignore[misc]
                     lambda asked=asked: f"node {self._silent(asked)[0]} to evaluate",  # type: ignore[misc]
@@ -361,6 +307,7 @@ class ParallelLead(Lead):
         self._kept.clear()
         self._awaited = index
         self._fetch = Fetch(index, self._committed, False)
+        self._asked_whole = False
         for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
             whole = not self._servers and node == MASTER
             self.endpoint.post(node, Fetch(index, self._committed, whole))
@@ -411,18 +358,29 @@ class ParallelLead(Lead):
     def _hear(self, mail: Mail) -> bool:
         message = mail.message
         if isinstance(message, Did):
+            dealt = self._dealt[mail.sender].pop(message.step, None)
+            if dealt is None or abs(dealt - message.share) > 1e-9:
+                raise ProtocolError(f"says that it did {message.share:.6g} of step {message.step}, not {dealt}")
             if not message.skipped and not math.isfinite(message.loss):
                 raise LossNotFinite(
                     f"the loss is {message.loss} in step {message.step} on node {mail.sender}: try a smaller --lr, "
                     "--clip-norm or a --lr-schedule with warm-up"
                 )
-            self._dealt.get(mail.sender, {}).pop(message.step, None)
             if self._mixed:
                 self._pool.append(message)
             elif message.step >= self._done:  # later than its step was counted: a straggler beyond the quorum
                 self._dids.setdefault(message.step, []).append((mail.sender, message))
         elif isinstance(message, Scored):
+            untrusted.whole(message.samples, "the number of samples", 0, self._most_samples)
+            untrusted.whole(message.guesses, "the number of guesses")
+            untrusted.whole(message.right, "the number of right ones", 0, message.guesses)
+            if not self._unscored[mail.sender]:
+                raise ProtocolError("sent Scored, which nobody asked for")
+            self._unscored[mail.sender] -= 1
             self._scores.setdefault(mail.sender, []).append(message)
+        elif isinstance(message, LayerState):
+            if message.layer == self._awaited:  # else asked for twice, because somebody was lost meanwhile
+                self._states[mail.sender] = (message, mail.present())
         elif isinstance(message, Kept) and self._plan.table[message.key].layer != self._awaited:
             pass  # asked for twice, because somebody was lost meanwhile
         elif isinstance(message, Kept):
@@ -430,6 +388,13 @@ class ParallelLead(Lead):
         else:
             return False
         return True
+
+    def _inspect(self, sender: int, message: Message) -> None:
+        if isinstance(message, LayerState):
+            testimony.layer_of(message.layer, len(self._layers))
+            testimony.layer_state(message, self._layers[message.layer], self._asked_whole)
+        elif isinstance(message, Kept):
+            kept(message, self._plan.table)
 
     def _survive(self, lost: NodeLost) -> bool:
         """Of a parameter server a worker may go, if it is not the last; so may a server with a replica."""

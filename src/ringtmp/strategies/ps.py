@@ -44,6 +44,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.worker import farewell, report
 from ringtmp.strategies.ps_server import Server, following
 from ringtmp.strategies.replica import Replica
+from ringtmp.strategies.scrutiny import KeyScrutiny, is_a
 from ringtmp.strategies.settings import PsSettings, Roles
 from ringtmp.strategies.trainer import Trainer
 from ringtmp.wire import lossy
@@ -58,7 +59,7 @@ class PsMember:
 
     def __init__(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> None:
         self.endpoint = endpoint
-        self._roles = roles
+        self._roles = self._everyone = roles  # those who are there; and who was at the beginning
         self.emit: Callable[[events.Event], None] = self._report
         power = own.power(plan.recipe.threads)
         self._recorder = recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, own.meter(), power)
@@ -75,6 +76,7 @@ class PsMember:
             self.trainer.emit = lambda event: self.emit(event)
         elif self.server is not None:
             self.server.emit = lambda event: self.emit(event)
+        endpoint.enter_plan(is_a(lambda: self._everyone), KeyScrutiny(table, plan.wire, lambda: self.step))
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
         endpoint.connect_all(others)
 
@@ -94,9 +96,7 @@ class PsMember:
         elif self.server is not None and self.server.handle(mail):
             pass
         elif self.trainer is None or not self.trainer.handle(mail):
-            raise ProtocolError(
-                f"node {self.endpoint.node} does not expect {type(message).__name__} from {mail.sender}"
-            )
+            raise ProtocolError(f"sent {type(message).__name__}, which nobody expects")
 
     def act(self) -> bool:
         served = self.server.act() if self.server is not None else False

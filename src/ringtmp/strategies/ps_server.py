@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.plan.keys import Key
@@ -90,7 +91,10 @@ class Server:
         elif isinstance(message, Copy):
             self._repeat(message, mail.present()[0], mail.sender)
         elif isinstance(message, Copied):
-            self._slots[message.key].copied = max(self._slots[message.key].copied, message.updates)
+            slot = self._slots.get(message.key)
+            if slot is None or message.updates > slot.applied:
+                raise ProtocolError(f"says that it has {message.updates} updates of key {message.key}")
+            slot.copied = max(slot.copied, message.updates)
         elif isinstance(message, Squares):
             self._add_squares(mail.sender, message)
         elif isinstance(message, Total):
@@ -233,12 +237,14 @@ class Server:
             self.endpoint.post(self._next, Copy(slot.key.number, step, worker, share), [gradient])
 
     def _repeat(self, copy: Copy, gradient: torch.Tensor, sender: int) -> None:
-        slot = self._replicas[copy.key]
+        slot = self._replicas.get(copy.key)
+        if slot is None:
+            raise ProtocolError(f"sent an update of key {copy.key}, which has no replica here")
         if copy.share:
             slot.apply(gradient, copy.step, copy.share)
         if copy.worker < 0:
             slot.updates = copy.step + 1
-        else:
+        elif copy.worker in slot.clocks:  # else it is lost
             slot.clocks[copy.worker] = copy.step + 1
         self.endpoint.post(sender, Copied(copy.key, slot.applied))
 

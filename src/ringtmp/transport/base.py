@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from ringtmp.wire.address import Address
+from ringtmp.wire.channel import Channel as Channel
 
 Frame = bytes | memoryview
-
-
-class Channel(IntEnum):
-    """Three classes of traffic on separate connections, so that none waits behind another."""
-
-    CONTROL = 0
-    TENSOR = 1
-    BULK = 2
 
 
 class Arrival(NamedTuple):

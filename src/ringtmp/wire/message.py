@@ -1,36 +1,34 @@
-"""Every message nodes exchange. Adding a field or a kind means a new PROTOCOL number.
+"""Every message nodes exchange, and who may say it to whom and when (rules.py). Adding a field or a kind means a new
+PROTOCOL number.
 
-Between neighbours, during a pass (a training step or an evaluation):
-    Activations  clockwise        Gradients  anticlockwise, exactly one per training Activations
-    Norms        anticlockwise    Scale      clockwise; only when gradients are clipped
-Between the master and a node, outside passes:
-    Sample, Timed, Echo, Echoed; Meet, Try, Tried  before there is a plan (Echo and Echoed between any two)
-    Hello, Setup, Place, Placed, Fetch, LayerState, Report, Inspect, Inspected, Failed, Stop, Bye
-    Keep         a piece of a snapshot, to the neighbour that holds it; Held, Whole, Void, Recall, Restore, Missing: about it
-    Renew        a node was lost: drop your part and say hello again, in the next generation
-Of the data-parallel strategies:
-    Enlist       instead of Setup                Work, Did, Scored   a share of a batch, and what came of it
-    Store, Kept  keys move in, and out again     Push, Pull, Pulled  between workers and servers
-    Copy, Copied a server and its replica        Lost                a node is gone
-    Squares, Total   clipping over servers       Part                a piece of an all-reduce
+The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip
+Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
+Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
+Data-parallel ones       Work, Did, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; Lost
+Besides                  Report, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import msgspec
 
 from ringtmp.plan.route import Route
 from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
-from ringtmp.wire.tensors import TensorSpec
 
-Specs = tuple[TensorSpec | None, ...]
+from ringtmp.wire.rules import (  # isort: skip
+    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, between, reported, told,
+)  # fmt: skip
+from ringtmp.wire.values import Crossing as Crossing
+from ringtmp.wire.values import Recipe as Recipe
+from ringtmp.wire.values import Specs as Specs
+from ringtmp.wire.values import fits as fits
 
 
 class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations"):
+    RULE: ClassVar = between(TENSOR, BEFORE)
     turn: int  # number of the pass; passes follow one another strictly
     step: int
     visit: int  # where they arrive
@@ -44,6 +42,7 @@ class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations
 
 
 class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
+    RULE: ClassVar = between(TENSOR, AFTER)
     turn: int
     step: int
     visit: int
@@ -54,65 +53,29 @@ class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
 class Norms(msgspec.Struct, frozen=True, array_like=True, tag="norms"):
     """Gradient norms of all parameters from the sender's visit to the tail, one tensor, in parameter order."""
 
+    RULE: ClassVar = between(TENSOR, AFTER)
     turn: int
     visit: int
     tensors: Specs = ()
 
 
 class Scale(msgspec.Struct, frozen=True, array_like=True, tag="scale"):
+    RULE: ClassVar = between(TENSOR, BEFORE)
     turn: int
     visit: int
     tensors: Specs = ()
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    RULE: ClassVar = reported(CONTROL, MEETING)
     pid: int
     torch: str
     capability: str
     kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every parcel it has
 
 
-class Recipe(msgspec.Struct, frozen=True):
-    """How every node trains: the same for all, whatever the number of nodes."""
-
-    seed: int
-    threads: int
-    optimizer: str
-    optimizer_settings: dict[str, Any]
-    schedule: dict[str, Any]  # learning rate over steps
-    clip_norm: float | None = None
-    staleness: int = 0  # 1: every gradient is taken at the weights one update ago
-
-
-class Crossing(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that crosses a cut, as the plan knows it: everything but the number of samples."""
-
-    dtype: str
-    rest: tuple[int, ...]  # the shape behind the samples
-    per_sample: bool  # whether the first dimension counts samples; else `rest` is the whole shape
-
-    def allows(self, spec: TensorSpec, wire: str = "float32") -> bool:
-        shape = spec.shape[1:] if self.per_sample else spec.shape
-        dtype = wire if self.dtype == "float32" else self.dtype
-        return spec.dtype == dtype and shape == self.rest and (not self.per_sample or len(spec.shape) > 0)
-
-
-def fits(crossings: Sequence[Crossing], specs: Specs, wire: str) -> bool:
-    """Whether these tensors are what crosses a cut on this wire; any may be missing."""
-    width = 2 if wire == "int8" else 1  # values, and their scales
-    if len(specs) != width * len(crossings):
-        return False
-    for position, crossing in enumerate(crossings):
-        spec = specs[width * position]
-        if spec is not None and not crossing.allows(spec, wire):
-            return False
-        scales = specs[2 * position + 1] if width == 2 else None
-        if scales is not None and (spec is None or scales.dtype != "float32" or scales.count > spec.count):
-            return False
-    return True
-
-
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+    RULE: ClassVar = told(CONTROL, MEETING)
     route: Route
     recipe: Recipe
     window: int
@@ -131,6 +94,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
     """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key). To a worker
     of a data-parallel strategy the layer behind the last is a loss of the user's own."""
 
+    RULE: ClassVar = told(BULK, PLAN)
     layer: int
     graph: bytes
     state: tuple[tuple[str, str], ...]
@@ -138,16 +102,19 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    RULE: ClassVar = reported(BULK, PLAN)
     layer: int
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    RULE: ClassVar = told(BULK, PLAN)
     layer: int
     step: int  # answered when every update before this step has been made
     whole: bool = True  # with parameters and optimizer state, not only what belongs to the asked node alone
 
 
 class LayerState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    RULE: ClassVar = reported(BULK, PLAN)
     layer: int
     state: tuple[tuple[str, str], ...]
     tensors: Specs = ()
@@ -156,6 +123,7 @@ class LayerState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
     """A piece of a layer's state on its way to the neighbour that holds it."""
 
+    RULE: ClassVar = between(BULK, BEFORE)
     step: int
     layer: int
     start: int
@@ -167,6 +135,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
 class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     """A layer of a snapshot has arrived whole at its holder; or why it was not kept."""
 
+    RULE: ClassVar = reported(CONTROL, PLAN)
     step: int
     layer: int
     owner: int
@@ -178,18 +147,21 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
 class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
     """Every layer of the snapshot is held: older ones may go."""
 
+    RULE: ClassVar = told(CONTROL, PLAN)
     step: int
 
 
 class Void(msgspec.Struct, frozen=True, array_like=True, tag="void"):
     """Somebody has no room for its part of the snapshot: what there is of it only takes up room."""
 
+    RULE: ClassVar = told(CONTROL, PLAN)
     step: int
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
     """Send a layer as it was before a step; the answer is LayerState or Missing."""
 
+    RULE: ClassVar = told(BULK, PLAN)
     step: int
     layer: int
 
@@ -197,12 +169,14 @@ class Recall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
 class Restore(msgspec.Struct, frozen=True, array_like=True, tag="restore"):
     """A layer moves in from the receiver's own snapshots; the answer is Placed or Missing."""
 
+    RULE: ClassVar = told(BULK, PLAN)
     step: int
     layer: int
     graph: bytes
 
 
 class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
+    RULE: ClassVar = reported(CONTROL, PLAN)
     layer: int
     why: str
 
@@ -210,6 +184,7 @@ class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """Events of the sender, encoded as in events.jsonl."""
 
+    RULE: ClassVar = reported(CONTROL, PLAN)
     events: tuple[bytes, ...]
 
 
@@ -217,6 +192,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
     """A layer to run for a while, on made-up tensors: how fast is this device? As many copies as it would hold, and as many
     microbatches between forward and backward, so that caches are as full as they will be."""
 
+    RULE: ClassVar = told(CONTROL, MEETING)
     graph: bytes
     inputs: tuple[Crossing, ...]
     samples: int
@@ -228,6 +204,7 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
     """One run of the sample took so long; of this much memory in all the process has taken so much by now; it may use this
     many cores in every period (None: as many as it likes)."""
 
+    RULE: ClassVar = reported(CONTROL, MEETING)
     seconds: float
     rss_bytes: int
     memory_bytes: int
@@ -238,12 +215,14 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
 class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
     """Bytes to try a line with; the answer brings `back` bytes."""
 
+    RULE: ClassVar = between(BULK, ANYONE, NODE, ALWAYS)
     number: int
     back: int
     tensors: Specs = ()
 
 
 class Echoed(msgspec.Struct, frozen=True, array_like=True, tag="echoed"):
+    RULE: ClassVar = between(BULK, NODE, ANYONE, ALWAYS)
     number: int  # of what it answers
     tensors: Specs = ()
 
@@ -251,17 +230,20 @@ class Echoed(msgspec.Struct, frozen=True, array_like=True, tag="echoed"):
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
     """Others whose line to the receiver will be tried."""
 
+    RULE: ClassVar = told(CONTROL, MEETING)
     addresses: dict[int, Address]
 
 
 class Try(msgspec.Struct, frozen=True, array_like=True, tag="try"):
     """How fast is the line from you to this one? Given up after the limit."""
 
+    RULE: ClassVar = told(CONTROL, MEETING)
     peer: int
     limit_s: float
 
 
 class Tried(msgspec.Struct, frozen=True, array_like=True, tag="tried"):
+    RULE: ClassVar = reported(CONTROL, ALWAYS)
     peer: int
     there_bytes_per_s: float
     back_bytes_per_s: float
@@ -271,6 +253,7 @@ class Tried(msgspec.Struct, frozen=True, array_like=True, tag="tried"):
 class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
     """The plan of a data-parallel strategy; who does what follows from the settings and the number of nodes."""
 
+    RULE: ClassVar = told(CONTROL, MEETING)
     strategy: str
     settings: dict[str, Any]
     nodes: int
@@ -286,6 +269,7 @@ class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     """A worker's share of a batch. Samples it has seen are named, the others come along: inputs, then targets."""
 
+    RULE: ClassVar = told(BULK, PLAN, WORKER)
     step: int
     training: bool
     fresh: bool  # no training step came directly before: waiting for this one is not idleness
@@ -297,6 +281,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
 
 
 class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
+    RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     step: int
     loss: float  # mean over the worker's samples
     share: float
@@ -304,6 +289,7 @@ class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
+    RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     loss_sum: float
     samples: int
     right: int
@@ -313,18 +299,21 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
 class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     """A key moves in: its values, then optimizer state by name."""
 
+    RULE: ClassVar = told(BULK, PLAN, SERVER)
     key: int
     state: tuple[str, ...]
     tensors: Specs = ()
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+    RULE: ClassVar = reported(BULK, PLAN, SERVER)
     key: int
     state: tuple[str, ...]
     tensors: Specs = ()
 
 
 class Push(msgspec.Struct, frozen=True, array_like=True, tag="push"):
+    RULE: ClassVar = between(TENSOR, WORKER, SERVER)
     key: int
     step: int
     share: float  # of the batch this gradient is of
@@ -335,12 +324,14 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag="push"):
 class Pull(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
     """The key's values, when they are new enough for `step`; `exact`: with every update before it."""
 
+    RULE: ClassVar = between(TENSOR, WORKER, SERVER)
     key: int
     step: int
     exact: bool = False
 
 
 class Pulled(msgspec.Struct, frozen=True, array_like=True, tag="pulled"):
+    RULE: ClassVar = between(TENSOR, SERVER, WORKER)
     key: int
     step: int  # the one they were asked for
     oldest: int  # every update before this step is in them
@@ -351,6 +342,7 @@ class Pulled(msgspec.Struct, frozen=True, array_like=True, tag="pulled"):
 class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
     """An update for the replica to repeat: the gradient that was applied."""
 
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
     key: int
     step: int
     worker: int  # whose gradient; -1: the sum of all
@@ -359,23 +351,27 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
 
 
 class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
     key: int
     updates: int
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    RULE: ClassVar = told(BULK, PLAN)
     node: int
 
 
 class Squares(msgspec.Struct, frozen=True, array_like=True, tag="squares"):
     """The sum of squares of all gradients on one server, for clipping."""
 
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
     step: int
     value: float
     servers: int  # how many there are, as far as the sender knows
 
 
 class Total(msgspec.Struct, frozen=True, array_like=True, tag="total"):
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
     step: int
     norm: float
 
@@ -383,6 +379,7 @@ class Total(msgspec.Struct, frozen=True, array_like=True, tag="total"):
 class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     """A chunk of a gradient on its way: being summed up, or summed up and on its way to everyone."""
 
+    RULE: ClassVar = between(TENSOR, WORKER, WORKER)
     step: int
     bucket: int
     chunk: int
@@ -394,40 +391,57 @@ class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
     """Which visits hold values that are not finite, and who does not answer you?"""
 
+    RULE: ClassVar = told(CONTROL, PLAN)
     microbatch: int
 
 
 class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
+    RULE: ClassVar = reported(CONTROL, PLAN)
     bad: tuple[int, ...]
     unheard: tuple[int, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    RULE: ClassVar = reported(CONTROL, ALWAYS)
     step: int
     error: str
     traceback: str
 
 
+class Accused(msgspec.Struct, frozen=True, array_like=True, tag="accused"):
+    """Another node broke the protocol: the sender does not listen to it any more."""
+
+    RULE: ClassVar = reported(CONTROL, ALWAYS)
+    node: int
+    why: str
+
+
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """The answer to Stop: the sender's last event."""
 
+    RULE: ClassVar = reported(CONTROL, END)
     event: bytes
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    RULE: ClassVar = told(CONTROL, ALWAYS)
     reason: str
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
     """Everyone's part in the run so far is over; the process lives on. Said in the generation that ends."""
 
+    RULE: ClassVar = told(CONTROL, ALWAYS)
     generation: int  # the one that begins
 
 
 Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
-    | Inspect | Inspected | Failed | Stop | Bye | Renew
+    | Inspect | Inspected | Failed | Accused | Stop | Bye | Renew
     | Keep | Held | Whole | Void | Recall | Restore | Missing
     | Sample | Timed | Echo | Echoed | Meet | Try | Tried
     | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
 )  # fmt: skip
+
+#: Every class a message may be of.
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
