@@ -87,6 +87,7 @@ def test_a_run_equals_a_plain_loop_and_its_model_loads_in_plain_pytorch(tmp_path
         {"kind": "step", "every": 3, "factor": 0.5, "warmup": 0},
     )  # fmt: skip
     assert result.summary.weights_sha256 == state_sha256(plain)
+    assert result.summary.checked == "model"  # it is a module, and small
     newest = sorted((result.run_dir / "checkpoints").glob("step-*"))[-1]
     loaded: dict[str, torch.Tensor] = {}
     for file in sorted(newest.glob("weights-*.safetensors")):

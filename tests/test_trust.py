@@ -107,6 +107,70 @@ class Both(nn.Module):
         return Rounded.apply(one) + reverse(other, 0.5)
 
 
+class Nested(torch.autograd.Function):
+    """Calls another, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return Rounded.apply(x) * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * Rounded.apply(ctx.saved_tensors[0])
+
+
+class Largest(torch.autograd.Function):
+    """A result without a gradient, and a size that backward makes a tensor of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        values, places = x.topk(2, dim=1)
+        ctx.mark_non_differentiable(places)
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return values, places
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+        return torch.zeros(ctx.shape).scatter(1, ctx.saved_tensors[0], gradient)
+
+
+class Tripled(torch.autograd.Function):
+    """Gives back the very tensor it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * 3
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: nn.Module) -> torch.Tensor:
+        return x * owner.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, None
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("factor", torch.linspace(1, 2, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Nested.apply(self.inner(x))
+        values, places = Largest.apply(x)
+        x = Tripled.apply(x) + Stopped.apply(x, self) + x
+        return x + (x.gather(1, places) * values).sum(1, keepdim=True)
+
+
 class Unwatched(nn.Module):
     """Normalises by statistics that get no gradient."""
 
@@ -147,6 +211,7 @@ TAKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] 
     "gradient reversal": (Adverse, numbers),
     "straight-through": (Quantised, numbers),
     "two results": (Both, numbers),
+    "odd functions": (Odd, numbers),
     "hooks on parameters": (masked, numbers),
     "no_grad": (Unwatched, numbers),
     "spectral norm": (lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)), numbers),
