@@ -76,7 +76,9 @@ class PsMember:
             self.trainer.emit = lambda event: self.emit(event)
         elif self.server is not None:
             self.server.emit = lambda event: self.emit(event)
-        endpoint.enter_plan(is_a(lambda: self._everyone), KeyScrutiny(table, plan.wire, lambda: self.step))
+        endpoint.enter_plan(
+            is_a(lambda: self._everyone), KeyScrutiny(table, plan.wire, len(roles.servers), lambda: self.step)
+        )
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
         endpoint.connect_all(others)
 
@@ -152,6 +154,7 @@ class Client:
         for key in table:
             self._layers[key.layer].append(key)
         self._asked: dict[int, Pull] = {}  # what is still to be answered
+        self._questions: Counter[tuple[int, int]] = Counter()  # (key, step): how often it was asked for
         self._answered = dict.fromkeys(range(len(table)), -1)  # the step a key's newest answer is for
         self._versions = dict.fromkeys(range(len(table)), -1)  # every update before this step is in it
         self._incoming: dict[int, list[tuple[bool, torch.Tensor]]] = {}
@@ -210,6 +213,11 @@ class Client:
 
     def pulled(self, message: Pulled, mail: Mail) -> None:
         key = self._table[message.key]
+        if not self._questions[key.number, message.step]:
+            raise ProtocolError(f"sent key {message.key} for step {message.step}, which nobody asked for")
+        self._questions[key.number, message.step] -= 1
+        if not self._questions[key.number, message.step]:
+            del self._questions[key.number, message.step]
         self._recorder.received(key.layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
         asked = self._asked.get(key.number)
         if asked is not None and asked.step <= (message.oldest if asked.exact else message.step):
@@ -249,6 +257,7 @@ class Client:
         if asked is not None and asked.step >= step and asked.exact >= exact:
             return
         self._asked[key.number] = pull = Pull(key.number, step, exact)
+        self._questions[key.number, step] += 1
         self.endpoint.post(self._owners[key.number], pull)
 
     def _load(self, key: Key) -> None:
@@ -325,4 +334,5 @@ class Client:
                 self.endpoint.post(heir, push, tensors)
             asked = self._asked.get(key.number)
             if asked is not None:
+                self._questions[key.number, asked.step] += 1
                 self.endpoint.post(heir, asked)

@@ -157,6 +157,8 @@ class Server:
             # Said again because a server was lost; all there is to say is known.
             self.endpoint.post(server, self._total)
             return
+        if message.step != (self._plan.step if self._total is None else self._total.step + 1):
+            raise ProtocolError(f"sent the squares of step {message.step} out of turn")
         self._squares[server] = message.value
         if len(self._squares) == len(self._roles.servers):
             norm = sum(self._squares[each] for each in self._roles.servers) ** 0.5

@@ -31,8 +31,10 @@ def is_a(roles: Callable[[], Roles]) -> Callable[[Who, int, Any], bool]:
 class KeyScrutiny:
     """Of a parameter server: keys, steps, shares and tensors are those of the plan."""
 
-    def __init__(self, table: Sequence[Key], wire: str, step: Callable[[], int]) -> None:
+    def __init__(self, table: Sequence[Key], wire: str, servers: int, step: Callable[[], int]) -> None:
+        """`servers`: how many there were at the beginning."""
         self._table = table
+        self._servers = servers
         self._wire = wire
         self._step = step
 
@@ -50,6 +52,8 @@ class KeyScrutiny:
             self._tensor(message.key, message.tensors, "float32")
         elif isinstance(message, Pulled):
             untrusted.whole(message.oldest, "the age of parameters", 0, self._step() + MOST_AHEAD)
+            if message.change and self._wire != "int8":
+                raise ProtocolError(f"sent a change of key {message.key} instead of its values")
             # On an int8 wire the first answer is whole, and the others say what has changed.
             self._tensor(
                 message.key, message.tensors, self._wire if self._wire != "int8" or message.change else "float32"
@@ -57,7 +61,9 @@ class KeyScrutiny:
         elif isinstance(message, Copied):
             untrusted.whole(message.updates, "the number of updates")
         elif isinstance(message, Squares):
-            untrusted.whole(message.servers, "the number of servers")
+            untrusted.whole(message.servers, "the number of servers", 1, self._servers)
+            if message.value < 0:  # what is not finite comes of gradients that are not, and is found out as such
+                raise ProtocolError(f"sent {message.value:.6g} as a sum of squares")
 
     def _tensor(self, key: int, specs: Specs, wire: str) -> None:
         flat(specs, self._table[key].size, wire)
@@ -83,15 +89,16 @@ def kept(message: Kept, table: Sequence[Key]) -> None:
 
 
 class PartScrutiny:
-    """Of an all-reduce: every part comes once, from whom it must, and is as large as it must be. Workers are at most one step
-    apart. `due` says of a part whether this sender sends it, and how many values it has."""
+    """Of an all-reduce: every part comes once in every step, step after step, from whom it must, and is as large as it must
+    be. Workers are at most one step apart. `due` says whether a part is this sender's, and how many values it has."""
 
     def __init__(self, due: Callable[[int, Part], int], buckets: int, wire: str, step: Callable[[], int]) -> None:
         self._due = due
         self._buckets = buckets
         self._wire = wire
         self._step = step
-        self._came: set[tuple[int, int, int, int, bool, int]] = set()
+        self._first = step()
+        self._last: dict[tuple[int, int, int, bool, int], int] = {}  # by part and sender: the step it came of
 
     def __call__(self, sender: int, message: Message) -> None:
         if not isinstance(message, Part):
@@ -100,7 +107,7 @@ class PartScrutiny:
         untrusted.whole(message.step, "the step", step, step + 1)
         untrusted.whole(message.bucket, "the number of a bucket", 0, self._buckets - 1)
         flat(message.tensors, self._due(sender, message), self._wire)
-        name = (message.step, message.bucket, message.chunk, message.hop, message.summed, sender)
-        if name in self._came:
-            raise ProtocolError(f"sent part {message.chunk} of step {message.step} twice")
-        self._came = {each for each in self._came if each[0] >= step} | {name}
+        name = (message.bucket, message.chunk, message.hop, message.summed, sender)
+        if message.step != self._last.get(name, self._first - 1) + 1:
+            raise ProtocolError(f"sent part {message.chunk} of step {message.step} out of turn")
+        self._last[name] = message.step
