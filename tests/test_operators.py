@@ -145,6 +145,27 @@ def test_scales_of_groups_that_do_not_lie_in_a_row_are_refused() -> None:
         run("aten.native_group_norm.default", entering, (Ref(0), Ref(1), None, 1, 4, 4, 2, 1e-5))
 
 
+def test_an_attention_whose_values_are_longer_than_its_keys_is_refused() -> None:
+    entering = [torch.ones(1, 2, 5, 2), torch.ones(1, 2, 15, 2), torch.ones(1, 2, 16, 2)]
+    with pytest.raises(ProtocolError, match="value .1, 2, 16, 2"):
+        run("aten.scaled_dot_product_attention.default", entering, references(3))
+    entering = [torch.ones(1, 2, 5, 2), torch.ones(1, 2, 4, 2), torch.ones(1, 2, 4, 2), torch.ones(5, 3)]
+    with pytest.raises(ProtocolError, match="mask"):
+        run("aten.scaled_dot_product_attention.default", entering, references(4))
+
+
+def test_a_scale_that_leads_out_of_the_image_is_refused() -> None:
+    args = (Ref(0), Items((8, 8)), False, 2.0, 1e-45)
+    with pytest.raises(ProtocolError, match="scale of 1"):
+        run("aten.upsample_bicubic2d.default", [torch.ones(1, 2, 4, 4)], args)
+
+
+def test_a_stride_beyond_any_image_is_refused() -> None:
+    args = (Ref(0), Ref(1), None, Items((2**62,)))
+    with pytest.raises(ProtocolError, match="stride"):
+        run("aten.conv_transpose1d.default", [torch.ones(2, 2, 2), torch.ones(2, 1, 2)], args)
+
+
 def test_every_contract_is_of_a_listed_operator_and_shapes_alone_can_be_checked() -> None:
     assert CONTRACTS.keys() <= ATEN_OVERLOADS
     inputs = tuple(Input("input", str(index)) for index in range(3))
