@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from operator_worker import fuzz
 from ringtmp.errors import ProtocolError
+from ringtmp.launch.watchdog import TOO_LONG
 from ringtmp.model.contracts import CONTRACTS
 from ringtmp.model.execute import Program
 from ringtmp.model.export import Exporter
@@ -227,6 +230,29 @@ def test_sizes_stay_within_63_bits_and_items_are_taken_of_lists_alone() -> None:
         program.run([torch.ones(10)], {})
     with pytest.raises(ProtocolError, match="of a Tensor"):
         run("getitem", [torch.ones(3)], (Ref(0), 0))
+
+
+# -- graphs that do not end ---------------------------------------------------------------------------------------------
+
+
+def test_a_graph_of_a_million_operations_is_refused() -> None:
+    ops = (Op("aten.relu.default", (Ref(0),), {}),) * 1_000_000
+    with pytest.raises(ProtocolError, match="1000000 operations"):
+        Program(Graph((Input("input", "0"),), ops, (Ref(0),), False))
+
+
+@pytest.mark.parametrize("work", ["while True: pass", "torch.ops.aten.sum.default(torch.ones(1).expand(2**46))"])
+def test_work_that_does_not_end_costs_its_process_and_says_where(work: str) -> None:
+    """In Python, and within one call of torch."""
+    script = f"""
+import torch
+from ringtmp.launch.watchdog import Watchdog
+with Watchdog(lambda: 7, limit_s=0.4):
+    {work}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == TOO_LONG
+    assert done.stderr.startswith("step 7: one piece of work took longer than 0.4 s")
 
 
 # -- fuzzers ------------------------------------------------------------------------------------------------------------
