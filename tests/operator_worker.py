@@ -39,6 +39,9 @@ class Found:
     reached: int = 0
     tries: int = 0
     deaths: list[tuple[int, str]] = field(default_factory=list)
+    slow: list[int] = field(
+        default_factory=list
+    )  # calls that computed beyond their limit; a graph's own limit is for them
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------------
@@ -249,8 +252,12 @@ def fuzz(
             raise RuntimeError(done.stderr.decode()[-2000:])
         else:
             target, number, *_ = lines[-1].split()
-            found[target].deaths.append((int(number), signal.Signals(-done.returncode).name))
-            if len(found[target].deaths) >= most_deaths:
+            name = signal.Signals(-done.returncode).name
+            if name == "SIGPROF":
+                found[target].slow.append(int(number))
+            else:
+                found[target].deaths.append((int(number), name))
+            if len(found[target].deaths) >= most_deaths or len(found[target].slow) >= MOST_DEATHS:
                 rest.remove(target)
     return found
 

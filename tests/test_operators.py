@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from operator_worker import fuzz
 from ringtmp.errors import ProtocolError
+from ringtmp.launch.watchdog import TOO_LONG
 from ringtmp.model.contracts import CONTRACTS
 from ringtmp.model.execute import Program
 from ringtmp.model.export import Exporter
@@ -145,6 +148,27 @@ def test_scales_of_groups_that_do_not_lie_in_a_row_are_refused() -> None:
         run("aten.native_group_norm.default", entering, (Ref(0), Ref(1), None, 1, 4, 4, 2, 1e-5))
 
 
+def test_an_attention_whose_values_are_longer_than_its_keys_is_refused() -> None:
+    entering = [torch.ones(1, 2, 5, 2), torch.ones(1, 2, 15, 2), torch.ones(1, 2, 16, 2)]
+    with pytest.raises(ProtocolError, match="value .1, 2, 16, 2"):
+        run("aten.scaled_dot_product_attention.default", entering, references(3))
+    entering = [torch.ones(1, 2, 5, 2), torch.ones(1, 2, 4, 2), torch.ones(1, 2, 4, 2), torch.ones(5, 3)]
+    with pytest.raises(ProtocolError, match="mask"):
+        run("aten.scaled_dot_product_attention.default", entering, references(4))
+
+
+def test_a_scale_that_leads_out_of_the_image_is_refused() -> None:
+    args = (Ref(0), Items((8, 8)), False, 2.0, 1e-45)
+    with pytest.raises(ProtocolError, match="scale of 1"):
+        run("aten.upsample_bicubic2d.default", [torch.ones(1, 2, 4, 4)], args)
+
+
+def test_a_stride_beyond_any_image_is_refused() -> None:
+    args = (Ref(0), Ref(1), None, Items((2**62,)))
+    with pytest.raises(ProtocolError, match="stride"):
+        run("aten.conv_transpose1d.default", [torch.ones(2, 2, 2), torch.ones(2, 1, 2)], args)
+
+
 def test_every_contract_is_of_a_listed_operator_and_shapes_alone_can_be_checked() -> None:
     assert CONTRACTS.keys() <= ATEN_OVERLOADS
     inputs = tuple(Input("input", str(index)) for index in range(3))
@@ -206,6 +230,29 @@ def test_sizes_stay_within_63_bits_and_items_are_taken_of_lists_alone() -> None:
         program.run([torch.ones(10)], {})
     with pytest.raises(ProtocolError, match="of a Tensor"):
         run("getitem", [torch.ones(3)], (Ref(0), 0))
+
+
+# -- graphs that do not end ---------------------------------------------------------------------------------------------
+
+
+def test_a_graph_of_a_million_operations_is_refused() -> None:
+    ops = (Op("aten.relu.default", (Ref(0),), {}),) * 1_000_000
+    with pytest.raises(ProtocolError, match="1000000 operations"):
+        Program(Graph((Input("input", "0"),), ops, (Ref(0),), False))
+
+
+@pytest.mark.parametrize("work", ["while True: pass", "torch.ops.aten.sum.default(torch.ones(1).expand(2**46))"])
+def test_work_that_does_not_end_costs_its_process_and_says_where(work: str) -> None:
+    """In Python, and within one call of torch."""
+    script = f"""
+import torch
+from ringtmp.launch.watchdog import Watchdog
+with Watchdog(lambda: 7, limit_s=0.4):
+    {work}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == TOO_LONG
+    assert done.stderr.startswith("step 7: one piece of work took longer than 0.4 s")
 
 
 # -- fuzzers ------------------------------------------------------------------------------------------------------------

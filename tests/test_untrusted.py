@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ringtmp import untrusted
-from ringtmp.cli import show
+from ringtmp import progress, untrusted
 from ringtmp.errors import NodeFailed, ProtocolError
 from ringtmp.launch.child import last_words
 from ringtmp.launch.facts import checked, device_facts
@@ -62,7 +61,7 @@ def test_what_a_device_says_of_itself_is_text() -> None:
 @pytest.mark.parametrize("quiet", [True, False])
 def test_no_escape_reaches_the_terminal(quiet: bool, capfd: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
-    shown = show.Quiet() if quiet else show.Bar(Console(file=stream, width=200), None)
+    shown = progress.Telling() if quiet else progress.Bar(Console(file=stream, width=200), None)
     for say in (shown.warn, shown.tell, lambda text: shown.expect([text])):
         say(f"[bold]{NASTY}[/bold]")
     out = stream.getvalue() + capfd.readouterr().err

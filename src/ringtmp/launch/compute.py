@@ -67,6 +67,7 @@ def main() -> int:
         sys.stdout.buffer.flush()
 
     _load()
+    from ringtmp.launch.watchdog import Watchdog
     from ringtmp.plan.route import MASTER
     from ringtmp.resources import free_memory_bytes, limit_memory, set_threads
     from ringtmp.ring.endpoint import Endpoint
@@ -84,8 +85,11 @@ def main() -> int:
     worker = Worker(endpoint, orders.master, member, Answers())
     code = 0
     try:
+        watchdog = Watchdog(lambda: worker.step)
         while worker.stopped is None:
-            if not worker.turn():
+            with watchdog:
+                worked = worker.turn()
+            if not worked:
                 endpoint.wait(WAIT_S)
     except Exception as error:  # whatever it is, the master must hear of it
         traceback.print_exc()

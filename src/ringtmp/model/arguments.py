@@ -17,6 +17,9 @@ from ringtmp.model.portable import Items, Named, Op, Ref, Value
 _NAMED = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "memory_format", "Device": "device"}
 #: Gradients that are lists of rows instead of tensors: nothing here could send, clip or add them.
 _SPARSE = {"sparse", "sparse_grad"}
+#: How a window moves over an image. Kernels multiply these without asking whether the product fits.
+_WINDOW = {"kernel_size", "stride", "padding", "output_padding", "dilation"}
+_LARGEST_WINDOW = 2**24
 
 
 @cache
@@ -65,6 +68,9 @@ def _fits(name: str, wanted: str, value: Value) -> bool:
         return isinstance(value, bool) and not (value and (name in _SPARSE or name == "pin_memory"))
     if wanted == "str":
         return isinstance(value, str)
+    if name in _WINDOW:
+        sizes = value.values if isinstance(value, Items) else (value,)
+        return all(isinstance(each, int) and abs(each) <= _LARGEST_WINDOW for each in sizes)
     if wanted.startswith("List["):
         inner = wanted[5:-1].removeprefix("Optional[").removesuffix("]")
         if isinstance(value, Items):

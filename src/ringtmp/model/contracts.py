@@ -203,6 +203,52 @@ def _median(self: Tensor, dim: int, keepdim: bool = False) -> None:
     _must(not repeated, "median: along a dimension made by `expand`; call .contiguous() first")
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    # A value longer than its key is written past the end.
+    shapes = f"attention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    _must(min(query.dim(), key.dim(), value.dim()) > 1 and query.shape[-1] == key.shape[-1], shapes)
+    _must(key.shape[:-1] == value.shape[:-1] and query.dtype == key.dtype == value.dtype, shapes)
+    if enable_gqa:
+        _must(min(query.dim(), key.dim()) > 2 and key.shape[-3] > 0 and query.shape[-3] % key.shape[-3] == 0, shapes)
+    if attn_mask is not None:
+        wanted = (*query.shape[:-1], key.shape[-2])
+        pairs = zip(reversed(attn_mask.shape), reversed(wanted), strict=False)
+        fits = attn_mask.dim() <= len(wanted) and all(size in (1, other) for size, other in pairs)
+        _must(fits, f"attention: a mask of shape {tuple(attn_mask.shape)} for {wanted}")
+
+
+def _sampled(self: Tensor, output_size: Sequence[int], *rest: Any, **named: Any) -> None:
+    """The kernel finds its pixels by dividing by the scale it is told."""
+    known = ("scales", "scales_h", "scales_w")
+    told = [*(each for each in rest if not isinstance(each, bool)), *(named[each] for each in known if each in named)]
+    _must(
+        self.dim() > 2 and len(output_size) == self.dim() - 2, f"upsample: {tuple(self.shape)} to {list(output_size)}"
+    )
+    for scale in told:
+        _must(scale is None or 2.0**-16 <= scale <= 2.0**16, f"upsample: a scale of {scale}")
+
+
+def _scaled(input: Tensor, output_size: Any, *rest: Any, **named: Any) -> None:
+    factors = named.get("scale_factors", rest[-1] if rest else None)
+    for scale in factors if isinstance(factors, list | tuple) else ():
+        _must(2.0**-16 <= scale <= 2.0**16, f"upsample: a scale of {scale}")
+
+
+def _arange(start: float, end: float, step: float = 1, *, dtype: torch.dtype | None = None, **_: Any) -> None:
+    whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    _must(abs(step) >= 1 if whole else step != 0, f"arange: from {start} to {end} in steps of {step}")
+
+
 CONTRACTS: dict[str, Callable[..., None]] = {
     "aten._weight_norm.default": _weight_norm,
     "aten.embedding_bag.default": _embedding_bag,
@@ -216,4 +262,14 @@ CONTRACTS: dict[str, Callable[..., None]] = {
     "aten.rnn_relu.input": _recurrent("rnn_relu", 1),
     "aten.native_group_norm.default": _native_group_norm,
     "aten.median.dim": _median,
+    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.arange.start_step": _arange,
+    "aten.upsample_nearest1d.default": _sampled,
+    "aten.upsample_nearest2d.default": _sampled,
+    "aten.upsample_bilinear2d.default": _sampled,
+    "aten.upsample_bicubic2d.default": _sampled,
+    "aten.upsample_nearest1d.vec": _scaled,
+    "aten.upsample_nearest2d.vec": _scaled,
+    "aten.upsample_bilinear2d.vec": _scaled,
+    "aten.upsample_bicubic2d.vec": _scaled,
 }

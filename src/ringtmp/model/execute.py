@@ -27,6 +27,8 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and _PLAIN.fullmatch(str(dtype))
 }
+#: Of one layer. The largest of the models tried has 2,000; a hundred thousand cheap ones take a second.
+MAX_OPERATIONS = 100_000
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -51,6 +53,8 @@ class Program:
 
     def __init__(self, graph: Graph, device: str = "cpu") -> None:
         where = torch.device(device)
+        if len(graph.ops) > MAX_OPERATIONS:
+            raise ProtocolError(f"a graph of {len(graph.ops)} operations; at most {MAX_OPERATIONS} are run")
         self.changes_inputs = graph.changes_inputs
         self._input_count = sum(1 for each in graph.inputs if each.kind == "input")
         self._inputs = [(each.kind == "input", each.name) for each in graph.inputs]
