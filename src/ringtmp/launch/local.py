@@ -115,7 +115,7 @@ class LocalCrew:
                 self._spawn(node, ring, generation)
         self._stopped.clear()
         self._stopped_at.clear()
-        self._at = (0, 0)
+        self._at = (self._at[0], 0)
         return living
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
