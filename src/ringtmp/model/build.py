@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
+from ringtmp.model.alias import Memory
 from ringtmp.model.export import EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of
+from ringtmp.model.operators import resolve
 from ringtmp.model.portable import Layer
+from ringtmp.model.repeat import changed_buffers
+from ringtmp.model.sharing import Sample, refuse_own_writes, refuse_shared_writes, untie
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,24 @@ def build_layers(
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next."""
     exporter = Exporter()
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
-    example, small, large, single = sample(EXAMPLE_BATCH), sample(smallest), sample(largest), sample(1)
+    example, small, large, single = (Sample(sample(size)) for size in (EXAMPLE_BATCH, smallest, largest, 1))
+    trained = example  # as it goes through the model in training mode, which may share memory in another way
     one_sample = True
     for name, module in layers_of(model, seed):
         _refuse_what_cannot_travel(name, module)
         _try_eager(name, module, small)
-        one_sample = one_sample and _takes(module, single)
-        layer, tensors = exporter.export(name, module, example)
-        if layer.train.changes_inputs or layer.evaluate.changes_inputs:
-            _refuse_shared_inputs(name, module, example)
-        example, small, large, single = (_run(module.eval(), each) for each in (example, small, large, single))
+        one_sample = one_sample and _takes(name, module, single)
+        layer, tensors = exporter.export(name, module, example.value)
+        _refuse_sparse_gradients(layer)
+        refuse_own_writes(layer)
+        refuse_shared_writes(name, module, example, Memory(layer.evaluate).written_inputs())
+        refuse_shared_writes(name, module, trained, Memory(layer.train).written_inputs())
+        tensors = untie(name, tensors, changed_buffers(layer.train) | changed_buffers(layer.evaluate))
+        trained = trained.through(name, module.train())
+        module.eval()
+        example, small, large, single = (each.through(name, module) for each in (example, small, large, single))
         module.train()
-        yield BuiltLayer(layer, tensors, large, one_sample)
+        yield BuiltLayer(layer, tensors, large.value, one_sample)
         del module, tensors
 
 
@@ -58,30 +66,23 @@ def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
             raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
 
 
-def _refuse_shared_inputs(name: str, module: nn.Module, example: Any) -> None:
-    """In one process a change in place would show in both tensors; after a cut they are two. Refuse rather than differ."""
-    starts = [leaf.data_ptr() for leaf in pytree.tree_leaves(example)]
-    if len(set(starts)) < len(starts):
-        raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) changes its input in place while another tensor shares its "
-            "memory, so a cut would change the result: use inplace=False there"
-        )
+def _refuse_sparse_gradients(layer: Layer) -> None:
+    for op in layer.train.ops:
+        schema: Any = getattr(resolve(op.target), "_schema", None)
+        for index, each in enumerate(schema.arguments if schema is not None else ()):
+            value = op.args[index] if index < len(op.args) else op.kwargs.get(each.name)
+            if each.name in ("sparse", "sparse_grad") and value is True:
+                raise UsageError(
+                    f"layer {layer.name!r} asks {op.target.split('.')[1]} for sparse gradients, which the optimizers here do "
+                    f"not take: use {each.name}=False"
+                )
 
 
-def _run(module: nn.Module, sample: Any) -> Any:
-    """The layer's output, as eager mode gives it, without leaving a trace in its buffers or in the sample."""
-    buffers = {key: value.clone() for key, value in module.named_buffers()}
-    copies: dict[int, torch.Tensor] = {}  # two leaves that are one tensor stay one
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        copied = pytree.tree_map(lambda leaf: copies.setdefault(leaf.data_ptr(), leaf.clone()), sample)
-        return functional_call(module, buffers, (copied,))
-
-
-def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
+def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
     try:
-        _run(module.train(), sample)
+        sample.through(name, module.train())
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(sample))
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
             f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. "
@@ -89,10 +90,10 @@ def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
         ) from error
 
 
-def _takes(module: nn.Module, sample: Any) -> bool:
+def _takes(name: str, module: nn.Module, sample: Sample) -> bool:
     """Whether eager mode would train on it: a BatchNorm refuses a single value per channel, its exported graph does not."""
     try:
-        _run(module.train(), sample)
+        sample.through(name, module.train())
     except Exception:  # the layer is the user's: whatever it raises is a no
         return False
     return True

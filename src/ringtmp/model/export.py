@@ -7,11 +7,11 @@ mode. Layers that are alike down to their plain attributes share one export: a s
 from __future__ import annotations
 
 import importlib
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
+from ringtmp.model.alias import Memory
 from ringtmp.model.operators import ASSERTIONS, ATEN_OVERLOADS, SIZE_FUNCTIONS
 from ringtmp.model.portable import Graph, Input, Items, Layer, Named, Op, OutputTree, OwnedTensor, Ref, Value
 from ringtmp.resources import loading
@@ -94,7 +95,6 @@ def _read_program(
     leaves = iter(pytree.tree_leaves(example))
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     entering: set[str] = set()
-    changes_inputs = False
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
@@ -123,8 +123,6 @@ def _read_program(
                     f"layer {label} uses the operator {target}, which is not on RingTMP's list of operators that "
                     "may travel: write that part with ordinary tensor operations"
                 )
-            if _writes_into_argument(node.target):
-                changes_inputs |= _origin(node.args[0]) in entering
             args = tuple(_value(label, each, slots) for each in node.args)
             kwargs = {key: _value(label, each, slots) for key, each in node.kwargs.items() if key != "pin_memory"}
             slots[node.name] = len(slots)
@@ -136,7 +134,8 @@ def _read_program(
     for value in outputs:
         if not isinstance(value, Ref):
             raise UsageError(f"layer {label} returns something that is not a tensor: return tensors or tuples of them")
-    graph = Graph(tuple(inputs), tuple(ops), outputs, changes_inputs)
+    graph = Graph(tuple(inputs), tuple(ops), outputs, changes_inputs=False)
+    graph = msgspec.structs.replace(graph, changes_inputs=bool(Memory(graph).written_inputs()))
     return graph, constants, _tree(label, program.call_spec.out_spec)
 
 
@@ -145,7 +144,6 @@ _KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
-_VIEWS = ("view", "reshape", "slice", "select", "transpose", "permute", "t", "unsqueeze", "squeeze", "alias", "expand")
 
 
 def _is_fixed(size: Any) -> bool:
@@ -161,26 +159,6 @@ def _target(target: Any) -> str:
     if module in ("_operator", "builtins", "math", "torch") or name.startswith("sym_"):
         return {"min": "sym_min", "max": "sym_max"}.get(name, name)
     return f"{module}.{name}"
-
-
-def _writes_into_argument(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.arguments:
-        return False
-    first = target._schema.arguments[0].alias_info
-    return first is not None and first.is_write
-
-
-def _origin(node: Any) -> str:
-    """The value a chain of views began with."""
-    while isinstance(node, torch.fx.Node) and node.op == "call_function":
-        target = node.target
-        if target is operator.getitem or (
-            isinstance(target, torch._ops.OpOverload) and target._schema.name.split("::")[1] in _VIEWS
-        ):
-            node = node.args[0]
-        else:
-            break
-    return str(getattr(node, "name", ""))
 
 
 def _value(label: str, value: Any, slots: dict[str, int]) -> Value:
