@@ -80,6 +80,26 @@ class Counting(nn.Module):
         return x * self.hidden
 
 
+class Moving(nn.Module):
+    """Reads a buffer it has just changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(1.01)
+        return x * self.scale
+
+
+class Narrowed(nn.Module):
+    """Changes a part of what enters in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.narrow(1, 1, 3).mul_(0.5)
+        return x * 1.5
+
+
 KINDS = {
     "linear": lambda: OnHead(nn.Linear(WIDTH, WIDTH)),
     "relu in place": lambda: OnHead(nn.ReLU(inplace=True)),
@@ -90,6 +110,8 @@ KINDS = {
     "turned": lambda: OnHead(Turned()),
     "strided": lambda: OnHead(Strided()),
     "counting": lambda: OnHead(Counting()),
+    "moving": lambda: OnHead(Moving()),
+    "narrow in place": lambda: OnHead(Narrowed()),
     "frozen": lambda: OnHead(_frozen()),
     "fork": Fork,
     "join": Join,
@@ -124,6 +146,7 @@ def rings(draw: st.DrawFn) -> dict[str, Any]:
         "rule": draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"])),
         "delayed": draw(st.booleans()),
         "clip": draw(st.sampled_from([None, 0.1])),
+        "recompute": draw(st.sampled_from(["none", "all"])),
         "seed": draw(st.integers(0, 1000)),
     }
 
@@ -171,8 +194,9 @@ def test_random_stacks_cuts_and_windows_give_the_bits_of_a_plain_loop(case: dict
             "sgd", {"lr": 0.05, "momentum": 0.9}, seed=seed, clip_norm=case["clip"], staleness=int(case["delayed"])
         )
         got = ring_in_memory(
-            built, how, batches, microbatches, loss, case["nodes"], case["rule"], case["bounds"], window, seed
-        )
+            built, how, batches, microbatches, loss, case["nodes"], case["rule"], case["bounds"], window, seed,
+            recompute=case["recompute"],
+        )  # fmt: skip
     assert got == (state_sha256(plain), losses)
 
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
+from ringtmp.model.alias import Memory
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of
-from ringtmp.model.portable import Layer
+from ringtmp.model.operators import resolve
+from ringtmp.model.portable import CUSTOM, Layer
+from ringtmp.model.repeat import changed_buffers
+from ringtmp.model.sharing import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.trust import Check
 from ringtmp.model.watch import refuse_averaging, refuse_hooks
 from ringtmp.model.whole import check_whole, fits
@@ -53,23 +55,26 @@ def build_layers(
     row = _Row(known)
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     checked = _spread(sorted(set(microbatch_sizes)))
-    samples = {size: sample(size) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
+    samples = {size: Sample(sample(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
+    trained = samples[EXAMPLE_BATCH]  # as it goes through in training mode, which may share memory in another way
     one_sample = True
     for index, (name, module) in enumerate(layers_of(model, seed, row.know)):
         _refuse_what_cannot_travel(name, module)
         refuse_hooks(name, module)
         refuse_averaging(name, module)
         _try_eager(name, module, samples[smallest])
-        one_sample = one_sample and _takes(module, samples[1])
-        check = partial(_check, name, module, samples, checked, index > 0)
-        layer, tensors = exporter.export(name, module, samples[EXAMPLE_BATCH], samples[AGAIN_BATCH], check)
-        if layer.train.changes_inputs or layer.evaluate.changes_inputs:
-            _refuse_shared_inputs(name, module, samples[EXAMPLE_BATCH])
+        one_sample = one_sample and _takes(name, module, samples[1])
+        example, again = samples[EXAMPLE_BATCH], samples[AGAIN_BATCH]
+        check = partial(_check, name, module, (example, trained), samples, checked, index > 0)
+        layer, tensors = exporter.export(name, module, example.value, again.value, check)
+        _refuse_shared(name, module, (example, trained), layer)
+        tensors = untie(name, tensors, changed_buffers(layer.train) | changed_buffers(layer.evaluate))
+        trained = trained.through(name, module.train(), bool(written_parameters(layer.train)))
         kept = bool(written_parameters(layer.evaluate))
-        samples = {size: _run(module.eval(), each, kept) for size, each in samples.items()}
+        samples = {size: each.through(name, module.eval(), kept) for size, each in samples.items()}
         module.train()
         whole = row.add(layer, tensors, sample(smallest))
-        yield BuiltLayer(layer, tensors, samples[largest], one_sample, "model" if whole else "layers")
+        yield BuiltLayer(layer, tensors, samples[largest].value, one_sample, "model" if whole else "layers")
         del module, tensors, check
 
 
@@ -100,19 +105,30 @@ class _Row:
 def _check(
     name: str,
     module: nn.Module,
-    samples: Mapping[int, Any],
+    entering: tuple[Sample, Sample],
+    samples: Mapping[int, Sample],
     sizes: Sequence[int],
     asks: bool,
     layer: Layer,
     tensors: dict[str, torch.Tensor],
 ) -> None:
     """In numbers, at the sizes of the run; evaluation may also see a single sample."""
+    _refuse_sparse_gradients(layer)
+    refuse_own_writes(layer)
+    _refuse_shared(name, module, entering, layer)
     check = Check(name, module, layer, tensors, asks)
     for size in sizes:
-        check.run(samples[size], training=True)
+        check.run(samples[size].value, training=True)
     for size in {1, sizes[-1]}:
-        check.run(samples[size], training=False)
+        check.run(samples[size].value, training=False)
     module.train()
+
+
+def _refuse_shared(name: str, module: nn.Module, entering: tuple[Sample, Sample], layer: Layer) -> None:
+    """Samples of evaluation and of training; memory may be shared for one layer and not for the next of its kind."""
+    evaluated, trained = entering
+    refuse_shared_writes(name, module, evaluated, Memory(layer.evaluate).written_inputs())
+    refuse_shared_writes(name, module, trained, Memory(layer.train).written_inputs())
 
 
 def _spread(sizes: Sequence[int]) -> list[int]:
@@ -130,25 +146,16 @@ def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
             raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
 
 
-def _refuse_shared_inputs(name: str, module: nn.Module, example: Any) -> None:
-    """In one process a change in place would show in both tensors; after a cut they are two. Refuse rather than differ."""
-    starts = [leaf.data_ptr() for leaf in pytree.tree_leaves(example)]
-    if len(set(starts)) < len(starts):
-        raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) changes its input in place while another tensor shares its "
-            "memory, so a cut would change the result: use inplace=False there"
-        )
-
-
-def _run(module: nn.Module, sample: Any, keep_parameters: bool = False) -> Any:
-    """The layer's output, as eager mode gives it, without leaving a trace in its buffers or in the sample."""
-    owned = {key: value.clone() for key, value in module.named_buffers()}
-    copies: dict[int, torch.Tensor] = {}  # two leaves that are one tensor stay one
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        if keep_parameters:
-            owned.update((key, value.clone()) for key, value in module.named_parameters())
-        copied = pytree.tree_map(lambda leaf: copies.setdefault(leaf.data_ptr(), leaf.clone()), sample)
-        return functional_call(module, owned, (copied,))
+def _refuse_sparse_gradients(layer: Layer) -> None:
+    for op in layer.train.ops:
+        schema: Any = None if op.target == CUSTOM else getattr(resolve(op.target), "_schema", None)
+        for index, each in enumerate(schema.arguments if schema is not None else ()):
+            value = op.args[index] if index < len(op.args) else op.kwargs.get(each.name)
+            if each.name in ("sparse", "sparse_grad") and value is True:
+                raise UsageError(
+                    f"layer {layer.name!r} asks {op.target.split('.')[1]} for sparse gradients, which the optimizers here do "
+                    f"not take: use {each.name}=False"
+                )
 
 
 def _may_write(module: nn.Module) -> bool:
@@ -157,11 +164,11 @@ def _may_write(module: nn.Module) -> bool:
     return size <= COPIED_BYTES or any(getattr(each, "max_norm", None) is not None for each in module.modules())
 
 
-def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
+def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
     try:
-        _run(module.train(), sample, _may_write(module))
+        sample.through(name, module.train(), _may_write(module))
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(sample))
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
             f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. "
@@ -169,10 +176,10 @@ def _try_eager(name: str, module: nn.Module, sample: Any) -> None:
         ) from error
 
 
-def _takes(module: nn.Module, sample: Any) -> bool:
+def _takes(name: str, module: nn.Module, sample: Sample) -> bool:
     """Whether eager mode would train on it: a BatchNorm refuses a single value per channel, its exported graph does not."""
     try:
-        _run(module.train(), sample, _may_write(module))
+        sample.through(name, module.train(), _may_write(module))
     except Exception:  # the layer is the user's: whatever it raises is a no
         return False
     return True

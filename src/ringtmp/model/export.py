@@ -7,11 +7,11 @@ mode. Layers that are alike down to their plain attributes share one export: a s
 from __future__ import annotations
 
 import importlib
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
+from ringtmp.model.alias import Memory
 from ringtmp.model.custom import traced_along
 from ringtmp.model.operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MODE, SIZE_FUNCTIONS
 from ringtmp.model.portable import (
@@ -216,12 +217,11 @@ class _GraphWriter:
         self._ops: list[Op] = []
         self._customs: list[Custom] = []
         self._modes: list[int] = []  # where the gradient mode before each open block is kept
-        self._written: list[Any] = []
 
     def graph(self, outputs: Sequence[Any], entering: set[Node]) -> Graph:
-        changes = any(_origin(each, self._flat) in entering for each in self._written)
         values = tuple(self._value(each) for each in outputs)
-        return Graph(self._inputs, tuple(self._ops), values, changes, tuple(self._customs))
+        graph = Graph(self._inputs, tuple(self._ops), values, False, tuple(self._customs))
+        return msgspec.structs.replace(graph, changes_inputs=bool(Memory(graph).written_inputs()))
 
     def add(self, step: Step) -> None:
         if isinstance(step, Mode):
@@ -255,7 +255,6 @@ class _GraphWriter:
                 f"layer {self._label} uses the operator {target}, which is not on RingTMP's list of operators that "
                 "may travel: write that part with ordinary tensor operations"
             )
-        self._written += _written(node)
         args = tuple(self._value(each) for each in node.args)
         kwargs = {key: self._value(each) for key, each in node.kwargs.items() if key not in ("pin_memory", filled)}
         self._slots[node] = self._op(target, args, kwargs)
@@ -294,7 +293,6 @@ _KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
-_VIEWS = ("view", "reshape", "slice", "select", "transpose", "permute", "t", "unsqueeze", "squeeze", "alias", "expand")
 
 
 def _is_fixed(size: Any) -> bool:
@@ -325,33 +323,6 @@ def _without_out(node: Node) -> tuple[Any, str | None]:
         if [(each.name, str(each.type)) for each in other._schema.arguments] == wanted:
             return other, filled
     return target, None
-
-
-def _written(node: Node) -> list[Any]:
-    """The arguments a call writes into."""
-    target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return []
-    found = []
-    for index, each in enumerate(target._schema.arguments):
-        if each.alias_info is not None and each.alias_info.is_write:
-            found.append(node.args[index] if index < len(node.args) else node.kwargs.get(each.name))
-    return found
-
-
-def _origin(node: Any, flat: Flat) -> Any:
-    """The value a chain of views began with."""
-    while isinstance(node, Node):
-        node = flat.source(node)
-        target: Any = node.target
-        if node.op == "call_function" and (
-            target is operator.getitem
-            or (isinstance(target, torch._ops.OpOverload) and target._schema.name.split("::")[1] in _VIEWS)
-        ):
-            node = node.args[0]
-        else:
-            break
-    return node
 
 
 def _value(label: str, value: Any, flat: Flat, slots: dict[Node, int]) -> Value:

@@ -20,6 +20,8 @@ from ringtmp.model import portable
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.rule import Action, Schedule, next_action, places
 from ringtmp.resources import free_memory_bytes, mind_memory
+from ringtmp.ring.clipping import total_norm
+from ringtmp.ring.edges import detached, once_each, whole
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.keeping import Keeping
 from ringtmp.ring.lines import echo
@@ -150,7 +152,7 @@ class Node:
         elif isinstance(message, Norms):
             state = self._expect(message.visit, mail)
             current = state.pass_of(message.turn)
-            current.deeper_norms = mail.tensors[0]
+            current.deeper_norms = [each.reshape(-1) for each in mail.tensors if each is not None]
             self._pass_norms_on(state, current)
         elif isinstance(message, Scale):
             state = self._expect(message.visit, mail)
@@ -224,7 +226,7 @@ class Node:
         if message.keep and state.begins(message):
             self.keeping.take(message.step, state.stage)
         current = state.begin(message)
-        inputs = [each for each in mail.tensors if each is not None]
+        inputs = whole(mail.tensors, message.same, message.wants)
         outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
         current.forwarded += 1
         if state.stage.held + state.stage.deferred > self._places:
@@ -240,18 +242,21 @@ class Node:
     def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
         """At the tail: the loss, and with it the gradient that starts the way back."""
         assert self._owner is not None, "the tail lies on the master"
+        if message.training:
+            outputs = state.stage.to_loss(message.step, message.microbatch, outputs)
         loss = self._owner.tail(message.step, message.microbatch, message.training, outputs)
         if message.training:
             assert loss is not None
-            state.stage.end_in(message.step, message.microbatch, outputs, loss)
+            state.stage.end_in(message.step, message.microbatch, loss)
             self.endpoint.post(self.me, Gradients(message.turn, message.step, state.visit.index, message.microbatch))
 
     def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
+        same, tensors = once_each(detached(outputs))
         onward = Activations(
             message.turn, message.step, state.visit.index + 1, message.microbatch, message.microbatches,
-            message.training, message.fresh, tuple(each.requires_grad for each in outputs), keep=message.keep,
+            message.training, message.fresh, tuple(each.requires_grad for each in outputs), keep=message.keep, same=same,
         )  # fmt: skip
-        self._post(state.visit.index + 1, onward, [each.detach() for each in outputs], message.training)
+        self._post(state.visit.index + 1, onward, tensors, message.training)
 
     def _backward(self, state: VisitState) -> None:
         mail = state.gradients.popleft()
@@ -285,12 +290,12 @@ class Node:
         if current.deeper_norms is None and not at_tail:
             return
         own = state.stage.gradient_norms(current.step)
-        norms = own if current.deeper_norms is None else torch.cat([own, current.deeper_norms])
+        norms = [*own, *(current.deeper_norms or ())]
         current.norms_sent = True
         if state.visit.index > 0:
-            self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), [norms])
+            self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), norms)
         else:
-            self._scale(state, current, torch.linalg.vector_norm(norms))
+            self._scale(state, current, total_norm(norms))
 
     def _scale(self, state: VisitState, current: Pass, total: torch.Tensor | None) -> None:
         assert total is not None

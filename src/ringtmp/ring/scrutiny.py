@@ -63,12 +63,13 @@ class Scrutiny:
             self._gradients(message)
         elif isinstance(message, Norms):
             current = self._pass(message)
-            (norms,) = _given(message.tensors, 1, "Norms")
+            norms = _given(message.tensors, len(message.tensors), "Norms")
             if not current.returned == current.microbatches or current.norms_came:
                 raise ProtocolError(f"sent Norms of pass {message.turn} out of turn")
-            if norms.dtype not in _FLOATS or len(norms.shape) != 1 or norms.count > MOST_PARAMETERS:
+            whole = all(each.dtype in _FLOATS and len(each.shape) == 1 for each in norms)
+            if not whole or sum(each.count for each in norms) > MOST_PARAMETERS:
                 raise ProtocolError(f"sent {norms} as norms")
-            self._same(self._norms, message.visit, True, norms.count, "sent norms of")
+            self._same(self._norms, message.visit, True, [(each.dtype, each.count) for each in norms], "sent norms of")
             current.norms_came = True
         elif isinstance(message, Scale):
             current = self._pass(message)
@@ -100,12 +101,23 @@ class Scrutiny:
             self._next_step[visit] += message.training
         if len(self._visits[visit].activations) > 2 * self._setup.window:
             raise ProtocolError("sent more microbatches than the window admits")
-        if len(message.tensors) != self._width * len(message.wants) or None in message.tensors[:: self._width]:
+        if len(message.tensors) != self._width * len(message.wants) or not self._holes_explained(message):
             raise ProtocolError(f"sent {len(message.tensors)} tensors of which {len(message.wants)} may want gradients")
-        self._same(self._wants, visit, message.training, message.wants, "wants gradients for")
+        self._same(self._wants, visit, message.training, (message.wants, message.same), "wants gradients for")
         self._fit(message, visit)
         self._expects(message)
         self._last[visit] = message
+
+    def _holes_explained(self, message: Activations) -> bool:
+        """A tensor is missing just where it is said to be the same as one before it."""
+        heads = message.tensors[:: self._width]
+        same = message.same or range(len(heads))
+        if len(same) != len(heads):
+            return False
+        return all(
+            0 <= first <= at and same[first] == first and (heads[at] is None) == (first < at)
+            for at, first in enumerate(same)
+        )
 
     def _same(self, before: dict[int, Any], visit: int, counts: bool, now: Any, what: str) -> None:
         """A graph does not change: what is true of one microbatch is true of all."""

@@ -11,12 +11,22 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
+from ringtmp.model.alias import written_on_entry
 from ringtmp.model.defer import Job
 from ringtmp.model.execute import Program, dtype_of
 from ringtmp.model.portable import Graph, Layer
 from ringtmp.model.repeat import changed_buffers, repeatable
 from ringtmp.plan.route import Visit
-from ringtmp.ring.edges import Gradient, enter, gradients_of, run_backward, saved_bytes
+from ringtmp.ring.clipping import Norms, norms_of
+from ringtmp.ring.edges import (
+    Gradient,
+    copied_alike,
+    detached,
+    enter,
+    nothing_saved,
+    run_backward,
+    saved_bytes,
+)  # fmt: skip
 from ringtmp.ring.optimizer import Optimizer, make_optimizer
 from ringtmp.ring.recipe import learning_rate, random_key
 from ringtmp.wire.message import Recipe
@@ -47,6 +57,18 @@ class StagedLayer:
         self.sides = [owned]
         self.repeatable = repeatable(layer.train)
         self.changed = changed_buffers(layer.train)
+        parameters = {each.name for each in layer.tensors if each.kind == "parameter"}  # an optimizer knows these
+        self._renewed = {
+            training: frozenset() if repeatable(graph) else changed_buffers(graph) - parameters
+            for training, graph in ((True, layer.train), (False, layer.evaluate))
+        }
+
+    def renew(self, training: bool) -> None:
+        """Before a run that reads buffers it changes: it does so to copies. The values of the run before may still be
+        needed, for its backward or on their way to a neighbour."""
+        fresh = {name: copied_alike(self.sides[0][name]) for name in self._renewed[training]}
+        for side in self.sides:
+            side.update(fresh)
 
     def double(self, newest: int, previous: Mapping[str, torch.Tensor]) -> None:
         """The weights one update ago take the other side (today's, when there was no update yet); buffers are shared."""
@@ -86,9 +108,8 @@ class Stage:
         """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`. `step`: updates done.
         `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered."""
         self._recompute = recompute
-        # wants -> what the outputs want; known after the first microbatch, and only if the next ones are recomputed
-        self._repeating: dict[tuple[bool, ...], list[bool]] = {}
-        self._asked: set[tuple[bool, ...]] = set()
+        # by what the inputs want; known after the first microbatch: whether the next ones are recomputed
+        self._repeating: dict[tuple[bool, ...], bool] = {}
         self._sides = 1 + recipe.staleness
         self._newest = step % self._sides
         self.visit = visit
@@ -102,7 +123,8 @@ class Stage:
         self._optimizer: Optimizer | None = None
         self._parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
         self._position: dict[tuple[int, str], int] = {}
-        self._copy_inputs = {True: False, False: False}
+        # training -> positions of what enters and may be changed in place
+        self._written: dict[bool, frozenset[int]] = {True: frozenset(), False: frozenset()}
         self._stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch
 
     def place(
@@ -122,9 +144,10 @@ class Stage:
 
     def _complete(self) -> None:
         """Every layer is here: make the optimizer."""
-        self._copy_inputs = {
-            True: any(each.train.changes_inputs for each in self._layers.values()),
-            False: any(each.evaluate.changes_inputs for each in self._layers.values()),
+        inside = [self._layers[index].layer for index in self.visit.layers]
+        self._written = {
+            True: written_on_entry([each.train for each in inside]),
+            False: written_on_entry([each.evaluate for each in inside]),
         }
         if self._sides > 1:
             for index, layer in self._layers.items():
@@ -175,28 +198,30 @@ class Stage:
         what entered."""
         if not training:
             with torch.no_grad():
-                return self._run(step, microbatch, list(inputs), self._newest, False)
+                values, _ = enter(inputs, [False] * len(inputs), self._written[False])
+                return self._run(step, microbatch, values, self._newest, False)
         key = tuple(wants)
         held = self._stored[step, microbatch] = _Held(list(inputs), key)
-        flags = self._repeating.get(key)
-        if flags is not None:
-            with torch.no_grad():
-                outputs = self._run(step, microbatch, held.entered, self._side(step), True)
-            return [each.detach().requires_grad_(flag) for each, flag in zip(outputs, flags, strict=True)]
-        if self._recompute is None or key in self._asked:
+        if self._repeating.get(key):
+            with nothing_saved():
+                outputs = self._with_graph(held, step, microbatch, once_more=False)
+            return self._let_go(held, outputs)
+        if self._recompute is None or key in self._repeating:
             return self._with_graph(held, step, microbatch, once_more=False)
-        self._asked.add(key)
         with saved_bytes([*held.entered, *self._parameters[self._side(step)]]) as saved:
             outputs = self._with_graph(held, step, microbatch, once_more=False)
-        if all(layer.repeatable for layer in self._layers.values()) and self._recompute(saved.total):
-            flags = self._repeating[key] = [each.requires_grad for each in outputs]
-            held.outputs, held.caught, held.later = None, [], None  # this one too: its graph is let go
-            return [each.detach().requires_grad_(flag) for each, flag in zip(outputs, flags, strict=True)]
-        return outputs
+        may = all(layer.repeatable for layer in self._layers.values())
+        self._repeating[key] = may and self._recompute(saved.total)
+        return self._let_go(held, outputs) if self._repeating[key] else outputs
+
+    def _let_go(self, held: _Held, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keep only what entered: the rest will be computed again."""
+        held.outputs, held.caught, held.later = None, [], None
+        return detached(outputs)
 
     def _with_graph(self, held: _Held, step: int, microbatch: int, once_more: bool) -> list[torch.Tensor]:
         """Forward under autograd. `once_more`: buffers have changed already and are left alone."""
-        values, held.caught = enter(held.entered, held.wants)
+        values, held.caught = enter(held.entered, held.wants, self._written[True])
         held.later = [] if self._defer else None
         with torch.enable_grad():
             held.outputs = self._run(step, microbatch, values, self._side(step), True, held.later, once_more)
@@ -212,24 +237,30 @@ class Stage:
         later: list[Job] | None = None,
         once_more: bool = False,
     ) -> list[torch.Tensor]:
-        if self._copy_inputs[training]:
-            values = [each.clone() for each in values]
         for index in self.visit.layers:
             layer = self._layers[index]
+            if not once_more:
+                layer.renew(training)
             owned = layer.sides[side]
             if once_more and layer.changed:
-                owned = {**owned, **{name: owned[name].clone() for name in layer.changed}}
+                owned = {**owned, **{name: copied_alike(owned[name]) for name in layer.changed}}
             torch.default_generator.manual_seed(random_key(self._recipe.seed, step, microbatch, index))
             values = (layer.train if training else layer.evaluate).run(values, owned, later)
         return values
 
-    def end_in(self, step: int, microbatch: int, outputs: Sequence[torch.Tensor], loss: torch.Tensor) -> None:
-        """The tail goes backward from its loss instead of from what left the last layer."""
+    def to_loss(self, step: int, microbatch: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """At the tail: what left the last layer, as the loss takes it; like any layer it may change it in place."""
         held = self._stored[step, microbatch]
         if held.outputs is None:
-            wanted = [each for each in outputs if each.requires_grad]
-            found = iter(gradients_of(loss, wanted))
-            held.seeds = [next(found) if each.requires_grad else None for each in outputs]
+            wants = [each.requires_grad for each in outputs]
+            outputs, held.seeds = enter(outputs, wants, range(len(outputs)))
+        return outputs
+
+    def end_in(self, step: int, microbatch: int, loss: torch.Tensor) -> None:
+        """The tail goes backward from its loss, which was computed of what `to_loss` gave."""
+        held = self._stored[step, microbatch]
+        if held.outputs is None:
+            run_backward([loss], [torch.ones_like(loss)])
         else:
             held.outputs, held.seeds = [loss], [torch.ones_like(loss)]
 
@@ -272,11 +303,9 @@ class Stage:
         if not jobs:
             self._deferred.popleft()
 
-    def gradient_norms(self, step: int) -> torch.Tensor:
-        """One norm per parameter that has a gradient, in parameter order: what torch's own clipping begins with."""
-        parameters = self._parameters[self._side(step)]
-        norms = [torch.linalg.vector_norm(each.grad) for each in parameters if each.grad is not None]
-        return torch.stack(norms) if norms else torch.empty(0)
+    def gradient_norms(self, step: int) -> Norms:
+        """What torch's own clipping begins with."""
+        return norms_of(self._parameters[self._side(step)])
 
     def step(self, step: int, total_norm: torch.Tensor | None) -> None:
         """The update that ends training step `step`."""

@@ -11,6 +11,7 @@ import torch
 from ringtmp.errors import ProtocolError
 from ringtmp.plan.route import Visit
 from ringtmp.plan.rule import Ready
+from ringtmp.ring.clipping import Norms
 from ringtmp.ring.endpoint import Mail
 from ringtmp.ring.stage import Stage
 from ringtmp.wire.message import Activations, Gradients
@@ -29,7 +30,7 @@ class Pass:
     returned: int = 0  # gradients that have come from a neighbour
     norms_came: bool = False
     scale_came: bool = False
-    deeper_norms: torch.Tensor | None = None
+    deeper_norms: Norms | None = None
     norms_sent: bool = False
     total_norm: torch.Tensor | None = None
 

@@ -31,6 +31,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events, own
 from ringtmp.metrics.recorder import Recorder
 from ringtmp.plan.route import MASTER
+from ringtmp.ring.clipping import total_norm
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.worker import farewell, report
 from ringtmp.strategies.replica import Replica
@@ -185,8 +186,7 @@ class Gradients:
     def _update(self, step: int) -> None:
         norm = None
         if self._plan.recipe.clip_norm is not None:
-            norms = torch.cat([stage.gradient_norms(step) for stage in self._replica.stages])
-            norm = torch.linalg.vector_norm(norms)
+            norm = total_norm([norms for stage in self._replica.stages for norms in stage.gradient_norms(step)])
         for group in self._buckets:
             for layer in group:
                 self._replica.stages[layer].step(step, norm)

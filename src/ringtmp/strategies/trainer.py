@@ -21,6 +21,7 @@ from ringtmp.model.export import nest
 from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.ring.checkpoint import StateName
+from ringtmp.ring.edges import detached
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.losses import LOSSES, Score, next_byte
 from ringtmp.strategies.criterion import Criterion, not_there
@@ -202,7 +203,7 @@ class Trainer:
             outputs = stage.forward(number, work.step, task.values[position], task.wants[position], work.training)
             task.wants[position] = tuple(each.requires_grad for each in outputs)
             last = layer == len(self.replica.stages) - 1
-            task.values[position] = outputs if last else [each.detach() for each in outputs]
+            task.values[position] = outputs if last else detached(outputs)
         task.position += 1
         self._exchange.used(layer)
         if task.position == len(self.replica.stages):
@@ -218,10 +219,11 @@ class Trainer:
         task.gradients = [None] * len(task.microbatches)
         with torch.enable_grad():
             for position, number in enumerate(task.microbatches):
+                task.values[position] = last.to_loss(task.work.step, number, task.values[position])
                 loss = self._loss(self._nested(task, position), task.targets[position])
                 samples = len(task.targets[position])
                 task.loss += float(loss.detach()) * samples / mine
-                last.end_in(task.work.step, number, task.values[position], loss * (samples / task.work.samples))
+                last.end_in(task.work.step, number, loss * (samples / task.work.samples))
         task.values = []
 
     def _score(self, task: _Task) -> None:

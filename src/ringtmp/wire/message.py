@@ -39,6 +39,7 @@ class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations
     wants: tuple[bool, ...]  # which tensors need a gradient in return
     tensors: Specs = ()
     keep: bool = False  # take a snapshot before this step
+    same: tuple[int, ...] = ()  # for each tensor, the first that is the same one; () where all differ
 
 
 class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
@@ -51,7 +52,8 @@ class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
 
 
 class Norms(msgspec.Struct, frozen=True, array_like=True, tag="norms"):
-    """Gradient norms of all parameters from the sender's visit to the tail, one tensor, in parameter order."""
+    """Gradient norms of all parameters from the sender's visit to the tail, in parameter order, a tensor for each run of
+    one dtype."""
 
     RULE: ClassVar = between(TENSOR, AFTER)
     turn: int
