@@ -69,7 +69,9 @@ def findings(targets: Collection[str], seeds: range) -> tuple[set[str], set[str]
 
 
 def test_a_pass_that_stores_nothing_has_the_bits_of_one_that_does() -> None:
-    targets = {each for each in ATEN_OVERLOADS if each.split(".")[1] in BY_HAND}
+    # arguments written by hand have numbers for padding; the long test draws words
+    hand = {each for each in ATEN_OVERLOADS if each.split(".")[1] in BY_HAND}
+    targets = {each for each in hand if not each.endswith(".padding")}
     took, differ, _ = findings(targets, range(3))
     assert took == targets
     assert not differ

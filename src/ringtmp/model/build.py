@@ -68,7 +68,7 @@ def build_layers(
         check = partial(_check, name, module, (example, trained), samples, checked, index > 0)
         layer, tensors = exporter.export(name, module, example.value, again.value, check)
         _refuse_shared(name, module, (example, trained), layer)
-        tensors = untie(name, tensors, changed_buffers(layer.train) | changed_buffers(layer.evaluate))
+        tensors = _apart(layer, tensors)
         trained = trained.through(name, module.train(), bool(written_parameters(layer.train)))
         kept = bool(written_parameters(layer.evaluate))
         samples = {size: each.through(name, module.eval(), kept) for size, each in samples.items()}
@@ -116,12 +116,17 @@ def _check(
     _refuse_sparse_gradients(layer)
     refuse_own_writes(layer)
     _refuse_shared(name, module, entering, layer)
+    _apart(layer, tensors)
     check = Check(name, module, layer, tensors, asks)
     for size in sizes:
         check.run(samples[size].value, training=True)
     for size in {1, sizes[-1]}:
         check.run(samples[size].value, training=False)
     module.train()
+
+
+def _apart(layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return untie(layer.name, tensors, changed_buffers(layer.train) | changed_buffers(layer.evaluate))
 
 
 def _refuse_shared(name: str, module: nn.Module, entering: tuple[Sample, Sample], layer: Layer) -> None:

@@ -80,7 +80,7 @@ class Check:
             leaves, entering = self._entering(sample)
             torch.default_generator.manual_seed(_SEED)
             outputs = pytree.tree_leaves(self._module(entering))
-            return trained(leaves, outputs, parameters, dict(self._module.named_buffers()))
+            return trained(leaves, outputs, parameters, dict(self._module.named_buffers(remove_duplicate=False)))
 
     def _graph_training(self, sample: Any) -> Found:
         owned = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
@@ -99,7 +99,9 @@ class Check:
         with torch.no_grad(), buffers_kept(self._module):
             torch.default_generator.manual_seed(_SEED)
             outputs = pytree.tree_leaves(self._module(_copied(sample)))
-            return _digests("output", outputs) | _digests_of("buffer", dict(self._module.named_buffers()))
+            return _digests("output", outputs) | _digests_of(
+                "buffer", dict(self._module.named_buffers(remove_duplicate=False))
+            )
 
     def _graph_evaluation(self, sample: Any) -> Found:
         owned = {
