@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from commands import begin
@@ -35,8 +34,26 @@ with open(sys.argv[1], "wb", buffering=2**20) as file:
 """
 
 
+#: Every process of the lab writes down the secrets it makes, so that they can be looked for.
+SPY = """
+import os, secrets
+made = secrets.token_bytes
+def token_bytes(count=None):
+    found = made(count)
+    if count == 16:
+        with open(os.environ["SECRETS"], "ab") as file:
+            file.write(found)
+    return found
+secrets.token_bytes = token_bytes
+"""
+
+
 @needs_isolation
-def test_nothing_readable_crosses_the_switch(tmp_path: Path) -> None:
+def test_nothing_readable_crosses_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spy").mkdir()
+    (tmp_path / "spy" / "sitecustomize.py").write_text(SPY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "spy"))
+    monkeypatch.setenv("SECRETS", str(tmp_path / "secrets"))
     path = devices_file(tmp_path, *(device(name, link_mbps=500) for name in ("a", "b", "c")))
     process = begin(
         "lab",
@@ -76,11 +93,10 @@ def test_nothing_readable_crosses_the_switch(tmp_path: Path) -> None:
     summary = json.loads(out)
     assert len(heard) > summary["bytes_total"] + summary["placement_bytes"], "not everything was heard"
 
-    token = re.search(r"rt1\.([\w-]+)", err)
-    assert token is not None
-    secret = base64.urlsafe_b64decode(token[1] + "=" * (-len(token[1]) % 4))[-16:]
-    assert secret not in heard
-    assert token[0].encode() not in heard
+    made = (tmp_path / "secrets").read_bytes()
+    assert made
+    assert all(made[start : start + 16] not in heard for start in range(0, len(made), 16)), "a token's secret"
+    assert b"rt1." not in heard
     for word in (b"activations", b"gradients", b"aten.linear", b"dense1", b"weight", b"adam"):
         assert word not in heard, f"{word!r} can be read on the wire"
     for file in sorted((tmp_path / "run/checkpoints").glob("step-*/weights-*.safetensors")):

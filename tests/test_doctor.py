@@ -22,6 +22,7 @@ from ringtmp.launch.doctor import Finding
 from ringtmp.launch.facts import device_facts
 from ringtmp.launch.hub import JOINS_PER_S
 from ringtmp.launch.keys import Rings, identity
+from ringtmp.launch.private import PrivateFolder
 from ringtmp.launch.speech import Died, End, Here
 from ringtmp.launch.token import Token
 from ringtmp.limits import Limits, group_limits
@@ -200,9 +201,11 @@ def test_news_of_another_run_is_not_believed(master: Master, tmp_path: Path) -> 
 def test_ctrl_c_while_a_compute_process_is_ended_leaves_no_file(master: Master, tmp_path: Path) -> None:
     token, keys, facts = master.token(), identity(tmp_path / "device"), device_facts("board")
     here = agent.Agent(token, agent.join(token, keys, facts), keys, facts, HOST, lambda text: None)
-    here._log, here._shelf = tmp_path / "a.log", tmp_path / "shelf"
+    here._folder = PrivateFolder()
+    here._log = here._folder.path / "log"
     here._log.touch()
-    here._shelf.mkdir()
+    (here._folder.path / "snapshots").mkdir()
+    folder = here._folder.path
     # One that takes its time to go: the signal comes between the sign to go and the end.
     slow = f"import sys, os, signal, time; sys.stdin.read(); os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
     child = here._child = subprocess.Popen([sys.executable, "-c", slow], stdin=subprocess.PIPE)
@@ -211,7 +214,7 @@ def test_ctrl_c_while_a_compute_process_is_ended_leaves_no_file(master: Master, 
         here.run(once=False)
         here.close()
     assert child.poll() is not None
-    assert [each.name for each in tmp_path.iterdir() if each.name in ("a.log", "shelf")] == []
+    assert not folder.exists()
 
 
 def test_a_taken_port_fails_a_master_and_only_warns_others() -> None:

@@ -133,8 +133,8 @@ def test_nodes_that_a_resumed_run_no_longer_has_keep_what_they_did() -> None:
     # Alone on the machine, the master has all its idle watts; hosts differ here, so nothing is shared before either.
     assert summary.energy_j == pytest.approx(2 * A_STEP_J + 2 * (4.0 + 3.0 + 1.5))
     begun = whole([*log, started(200.0, 4)])  # its ring is not laid out yet
-    assert (begun.nodes, begun.steps, begun.outcome, begun.per_node) == (1, 4, "running", summary.per_node)
-    assert run.page(story.gather([*log, started(200.0, 4)], "run")).facts[0] == ("outcome", "running")  # type: ignore[arg-type]
+    assert (begun.nodes, begun.steps, begun.outcome, begun.per_node) == (1, 4, "unfinished", summary.per_node)
+    assert run.page(story.gather([*log, started(200.0, 4)], "run")).facts[0] == ("outcome", "unfinished")  # type: ignore[arg-type]
     shown = figures_of(log)
     assert shown["loss-steps"].marks == (Mark(2.0, "resumed after step 2"),)
     assert [row.row for row in shown["gantt"].spans] == ["master"]

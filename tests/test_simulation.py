@@ -410,6 +410,7 @@ def freeing_before_completion(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Keeping, "take", hasty)
 
 
+@pytest.mark.usefixtures("offenders")  # who breaks the rules is blamed
 @pytest.mark.parametrize("mutant", [no_generation_check, no_holder_acknowledgement, freeing_before_completion])
 def test_a_broken_rule_is_found_by_the_simulation(
     mutant: Callable[[pytest.MonkeyPatch], None], bases: list[Base], monkeypatch: pytest.MonkeyPatch

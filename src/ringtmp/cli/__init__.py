@@ -105,6 +105,12 @@ def _forget_output() -> None:
 _NO_MEMORY = ("allocate memory", "not enough memory", "failed to map segment", "start new thread")
 
 
+def _address_space_is_limited() -> bool:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
 def _of_the_system(error: Exception) -> str | None:
     """What the machine refused, in a sentence; None if it is none of that, but a mistake of ours."""
     from ringtmp.resources import out_of_files
@@ -112,7 +118,9 @@ def _of_the_system(error: Exception) -> str | None:
     if (shortage := out_of_files(error)) is not None:
         return shortage
     said = str(error)
-    if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+    # Out of address space a library may fail to load, or the interpreter lose the error on its way.
+    lost = isinstance(error, SystemError | ImportError) and _address_space_is_limited()
+    if isinstance(error, MemoryError) or lost or any(words in said for words in _NO_MEMORY):
         detail = f": {said.splitlines()[0]}" if said else ""
         return f"too little memory for this process (ulimit -v, the container's limit, or the machine's own){detail}"
     if isinstance(error, OSError) and error.errno is not None:

@@ -356,7 +356,8 @@ class Master(Lead):
         holds it, and another copy may do."""
         testimony.layer_of(message.layer, len(self._layers))
         try:
-            testimony.layer_state(message, self._layers[message.layer])
+            if mail.sender != MASTER:  # what it says to itself travels without a description
+                testimony.layer_state(message, self._layers[message.layer])
         except ProtocolError as problem:
             if not isinstance(self._question, Recall):
                 raise
