@@ -48,18 +48,22 @@ def ended(process: subprocess.Popen[str], limit_s: float = 90) -> dict[str, Any]
     return summary
 
 
-def test_a_stopped_worker_is_lost_after_the_limit_and_snapshots_on_disk_leave_nothing(
+def test_a_killed_worker_is_replaced_a_stopped_one_lost_after_the_limit_and_snapshots_on_disk_leave_nothing(
     tmp_path: Path, expected: str
 ) -> None:
     process = start(tmp_path, "--notice", 1, "--protect", "disk")
-    wait_for_step(tmp_path / "run", 60, process)
+    wait_for_step(tmp_path / "run", 40, process)
     workers = workers_of(process)
+    workers[2].kill()
+    wait_for_step(tmp_path / "run", 100, process)
     workers[1].suspend()
     summary = ended(process)
     assert summary["weights_sha256"] == expected
-    (healed,) = summary["recoveries"]
-    assert 1 <= healed["notice_s"] < 2.5
-    assert healed["source"] == "snapshot"
+    killed, stopped = summary["recoveries"]
+    assert (killed["lost"], stopped["lost"]) == ([2], [1])
+    assert killed["notice_s"] < 1, "a closed pipe tells at once"
+    assert 1 <= stopped["notice_s"] < 2.5
+    assert stopped["source"] == "snapshot"
     assert not (tmp_path / "run" / "snapshots").exists()
     assert_all_gone(list(workers.values()))
 
