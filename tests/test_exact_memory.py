@@ -13,6 +13,7 @@ from torch import nn
 
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
+from ringtmp import Ring
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.model.export import Exporter
 from ringtmp.model.sharing import overlapping
@@ -161,6 +162,60 @@ def test_no_cut_schedule_or_second_run_changes_a_bit(name: str, tmp_path: Path) 
         how = recipe("sgd", {"lr": 0.05}, seed=1)
         got = ring_in_memory(built, how, batches, 3, loss, nodes, schedule, bounds, recompute=recompute)
         assert got == expected, (bounds, schedule, recompute)
+
+
+class Both(nn.Module):
+    """A recurrent layer whose output alone goes on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)[0]
+
+
+#: Whose kernels depend on strides, on what wants gradients, or on how it is evaluated.
+ORDINARY: dict[str, Callable[[], list[nn.Module]]] = {
+    "gru": lambda: [Both(nn.GRU(WIDTH, WIDTH, num_layers=2, bias=False, batch_first=True))],
+    "rnn both ways": lambda: [
+        Both(nn.RNN(WIDTH, WIDTH // 2, nonlinearity="relu", bidirectional=True, batch_first=True))
+    ],
+    "transposed": lambda: [Does(lambda self, x: x.transpose(1, 2)), nn.Linear(5, WIDTH)],
+    "transformer": lambda: [nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)],
+    "one norm for a weight": lambda: [nn.utils.parametrizations.weight_norm(linear(), dim=None)],
+    "gumbel": lambda: [Does(lambda self, x: nn.functional.gumbel_softmax(x))],
+}
+
+
+@pytest.mark.parametrize("name", list(ORDINARY))
+def test_ordinary_layers_pass_the_check_and_train_with_the_bits_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    def build() -> list[nn.Module]:
+        return [linear(), *ORDINARY[name](), linear()]
+
+    generator = torch.Generator().manual_seed(3)
+    batches = [tuple(torch.randn(9, 5 if name != "transposed" or i == 0 else WIDTH, WIDTH, generator=generator)
+                     for i in range(2)) for _ in range(2)]  # fmt: skip
+    torch.manual_seed(1)
+    plain = nn.Sequential(*build())
+    losses = plain_loop(plain, batches, 3, loss, lambda p: torch.optim.SGD(p, lr=0.05, fused=True), 1, None)
+    sample = torch.randn(9, 5, WIDTH, generator=generator)
+    built = Built(tmp_path, build, lambda count: sample[torch.arange(count) % 9], [3], 1)
+    cut = each_alone(len(built.layers))
+    for schedule, recompute in (("zero-bubble", "none"), ("1f1b", "all")):
+        how = recipe("sgd", {"lr": 0.05}, seed=1)
+        got = ring_in_memory(built, how, batches, 3, loss, len(cut) - 1, schedule, cut, recompute=recompute)
+        assert got == (state_sha256(plain), losses), (schedule, recompute)
+
+
+def test_a_loss_may_change_the_outputs_in_place(tmp_path: Path) -> None:
+    def clamped(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs.clamp_(-3, 3), targets)
+
+    data = torch.randn(40, WIDTH), torch.randint(3, (40,))
+    model = nn.Sequential(linear(), nn.ReLU(), nn.Linear(WIDTH, 3))
+    done = Ring(nodes=1).fit(model, data, loss=clamped, epochs=1, run_dir=tmp_path / "run")
+    assert done.summary.steps == 2
 
 
 def test_an_lstm_computed_a_second_time_has_the_bits_of_the_first(tmp_path: Path) -> None:

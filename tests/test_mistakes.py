@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 
 from commands import here
 from ringtmp import Ring
+from ringtmp.data.sources import Table, from_python
 from ringtmp.errors import UsageError
-from ringtmp.ring.losses import LabelRange, Score
+from ringtmp.ring.losses import LabelRange, Score, check_loss, mse
 from ringtmp.ring.rundir import LayerIndex
 from ringtmp.wire.message import Crossing
 
@@ -102,6 +104,55 @@ def test_resuming_with_an_unknown_setting_names_the_nearest(tmp_path: Path) -> N
     here("train", "--steps", 2, "--nodes", 1, "--run-dir", "run", "--quiet", cwd=tmp_path)
     with pytest.raises(UsageError, match="unknown setting to change on resume 'epohcs': did you mean 'epochs'"):
         Ring(nodes=1).resume(tmp_path / "run", epohcs=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"epochs": 1.5}, "training.epochs: expected `int | null`, got `float`"),
+        ({"optimizer": torch.optim.AdamW}, r'write optimizer=\("adamw", {"lr": 0.001}\)'),
+        ({"optimizer": ("adam", 0.1)}, r'write optimizer=\("adam", {"lr": 0.001}\)'),
+        ({"lr_schedule": 3}, "lr_schedule is text as for --lr-schedule"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_before_the_start(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Ring(nodes=1).fit("mlp", "digits", **arguments)
+
+
+def test_inputs_and_targets_apart_and_a_number_as_text_are_refused() -> None:
+    with pytest.raises(UsageError, match="give inputs and targets as one pair"):
+        Ring(nodes=1).fit("mlp", torch.zeros(2, 2), torch.zeros(2))
+    with pytest.raises(UsageError, match="ring.nodes: expected `int`, got `str`"):
+        Ring(nodes="3").fit("mlp", "digits")  # type: ignore[arg-type]
+
+
+def test_other_data_on_resume_is_said_and_the_run_is_no_longer_exact(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(64, 4), torch.randint(3, (64,))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    first = Ring(nodes=1).fit(model, (inputs, labels), epochs=1, run_dir=tmp_path / "run")
+    same = Ring(nodes=1).resume(tmp_path / "run", (inputs, labels), epochs=2)
+    assert (first.summary.exactness, same.summary.exactness, same.summary.warnings) == ("bits", "bits", ())
+    other = Ring(nodes=1).resume(tmp_path / "run", (inputs * 100, labels), epochs=3)
+    assert other.summary.exactness == "stream"
+    assert "is not what it was before step 4" in other.summary.warnings[0]
+    assert Ring(nodes=1).resume(tmp_path / "run", (inputs * 100, labels), epochs=4).summary.exactness == "stream"
+
+
+def test_numpy_arrays_are_data_and_a_module_with_its_own_forward_is_told_how_to_be_cut() -> None:
+    source = from_python((np.zeros((4, 3)), np.array([0, 1, 2, 0])))
+    assert isinstance(source, Table)
+    assert source.take(torch.tensor([1]))[0].dtype == torch.float32
+    with pytest.raises(UsageError, match="the model has 1: .*write the model as nn.Sequential or a list of layers"):
+        Ring(nodes=3).fit(nn.Linear(3, 3), (torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)), batch_size=8)
+
+
+def test_targets_that_would_be_broadcast_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"they are \(4, 1\) and \(4,\): reshape the targets"):
+        check_loss(mse, "mse", torch.zeros(4, 1), torch.zeros(4))
+    with pytest.raises(UsageError, match=r"make them whole numbers \(targets.long\(\)\)"):
+        check_loss(mse, "mse", torch.zeros(4, 3), torch.zeros(4))
 
 
 # -- labels and shapes ------------------------------------------------------------------------------------------------

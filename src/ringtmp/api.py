@@ -14,7 +14,16 @@ import msgspec
 import torch
 from torch import nn
 
-from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, merge_for_resume, resolve
+from ringtmp.config import (
+    KeepPart,
+    ModelPart,
+    RingPart,
+    RunConfig,
+    TrainingPart,
+    merge_for_resume,
+    parse_schedule,
+    resolve,
+)
 from ringtmp.data import named
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
 from ringtmp.data.randomness import left_alone
@@ -91,7 +100,7 @@ class Ring:
         self,
         model: Model | str,
         train_data: Data,
-        *,
+        *more: Any,
         test_data: Data = None,
         loss: str | LossFunction | None = None,
         optimizer: str | tuple[str, Mapping[str, Any]] = "adam",
@@ -99,7 +108,7 @@ class Ring:
         steps: int | None = None,
         batch_size: int = 32,
         microbatches: int | Literal["auto"] | None = None,
-        lr_schedule: Mapping[str, Any] | None = None,
+        lr_schedule: str | Mapping[str, Any] | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
         wire: str = "float32",
@@ -116,15 +125,19 @@ class Ring:
         """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window, route and schedule.
         `on_step` is called after every step with its number, from 1, and its loss."""
         refuse_arguments(Ring.fit, mistaken, Ring.__init__)
+        if more:
+            raise UsageError(
+                "give inputs and targets as one pair: fit(model, (inputs, targets), ...); the rest by name"
+            )
         if isinstance(train_data, str) and test_data is not None:
             raise UsageError(f"test_data goes with data of your own: {train_data} has a test part already")
-        name, settings = (optimizer, {}) if isinstance(optimizer, str) else (optimizer[0], dict(optimizer[1]))
+        name, settings = _optimizer(optimizer)
         config = RunConfig(
             ModelPart(model if isinstance(model, str) else type(model).__name__),
             TrainingPart(
                 data=train_data if isinstance(train_data, str) else "given", epochs=epochs, steps=steps,
                 batch_size=batch_size, microbatches=microbatches, optimizer=name, optimizer_settings=settings,
-                lr_schedule=dict(lr_schedule or {}), clip_norm=clip_norm, seed=seed, wire=wire, staleness=staleness,
+                lr_schedule=_schedule(lr_schedule), clip_norm=clip_norm, seed=seed, wire=wire, staleness=staleness,
                 threads=self._threads, early_stop=early_stop,
             ),
             self._part,
@@ -314,7 +327,10 @@ def _modes_kept(model: Model) -> Iterator[None]:
 
 def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
     if config.training.data == "given":
-        raise UsageError("this run was trained on data given from Python: pass the data again")
+        raise UsageError(
+            "this run was trained on data given from Python: go on with Ring(...).resume(RUN, data), or name it with "
+            "--data FILE.py:factory"
+        )
     return named.load(config.training.data, config.training.seed, config.model.settings)
 
 
@@ -381,6 +397,27 @@ def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
 
 def _seed_of(run_dir: str | Path) -> int:
     return RunDirectory(Path(run_dir)).read_config().config.training.seed
+
+
+def _optimizer(given: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(given, str):
+        return given, {}
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if pair and isinstance(given[0], str) and isinstance(given[1], Mapping):
+        return given[0], dict(given[1])
+    kind = given if isinstance(given, type) else type(given)
+    name = kind.__name__.lower() if issubclass(kind, torch.optim.Optimizer) else "adam"
+    raise UsageError(
+        f'optimizer is a name or a name with settings, made anew on every node: write optimizer=("{name}", {{"lr": 0.001}})'
+    )
+
+
+def _schedule(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        return parse_schedule(given)
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError('lr_schedule is text as for --lr-schedule, or {"kind": "cosine", "warmup": 20}')
+    return dict(given or {})
 
 
 def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction, str]:

@@ -7,6 +7,7 @@ bits is never a function of the number of nodes, of a device or of timing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -84,6 +85,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def resolve(config: RunConfig) -> RunConfig:
     """The same settings with defaults filled in. Refuses what cannot be."""
+    try:  # from Python anything may come
+        config = msgspec.convert(msgspec.to_builtins(config), RunConfig, strict=True)
+    except (msgspec.ValidationError, TypeError) as error:
+        said, _, where = str(error).partition(" - at `$.")
+        raise UsageError(f"{where.rstrip('`') or 'a setting'}: {said[0].lower()}{said[1:]}") from error
     from ringtmp.ring.recipe import checked_optimizer, checked_schedule
     from ringtmp.strategies import catalog
 
@@ -206,7 +212,8 @@ def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
         if key not in owners:
             raise unknown("setting to change on resume", key, RESUMABLE)
         part = owners[key]
-        if key not in RESUMABLE and getattr(getattr(saved, part), key) != value:
+        again = key == "data" and saved.training.data == "given"  # nobody can name what Python gave
+        if key not in RESUMABLE and not again and getattr(getattr(saved, part), key) != value:
             raise UsageError(
                 f"--resume cannot change {key.replace('_', '-')} (it is {getattr(getattr(saved, part), key)!r} in that "
                 f"run): it may change {', '.join(each.replace('_', '-') for each in RESUMABLE)}"
@@ -222,3 +229,36 @@ def merge_for_resume(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
     return msgspec.structs.replace(
         saved, **{part: msgspec.structs.replace(getattr(saved, part), **values) for part, values in changed.items()}
     )
+
+
+# -- settings as text ---------------------------------------------------------------------------------------------------
+
+
+def parse_pairs(flag: str, items: Iterable[str]) -> dict[str, Any]:
+    """('width=256', 'dropout=0.1') -> {'width': 256, 'dropout': 0.1}"""
+    pairs: dict[str, Any] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{flag} {item!r}: write it as key=value")
+        pairs[key.strip()] = _number(value.strip())
+    return pairs
+
+
+def parse_schedule(text: str) -> dict[str, Any]:
+    """'cosine:warmup=10,floor=0.1' -> {'kind': 'cosine', 'warmup': 10, 'floor': 0.1}"""
+    kind, _, rest = text.partition(":")
+    return {"kind": kind, **parse_pairs("--lr-schedule", rest.split(",") if rest else ())}
+
+
+def _number(text: str) -> Any:
+    if text.lower() in ("true", "yes"):
+        return True
+    if text.lower() in ("false", "no"):
+        return False
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -62,3 +62,9 @@ class Job:
     loss: LossFunction
     loss_name: str
     run: RunDirectory
+
+    @property
+    def how_to_go_on(self) -> str:
+        if self.config.training.data == "given":
+            return f"go on with Ring(...).resume({str(self.run.path)!r}, data)"
+        return f"go on with ringtmp train --resume {self.run.path}"

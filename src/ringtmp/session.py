@@ -132,9 +132,7 @@ class Session(Laying):
                 if self._crew.await_another(str(short), self._interrupted):
                     continue
                 if self._interrupted():
-                    raise Interrupted(
-                        f"interrupted while the run was paused: go on with ringtmp train --resume {self._job.run.path}"
-                    ) from None
+                    raise Interrupted(f"interrupted while the run was paused: {self._job.how_to_go_on}") from None
                 raise
             except NodeLost:
                 self._progress = reached  # whoever heals counts from there
@@ -239,9 +237,7 @@ class Session(Laying):
             if self._interrupted():
                 self._watcher.phase("interrupted: saving")
                 self._save(master, needed=True)
-                raise Interrupted(
-                    f"interrupted after step {step}; the checkpoint is saved: go on with ringtmp train --resume {job.run.path}"
-                )
+                raise Interrupted(f"interrupted after step {step}; the checkpoint is saved: {self._job.how_to_go_on}")
         per_epoch = self._batches.steps_per_epoch
         if per_epoch is not None and step % per_epoch == 0 and epoch < step // per_epoch:
             self._end_epoch(master, epoch)
@@ -254,6 +250,8 @@ class Session(Laying):
         return self._batches.full and time.monotonic() >= self._not_before
 
     def _begin_stream(self, resuming: bool) -> None:
+        if self._job.config.training.steps is None and self._batches.steps_per_epoch is None and self._batches.once:
+            self._watcher.tell("the data is read once: training goes on until it ends, or give steps")
         self._batches.go_on(self._progress.step, self._progress.stream)
         if resuming and (reason := self._batches.not_ours) is not None:
             self._warn(

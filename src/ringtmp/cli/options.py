@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ringtmp.cli.settings import parse_pairs, parse_schedule
+from ringtmp.config import parse_pairs, parse_schedule
 from ringtmp.errors import UsageError, nearest
 
 

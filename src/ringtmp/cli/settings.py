@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -53,36 +52,6 @@ _PARTS: dict[str, type[msgspec.Struct]] = {
 }
 #: Of settings that say the same in two ways, which one a flag takes the place of.
 _INSTEAD = {"steps": ("epochs",), "epochs": ("steps",)}
-
-
-def parse_pairs(flag: str, items: Iterable[str]) -> dict[str, Any]:
-    """('width=256', 'dropout=0.1') -> {'width': 256, 'dropout': 0.1}"""
-    pairs: dict[str, Any] = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise UsageError(f"{flag} {item!r}: write it as key=value")
-        pairs[key.strip()] = _number(value.strip())
-    return pairs
-
-
-def parse_schedule(text: str) -> dict[str, Any]:
-    """'cosine:warmup=10,floor=0.1' -> {'kind': 'cosine', 'warmup': 10, 'floor': 0.1}"""
-    kind, _, rest = text.partition(":")
-    return {"kind": kind, **parse_pairs("--lr-schedule", rest.split(",") if rest else ())}
-
-
-def _number(text: str) -> Any:
-    if text.lower() in ("true", "yes"):
-        return True
-    if text.lower() in ("false", "no"):
-        return False
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def build(file: Path | None, flags: dict[str, Any]) -> RunConfig:

@@ -46,7 +46,7 @@ def print_json(value: Any) -> None:
 
 def print_summary(summary: Summary, stream: IO[str]) -> None:
     console = Console(file=stream, width=None if stream.isatty() else 110)
-    speed = f", {summary.samples_per_s:.0f} samples/s" if summary.samples_per_s else ""
+    speed = f", {summary.samples_per_s:.0f} samples/s within steps" if summary.samples_per_s else ""
     score = ""
     if summary.accuracy is not None:
         score = f", test accuracy {summary.accuracy:.1%}"

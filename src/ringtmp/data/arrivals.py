@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from ringtmp.data.sources import Stream, leaves
+from ringtmp.data.sources import Stream, Table, leaves
 from ringtmp.data.spool import Kept, Spool, kept_copy, mapped, memory_of
 
 Keep = Literal["memory", "disk", "none"]
@@ -29,6 +29,37 @@ class Stray(msgspec.Struct, frozen=True):
     step: int
     skipped: int  # samples
     text: str
+
+
+#: So many samples of a table, evenly spread, and its size tell whether it is the one of before.
+MARKED_SAMPLES = 16
+
+
+class TableMark:
+    """Whether the table of a resumed run is the one it began with, as far as a few samples tell."""
+
+    def __init__(self, table: Table, seed: int) -> None:
+        self._table = table
+        self._seed = seed
+        self._strayed = False
+        self._known: int | None = None
+        self.strays: list[Stray] = []
+
+    def go_on(self, step: int, place: StreamPlace) -> None:
+        first, second = self._checksum(), self._checksum()
+        self._known = first if first == second else None  # one that differs from itself says nothing
+        self._strayed = place.strayed
+        if None not in (place.mark, self._known) and place.mark != self._known:
+            self._strayed = True
+            text = f"the data ({self._table.name}) is not what it was before step {step}: this run goes on with other batches"
+            self.strays.append(Stray(step, 0, text))
+
+    def place(self) -> StreamPlace:
+        return StreamPlace(None, self._known, 0, self._strayed)
+
+    def _checksum(self) -> int:
+        index = torch.linspace(0, self._table.size - 1, min(MARKED_SAMPLES, self._table.size)).long()
+        return checksum(self._table.drawn(index, self._seed, "mark"), self._table.size)
 
 
 class Arrivals:

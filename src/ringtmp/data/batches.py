@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ringtmp.data.arrivals import Arrivals, Keep, Stray, StreamPlace
+from ringtmp.data.arrivals import Arrivals, Keep, Stray, StreamPlace, TableMark
 from ringtmp.data.sources import Source, Stream, Table, leaves, map_tensors
 from ringtmp.data.spool import MEMORY_LIMIT_BYTES, Spool
 from ringtmp.errors import UsageError
@@ -68,6 +68,7 @@ class TrainingBatches:
         self._told = False
         self._spool = Spool(folder, memory_bytes, disk=keep == "disk")
         self._arrivals = Arrivals(source, self._spool, keep) if isinstance(source, Stream) else None
+        self._table = TableMark(source, seed) if isinstance(source, Table) else None
         if isinstance(source, Table) and batch_size > source.size:
             raise UsageError(f"batch size {batch_size} is above the {source.size} training samples of {source.name}")
 
@@ -114,20 +115,30 @@ class TrainingBatches:
             return None
         return self._source.not_ours
 
+    @property
+    def once(self) -> bool:
+        """The data can be read only once, so nobody knows how many steps an epoch has, or whether there is a second."""
+        return isinstance(self._source, Stream) and self._source.once
+
     def go_on(self, step: int, place: StreamPlace) -> None:
         """The run begins at this step, or goes on from there."""
         if self._arrivals is not None:
             self._arrivals.go_on(step, place)
+        elif self._table is not None:
+            self._table.go_on(step, place)
 
     def place(self, step: int) -> StreamPlace:
         """What a checkpoint of this step must remember."""
-        return self._arrivals.place(step) if self._arrivals is not None else StreamPlace()
+        if self._arrivals is not None:
+            return self._arrivals.place(step)
+        return self._table.place() if self._table is not None else StreamPlace()
 
     def strays(self) -> list[Stray]:
         """What nobody has been told of yet."""
-        if self._arrivals is None:
+        of = self._arrivals or self._table
+        if of is None:
             return []
-        told, self._arrivals.strays = self._arrivals.strays, []
+        told, of.strays = of.strays, []
         return told
 
     def forget(self, before: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ringtmp.data.randomness import Randomness, not_ours, restart_workers
@@ -66,10 +67,10 @@ class Stream:
     def __init__(self, name: str, batches: Iterable[Any], loss: str | None = None, seed: int = 0) -> None:
         self.name = name
         self._batches = batches
-        self._one_pass = isinstance(batches, Iterator)
+        self.once = isinstance(batches, Iterator)
         #: Why the order of batches is not ours to repeat; None: another reading gives the same.
         self.not_ours = not_ours(batches)
-        self._randomness = Randomness(seed, None if self._one_pass else batches)
+        self._randomness = Randomness(seed, None if self.once else batches)
         restart_workers(batches)
         self._iterator: Iterator[Any] | None = None
         self._first: tuple[Any, torch.Tensor] | None = None
@@ -92,7 +93,7 @@ class Stream:
 
     def rewind(self) -> bool:
         """Begin again, with the random numbers of the first time; False where there is no second time."""
-        if self._one_pass:
+        if self.once:
             return False
         if self._first is None:  # else nothing was read yet
             self._iterator = None
@@ -174,6 +175,9 @@ def from_python(data: Any, name: str = "given", seed: int = 0) -> Source:
     """What a user passes to `fit`: a pair of tensors, a map-style Dataset, a DataLoader, any iterable of batches."""
     if isinstance(data, Table | Stream):
         return data
+    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(each, np.ndarray) for each in data):
+        data = tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in data)
+        data = tuple(each.float() if each.is_floating_point() else each for each in data)
     if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(each, torch.Tensor) for each in data):
         return tensors(name, data[0], data[1])
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple | list):

@@ -175,10 +175,18 @@ def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        kinds = {leaf.dtype for leaf in sample.leaves}
+        weights = {each.dtype for each in module.parameters()}
+        hint = "Check the shape of the data; if it is the number of samples, use fewer --microbatches or another --batch-size"
+        if "dtype" in reason and kinds.isdisjoint(weights):
+            hint = f"The data is {_names(kinds)} and the weights are {_names(weights)}: convert the data, as in inputs.float()"
         raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. "
-            "Check the shape of the data; if it is the number of samples, use fewer --microbatches or another --batch-size"
+            f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. {hint}"
         ) from error
+
+
+def _names(kinds: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(each).removeprefix("torch.") for each in kinds))
 
 
 def _takes(name: str, module: nn.Module, sample: Sample) -> bool:

@@ -59,9 +59,12 @@ def _known(tensor: Tensor) -> bool:
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> None:
     # The kernel reads one length of `g` for every slice of `v` and asks nothing.
     _must(v.dim() > 0 and v.numel() > 0, f"_weight_norm: a weight of shape {tuple(v.shape)} has no norm")
-    _must(-v.dim() <= dim < v.dim(), f"_weight_norm: no dimension {dim} in shape {tuple(v.shape)}")
+    _must(-1 <= dim < v.dim(), f"_weight_norm: no dimension {dim} in shape {tuple(v.shape)}")
     _must(v.is_floating_point() and g.dtype == v.dtype, f"_weight_norm: v is {v.dtype}, g is {g.dtype}")
-    lengths = [size if at == dim % v.dim() else 1 for at, size in enumerate(v.shape)]
+    if dim == -1:  # one norm for all of it, by ordinary operators
+        _must(g.numel() == 1 and g.dim() <= v.dim(), f"_weight_norm: g of shape {tuple(g.shape)} for one norm")
+        return
+    lengths = [size if at == dim else 1 for at, size in enumerate(v.shape)]
     _must(list(g.shape) == lengths, f"_weight_norm: g of shape {tuple(g.shape)} for v of {tuple(v.shape)}, dim {dim}")
 
 

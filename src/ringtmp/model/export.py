@@ -247,7 +247,7 @@ class _GraphWriter:
 
     def _call(self, node: Node) -> None:
         function, filled = _without_out(node)
-        target = _target(function)
+        target = _FILLED.get(_target(function), _target(function))
         if target in ASSERTIONS:
             return
         if target not in ATEN_OVERLOADS and target not in SIZE_FUNCTIONS:
@@ -298,6 +298,10 @@ _KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
 def _is_fixed(size: Any) -> bool:
     """A symbolic size that export found to be a number is a number."""
     return isinstance(size, int) or size.node.maybe_as_int() is not None
+
+
+#: Memory as it was found is not data, and may be somebody's: whoever asks for it gets zeros, to be overwritten.
+_FILLED = {"aten.empty_like.default": "aten.zeros_like.default", "aten.empty.memory_format": "aten.zeros.default"}
 
 
 def _target(target: Any) -> str:

@@ -162,10 +162,11 @@ def with_loss(
     measured = []
     for point in cost.measured:
         size = int(point.samples)
-        given = pytree.tree_map(lambda leaf, size=size: leaf[:size].detach(), outputs)
+        kept = pytree.tree_map(lambda leaf, size=size: leaf[:size].detach(), outputs)
         forward, backward = [], []
         for _ in range(LEAST_RUNS + 1):
-            leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(given)]
+            leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(kept)]
+            given = pytree.tree_map(torch.clone, kept)  # a loss may change what it is given in place
             began = clock()
             value = loss(given, targets[:size])
             middle = clock()

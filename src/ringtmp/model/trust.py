@@ -96,7 +96,7 @@ class Check:
         return trained(leaves, outputs, parameters, buffers)
 
     def _eager_evaluation(self, sample: Any) -> Found:
-        with torch.no_grad(), buffers_kept(self._module):
+        with torch.no_grad(), buffers_kept(self._module), _as_graphs_compute():
             torch.default_generator.manual_seed(_SEED)
             outputs = pytree.tree_leaves(self._module(_copied(sample)))
             return _digests("output", outputs) | _digests_of(
@@ -104,10 +104,11 @@ class Check:
             )
 
     def _graph_evaluation(self, sample: Any) -> Found:
-        owned = {
-            each.name: self._tensors[each.name].detach().clone() if each.kind == "buffer" else self._tensors[each.name]
-            for each in self._layer.tensors
-        }
+        owned = {}
+        for each in self._layer.tensors:
+            # Torch takes another kernel by this flag, also without gradients: a node sets it as the module has it.
+            tensor = self._tensors[each.name].detach().requires_grad_(each.kind == "parameter" and each.trainable)
+            owned[each.name] = tensor.clone() if each.kind == "buffer" else tensor
         with torch.no_grad():
             torch.default_generator.manual_seed(_SEED)
             outputs = Program(self._layer.evaluate).run(pytree.tree_leaves(_copied(sample)), owned)
@@ -188,6 +189,17 @@ class Check:
             sys.settrace(None)
             _restore(kept)
         return found[0] if found else ""
+
+
+@contextmanager
+def _as_graphs_compute() -> Iterator[None]:
+    """Attention modules have a fused kernel of their own for inference, which no exported graph has (docs/exactness.md)."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 @contextmanager

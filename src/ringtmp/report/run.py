@@ -95,7 +95,8 @@ def _time(run: Run) -> Iterable[Figure]:
         step, spans = drawn
         yield Figure(
             "gantt", "One step", "gantt", spans=spans,
-            caption=f"Step {step}, of median length among those recorded in full. Pale: waiting.",
+            caption=f"Step {step + 1}, of median length among those recorded in full"
+            + (", in the last part of the run" if len(run.parts) > 1 else "") + ". Pale: waiting.",
         )  # fmt: skip
     if sum(len(part.every_step) for part in run.parts) > 1:
         yield speed(run)

@@ -132,6 +132,16 @@ def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tenso
     """Try the loss on a sample: wrong shapes and labels out of range are the user's to know before the start."""
     if isinstance(outputs, torch.Tensor):
         LabelRange.of(name, tuple(outputs.shape)).check(targets, "the data's first samples")
+    if name == "mse" and isinstance(outputs, torch.Tensor) and outputs.shape != targets.shape:
+        several = outputs.dim() == 2 and targets.dim() == 1 and outputs.shape[1] > 1
+        raise UsageError(
+            f"loss mse wants outputs and targets of one shape, and they are {tuple(outputs.shape)} and {tuple(targets.shape)}: "
+            + (
+                "if the targets are classes, make them whole numbers (targets.long())"
+                if several
+                else "reshape the targets"
+            )
+        )
     try:
         value = loss(outputs, targets)
     except Exception as error:  # a callable may raise anything

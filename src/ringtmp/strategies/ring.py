@@ -23,6 +23,7 @@ from ringtmp.model.repeat import refuse_unrepeatable
 from ringtmp.plan import planner
 from ringtmp.plan.device import rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
+from ringtmp.plan.partition import deeper
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.resources import peak_rss_bytes
@@ -167,7 +168,7 @@ def refuse_too_few(config: RunConfig, nodes: int, keep_all: bool, layers: int) -
     elif nodes > 1 and layers < visits and keep_all:
         raise UsageError(
             f"{nodes} nodes need at least {visits} layers (the master's front and tail and one per worker); the model has "
-            f"{layers}: use {max(1, layers - 1)} or fewer, or a deeper model"
+            f"{layers}: use {max(1, layers - 1)} or fewer, or {deeper(layers)}"
         )
 
 
