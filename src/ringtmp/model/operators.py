@@ -58,7 +58,7 @@ clamp_max_:default,Tensor sigmoid_ tanh_ exp_ neg_ abs_ sqrt_ rsqrt_ pow_:Scalar
 zero_ copy_ detach_ lerp_:Scalar,Tensor addcmul_ addcdiv_ index_add_ unsqueeze_ squeeze_:default,dim,dims
 transpose_ t_ bernoulli_:Tensor,float rrelu_ _to_copy _unsafe_view _softmax _log_softmax feature_alpha_dropout
 feature_alpha_dropout_ sym_size:int,default sym_numel sym_stride:int,default kl_div huber_loss l1_loss
-smooth_l1_loss square_ scatter_add_ triu_indices tril_indices normal:Tensor_float,Tensor_Tensor uniform_ normal_
+smooth_l1_loss square_ scatter_add_ triu_indices tril_indices normal:Tensor_float,Tensor_Tensor uniform_ normal_ exponential_
 _weight_norm unsafe_chunk unsafe_split:Tensor mT mH adjoint positive negative multiply:Tensor,Scalar
 divide:Tensor,Scalar,Tensor_mode,Scalar_mode subtract:Tensor,Scalar true_divide:Tensor,Scalar concat concatenate
 clip:default,Tensor clip_:default,Tensor addmv addr baddbmm_ log_ multinomial argsort:default,stable
