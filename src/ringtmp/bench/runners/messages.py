@@ -52,7 +52,7 @@ def measure(exchange: Exchange) -> Result:
     """Seconds one way, the median of every round; the first round of each is its warm-up."""
     keys = new_key_pair()
     transport = ZeroMQTransport(0, _ANYWHERE, keys)
-    endpoint = Endpoint(transport, "messages", 1)
+    endpoint = _neighbour(Endpoint(transport, "messages", 1))
     with tempfile.TemporaryDirectory(prefix="rtbench-") as folder:
         exchange = msgspec.structs.replace(exchange, meet=f"{folder}/meet", master=transport.address)
         command = [sys.executable, "-P", "-m", "ringtmp.bench.runners.messages"]
@@ -76,6 +76,12 @@ def measure(exchange: Exchange) -> Result:
             other.wait()
             endpoint.close()
     return Result(tuple(ours[1:]), {"gloo_s": gloo[1:], "size_bytes": exchange.size_bytes, "count": exchange.count})
+
+
+def _neighbour(endpoint: Endpoint) -> Endpoint:
+    """Under a plan in which the other is whatever it takes to send what is sent here."""
+    endpoint.enter_plan(lambda who, node, message: True, lambda sender, message: None)
+    return endpoint
 
 
 def _ping(endpoint: Endpoint, exchange: Exchange) -> list[float]:
@@ -103,7 +109,7 @@ def _ping_gloo(exchange: Exchange) -> list[float]:
 def _answer(exchange: Exchange) -> None:
     assert exchange.master is not None
     transport = ZeroMQTransport(1, _ANYWHERE, new_key_pair())
-    endpoint = Endpoint(transport, "messages", 1)
+    endpoint = _neighbour(Endpoint(transport, "messages", 1))
     endpoint.connect(0, exchange.master)
     sys.stdout.buffer.write(msgspec.json.encode(transport.address) + b"\n")
     sys.stdout.buffer.flush()
