@@ -71,7 +71,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, run: str, progress: Progress, sound: set[Stamp] | None = None) -> None:
         """`sound`: checkpoints that need not be read again to know it; this one is added when it is there."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._parent = folder
         self._final = folder / _name(progress.step)
         self._hidden = folder / f".{self._final.name}.{os.getpid()}"

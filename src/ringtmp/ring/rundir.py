@@ -127,6 +127,7 @@ class RunDirectory:
         self.stream = path / "stream"
         self._lock: IO[str] | None = None
         self._mine = False  # the folder did not exist before this run
+        self._started = False  # its settings were written: not for `discard`, even where somebody removed them since
 
     def create(self) -> None:
         """Make the folder. A folder that already holds a run is refused: nothing is overwritten."""
@@ -149,8 +150,13 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Remove a folder this run made, if the run came to nothing: its settings are written when it starts."""
-        if self._mine and not (self.path / "config.json").exists():
+        if self._mine and not self._started:
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def missing(self) -> list[str]:
+        """What a run that has begun must have to be gone on with, besides a checkpoint, and is not there."""
+        parts = {"config.json": self.path / "config.json", "layers": self.layers / "index.json"}
+        return [name for name, path in parts.items() if not path.exists()]
 
     def open(self) -> None:
         if not (self.path / "config.json").is_file():
@@ -188,6 +194,7 @@ class RunDirectory:
 
     def write_config(self, saved: SavedConfig) -> None:
         write_atomic(self.path / "config.json", sealed.encode(saved), 0o600)
+        self._started = True
 
     def read_config(self) -> SavedConfig:
         self.open()
