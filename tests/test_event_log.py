@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringtmp.api import Result, Silent
-from ringtmp.errors import CheckpointError
+from ringtmp.errors import CheckpointError, UsageError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog, NodeStep, Span, StepDone, Warned
@@ -190,6 +190,24 @@ def test_the_summary_of_a_run_whose_disk_was_full_is_true(tmp_path: Path, ends: 
         assert meddles.said[-1] in summary.warnings
         assert (left.outcome, left.weights_sha256) == ("unfinished", None)
         assert left.warnings[-1].startswith("the record has no end")
+
+
+def test_a_damaged_record_gives_a_summary_or_a_sentence(tmp_path: Path) -> None:
+    """One bit flipped, here and there in the lines that begin and end a run."""
+    run(tmp_path / "run", Silent())
+    path = tmp_path / "run/events.jsonl"
+    whole = path.read_bytes()
+    kept = [line for line in whole.splitlines(keepends=True) if not line.startswith(b'{"type":"node_step"')]
+    short = b"".join(kept)
+    said = set()
+    for place in range(0, len(short), 9):
+        path.write_bytes(short[:place] + bytes([short[place] ^ 1 << place % 8]) + short[place + 1 :])
+        try:
+            str(Result(tmp_path / "run"))
+        except UsageError as error:
+            said.add(str(error).split(" (")[0])
+    assert f"the line of events.jsonl that begins part 1 of {tmp_path}/run is damaged" in said
+    assert len(said) <= 2, "the other: nothing was started"
 
 
 class Removes(Silent):
