@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from ringtmp.api import Result, Silent
+from ringtmp.errors import CheckpointError, UsageError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog, NodeStep, Span, StepDone, Warned
+from ringtmp.ring.checkpoint import latest
 from test_session import blobs, settings, stack, start, tensors
 
 
@@ -83,6 +86,49 @@ def test_a_line_torn_by_a_crash_does_not_swallow_the_next_start(tmp_path: Path) 
     assert list(events.read(path)) == [step(0), step(5)]
 
 
+@pytest.mark.parametrize("gone", ["file", "folder", "moved", "replaced"])
+def test_a_record_that_was_removed_is_written_again_whole(tmp_path: Path, gone: str) -> None:
+    path = tmp_path / "run/log"
+    path.parent.mkdir()
+    log = EventLog(path)
+    for number in range(3):
+        log.write(step(number))
+        log.flush()
+    assert log.news() is None
+    if gone == "file":
+        path.unlink()
+    elif gone == "replaced":
+        (tmp_path / "other").write_text("{}")
+        (tmp_path / "other").rename(path)
+    else:
+        path.parent.rename(tmp_path / "elsewhere")
+        if gone == "folder":
+            shutil.rmtree(tmp_path / "elsewhere")
+    log.write(step(3))
+    log.flush()
+    assert log.news() == f"{path} was removed or replaced; it is written again, no event is missing"
+    log.close()
+    assert list(events.read(path)) == [step(number) for number in range(4)]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (log.unwritten, log.gone) == ([], False)
+
+
+def test_a_record_that_cannot_be_written_again_is_still_there_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run/log"
+    path.parent.mkdir()
+    log = EventLog(path)
+    log.write(step(0))
+    log.flush()
+    shutil.rmtree(path.parent)
+    path.parent.write_text("a file where the folder was")
+    log.write(step(1))
+    log.flush()
+    log.write(step(2))
+    log.close()
+    assert log.gone
+    assert log.unwritten == [step(0), step(1), step(2)]
+
+
 def test_memory_for_what_the_disk_does_not_take_has_a_limit_and_steps_and_recoveries_stay(tmp_path: Path) -> None:
     """What nodes did goes first: its spans, then all of it, the oldest first."""
     log = EventLog(tmp_path / "log", kept_bytes=25_000)
@@ -144,3 +190,56 @@ def test_the_summary_of_a_run_whose_disk_was_full_is_true(tmp_path: Path, ends: 
         assert meddles.said[-1] in summary.warnings
         assert (left.outcome, left.weights_sha256) == ("unfinished", None)
         assert left.warnings[-1].startswith("the record has no end")
+
+
+def test_a_damaged_record_gives_a_summary_or_a_sentence(tmp_path: Path) -> None:
+    """One bit flipped, here and there in the lines that begin and end a run."""
+    run(tmp_path / "run", Silent())
+    path = tmp_path / "run/events.jsonl"
+    whole = path.read_bytes()
+    kept = [line for line in whole.splitlines(keepends=True) if not line.startswith(b'{"type":"node_step"')]
+    short = b"".join(kept)
+    said = set()
+    for place in range(0, len(short), 9):
+        path.write_bytes(short[:place] + bytes([short[place] ^ 1 << place % 8]) + short[place + 1 :])
+        try:
+            str(Result(tmp_path / "run"))
+        except UsageError as error:
+            said.add(str(error).split(" (")[0])
+    assert f"the line of events.jsonl that begins part 1 of {tmp_path}/run is damaged" in said
+    assert len(said) <= 2, "the other: nothing was started"
+
+
+class Removes(Silent):
+    """After the fifth step the run directory is gone; with `for_good` nothing can take its place."""
+
+    def __init__(self, folder: Path, for_good: bool) -> None:
+        self.said: list[str] = []
+        self._folder = folder
+        self._for_good = for_good
+
+    def step(self, done: int, total: int | None, event: StepDone, idle: float) -> None:
+        if done == 5:
+            shutil.rmtree(self._folder)
+            if self._for_good:
+                self._folder.write_text("a file")
+
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_run_whose_directory_was_removed_has_its_summary_and_digest_all_the_same(tmp_path: Path) -> None:
+    removes = Removes(tmp_path / "run", for_good=False)
+    summary = run(tmp_path / "run", removes).summary
+    assert (summary.outcome, summary.steps) == ("done", 9)
+    assert summary.weights_sha256 is not None
+    assert Result(tmp_path / "run").summary == summary
+    assert latest(tmp_path / "run/checkpoints")[0].progress.step == 9
+    assert removes.said[0].endswith("was removed or replaced; it is written again, no event is missing")
+    assert "lacks config.json and layers" in removes.said[-1]
+    assert removes.said[-1] in summary.warnings
+
+
+def test_a_run_that_can_save_nothing_any_more_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the checkpoint of step 9 cannot be written"):
+        run(tmp_path / "run", Removes(tmp_path / "run", for_good=True))

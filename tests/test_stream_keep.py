@@ -238,6 +238,26 @@ def test_a_torn_file_a_gap_and_older_ones_are_not_taken_for_batches(tmp_path: Pa
     assert not (tmp_path / "stream").exists(), "who keeps them in memory has no use for files"
 
 
+def test_no_flipped_bit_of_a_kept_batch_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "000000000003.batch"
+    spools.write(path, 3, Kept(5, 1, 77, (torch.ones(2, 3), torch.zeros(2, 1)), torch.tensor([1, 2])))
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        assert spools.read(path) is None, place
+    path.write_bytes(whole)
+    assert spools.read(path) is not None
+
+
+def test_a_kept_batch_under_the_name_of_another_step_is_not_that_step_s(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, disk=True)
+    for step in (3, 4):
+        spool.put(step, Kept(step, 0, step, torch.full((2, 3), float(step)), torch.zeros(2)))
+    (tmp_path / "000000000004.batch").rename(tmp_path / "000000000003.batch")
+    again = Spool(tmp_path, disk=True)
+    assert (again.open(4), again.get(3)) == ({}, None)
+
+
 def test_a_full_disk_costs_memory_alone_and_files_are_written_again_when_there_is_room(tmp_path: Path) -> None:
     source = from_python([(torch.full((2, 3), float(step)), torch.zeros(2)) for step in range(9)])
     batches = TrainingBatches(source, 2, 1, 0, keep="disk", folder=tmp_path / "stream", memory_bytes=70)

@@ -95,6 +95,7 @@ class Laying:
             if outcome in ("done", "stopped early") or self._saving.step == self._progress.step:
                 self._batches.close()
             if log is not None:
+                self._tell_of_removed()
                 ended = events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error, self._begun)
                 log.write(ended)
                 log.close()
@@ -109,10 +110,22 @@ class Laying:
         self._index.label_range(self._job.loss_name).check_batch(batch, table, stream)
         return batch
 
+    def _tell_of_removed(self) -> None:
+        """Somebody may have removed what the run itself never reads again."""
+        if self._begun and (missing := self._job.run.missing()):
+            self._warn(
+                f"{self._job.run.path} lacks {' and '.join(missing)}, removed while the run lasted: it cannot be resumed; "
+                "checkpoints written since then load in plain PyTorch"
+            )
+
     def _tell_of_unwritten(self, log: EventLog) -> None:
         self.unwritten = log.unwritten
+        if not self.unwritten and (news := log.news()) is not None:
+            self._watcher.warn(news)
         if count := len(self.unwritten):
             text = f"{self._job.run.events} lacks the last {count} events, for which there was no room"
+            if log.gone:
+                text = f"{self._job.run.events} was removed and cannot be written again: its {count} events are in memory alone"
             self.unwritten.append(events.Warned(time.monotonic(), text))
             self._watcher.warn(text)
 

@@ -39,6 +39,7 @@ def write_model(
     name = secrets.token_hex(8)
     writer = CheckpointWriter(run.checkpoints, name, Progress(0))
     names: list[str] = []
+    digests: list[str] = []
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
     try:
@@ -46,7 +47,7 @@ def write_model(
         profiler = _profiler(recipe, sample(sizes[-1])[0], measured)
         outputs, one_sample, checked = None, True, ""
         for index, built in enumerate(build_layers(model, recipe.seed, lambda count: sample(count)[0], sizes, known)):
-            run.write_layer(index, built.layer)
+            digests.append(run.write_layer(index, built.layer))
             writer.add(index, built.layer, list(built.tensors.values()), {})
             names.append(built.layer.name)
             costs.append(profiler.cost(built))
@@ -59,7 +60,11 @@ def write_model(
         costs[-1] = with_loss(costs[-1], loss[0], outputs, targets, recipe.threads)
         least = 1 if one_sample else 2
         entering = _crossings(sample(sizes[-1])[0], sizes[-1])
-        run.write_index(LayerIndex(name, tuple(names), tuple(costs), tuple(leaving), least, entering, checked))
+        run.write_index(
+            LayerIndex(
+                name, tuple(names), tuple(costs), tuple(leaving), least, entering, checked, tuple(digests)
+            )
+        )  # fmt: skip
         writer.commit()
         give_back_memory()  # measuring held more of a layer than training will
     except OSError as error:

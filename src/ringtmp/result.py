@@ -41,7 +41,7 @@ class Result:
         unwritten: Sequence[events.Event] = (),
     ) -> None:
         """`otherwise`: asked for the model, when it is wanted, if it is not given; may fail. `unwritten`: events for which
-        there was no room on the disk."""
+        there was no room on the disk, or all where their file is gone."""
         self._unwritten = unwritten
         self.run_dir = Path(run_dir)
         self._source = model
@@ -60,9 +60,10 @@ class Result:
     @cached_property
     def _parts(self) -> tuple[Part, ...]:
         log = self.run_dir / "events.jsonl"
-        if not log.is_file():
+        there = log.is_file()
+        if not there and not self._unwritten:
             raise UsageError(f"{self.run_dir} is not a run directory: it has no events.jsonl")
-        found = parts_of(chain(events.read(log), self._unwritten))
+        found = parts_of(chain(events.read(log) if there else (), self._unwritten))
         if not found:
             raise UsageError(f"{self.run_dir}: nothing was started, so there is no result")
         return found

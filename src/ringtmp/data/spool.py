@@ -1,7 +1,8 @@
 """Where a stream's batches lie as long as somebody may ask for them again: in memory, or as files in the run directory.
 
 A file is a header and the raw memory of each tensor: a batch read back lies as it lay, because arithmetic depends on it.
-Written without waiting for the disk: it is there after a killed process, and a torn one is known by its checksum.
+Written without waiting for the disk: it is there after a killed process. A torn or damaged one is known by its checksums,
+that of the header before it and that of the tensors in it, and is as good as none.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
 
 from ringtmp.data.sources import leaves, map_tensors
 
-MAGIC = b"ringtmp batch 1\n"
+MAGIC = b"ringtmp batch 2\n"
 MEMORY_LIMIT_BYTES = 256 * 2**20
 DISK_LIMIT_BYTES = 4 * 2**30
 #: Also where there is little room: every checkpoint lets batches go, and it should not be one per step.
@@ -46,7 +47,7 @@ class Header(msgspec.Struct, frozen=True):
     mark: int  # the checksum of all batches up to this one
     tree: Any  # how inputs are nested: a number is a tensor, a list a tuple
     specs: tuple[Spec, ...]  # of the inputs' tensors, then of the targets
-    checksum: int
+    checksum: int  # of the tensors
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Spool:
         with contextlib.suppress(OSError):
             for path in sorted(self._folder.iterdir()):
                 header = _header(path)
-                if header is not None and header.step == first + len(found) and read(path) is not None:
+                expected = header is not None and header.step == first + len(found) and path == self._path(header.step)
+                if header is not None and expected and read(path) is not None:
                     found[header.step] = (header.arrival, header.mark)
                     self._files[header.step] = path.stat().st_size
                 else:
@@ -170,7 +172,7 @@ def write(path: Path, step: int, kept: Kept) -> int | None:
     header = msgspec.json.encode(Header(step, kept.arrival, kept.epoch, kept.mark, tree, specs, checksum))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(MAGIC + len(header).to_bytes(4, "big") + header)
+        file.write(MAGIC + _preface(header) + header)
         for part in parts:
             file.write(part)
     return path.stat().st_size
@@ -178,15 +180,13 @@ def write(path: Path, step: int, kept: Kept) -> int | None:
 
 def read(path: Path) -> Kept | None:
     """None if the file is not there or not whole."""
-    header = _header(path)
-    if header is None:
-        return None
     tensors = []
     checksum = 0
     try:
         with path.open("rb") as file:
-            file.seek(len(MAGIC))
-            file.seek(int.from_bytes(file.read(4), "big"), os.SEEK_CUR)
+            header = _read_header(file)
+            if header is None:
+                return None
             for spec in header.specs:
                 dtype: torch.dtype = getattr(torch, spec.dtype)
                 raw = torch.empty(spec.span * dtype.itemsize, dtype=torch.uint8)
@@ -234,11 +234,30 @@ def _fits_a_file(tensor: torch.Tensor) -> bool:
 def _header(path: Path) -> Header | None:
     try:
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                return None
-            return msgspec.json.decode(file.read(int.from_bytes(file.read(4), "big")), type=Header)
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+            return _read_header(file)
+    except OSError:
         return None
+
+
+def _preface(header: bytes) -> bytes:
+    """Its length and its checksum."""
+    return len(header).to_bytes(4, "big") + zlib.crc32(header).to_bytes(4, "big")
+
+
+def _read_header(file: IO[bytes]) -> Header | None:
+    """None if it is not what was written: nothing in it is looked at before its checksum."""
+    if file.read(len(MAGIC)) != MAGIC:
+        return None
+    preface = file.read(8)
+    length = int.from_bytes(preface[:4], "big")
+    if length > os.fstat(file.fileno()).st_size:
+        return None
+    encoded = file.read(length)
+    if _preface(encoded) != preface:
+        return None
+    with contextlib.suppress(msgspec.DecodeError):  # of another version
+        return msgspec.json.decode(encoded, type=Header)
+    return None
 
 
 def _tree(inputs: Any, numbers: Any) -> Any:

@@ -235,15 +235,19 @@ class EventLog:
     """Appends events to a file, a line each, flushed at every step so that a reader can follow.
 
     A full disk must not end the training. What it does not take stays here, in order, and goes out with the next flush that
-    finds room: the file is always the beginning of the whole, `unwritten` the rest.
+    finds room: the file is always the beginning of the whole, `unwritten` the rest. Nor must a file that somebody removed:
+    as long as it is open all of it can be read, and is written again under its name. Where that cannot be, `unwritten` is the
+    whole, and `gone` says so at the end.
     """
 
     def __init__(self, path: Path, kept_bytes: int = KEPT_BYTES) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._lines: deque[bytes] = deque()  # not yet on the disk
         self._begun = 0  # bytes of the first of them that are
         self._kept_bytes = kept_bytes
         self.waiting_bytes = 0
+        self.gone = False
         self._dropped = 0
         self._trouble: str | None = None
         self._news: str | None = None
@@ -287,6 +291,8 @@ class EventLog:
 
     def flush(self) -> None:
         try:
+            if not self._is_there():
+                self._write_again()
             while self._lines:
                 some = b"".join(islice(self._lines, LINES_AT_ONCE))
                 self._wrote(os.write(self._file, some[self._begun :]))
@@ -304,9 +310,47 @@ class EventLog:
     def close(self) -> None:
         self._say_what_was_dropped()
         self.flush()
+        if not self._is_there():
+            self.gone = True
+            written = b"".join(self._written())[: -self._begun or None]
+            self._lines.extendleft(reversed(written.splitlines(keepends=True)))
         with contextlib.suppress(OSError):
             os.close(self._file)
         self._file = -1
+
+    def _is_there(self) -> bool:
+        """Whether the open file is the one under its name."""
+        try:
+            named, ours = os.stat(self._path), os.fstat(self._file)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # not to be known: the open file takes events all the same
+            return True
+        return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def _written(self) -> Iterator[bytes]:
+        place = 0
+        while some := os.pread(self._file, 2**20, place):
+            place += len(some)
+            yield some
+
+    def _write_again(self) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        fresh = os.open(aside, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            for some in self._written():
+                left = memoryview(some)
+                while left:
+                    left = left[os.write(fresh, left) :]
+            aside.rename(self._path)
+        except OSError:
+            os.close(fresh)
+            aside.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file = fresh
+        self._news = f"{self._path} was removed or replaced; it is written again, no event is missing"
 
     def _append(self, line: bytes) -> None:
         self._lines.append(line + b"\n")
@@ -357,7 +401,7 @@ def _without_spans(line: bytes) -> bytes:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """All whole lines. A line cut short by a crash is passed over, as is a kind from a later version."""
+    """All whole lines. A line cut short by a crash or damaged is passed over, as is a kind from a later version."""
     with path.open("rb") as file:
         yield from _decoded(file)
 
@@ -366,6 +410,6 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
             event: Event = _decoder.decode(line)
-        except (msgspec.DecodeError, msgspec.ValidationError):
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         yield event

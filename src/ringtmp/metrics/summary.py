@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
 from ringtmp.metrics.events import Event, NodeEnded, NodeStarted, NodeStep, Regrouped
 from ringtmp.metrics.parts import Part, parts_of
@@ -155,6 +156,17 @@ def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
 
 
 def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
+    per_node = _whole_run(nodes_by_part(parts))
+    try:
+        return _summary(parts, per_node, run_dir)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise UsageError(
+            f"the line of events.jsonl that begins part {len(parts)} of {run_dir} is damaged ({error}): without it there is "
+            "no summary; put a copy of the file back. Checkpoints do not need it"
+        ) from error
+
+
+def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: str) -> Summary:
     last = parts[-1]
     started, ended = last.started, last.ended
     config, facts = started.config, started.facts
@@ -162,7 +174,6 @@ def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
     # A score of before the run was resumed is not that of what has been trained since.
     latest = next((part for part in reversed(parts) if part.steps), last)
     evaluation = latest.evaluations[-1] if latest.evaluations else None
-    per_node = _whole_run(nodes_by_part(parts))
     walls = [each.wall_s for each in steps]
     return Summary(
         strategy=config["ring"]["strategy"],

@@ -1,6 +1,6 @@
 """Checkpoints: one safetensors file per layer for weights and one for optimizer state, keyed by the model's own names.
 
-    checkpoints/step-00000120/manifest.json            step, progress, SHA-256 of every file
+    checkpoints/step-00000120/manifest.json            step, progress, SHA-256 of every file and of itself
                               weights-0003.safetensors  parameters and persistent buffers: plain PyTorch loads these
                               state-0003.safetensors    optimizer state, other buffers, constants
 
@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from ringtmp.data.arrivals import StreamPlace
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable import Layer
+from ringtmp.ring import sealed
 from ringtmp.wire.tensors import raw_bytes
 
 FORMAT = 1
@@ -70,7 +71,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, run: str, progress: Progress, sound: set[Stamp] | None = None) -> None:
         """`sound`: checkpoints that need not be read again to know it; this one is added when it is there."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._parent = folder
         self._final = folder / _name(progress.step)
         self._hidden = folder / f".{self._final.name}.{os.getpid()}"
@@ -95,14 +96,14 @@ class CheckpointWriter:
                 rest[f"{each.kind}/{layer.name}.{each.name}"] = tensor
         for (parameter, key), tensor in state.items():
             rest[f"optimizer/{layer.name}.{parameter}/{key}"] = tensor
-        self._write(f"weights-{index:04d}.safetensors", weights)
+        self._write(_weights_file(index), weights)
         if rest:
             self._write(f"state-{index:04d}.safetensors", rest)
 
     def commit(self) -> Path:
         manifest = Manifest(FORMAT, self._run, self._progress, self._files)
         path = self._hidden / "manifest.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        path.write_bytes(sealed.encode(manifest))
         _sync(path)
         _sync(self._hidden)
         aside = self._hidden.with_suffix(".before")
@@ -164,13 +165,15 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
+            self.manifest = sealed.decode((folder / "manifest.json").read_bytes(), Manifest)
         except OSError as error:
             raise CheckpointError(f"{folder.name}: the manifest cannot be read: {error.strerror}") from error
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise CheckpointError(f"{folder.name}: the manifest is damaged: {error}") from error
+        except sealed.Broken as error:
+            raise CheckpointError(f"{folder.name}: the manifest {error}") from error
         if self.manifest.format != FORMAT:
             raise CheckpointError(f"{folder.name}: format {self.manifest.format}, this version reads {FORMAT}")
+        if _weights_file(0) not in self.manifest.files:
+            raise CheckpointError(f"{folder.name}: the manifest is damaged: it has no {_weights_file(0)}")
         for name, digest in self.manifest.files.items():
             path = folder / name
             if not path.is_file():
@@ -184,7 +187,7 @@ class Checkpoint:
 
     def layer(self, index: int, layer: Layer) -> LayerTensors:
         """The layer's tensors in its own order, and its optimizer state; freshly allocated, hence aligned."""
-        weights = self._read(f"weights-{index:04d}.safetensors")
+        weights = self._read(_weights_file(index))
         rest = self._read(f"state-{index:04d}.safetensors")
         prefix = f"{layer.name}."
         tensors: list[torch.Tensor] = []
@@ -239,6 +242,10 @@ def latest(folder: Path, run: str | None = None) -> tuple[Checkpoint, list[str]]
     raise CheckpointError(f"no usable checkpoint in {folder}: {detail}")
 
 
+def _weights_file(index: int) -> str:
+    return f"weights-{index:04d}.safetensors"
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -253,7 +260,7 @@ def _whose(path: Path) -> tuple[str, int] | None:
     """The run and step a checkpoint says it is of; None where it cannot be read."""
     try:
         manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     return manifest.run, manifest.progress.step
 

@@ -2,7 +2,7 @@
 
 config.json          the resolved settings         events.jsonl   everything that happened
 layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
-layers/index.json    measured costs                 logs/          one log per node
+layers/index.json    measured costs, SHA-256s       logs/          one log per node
 lock                 held while a process works here  stream/   a stream's batches since the last checkpoint, if on disk
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -26,7 +27,9 @@ from ringtmp.files import require_text, write_atomic
 from ringtmp.model import portable
 from ringtmp.model.portable import Layer
 from ringtmp.plan.device import LayerCost
+from ringtmp.ring import sealed
 from ringtmp.ring.losses import LabelRange
+from ringtmp.ring.sealed import Broken
 from ringtmp.wire.message import Crossing
 
 
@@ -38,11 +41,24 @@ class LayerIndex(msgspec.Struct, frozen=True):
     least_microbatch: int = 1  # samples the model needs at least to train
     inputs: tuple[Crossing, ...] = ()  # what enters the first layer; empty: not known
     checked: str = ""  # against eager mode, before the start: "model", "layers", or not ("")
+    digests: tuple[str, ...] = ()  # SHA-256 of each layer's file; empty: of a version that had none
 
     @property
     def cost_s(self) -> tuple[float, ...]:
         """Forward and backward of the largest microbatch, by layer."""
         return tuple(each.largest_s for each in self.costs)
+
+    def check_whole(self) -> None:
+        """Refuses one whose parts are not of the same layers."""
+        count = len(self.names)
+        lengths = len(self.costs), len(self.outputs) or count, len(self.digests) or count
+        if any(length != count for length in lengths):
+            raise Broken("has {} names, {} costs, {} outputs and {} digests of layers".format(count, *lengths))
+        if not count:
+            raise Broken("has no layers")
+        for each in self.costs:
+            if not each.measured:
+                raise Broken(f"has no measured cost of layer {each.name}")
 
     def check_inputs(self, inputs: Any, where: str) -> None:
         """Refuses inputs of another shape than the model was built for."""
@@ -111,6 +127,7 @@ class RunDirectory:
         self.stream = path / "stream"
         self._lock: IO[str] | None = None
         self._mine = False  # the folder did not exist before this run
+        self._started = False  # its settings were written: not for `discard`, even where somebody removed them since
 
     def create(self) -> None:
         """Make the folder. A folder that already holds a run is refused: nothing is overwritten."""
@@ -133,8 +150,13 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Remove a folder this run made, if the run came to nothing: its settings are written when it starts."""
-        if self._mine and not (self.path / "config.json").exists():
+        if self._mine and not self._started:
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def missing(self) -> list[str]:
+        """What a run that has begun must have to be gone on with, besides a checkpoint, and is not there."""
+        parts = {"config.json": self.path / "config.json", "layers": self.layers / "index.json"}
+        return [name for name, path in parts.items() if not path.exists()]
 
     def open(self) -> None:
         if not (self.path / "config.json").is_file():
@@ -171,25 +193,52 @@ class RunDirectory:
             self._lock = None
 
     def write_config(self, saved: SavedConfig) -> None:
-        write_atomic(self.path / "config.json", msgspec.json.format(msgspec.json.encode(saved)), 0o600)
+        write_atomic(self.path / "config.json", sealed.encode(saved), 0o600)
+        self._started = True
 
     def read_config(self) -> SavedConfig:
         self.open()
         try:
-            return msgspec.json.decode((self.path / "config.json").read_bytes(), type=SavedConfig)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise UsageError(f"{self.path}/config.json is damaged or from another version: {error}") from error
+            return sealed.decode((self.path / "config.json").read_bytes(), SavedConfig)
+        except OSError as error:
+            raise UsageError(f"{self.path}/config.json cannot be read: {error.strerror}") from error
+        except Broken as error:
+            raise UsageError(
+                f"the settings of this run were changed or damaged: {self.path}/config.json {error}; put a copy of it back. "
+                "To change settings, pass them with --resume"
+            ) from error
 
-    def write_layer(self, index: int, layer: Layer) -> None:
-        (self.layers / f"{index:04d}.layer").write_bytes(portable.encode(layer))
+    def write_layer(self, index: int, layer: Layer) -> str:
+        """Returns the file's SHA-256."""
+        encoded = portable.encode(layer)
+        (self.layers / _layer_file(index)).write_bytes(encoded)
+        return hashlib.sha256(encoded).hexdigest()
 
     def write_index(self, index: LayerIndex) -> None:
-        write_atomic(self.layers / "index.json", msgspec.json.encode(index))
+        write_atomic(self.layers / "index.json", sealed.encode(index))
 
     def read_layers(self) -> tuple[LayerIndex, list[Layer]]:
+        name = "index.json"
         try:
-            index = msgspec.json.decode((self.layers / "index.json").read_bytes(), type=LayerIndex)
-            layers = [portable.decode((self.layers / f"{i:04d}.layer").read_bytes()) for i in range(len(index.names))]
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError, ProtocolError) as error:
-            raise CheckpointError(f"the layers of {self.path} cannot be read: {error}") from error
+            index = sealed.decode((self.layers / name).read_bytes(), LayerIndex)
+            index.check_whole()
+            layers = []
+            for place in range(len(index.names)):
+                name = _layer_file(place)
+                encoded = (self.layers / name).read_bytes()
+                if index.digests and hashlib.sha256(encoded).hexdigest() != index.digests[place]:
+                    raise Broken("is damaged (its SHA-256 does not match)")
+                layers.append(portable.decode(encoded))
+        except OSError as error:
+            raise CheckpointError(f"the layers of {self.path} cannot be read: {name}: {error.strerror}") from error
+        except (Broken, ProtocolError) as error:
+            said = error if isinstance(error, Broken) else f"is damaged: {error}"
+            raise CheckpointError(
+                f"the layers of {self.path} cannot be read: {name} {said}; put a copy of it back. The weights in "
+                f"{self.checkpoints} load in plain PyTorch without it"
+            ) from error
         return index, layers
+
+
+def _layer_file(index: int) -> str:
+    return f"{index:04d}.layer"
