@@ -183,6 +183,22 @@ def test_a_device_without_layers_is_taken_to_be_as_far_off_as_the_others() -> No
     assert {each.name: each.speed for each in move.devices}["snail"] == pytest.approx(0.005)
 
 
+@pytest.mark.parametrize("told_s", [0.0, -1e-3, 5e-324, 4e9, 1e308])
+@pytest.mark.parametrize("others", [1.0, 2.0])
+def test_a_node_may_say_any_time_and_the_master_bears_it(told_s: float, others: float) -> None:
+    """The run goes on; what was asked once is asked again, with other times than before."""
+    run = Run(planned())
+    for step in range(200):
+        run.now += 0.5
+        for node, number in zip(run.made.simulated.nodes, run.members, strict=True):
+            run.balance.heard(number, run.now, told_s if number == 2 else node.busy_s * (others + step // 50))
+        run.balance.step_took(run.now, run.made.step_s)
+        move = run.balance.decide(run.now, LONG, MOVE_S)
+        if move is not None:
+            assert all(0 < each.speed < math.inf for each in move.devices)
+            assert 0 < move.gain <= 1
+
+
 def test_at_another_pace_work_around_the_layers_takes_longer_too_and_lines_do_not() -> None:
     slow = at_pace(replace(DEVICES[1], link=replace(DEVICES[1].link, message_cpu_s=0.5, up_bytes_per_s=10.0)), 4.0)
     assert (slow.speed, slow.link.message_cpu_s, slow.link.up_bytes_per_s) == (0.25, 2.0, 10.0)

@@ -17,6 +17,14 @@ from collections.abc import Callable
 from ringtmp.metrics.energy import Power
 from ringtmp.metrics.events import NodeStep, Span
 
+#: Of one step; what is done beyond is counted and not shown.
+MOST_SPANS = 8192
+
+
+def is_detailed(step: int, first_step: int, detailed_steps: int) -> bool:
+    """Spans are kept for the first steps and every hundredth after."""
+    return step - first_step < detailed_steps or step % 100 == 0
+
 
 class Recorder:
     def __init__(
@@ -92,25 +100,25 @@ class Recorder:
     def _add(self, kind: str, visit: int, microbatch: int, start: float, end: float) -> None:
         if end > start:
             self._busy[kind] = self._busy.get(kind, 0.0) + end - start
-            if self._keep_spans:
+            if self._room():
                 self._spans.append(Span(kind, visit, microbatch, start, end))
 
     def sent(self, posted: float, acknowledged: float, size: int) -> None:
-        if self._keep_spans:
+        if self._room():
             self._spans.append(Span("send", -1, -1, posted, acknowledged, size))
 
     def received(self, visit: int, microbatch: int, first: float, arrived: float, size: int) -> None:
         self._received += size
-        if self._keep_spans:
+        if self._room():
             self._spans.append(Span("receive", visit, microbatch, first, arrived, size))
 
     def count_sent(self, size: int) -> None:
         self._sent += size
 
     def close_step(self, step: int, first_step: int, oldest: int | None = None) -> NodeStep:
-        """The step is over for this node. Spans are kept for the first steps and every hundredth after."""
+        """The step is over for this node."""
         start = self._start if self._start is not None else self._last_end
-        kept = self._kept(step, first_step)
+        kept = is_detailed(step, first_step, self._detailed_steps)
         joules = self._joules() if self._joules is not None else None
         record = NodeStep(
             self._node, step, start, self._last_end, sum(self._busy.values()), sum(self._idle.values()),
@@ -118,7 +126,7 @@ class Recorder:
             joules - self._joules_before if joules is not None else None, self._power,
         )  # fmt: skip
         self._power = None
-        self._keep_spans = self._kept(step + 1, first_step)
+        self._keep_spans = is_detailed(step + 1, first_step, self._detailed_steps)
         self._start = self._last_end
         self._joules_before = joules or 0.0
         self._busy.clear()
@@ -127,5 +135,6 @@ class Recorder:
         self._sent = self._received = 0
         return record
 
-    def _kept(self, step: int, first_step: int) -> bool:
-        return step - first_step < self._detailed_steps or step % 100 == 0
+    def _room(self) -> bool:
+        """For another span."""
+        return self._keep_spans and len(self._spans) < MOST_SPANS

@@ -43,6 +43,8 @@ NEWS = 0.1
 PAUSE_S = 60.0
 #: Off the forecast by this much: the device has changed since the last move, which is then neither to blame nor waited out.
 CHANGED = 0.5
+#: Nobody is further off its forecast than this, either way: what nodes say of themselves must not upset the planner.
+FURTHEST = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class Balance:
             best = planner.plan(made.layers, devices, options, self._paths)
         except RingError:
             return None  # no room for anything else
+        if not present.step_s > 0:
+            return None
         gain = 1 - best.step_s / present.step_s
         if gain < LEAST_GAIN or gain * self.step_s * steps_left < REPAID * move_s:
             return None
@@ -193,7 +197,7 @@ class Balance:
         found = []
         for forecast_s, window in zip(self._forecast_s, self._computed, strict=True):
             older, newer = window.halves()
-            found.append((older / forecast_s, newer / forecast_s) if forecast_s > 0 else (1.0, 1.0))
+            found.append((_ratio(older, forecast_s), _ratio(newer, forecast_s)))
         return found
 
     def _changed(self) -> bool:
@@ -258,5 +262,12 @@ def _compute_s(plan: Plan) -> list[float]:
     return found
 
 
+def _ratio(measured_s: float, forecast_s: float) -> float:
+    """A node that says it computed nothing, or had nothing to compute, is taken at its forecast."""
+    if measured_s <= 0 or forecast_s <= 0:
+        return 1.0
+    return min(max(measured_s / forecast_s, 1 / FURTHEST), FURTHEST)
+
+
 def _off(factor: float) -> float:
-    return max(factor, 1 / factor) - 1 if factor > 0 else 0.0
+    return max(factor, 1 / factor) - 1

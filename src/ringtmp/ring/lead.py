@@ -16,6 +16,7 @@ from ringtmp.ring import testimony
 from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.member import Member
 from ringtmp.ring.protect import Protection, Snapshot
+from ringtmp.ring.reports import Reports
 from ringtmp.ring.worker import farewell
 from ringtmp.wire.message import Accused, Bye, Failed, Hello, LayerState, Placed, Report, Stop
 
@@ -63,12 +64,19 @@ class Lead:
         #: Told of a node whose loss needed no new generation.
         self.survived: Callable[[events.Regrouped], None] = log.write
         self._member: Member | None = None
+        self._reports: Reports | None = None  # of the plan that was laid out
+        self._committed = 0
         self._placed: set[tuple[int, int]] = set()  # node, layer
         self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender, of the layer that is awaited
         self._awaited: int | None = None
         self._gone: set[int] = set()
         self._last_watch = 0.0
         self._longest_step_s = 0.0
+
+    @property
+    def committed(self) -> int:
+        """The first step whose batch has not been given to the nodes: everything before must be finished."""
+        return self._committed
 
     def gather(self, others: Sequence[int]) -> None:
         """Wait until every node has said hello."""
@@ -205,8 +213,10 @@ class Lead:
             self.hellos[mail.sender] = testimony.hello(message)
         elif isinstance(message, Report):
             for event in message.events:
-                self._log.write_encoded(testimony.step_event(event, mail.sender))
+                self._log.write_encoded(self._reported(event, mail.sender))
         elif isinstance(message, Bye):
+            if mail.sender in self._gone:
+                raise ProtocolError("said goodbye twice")
             self._gone.add(mail.sender)  # whatever it says
             self._log.write_encoded(testimony.last_event(message.event, mail.sender))
         elif isinstance(message, Placed):
@@ -220,6 +230,11 @@ class Lead:
             if self._member is None:
                 raise ProtocolError(f"sent {type(message).__name__}, which nobody asked for")
             self._member.handle(mail)
+
+    def _reported(self, event: bytes, sender: int) -> bytes:
+        if self._reports is None:
+            raise ProtocolError("sent Report, which nobody asked for")
+        return self._reports.line(event, sender, self._committed)
 
     def _accused(self, accuser: int, message: Accused) -> None:
         """Of the two one breaks the protocol. The accuser is believed: it has nothing to win."""

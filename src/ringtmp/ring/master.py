@@ -31,6 +31,7 @@ from ringtmp.ring.lines import MOST_BYTES, Lines
 from ringtmp.ring.losses import LossFunction, Score
 from ringtmp.ring.node import Node
 from ringtmp.ring.protect import places
+from ringtmp.ring.reports import Reports
 from ringtmp.wire.message import (
     Activations,
     Echoed,
@@ -96,7 +97,6 @@ class Master(Lead):
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
         self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way
-        self._committed = 0
         self._question: Fetch | Recall | None = None  # which layer was asked for last
         self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
         self._score: Score | None = None
@@ -108,6 +108,7 @@ class Master(Lead):
         """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
         whoever has it in the last whole snapshot, which mostly is the holder itself."""
         everyone = setup.addresses
+        self._reports = Reports(setup.step, setup.detailed_steps, self.endpoint.clock)
         self.endpoint.shelf.reserve_bytes = checkpoint_bytes(self._layers, setup.recipe)
         for node in setup.route.nodes():
             near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
@@ -166,11 +167,6 @@ class Master(Lead):
     def node(self) -> Node:
         assert isinstance(self._member, Node), "the ring is not laid out yet"
         return self._member
-
-    @property
-    def committed(self) -> int:
-        """The first step whose batch has not been given to the ring: everything before must be finished."""
-        return self._committed
 
     def train_step(
         self, step: int, batch: Batch, fresh: bool, upcoming: Callable[[int], Batch | None] | None = None

@@ -12,6 +12,7 @@ import msgspec
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
+from ringtmp.metrics.energy import Power
 from ringtmp.metrics.events import NodeEnded, NodeStep
 from ringtmp.model.portable import Layer
 from ringtmp.plan.route import MASTER, Route
@@ -21,13 +22,14 @@ from ringtmp.ring.stage import PREVIOUS
 from ringtmp.wire.message import Held, Hello, Inspected, LayerState, Missing, Timed
 from ringtmp.wire.tensors import TensorSpec, check
 
-MOST_EVENT_BYTES = 8 * 2**20
+#: Room for the spans of a detailed step.
+MOST_EVENT_BYTES = 2**20
 MOST_KEPT = 100_000
 MOST_S = 1e9
 #: Differences of times are rounded: a little less than nothing is nothing.
 LEAST_S = -1e-3
-_ONE_EVENT = {NodeStep: "node_step", NodeEnded: "node_end"}
-_decoders = {kind: msgspec.json.Decoder(kind) for kind in _ONE_EVENT}
+_step_decoder = msgspec.json.Decoder(NodeStep)
+_end_decoder = msgspec.json.Decoder(NodeEnded)
 
 
 def hello(message: Hello) -> Hello:
@@ -40,9 +42,9 @@ def hello(message: Hello) -> Hello:
     return Hello(message.pid, untrusted.line(message.torch, 64), untrusted.line(message.capability, 64), message.kept)
 
 
-def step_event(data: bytes, sender: int) -> bytes:
-    """A node's share of a step, as a line for the log."""
-    event = untrusted.decode(_decoders[NodeStep], data, "a node's step", MOST_EVENT_BYTES)
+def node_step(data: bytes, sender: int) -> NodeStep:
+    """A node's share of a step."""
+    event = untrusted.decode(_step_decoder, data, "a node's step", MOST_EVENT_BYTES)
     _own(event.node, sender)
     untrusted.whole(event.step, "its step")
     for value in (event.busy_s, event.idle_s, *event.idle.values(), *event.busy.values()):
@@ -58,19 +60,20 @@ def step_event(data: bytes, sender: int) -> bytes:
         untrusted.whole(event.oldest, "the oldest update it worked with", -1)
     if event.joules is not None:
         untrusted.number(event.joules, "its energy")
-    return events.encode(
-        msgspec.structs.replace(
-            event,
-            idle={untrusted.line(name, 32): value for name, value in event.idle.items()},
-            busy={untrusted.line(name, 32): value for name, value in event.busy.items()},
-            spans=tuple(msgspec.structs.replace(span, kind=untrusted.line(span.kind, 32)) for span in event.spans),
-        )
+    return msgspec.structs.replace(
+        event,
+        busy_s=max(0.0, event.busy_s),
+        idle_s=max(0.0, event.idle_s),
+        idle={untrusted.line(name, 32): max(0.0, value) for name, value in event.idle.items()},
+        busy={untrusted.line(name, 32): max(0.0, value) for name, value in event.busy.items()},
+        spans=tuple(msgspec.structs.replace(span, kind=untrusted.line(span.kind, 32)) for span in event.spans),
+        power=_power(event.power),
     )
 
 
 def last_event(data: bytes, sender: int) -> bytes:
     """A node's last word, as a line for the log."""
-    event = untrusted.decode(_decoders[NodeEnded], data, "a node's last event", MOST_EVENT_BYTES)
+    event = untrusted.decode(_end_decoder, data, "a node's last event", MOST_EVENT_BYTES)
     _own(event.node, sender)
     for name in msgspec.structs.fields(NodeEnded):
         value = getattr(event, name.name)
@@ -79,13 +82,17 @@ def last_event(data: bytes, sender: int) -> bytes:
     for peer, count in event.sent_to.items():
         untrusted.whole(peer, "a receiver")
         untrusted.whole(count, "what was sent to it")
-    power = event.power
-    if power is not None:
-        for value in (power.watts.idle_w, power.watts.busy_w, power.watts.nj_per_byte, power.share):
-            untrusted.number(value, "its power")
-        texts = {name: untrusted.line(getattr(power, name), 80) for name in ("name", "host", "meter")}
-        power = msgspec.structs.replace(power, **texts)
-    return events.encode(msgspec.structs.replace(event, power=power))
+    return events.encode(msgspec.structs.replace(event, power=_power(event.power)))
+
+
+def _power(power: Power | None) -> Power | None:
+    """What a node knows of its device."""
+    if power is None:
+        return None
+    for value in (power.watts.idle_w, power.watts.busy_w, power.watts.nj_per_byte, power.share):
+        untrusted.number(value, "its power")
+    texts = {name: untrusted.line(getattr(power, name), 80) for name in ("name", "host", "meter")}
+    return msgspec.structs.replace(power, **texts)
 
 
 def timed(message: Timed) -> Timed:
@@ -110,7 +117,12 @@ def held(message: Held, sender: int, route: Route, layers: int) -> Held:
         raise ProtocolError("says that it holds its own layer for itself")
     untrusted.number(message.owner_s, "what a snapshot cost its owner", LEAST_S, MOST_S)
     untrusted.number(message.holder_s, "what a snapshot cost its holder", LEAST_S, MOST_S)
-    return msgspec.structs.replace(message, trouble=untrusted.line(message.trouble))
+    return msgspec.structs.replace(
+        message,
+        owner_s=max(0.0, message.owner_s),
+        holder_s=max(0.0, message.holder_s),
+        trouble=untrusted.line(message.trouble),
+    )
 
 
 def missing(message: Missing, layers: int) -> Missing:

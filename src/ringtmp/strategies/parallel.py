@@ -29,6 +29,7 @@ from ringtmp.ring.endpoint import Endpoint, Mail
 from ringtmp.ring.lead import Crew, Lead
 from ringtmp.ring.losses import Score
 from ringtmp.ring.protect import places
+from ringtmp.ring.reports import Reports
 from ringtmp.strategies import catalog
 from ringtmp.strategies.allreduce import AllReduceMember
 from ringtmp.strategies.brief import Upcoming, nothing_ahead
@@ -87,15 +88,12 @@ class ParallelLead(Lead):
         self._asked_whole = False  # the layer that was asked for last
         self._kept: dict[int, tuple[Kept, list[torch.Tensor]]] = {}
 
-    @property
-    def committed(self) -> int:
-        return self._committed
-
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     def lay_out(self, checkpoint: Checkpoint) -> None:
         """Everyone gets the plan; servers their keys, workers the layers; one layer at a time."""
         enlist = self._plan.enlist
+        self._reports = Reports(enlist.step, enlist.detailed_steps, self.endpoint.clock)
         kept = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for node in range(enlist.nodes):
             if node != MASTER:
