@@ -34,7 +34,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
 #: of the right kind, as wrong gradients are; from the second on they are found out.
 VALUES = {
     ("Norms", 0, "tensors-0"), ("Norms", 0, "tensors-5"), ("Norms", 0, "tensors-6"), ("Squares", 0, "value-1"),
-    ("Squares", 0, "value-2"), ("Squares", 0, "value-3"), ("Squares", 3, "value-1"), ("Squares", 3, "value-2"), ("Squares", 3, "value-3"),
+    ("Squares", 0, "value-2"), ("Squares", 0, "value-3"), ("Squares", 3, "value-1"), ("Squares", 3, "value-2"),
+    ("Squares", 3, "value-3"),
 }  # fmt: skip
 #: Which of the messages of a class is bent: the first, and one in the middle of things.
 WHICH = (0, 3)
