@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from ringtmp.api import Result, Silent
 from ringtmp.errors import CheckpointError, UsageError
 from ringtmp.launch.memory import MemoryCrew
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog, NodeStep, Span, StepDone, Warned
+from ringtmp.metrics.events import EventLog, NodeStarted, NodeStep, RunStarted, Span, StepDone, Warned
 from ringtmp.ring.checkpoint import latest
 from test_session import blobs, settings, stack, start, tensors
 
@@ -127,6 +128,23 @@ def test_a_record_that_cannot_be_written_again_is_still_there_whole(tmp_path: Pa
     log.close()
     assert log.gone
     assert log.unwritten == [step(0), step(1), step(2)]
+
+
+def test_a_record_that_was_emptied_begins_again_with_how_the_run_began(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    began = RunStarted(0.0, "", events.SCHEMA, "run", "0", {}, {}, 1, 0), NodeStarted(0.0, 1, "worker", 7, 1, (), 3)
+    log = EventLog(path)
+    for each in (*began, step(0), step(1)):
+        log.write(each)
+        log.flush()
+    os.truncate(path, 0)
+    log.write(step(2))
+    log.flush()
+    assert log.news() == f"{path} was emptied: events of before are missing from it"
+    log.write(step(3))
+    log.close()
+    assert list(events.read(path)) == [*began, step(2), step(3)]
+    assert log.news() is None
 
 
 def test_memory_for_what_the_disk_does_not_take_has_a_limit_and_steps_and_recoveries_stay(tmp_path: Path) -> None:

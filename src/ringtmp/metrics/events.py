@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -222,6 +223,7 @@ class NodeTimes(msgspec.Struct, frozen=True):
 
 
 _NODE_STEP = b'{"type":"node_step"'
+_BEGINNINGS = (b'{"type":"run"', b'{"type":"node"')
 _times = msgspec.json.Decoder(NodeTimes)
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
@@ -248,6 +250,7 @@ class EventLog:
         self._kept_bytes = kept_bytes
         self.waiting_bytes = 0
         self.gone = False
+        self._began: list[bytes] = []  # the lines without which those after them mean nothing
         self._dropped = 0
         self._trouble: str | None = None
         self._news: str | None = None
@@ -257,7 +260,10 @@ class EventLog:
         self.servers: frozenset[int] = frozenset()
         #: Told of every node's share of every step.
         self.listener: Callable[[NodeTimes], None] | None = None
-        size = os.fstat(self._file).st_size
+        status = os.fstat(self._file)
+        size = status.st_size
+        self._keeps = stat.S_ISREG(status.st_mode)  # no device
+        self._wrote_some = False
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # of a master that was killed while it wrote
             self._append(b"")
 
@@ -265,6 +271,8 @@ class EventLog:
         self.write_encoded(encode(event))
 
     def write_encoded(self, line: bytes) -> None:
+        if line.startswith(_BEGINNINGS):
+            self._began.append(line + b"\n")
         self._append(line)
         if line.startswith(_NODE_STEP):
             times = _times.decode(line)
@@ -293,6 +301,8 @@ class EventLog:
         try:
             if not self._is_there():
                 self._write_again()
+            elif self._wrote_some and os.fstat(self._file).st_size == 0:
+                self._begin_again()
             while self._lines:
                 some = b"".join(islice(self._lines, LINES_AT_ONCE))
                 self._wrote(os.write(self._file, some[self._begun :]))
@@ -352,6 +362,13 @@ class EventLog:
         self._file = fresh
         self._news = f"{self._path} was removed or replaced; it is written again, no event is missing"
 
+    def _begin_again(self) -> None:
+        self._begun = 0
+        self._lines.extendleft([line for line in reversed(self._began) if line not in self._lines])
+        self.waiting_bytes = sum(map(len, self._lines))
+        self._wrote_some = False
+        self._news = f"{self._path} was emptied: events of before are missing from it"
+
     def _append(self, line: bytes) -> None:
         self._lines.append(line + b"\n")
         self.waiting_bytes += len(line) + 1
@@ -362,6 +379,7 @@ class EventLog:
 
     def _wrote(self, count: int) -> None:
         self._begun += count
+        self._wrote_some = self._keeps
         while self._lines and self._begun >= len(self._lines[0]):
             self._begun -= len(self._lines[0])
             self.waiting_bytes -= len(self._lines.popleft())
