@@ -17,6 +17,7 @@ import torch
 
 from ringtmp.errors import UsageError
 from ringtmp.ring.endpoint import Endpoint
+from ringtmp.transport import zeromq
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.transport.curve import new_key_pair
 from ringtmp.transport.memory import Hub
@@ -95,6 +96,51 @@ def test_a_large_frame_is_whole_and_may_be_a_view(pair: tuple[Transport, Transpo
     big = os.urandom(1 << 20)
     two.send(1, Channel.BULK, [memoryview(big)])
     assert bytes(arrivals(one, 1)[0].frames[0]) == big
+
+
+@pytest.mark.parametrize(("count", "size"), [(3 * zeromq.MOST_PACKETS + 5, 4), (3, zeromq.MOST_BYTES // 2 + 1)])
+def test_one_who_sends_a_lot_is_read_a_part_at_a_time_and_nothing_is_lost(folder: str, count: int, size: int) -> None:
+    """What is left over ends the next wait at once, though nothing new comes."""
+    one, two = (ZeroMQTransport(node, ipc_address(folder, node).endpoints) for node in (1, 2))
+    try:
+        two.connect(1, ipc_address(folder, 1))
+        for number in range(count):
+            two.send(1, Channel.CONTROL, [number.to_bytes(4, "big") + bytes(size - 4)])
+        got: list[int] = []
+        while len(got) < count:
+            assert one.wait(10), f"{len(got)} of {count} packets came"
+            some = one.receive()
+            assert len(some) <= zeromq.MOST_PACKETS
+            assert sum(len(each.frames[0]) for each in some) <= zeromq.MOST_BYTES + size
+            got += [int.from_bytes(each.frames[0][:4], "big") for each in some]
+        assert got == list(range(count))
+    finally:
+        one.close()
+        two.close()
+
+
+def test_a_peer_that_never_stops_sending_does_not_hold_the_receiver(folder: str) -> None:
+    one, two = (ZeroMQTransport(node, ipc_address(folder, node).endpoints) for node in (1, 2))
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            for _ in range(100):
+                two.send(1, Channel.CONTROL, [b"junk"])
+
+    two.connect(1, ipc_address(folder, 1))
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        for _ in range(5):
+            assert one.wait(10)
+            assert len(one.receive()) <= zeromq.MOST_PACKETS
+    finally:
+        stop.set()
+        flooding.join()
+        two.hang_up(1)  # what it still has is not waited for
+        one.close()
+        two.close()
 
 
 def test_sending_to_nobody_does_not_block_or_raise(pair: tuple[Transport, Transport]) -> None:

@@ -37,11 +37,11 @@ from ringtmp.launch.speech import (
     Welcome,
 )  # fmt: skip
 from ringtmp.transport.curve import Gatekeeper, serve_securely
-from ringtmp.transport.zeromq import has_mail
+from ringtmp.transport.zeromq import mail
 from ringtmp.wire.protocol import PROTOCOL
 
 JOINS_PER_S = 10
-#: Messages of strangers that are read in one go.
+#: Messages that are read in one go, at the door and at the table: the rest waits, and training does not.
 MOST_AT_ONCE = 100
 DOOR_HANDSHAKE_MS = 2000
 #: A port that somebody else has is tried again after this.
@@ -80,6 +80,7 @@ class Hub:
         serve_securely(self._table, file.keys, "ring")
         self._table.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
         self._table.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        self._table.setsockopt(zmq.RCVHWM, MOST_AT_ONCE)
         self._table.linger = 500
         self.refresh()  # before anyone can knock: ZeroMQ never retries a refused handshake
         try:
@@ -101,8 +102,7 @@ class Hub:
             poller.poll(round(timeout_s * 1000))
         if self._door is not None:
             self._door.serve()
-        while has_mail(self._table):
-            parts = self._table.recv_multipart(zmq.NOBLOCK, copy=False)
+        for parts in mail(self._table, MOST_AT_ONCE):
             if len(parts) != 2:
                 continue
             key = str(parts[1].get("User-Id"))
@@ -226,11 +226,8 @@ class Door:
             raise
 
     def serve(self) -> None:
-        """Answer those who knock; not so many at once that training would wait for it."""
-        for _ in range(MOST_AT_ONCE):
-            if not has_mail(self.socket):
-                break
-            parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        """Answer those who knock."""
+        for parts in mail(self.socket, MOST_AT_ONCE):
             now = time.monotonic()
             while self._recent and now - self._recent[0] > 1:
                 self._recent.popleft()

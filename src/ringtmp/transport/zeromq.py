@@ -1,7 +1,9 @@
 """ZeroMQ sockets: every node listens on a ROUTER per channel, the node with the higher number connects a DEALER.
 
-ROUTER/DEALER, not PAIR, which ignores a returning peer. No limit on queues: the window bounds what is in flight, and
-a send must never block. What is lost when a connection breaks is sent again by the link above.
+ROUTER/DEALER, not PAIR, which ignores a returning peer. No limit on what waits to be sent: the window bounds what is in
+flight, and a send must never block. What is lost when a connection breaks is sent again by the link above. A peer that
+sends more than is read fills its own connection: only so much waits here, and `receive` returns with a part of it, so
+that it can be judged.
 
 On one machine the sockets are Unix sockets in a private folder and a peer is who it says it is. Over TCP everything is
 CURVE, and a peer is who its key says it is: a name in a message counts for nothing.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -35,6 +37,11 @@ INTRODUCE_EVERY_S = 0.5
 MAX_FRAME_BYTES = 32 * 1024 * 1024
 #: Plain numbers: joining flags of their own kind takes longer than handing over a frame.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+#: Packets of one connection that wait to be taken; the rest waits with its sender.
+MOST_WAITING = 1000
+#: What one socket gives in one go.
+MOST_PACKETS = 1000
+MOST_BYTES = 32 * 2**20
 _ENDS = {Channel.CONTROL: "c", Channel.TENSOR: "t", Channel.BULK: "b"}
 
 
@@ -49,6 +56,19 @@ def ipc_address(folder: str, node: int) -> Address:
 
 def has_mail(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def mail(
+    socket: zmq.Socket[bytes], most: int = MOST_PACKETS, most_bytes: int = MOST_BYTES
+) -> Iterator[list[zmq.Frame]]:
+    """What is there, at most so much: the rest comes in the next go. A poll finds it at once."""
+    taken_bytes = 0
+    for _ in range(most):
+        if taken_bytes >= most_bytes or not has_mail(socket):
+            return
+        parts = _take(socket)
+        taken_bytes += sum(map(len, parts))
+        yield parts
 
 
 def _take(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
@@ -146,8 +166,7 @@ class ZeroMQTransport:
             if socket not in self._sources:
                 continue  # hung up since the wait
             peer, channel = self._sources[socket]
-            while has_mail(socket):
-                parts = _take(socket)
+            for parts in mail(socket):
                 if peer is not None:
                     arrivals.append(Arrival(peer, channel, [part.buffer for part in parts]))
                 elif (sender := self._sender(parts, channel)) is not None:
@@ -211,7 +230,7 @@ class ZeroMQTransport:
         self._sources[socket] = (peer, channel)
         self._poller.register(socket, zmq.POLLIN)
         socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         return socket
 
     @staticmethod
