@@ -71,7 +71,7 @@ def test_a_run_that_does_not_fit_the_survivors_pauses_until_another_comes(tmp_pa
 def test_a_user_who_stops_a_paused_run_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = Short(Death(2, 4), comes=False)
     monkeypatch.setattr(api.Interruption, "__call__", lambda self: bool(crew.paused))
-    with pytest.raises(Interrupted, match="paused: go on with ringtmp train --resume"):
+    with pytest.raises(Interrupted, match="paused: go on with Ring\\(...\\).resume"):
         run(tmp_path / "run", crew)
 
 
