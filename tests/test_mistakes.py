@@ -44,10 +44,10 @@ def broken():
         ("--data mine.py", "as --data mine.py:build"),
         ("epoch.toml", "unknown setting in [training] of epoch.toml 'epoch': did you mean 'epochs'?"),
         ("--optimizer adamW", "did you mean 'adamw'?"),
-        ("--stream-keep flash", "unknown --stream-keep 'flash': known are disk, memory, none"),
+        ("--stream-keep flash", "unknown stream-keep 'flash': known are disk, memory, none"),
         (
             "--schedule zerobubble",
-            "unknown --schedule 'zerobubble': did you mean 'zero-bubble'? known are 1f1b, gpipe,",
+            "unknown schedule 'zerobubble': did you mean 'zero-bubble'? known are 1f1b, gpipe,",
         ),
         ("text.toml", "training.steps: expected `int | null`, got `str` (text.toml)"),
         ("--learning-rate 0.1", "no option --learning-rate: did you mean --lr?"),

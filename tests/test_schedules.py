@@ -219,7 +219,7 @@ def test_python_takes_every_schedule_and_refuses_what_is_none(tmp_path: Path) ->
         ({"recompute": "maybe"}, {}, "unknown recompute"),
         ({"laps": 0}, {}, "--laps 0"),
         ({}, {"staleness": 3}, "--staleness 3"),
-        ({}, {"protect": "maybe"}, "unknown protection"),
+        ({}, {"protect": "maybe"}, "unknown protect 'maybe'"),
     ]
     for ring, fit, says in wrong:
         with pytest.raises(UsageError, match=says):

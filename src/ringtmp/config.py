@@ -7,13 +7,14 @@ bits is never a function of the number of nodes, of a device or of timing.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
-from ringtmp.plan.rule import SCHEDULES, Schedule
+from ringtmp.plan.rule import Schedule
 from ringtmp.wire.protocol import WIRES
 
 DEFAULT_MICROBATCHES = 8
@@ -21,7 +22,6 @@ DEFAULT_EPOCHS = 10
 
 
 Protect = Literal["auto", "memory", "disk", "checkpoint", "off"]
-PROTECT: tuple[Protect, ...] = get_args(Protect)
 StreamKeep = Literal["memory", "disk", "none"]
 Shape = Literal["ring", "v"]
 Recompute = Literal["none", "all", "auto"]
@@ -88,15 +88,12 @@ def resolve(config: RunConfig) -> RunConfig:
     try:  # from Python anything may come
         config = msgspec.convert(msgspec.to_builtins(config), RunConfig, strict=True)
     except (msgspec.ValidationError, TypeError) as error:
-        said, _, where = str(error).partition(" - at `$.")
-        raise UsageError(f"{where.rstrip('`') or 'a setting'}: {said[0].lower()}{said[1:]}") from error
+        raise refused(error) from error
     from ringtmp.ring.recipe import checked_optimizer, checked_schedule
     from ringtmp.strategies import catalog
 
     training, ring = config.training, config.ring
     strategy, short = catalog.named(ring.strategy)
-    if ring.schedule not in SCHEDULES:
-        raise unknown("schedule", ring.schedule, SCHEDULES)
     if training.wire not in WIRES:
         raise unknown("wire format", training.wire, WIRES)
     settings = catalog.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
@@ -118,14 +115,6 @@ def resolve(config: RunConfig) -> RunConfig:
             raise UsageError(f"{name} {value} must be at least {least}")
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v goes out and back once: leave out --laps")
-    for what, given, known in (
-        ("protection", config.keep.protect, PROTECT),
-        ("place to keep a stream", config.keep.stream_keep, get_args(StreamKeep)),
-        ("route", ring.route, get_args(Shape)),
-        ("recompute", ring.recompute, get_args(Recompute)),
-    ):
-        if given not in known:
-            raise unknown(what, given, known)
     if not 1 <= config.keep.notice_s <= 3600:  # signs of life come about twice a second
         raise UsageError(f"--notice {config.keep.notice_s:g} must be from 1 to 3600 seconds")
     if training.staleness not in (0, 1):
@@ -160,6 +149,20 @@ def resolve(config: RunConfig) -> RunConfig:
         optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
     )
     return msgspec.structs.replace(config, training=training, ring=ring)
+
+
+def refused(error: Exception, where: str = "") -> UsageError:
+    """What msgspec says of a value, with the setting's own name and, of a choice, the choices."""
+    found = re.fullmatch(r"(.*) - at `\$\.(\w+)\.(\w+)(.*)`", str(error))
+    if found is None:
+        return UsageError(f"{error}{where}")
+    what, part, field, deeper = found.groups()
+    wrong = re.fullmatch(r"Invalid enum value '?(.*?)'?", what)
+    kinds = {each.name: type(each.default) for each in msgspec.structs.fields(RunConfig)}
+    choices = get_args(get_type_hints(kinds[part])[field])
+    if wrong is not None and all(isinstance(each, str) for each in choices):
+        return unknown(field.replace("_", "-"), wrong[1], choices)
+    return UsageError(f"{part}.{field}{deeper}: {what[0].lower()}{what[1:]}{where}")
 
 
 def usual_microbatches(training: TrainingPart) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import msgspec
 
-from ringtmp.config import RunConfig
+from ringtmp.config import RunConfig, refused
 from ringtmp.errors import UsageError, unknown
 
 #: flag -> (part, field); flags not listed here are handled by their verb.
@@ -77,22 +76,7 @@ def build(file: Path | None, flags: dict[str, Any]) -> RunConfig:
     try:
         return msgspec.convert(tree, RunConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise _refused(str(error), file) from error
-
-
-def _refused(said: str, file: Path | None) -> UsageError:
-    """What msgspec says of a value (`said`), with the setting's own name and, of a choice, the choices."""
-    found = re.fullmatch(r"(.*) - at `\$\.(\w+)\.(\w+)(.*)`", said)
-    if found is None:
-        return UsageError(f"{file}: {said}" if file is not None else said)
-    what, part, field, deeper = found.groups()
-    flag = next((name for name, place in FIELDS.items() if place == (part, field)), field)
-    wrong = re.fullmatch(r"Invalid enum value '?(.*?)'?", what)
-    choices = get_args(get_type_hints(_PARTS[part])[field])
-    if wrong is not None and all(isinstance(each, str) for each in choices):
-        return unknown(f"--{flag.replace('_', '-')}", wrong[1], choices)
-    where = f" ({file})" if file is not None else ""
-    return UsageError(f"{part}.{field}{deeper}: {what[0].lower()}{what[1:]}{where}")
+        raise refused(error, f" ({file})" if file is not None else "") from error
 
 
 def _read(file: Path) -> dict[str, Any]:
