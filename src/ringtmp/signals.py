@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,6 +19,12 @@ WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def on_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """`handle` them meanwhile, but for a closed terminal where that was to be ignored (nohup)."""
     wishes = [each for each in WISHES if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    with _handled(wishes, handle):
+        yield
+
+
+@contextmanager
+def _handled(wishes: Sequence[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     before = {each: signal.signal(each, handle) for each in wishes}
     try:
         yield
@@ -43,11 +49,7 @@ def held(nothing_started: bool) -> Iterator[None]:
             os._exit(INTERRUPTED)
         noted.append(number)
 
-    before = {each: signal.signal(each, note) for each in wishes}
-    try:
+    with _handled(wishes, note):
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
     for number in noted:
         signal.raise_signal(number)

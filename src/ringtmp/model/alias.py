@@ -12,7 +12,7 @@ from typing import Any
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.operators import resolve
-from ringtmp.model.portable import CUSTOM, Graph, Items, Op, Ref, Value
+from ringtmp.model.portable import CUSTOM, Graph, Op, slots
 
 #: Operators that change running statistics without saying so: the arguments, and the one that switches it on.
 STATISTICS = {"aten.batch_norm.default": ((3, 4), 5), "aten.instance_norm.default": ((3, 4), 5)}
@@ -103,12 +103,3 @@ def aliases(op: Op) -> tuple[list[int], list[int]]:
 
 def changes_statistics(op: Op) -> bool:
     return op.target in STATISTICS and op.args[STATISTICS[op.target][1]] is True
-
-
-def slots(value: Value) -> list[int]:
-    """Every slot a value refers to."""
-    if isinstance(value, Ref):
-        return [value.slot]
-    if isinstance(value, Items):
-        return [slot for item in value.values for slot in slots(item)]
-    return []

@@ -17,7 +17,7 @@ from ringtmp.model.arguments import check_arguments
 from ringtmp.model.contracts import under_contract
 from ringtmp.model.defer import Job, Recording, waiting_variants
 from ringtmp.model.operators import GRAD_MODE, resolve
-from ringtmp.model.portable import CUSTOM, Custom, Graph, Items, Named, Op, Ref, Value
+from ringtmp.model.portable import CUSTOM, Custom, Graph, Items, Named, Op, Ref, Value, slots
 from ringtmp.units import bytes_text
 
 #: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
@@ -263,21 +263,13 @@ def _constant(value: Named, device: torch.device) -> Any:
     return table[value.name]
 
 
-def _references(value: Value) -> list[int]:
-    if isinstance(value, Ref):
-        return [value.slot]
-    if isinstance(value, Items):
-        return [slot for item in value.values for slot in _references(item)]
-    return []
-
-
 def references(op: Op) -> list[int]:
-    return [slot for value in (*op.args, *op.kwargs.values()) for slot in _references(value)]
+    return [slot for value in (*op.args, *op.kwargs.values()) for slot in slots(value)]
 
 
 def _last_uses(graph: Graph) -> dict[int, tuple[int, ...]]:
     """For each operation's slot: the slots nobody needs after it, itself included when nobody reads it."""
-    kept = {slot for value in graph.outputs for slot in _references(value)}
+    kept = {slot for value in graph.outputs for slot in slots(value)}
     last: dict[int, int] = {slot: slot for slot in range(len(graph.inputs), len(graph.inputs) + len(graph.ops))}
     for index, op in enumerate(graph.ops):
         for used in references(op):
@@ -286,4 +278,4 @@ def _last_uses(graph: Graph) -> dict[int, tuple[int, ...]]:
     for slot, user in last.items():
         if slot not in kept:
             done.setdefault(user, []).append(slot)
-    return {user: tuple(slots) for user, slots in done.items()}
+    return {user: tuple(unneeded) for user, unneeded in done.items()}

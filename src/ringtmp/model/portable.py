@@ -110,6 +110,15 @@ class Layer(msgspec.Struct, frozen=True):
         return sum(count(tensor.shape) for tensor in self.tensors if tensor.kind == "parameter")
 
 
+def slots(value: Value) -> list[int]:
+    """Every slot a value refers to."""
+    if isinstance(value, Ref):
+        return [value.slot]
+    if isinstance(value, Items):
+        return [slot for item in value.values for slot in slots(item)]
+    return []
+
+
 def count(shape: tuple[int, ...]) -> int:
     total = 1
     for size in shape:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringtmp.errors import UsageError
-from ringtmp.model.alias import STATISTICS, Memory, aliases, changes_statistics, slots
-from ringtmp.model.portable import Graph, Layer, Op
+from ringtmp.model.alias import STATISTICS, Memory, aliases, changes_statistics
+from ringtmp.model.portable import Graph, Layer, Op, slots
 
 
 def changed_buffers(graph: Graph) -> frozenset[str]:
