@@ -69,3 +69,23 @@ def test_no_tensor_becomes_garbage_in_a_cycle(
     assert collecting.found is not None, "the steps between were never looked at"
     held = [tuple(each.shape) for each in collecting.found if isinstance(each, torch.Tensor)]
     assert not held, f"of these shapes: {held}"
+
+
+def test_what_was_there_before_the_first_step_is_not_looked_through_again(tmp_path: Path) -> None:
+    """A search through all of torch takes as long as several steps. The caller's garbage is collected again afterwards."""
+    seen: list[int] = []
+
+    class Counting(api.Silent):
+        def step(self, done: int, *rest: Any) -> None:
+            seen.append(gc.get_freeze_count())
+
+    before = gc.get_freeze_count()
+    config = RunConfig(
+        training=TrainingPart(data="digits", steps=1, batch_size=32),
+        ring=RingPart(nodes=1),
+        keep=KeepPart(),
+        model=ModelPart(name="mlp", settings={"depth": 2, "width": 16}),
+    )
+    api.start(config, None, None, None, tmp_path / "run", Counting(), MemoryCrew(1))
+    assert seen[0] > 100_000
+    assert gc.get_freeze_count() == before

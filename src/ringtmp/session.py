@@ -19,6 +19,7 @@ from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
 from ringtmp.prepare import refuse_too_small, write_model
 from ringtmp.recovery import memory_need
+from ringtmp.resources import keeping_what_is_there
 from ringtmp.ring.checkpoint import Progress, weights_sha256
 from ringtmp.ring.endpoint import Endpoint
 from ringtmp.ring.lead import Lead
@@ -62,12 +63,13 @@ class Session(Laying):
                 )  # fmt: skip
             index, layers, checkpoint = self._open()
             self._begin_stream(resuming)
-            try:
-                self._lay_out(endpoint, index, layers, checkpoint)
-            except NodeLost as lost:
-                self._heal(lost)
-            self._interrupted.armed = True
-            outcome = self._to_the_end()
+            with keeping_what_is_there():
+                try:
+                    self._lay_out(endpoint, index, layers, checkpoint)
+                except NodeLost as lost:
+                    self._heal(lost)
+                self._interrupted.armed = True
+                outcome = self._to_the_end()
             digest = weights_sha256(self._saving.newest(), layers)
         except Interrupted as interruption:
             outcome, error = "interrupted", str(interruption)

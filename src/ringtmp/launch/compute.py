@@ -6,6 +6,7 @@ master is; the keys of its neighbours come later, from the master, over the encr
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -111,6 +112,7 @@ def _load() -> None:
         import ringtmp.ring.scout
         import ringtmp.strategies.catalog
         import ringtmp.transport.zeromq  # noqa: F401
+    gc.freeze()  # all of it stays as long as the process
 
 
 def _write_to(log: str) -> None:

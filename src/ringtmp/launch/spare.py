@@ -21,7 +21,8 @@ from ringtmp.launch.compute import SPARE, Orders
 from ringtmp.plan.memory import PROCESS_BYTES
 from ringtmp.resources import machine_free_bytes
 
-#: A short run needs none; nor does one that loses nodes faster than they load.
+#: Of training: a short run needs none, and loading one beside it slows its steps; nor does a run that loses nodes faster
+#: than they load.
 AFTER_S = 5.0
 LOOK_EVERY_S = 1.0
 #: After one that something ended, the next; then twice as long.
@@ -41,12 +42,14 @@ class Spare:
         self._free_bytes = free_bytes
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
-        self._due = clock() + AFTER_S
+        self._due: float | None = None  # nobody has minded it yet
         self._pause_s = AGAIN_S
 
     def mind(self) -> None:
-        """Start one when it is time and there is room; let it go when there is not."""
+        """Start one when it is time and there is room; let it go when there is not. The first call begins the wait."""
         now = self._clock()
+        if self._due is None:
+            self._due = now + AFTER_S
         if now < self._due:
             return
         self._due = now + LOOK_EVERY_S
@@ -64,7 +67,7 @@ class Spare:
 
     def take(self, orders: Orders, log: Path) -> subprocess.Popen[bytes] | None:
         """The process, with its orders; from here on it is the caller's, and writes to `log`. None: there is none."""
-        self._due = self._clock() + AFTER_S
+        self._due = None
         if self._child is None or not _fit(self._child):
             self.end()
             return None
