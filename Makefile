@@ -2,7 +2,7 @@
 # make demo    set-up, then the digits on a ring of three processes
 # make test    set-up, lint, types, every quick test (at most 6 minutes on two cores)
 # make long    what takes longer (at most 45 minutes)
-# make nightly what takes hours, in parts: a part is a test file (make nightly PART="simulation bench_speed"). A part that
+# make nightly what takes hours, in parts: a part is a test file (make nightly PART="seeded_faults bench_speed"). A part that
 #              has passed leaves a stamp in runs/nightly and is not run again unless asked: make nightly AGAIN=1
 # make bench   every experiment, as root on Linux, into runs/bench (hours; it goes on where it was stopped)
 
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Every test file with something for `make nightly` in it.
-PART ?= $(patsubst tests/test_%.py,%,$(shell grep -l "mark[.]nightly" tests/test_*.py))
+PART ?= $(patsubst test_%.py,%,$(notdir $(shell grep -l "mark[.]nightly" tests/*/test_*.py)))
 AGAIN ?=
 # pytest says 5 where it finds no test.
 OR_NONE := || test $$? -eq 5
@@ -29,8 +29,8 @@ demo: setup
 	$(BIN)/ringtmp train
 
 lint: setup
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
 
 quick: setup
@@ -51,8 +51,8 @@ nightly: setup
 
 runs/nightly/%: | setup
 	mkdir -p $(@D)
-	$(BIN)/pytest tests/test_$*.py -m "nightly and not alone" -n 2 --dist worksteal --timeout 7200 $(OR_NONE)
-	$(BIN)/pytest tests/test_$*.py -m "nightly and alone" --timeout 7200 $(OR_NONE)
+	$(BIN)/pytest $(wildcard tests/*/test_$*.py) -m "nightly and not alone" -n 2 --dist worksteal --timeout 7200 $(OR_NONE)
+	$(BIN)/pytest $(wildcard tests/*/test_$*.py) -m "nightly and alone" --timeout 7200 $(OR_NONE)
 	git rev-parse HEAD > $@ 2>/dev/null || date > $@
 
 bench: setup

@@ -102,7 +102,8 @@ def measure() -> dict[str, str]:
     cases: dict[str, tuple[str, ...]] = {
         f"{model}, {ring}": (f"{MODELS[model]} {RINGS[ring]}",) for model in MODELS for ring in RINGS
     }
-    cases |= {name: (args,) for name, args in (SETTINGS | PARALLEL).items()} | RESUMED
+    cases |= {name: (args,) for name, args in (SETTINGS | PARALLEL).items()}
+    cases |= RESUMED
     found = {}
     for name, parts in cases.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """The tables of docs/security.md that say who may say what, made from the classes of the messages.
 
-python scripts/messages.py        writes them into the page; tests/test_senders.py sees to it that they are current
+python scripts/messages.py        writes them into the page; test_who_may_send_what.py checks that they are current
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from ringtmp.launch import speech
-from ringtmp.wire.message import MESSAGES
-from ringtmp.wire.rules import Phase, Who
+from ringtmp.launch import agent_messages
+from ringtmp.wire.messages import MESSAGES
+from ringtmp.wire.permissions import Phase, Who
 
 PAGE = Path(__file__).parent.parent / "docs" / "security.md"
 BEGIN, END = "<!-- made by scripts/messages.py -->\n", "<!-- end -->\n"
@@ -21,7 +21,9 @@ def tables() -> str:
     for kind in MESSAGES:
         rule = kind.RULE
         when = (
-            "always" if rule.when == ~Phase(0) else ", ".join(each.name.lower() for each in Phase if each & rule.when)
+            "always"
+            if rule.when == ~Phase(0)
+            else ", ".join((each.name or "").lower() for each in Phase if each & rule.when)
         )
         key = (_words(rule.by), _words(rule.to), when, rule.channel.name.lower())
         rows.setdefault(key, []).append(f"`{kind.__name__}`")
@@ -29,8 +31,8 @@ def tables() -> str:
     for key, names in sorted(rows.items()):
         text += f"| {' | '.join(key)} | {', '.join(sorted(names))} |\n"
     text += "\nAgents and the master, before and beside a run:\n\n| by, to | messages |\n|---|---|\n"
-    for at in speech.Heard:
-        kinds = (*get_args(speech.FromAgent), *get_args(speech.FromMaster))
+    for at in agent_messages.Heard:
+        kinds = (*get_args(agent_messages.FromAgent), *get_args(agent_messages.FromMaster))
         text += f"| {at.value} | {', '.join(f'`{kind.__name__}`' for kind in kinds if at in kind.AT)} |\n"
     return text
 

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ringtmp.plan.costs import CostTable
-from ringtmp.plan.device import Device, LayerCost, Link, Measured
-from ringtmp.plan.exchange import Workload
-from ringtmp.plan.memory import forecast, held_in, replica_forecast
+from ringtmp.plan.devices import Device, LayerCost, Link, Measured
+from ringtmp.plan.layer_costs import CostTable
+from ringtmp.plan.memory_forecast import forecast, held_in, replica_forecast
 from ringtmp.plan.route import Route, Visit
-from ringtmp.plan.simulate_allreduce import simulate_allreduce
-from ringtmp.plan.simulate_ps import ServerOptions, simulate_ps
-from ringtmp.plan.simulate_ring import RingOptions, simulate_ring
+from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
+from ringtmp.strategies.allreduce.simulate import simulate_allreduce
+from ringtmp.strategies.data_parallel.simulated_workers import Workload
+from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 
 COUNTS = (4, 16, 64, 256, 1024, 100_000)
 BLOCKS, WIDTH, SEQUENCE, BATCH, MICROBATCH = 128, 512, 128, 1024, 1
@@ -89,7 +89,7 @@ def ring(count: int, link: Link, laps: int = 1, batch: int = BATCH) -> Cell | No
     for window in (2 * visits, visits, visits // 2, 2):
         options = RingOptions(microbatches, window=min(microbatches, window))
         result = simulate_ring(table, route, there, options)
-        memory = forecast(table, route, there, held_in(result, route, options))
+        memory = forecast(table, route, there, held_in(result, route, options, there))
         if all(each.missing_bytes <= 0 for each in memory):
             return Cell(batch / result.step_s, "", count)
     return Cell(batch / result.step_s, "mem", count)

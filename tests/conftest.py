@@ -16,7 +16,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from ringtmp.resources import set_threads
+from ringtmp.system.resources import set_threads
 
 # The same examples every time: a failure in a clean run is a change of ours, not of the dice.
 settings.register_profile("repeatable", derandomize=True, database=None)
@@ -63,7 +63,7 @@ def offenders() -> None:
 @pytest.fixture(autouse=True)
 def _nobody_honest_is_blamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No message that comes late, early or twice is taken for an offence, in any test."""
-    from ringtmp.ring.endpoint import Endpoint
+    from ringtmp.runtime.endpoint import Endpoint
 
     found: list[str] = []
     offended = Endpoint.offended

@@ -15,14 +15,14 @@ __all__ = ["Result", "Ring", "RingError", "Watcher", "__version__"]
 if TYPE_CHECKING:
     from ringtmp.api import Ring
     from ringtmp.errors import RingError
-    from ringtmp.job import Watcher
-    from ringtmp.result import Result
+    from ringtmp.run.job import Watcher
+    from ringtmp.run.result import Result
 
 
 def __getattr__(name: str) -> Any:
     # torch takes a second to import; `ringtmp --help` must not.
     if name in ("Ring", "Result", "Watcher"):
-        from ringtmp.platforms import require_supported
+        from ringtmp.system.platforms import require_supported
 
         require_supported()
         from ringtmp import api

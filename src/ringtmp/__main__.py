@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringtmp.signals import held
+from ringtmp.system.signals import held
 
 
 def main() -> None:

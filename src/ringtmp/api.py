@@ -24,31 +24,31 @@ from ringtmp.config import (
     parse_schedule,
     resolve,
 )
-from ringtmp.data import named
+from ringtmp.data import by_name
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.factories import call_factory, is_factory, refuse_arguments, refuse_file_alone
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
-from ringtmp.factory import call_factory, is_factory, refuse_arguments, refuse_file_alone
-from ringtmp.inference import Inference
-from ringtmp.job import Job, Watcher
-from ringtmp.launch.crew import Crew
-from ringtmp.launch.facts import parse_listen
-from ringtmp.launch.keys import Rings, checked_name
-from ringtmp.launch.local import LocalCrew
-from ringtmp.launch.memory import MemoryCrew
-from ringtmp.launch.remote import RemoteCrew
-from ringtmp.launch.speech import DEFAULT_PORT, SILENCE_LIMIT_S
+from ringtmp.launch.agent_messages import DEFAULT_PORT, SILENCE_LIMIT_S
+from ringtmp.launch.device_facts import parse_listen
+from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.joined_devices import RemoteCrew
+from ringtmp.launch.key_store import Rings, checked_name
+from ringtmp.launch.local_processes import LocalCrew
+from ringtmp.launch.node_pool import Crew
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
-from ringtmp.progress import OnStep, watching
-from ringtmp.resources import require_files
-from ringtmp.result import Result
-from ringtmp.ring.losses import LossFunction, loss_named
-from ringtmp.ring.rundir import RunDirectory, default_run_dir
-from ringtmp.session import EVALUATION_FACTOR, Session
-from ringtmp.signals import on_signals
+from ringtmp.run.inference import Inference
+from ringtmp.run.job import Job, Watcher
+from ringtmp.run.progress import OnStep, watching
+from ringtmp.run.result import Result
+from ringtmp.run.training_loop import EVALUATION_FACTOR, Session
+from ringtmp.runtime.losses import LossFunction, loss_named
+from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
+from ringtmp.system.resources import require_files
+from ringtmp.system.signals import on_signals
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
 
@@ -200,7 +200,7 @@ def start(
 ) -> Result:
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
-    train, test = data or named.load(config.training.data, config.training.seed, config.model.settings)
+    train, test = data or by_name.load(config.training.data, config.training.seed, config.model.settings)
     source = model if model is not None else named_model(config.model, train)
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
@@ -331,7 +331,7 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
             "this run was trained on data given from Python: go on with Ring(...).resume(RUN, data), or name it with "
             "--data FILE.py:factory"
         )
-    return named.load(config.training.data, config.training.seed, config.model.settings)
+    return by_name.load(config.training.data, config.training.seed, config.model.settings)
 
 
 def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
-from ringtmp.plan.rule import Schedule
+from ringtmp.plan.next_action import Schedule
 from ringtmp.wire.protocol import WIRES
 
 DEFAULT_MICROBATCHES = 8
@@ -89,14 +89,14 @@ def resolve(config: RunConfig) -> RunConfig:
         config = msgspec.convert(msgspec.to_builtins(config), RunConfig, strict=True)
     except (msgspec.ValidationError, TypeError) as error:
         raise refused(error) from error
-    from ringtmp.ring.recipe import checked_optimizer, checked_schedule
-    from ringtmp.strategies import catalog
+    from ringtmp.runtime.update_rules import checked_optimizer, checked_schedule
+    from ringtmp.strategies import registry
 
     training, ring = config.training, config.ring
-    strategy, short = catalog.named(ring.strategy)
+    strategy, short = registry.named(ring.strategy)
     if training.wire not in WIRES:
         raise unknown("wire format", training.wire, WIRES)
-    settings = catalog.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
+    settings = registry.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
     if strategy != "ring":
         _check_ring_only(config, strategy)
     for name, value, least in (
@@ -135,7 +135,7 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--window {ring.window} is too small for gpipe, which keeps all {microbatches} microbatches in flight: leave "
             "it out, or use --schedule 1f1b"
         )
-    workers = len(catalog.roles(strategy, settings, ring.nodes).workers)
+    workers = len(registry.roles(strategy, settings, ring.nodes).workers)
     if strategy != "ring" and microbatches < workers:
         raise UsageError(
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"

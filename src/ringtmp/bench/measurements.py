@@ -11,7 +11,7 @@ import msgspec
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.machine import Environment
 from ringtmp.errors import RingError, UsageError
-from ringtmp.files import write_atomic
+from ringtmp.system.files import write_atomic
 
 SCHEMA = 1
 Outcome = Literal["measured", "failed", "timed out"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 import ringtmp
-from ringtmp.signals import WISHES, on_signals
+from ringtmp.system.signals import WISHES, on_signals
 
 #: A lab lets its master end the step and save, then takes down its networks; who takes longer is ended by force.
 STOP_LIMIT_S = 60.0

@@ -12,7 +12,7 @@ import click
 
 from ringtmp import __version__
 from ringtmp.errors import RingError, UsageError
-from ringtmp.platforms import require_supported
+from ringtmp.system.platforms import require_supported
 from ringtmp.untrusted import printable
 
 _VERBS = {
@@ -113,7 +113,7 @@ def _address_space_is_limited() -> bool:
 
 def _of_the_system(error: Exception) -> str | None:
     """What the machine refused, in a sentence; None if it is none of that, but a mistake of ours."""
-    from ringtmp.resources import out_of_files
+    from ringtmp.system.resources import out_of_files
 
     if (shortage := out_of_files(error)) is not None:
         return shortage

@@ -93,7 +93,7 @@ def speed(
     from ringtmp.bench.settings import SETTINGS
     from ringtmp.bench.workloads import QUICK, WORKLOADS
     from ringtmp.cli.experiments import can_emulate
-    from ringtmp.launch.facts import usable_cores
+    from ringtmp.launch.device_facts import usable_cores
 
     works = [
         msgspec.structs.replace((QUICK if quick else WORKLOADS)[name], seed=seed, steps=warm_up + steps)

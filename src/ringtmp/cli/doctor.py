@@ -23,12 +23,12 @@ def command(join: str | None, listen: str | None, as_json: bool) -> None:
     """
     import msgspec
 
-    from ringtmp.launch import doctor, facts, knock, speech, token
+    from ringtmp.launch import agent_messages, device_facts, doctor, join_token, reach_master
 
-    given = token.given(join) if join or os.environ.get("RINGTMP_TOKEN") else None
-    findings = doctor.look(facts.parse_listen(listen, speech.DEFAULT_PORT) if listen else None)
+    given = join_token.given(join) if join or os.environ.get("RINGTMP_TOKEN") else None
+    findings = doctor.look(device_facts.parse_listen(listen, agent_messages.DEFAULT_PORT) if listen else None)
     if given is not None:
-        findings += knock.try_joining(given)
+        findings += reach_master.try_joining(given)
     failed = sum(finding.verdict == "fail" for finding in findings)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode({"ok": not failed, "findings": findings})).decode())

@@ -46,9 +46,9 @@ def look() -> Environment:
     import zmq
 
     from ringtmp import __version__
-    from ringtmp.launch.facts import cpu_name, usable_cores
-    from ringtmp.launch.keys import Rings
-    from ringtmp.limits import group_limits
+    from ringtmp.launch.device_facts import cpu_name, usable_cores
+    from ringtmp.launch.key_store import Rings
+    from ringtmp.system.container_limits import group_limits
 
     limits = group_limits()
     return Environment(

@@ -14,7 +14,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
     """Evaluate the newest checkpoint of RUN on its test part, in a pipelined forward pass."""
-    from ringtmp.resources import load_torch
+    from ringtmp.system.resources import load_torch
 
     load_torch()
     from ringtmp import api

@@ -15,8 +15,8 @@ from ringtmp.errors import RingError, UsageError
 if TYPE_CHECKING:
     from ringtmp.bench.experiments.choices import Choices
     from ringtmp.bench.measurements import Measurement, Store
-    from ringtmp.launch.devices import Device
-    from ringtmp.report.findings import Page
+    from ringtmp.lab.devices_file import Device
+    from ringtmp.report.page_content import Page
 
 
 @click.command("NAME…", context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,7 +51,7 @@ def command(
     from ringtmp.bench.experiments import choices as chosen
     from ringtmp.bench.experiments import ways
     from ringtmp.bench.measurements import Store
-    from ringtmp.launch.facts import usable_cores
+    from ringtmp.launch.device_facts import usable_cores
 
     _refuse_mixed(listen, joined, file, no_isolation)
     wanted, small = experiments.named(names)
@@ -124,8 +124,8 @@ def _write(page: Page, choices: Choices, out: Path) -> None:
     import msgspec
 
     from ringtmp.bench.experiments import markdown
-    from ringtmp.files import write_atomic
     from ringtmp.report import page as paper
+    from ringtmp.system.files import write_atomic
 
     try:
         results = {"page": page, "learning_rates": choices.rates, "repeats": choices.repeats, "seed": choices.seed}
@@ -163,7 +163,7 @@ def _print(page: Page, out: Path, as_json: bool) -> None:
 
 
 def _devices(file: Path | None) -> tuple[Device, ...]:
-    from ringtmp.launch import devices
+    from ringtmp.lab import devices_file
 
     if file is None:
         return ()
@@ -171,7 +171,7 @@ def _devices(file: Path | None) -> tuple[Device, ...]:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the devices file {file} cannot be read: {error}") from error
-    found = devices.parse(text, str(file))
+    found = devices_file.parse(text, str(file))
     if len(found) < 2:
         raise UsageError(f"{file} has one device; to compare ways to share work there must be two or more")
     return found

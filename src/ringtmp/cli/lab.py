@@ -13,8 +13,8 @@ import click
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
-    from ringtmp.launch.devices import Device
-    from ringtmp.launch.shares import Share
+    from ringtmp.lab.devices_file import Device
+    from ringtmp.lab.machine_shares import Share
 
 
 @click.command("lab", short_help="Emulated devices on this machine.")
@@ -42,9 +42,9 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     Linux, but for --no-isolation. A command finds RINGTMP_DEVICE, RINGTMP_ADDRESS and RINGTMP_PEERS (name=address …) in
     its environment.
     """
-    from ringtmp.launch import devices as devices_file
-    from ringtmp.launch import lab
-    from ringtmp.launch.rack import Rack, remove_leftovers
+    from ringtmp.lab import devices_file as devices_file
+    from ringtmp.lab import run_command
+    from ringtmp.lab.emulated_devices import Rack, remove_leftovers
 
     verb, rest = (words[0], list(words[1:])) if words else ("", [])
     if verb not in ("train", "exec") or (verb == "exec" and not rest):
@@ -59,38 +59,44 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     devices = devices_file.parse(text, str(file))
     threads = 1024  # a command may use every core of its device
     if verb == "train":
-        rest, threads = lab.complete(rest, len(devices))
+        rest, threads = run_command.complete(rest, len(devices))
         if not no_isolation:
-            lab.require_memory(devices)
+            run_command.require_memory(devices)
     if not no_isolation:
         _require_isolation()
     factor, shares = _shares(devices, threads, scale, no_isolation)
-    signals = lab.Signals()
+    signals = run_command.Signals()
     with signals.caught():
         if dead := remove_leftovers(not no_isolation):
             _say(f"removed what killed labs left behind: {', '.join(map(str, dead))}")
         began = time.monotonic()
         with Rack(shares, factor, not no_isolation) as rack:
             _tell(shares, factor, no_isolation, time.monotonic() - began)
-            code = lab.train(rack, rest, signals, _say) if verb == "train" else lab.execute(rack, rest, signals)
+            code = (
+                run_command.train(rack, rest, signals, _say)
+                if verb == "train"
+                else run_command.execute(rack, rest, signals)
+            )
     sys.exit(code)
 
 
 def _require_isolation() -> None:
-    from ringtmp.launch import netns
+    from ringtmp.lab import networks
 
     if sys.platform != "linux":
-        raise UsageError(f"the lab needs Linux, and this is {sys.platform}: use a Linux machine, {netns.INSTEAD}")
+        raise UsageError(f"the lab needs Linux, and this is {sys.platform}: use a Linux machine, {networks.INSTEAD}")
     if os.geteuid() != 0:
-        raise UsageError(f"the lab needs root to make networks and control groups: sudo ringtmp lab …, {netns.INSTEAD}")
-    netns.require_tools()
+        raise UsageError(
+            f"the lab needs root to make networks and control groups: sudo ringtmp lab …, {networks.INSTEAD}"
+        )
+    networks.require_tools()
 
 
 def _shares(
     devices: tuple[Device, ...], threads: int, scale: bool, no_isolation: bool
 ) -> tuple[float, tuple[Share, ...]]:
-    from ringtmp.launch.shares import Share, share_out
-    from ringtmp.resources import machine_free_bytes
+    from ringtmp.lab.machine_shares import Share, share_out
+    from ringtmp.system.resources import machine_free_bytes
 
     if not no_isolation:
         return share_out(devices, sorted(os.sched_getaffinity(0)), machine_free_bytes(), threads, scale)

@@ -28,21 +28,21 @@ def command(
     """
     import msgspec
 
-    from ringtmp.launch import agent, facts, keys, token
+    from ringtmp.launch import agent, device_facts, join_token, key_store
 
-    given = token.given(join)
+    given = join_token.given(join)
     if name is not None:
-        keys.checked_name("device", name)
+        key_store.checked_name("device", name)
     host, _, port = given.address.rpartition(":")
-    address = facts.parse_listen(listen, 1)[0] if listen else facts.address_towards(host, int(port))
-    found = facts.device_facts(name)
+    address = device_facts.parse_listen(listen, 1)[0] if listen else device_facts.address_towards(host, int(port))
+    found = device_facts.device_facts(name)
     mine = msgspec.structs.replace(
         found,
         address=address,
         cores=min(found.cores, threads or found.cores),
         memory_bytes=min(found.memory_bytes, (memory_mb or 10**9) * 2**20),
     )
-    own = keys.identity()
+    own = key_store.identity()
     hub = agent.join(given, own, mine)
     _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
 

@@ -14,9 +14,9 @@ from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
-    from ringtmp.plan.device import Device
+    from ringtmp.plan.devices import Device
     from ringtmp.plan.planner import Plan
-    from ringtmp.planning import Work
+    from ringtmp.run.measure_model import Work
 
 
 @click.command("plan", cls=RunCommand, short_help="What a run would do, before it does it.")
@@ -45,17 +45,18 @@ def command(
     chosen = flags(given)
     settings = build(config, chosen)
 
-    from ringtmp.resources import load_torch
+    from ringtmp.system.resources import load_torch
 
     load_torch()
-    from ringtmp import api, planning
+    from ringtmp import api
     from ringtmp.cli import plan_show, show
     from ringtmp.config import resolve
-    from ringtmp.data import named
+    from ringtmp.data import by_name
     from ringtmp.model.profile import ProfileCache
-    from ringtmp.plan import compare as ways
     from ringtmp.plan.gantt import svg as draw
-    from ringtmp.resources import rss_bytes
+    from ringtmp.run import measure_model
+    from ringtmp.strategies import compare as ways
+    from ringtmp.system.resources import rss_bytes
 
     settings = resolve(settings)
     if settings.ring.strategy != "ring":
@@ -70,12 +71,12 @@ def command(
     for name in names:
         ways.check_name(name)
     with show.watcher(quiet) as watcher:
-        train, _ = named.load(settings.training.data, settings.training.seed, settings.model.settings)
+        train, _ = by_name.load(settings.training.data, settings.training.seed, settings.model.settings)
         model = api.named_model(settings.model, train)
-        work = planning.measure(settings, model, train, watcher.phase, ProfileCache())
+        work = measure_model.measure(settings, model, train, watcher.phase, ProfileCache())
         watcher.phase("planning")
-        devices = planning.with_master_here(devices, counted_bytes)
-        made = planning.plan(settings, work, devices, settings.ring.all_devices or file is None)
+        devices = measure_model.with_master_here(devices, counted_bytes)
+        made = measure_model.plan(settings, work, devices, settings.ring.all_devices or file is None)
         everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
@@ -106,26 +107,26 @@ def command(
 
 def _with_all(settings: RunConfig, work: Work, devices: tuple[Device, ...], made: Plan) -> Plan | None:
     """The best plan that uses every device, where the best of all leaves some out."""
-    from ringtmp import planning
     from ringtmp.errors import DoesNotFit
+    from ringtmp.run import measure_model
 
     if not made.left_out:
         return None
     try:
-        return planning.plan(settings, work, devices, keep_all=True)
+        return measure_model.plan(settings, work, devices, keep_all=True)
     except (DoesNotFit, UsageError):
         return None  # somebody is left out because it can hold nothing
 
 
 def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: int) -> tuple[Device, ...]:
-    from ringtmp.launch import described
-    from ringtmp.launch import devices as devices_file
-    from ringtmp.launch.facts import usable_cores
-    from ringtmp.limits import group_limits
-    from ringtmp.resources import free_memory_bytes
+    from ringtmp.lab import devices_file as devices_file
+    from ringtmp.launch import planned_devices
+    from ringtmp.launch.device_facts import usable_cores
+    from ringtmp.system.container_limits import group_limits
+    from ringtmp.system.resources import free_memory_bytes
 
     if file is None:
-        return described.local_processes(nodes, threads, usable_cores(), free_memory_bytes(), group_limits())
+        return planned_devices.local_processes(nodes, threads, usable_cores(), free_memory_bytes(), group_limits())
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -133,4 +134,4 @@ def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: in
     devices = devices_file.parse(text, str(file))
     if given_nodes is not None and given_nodes != len(devices):
         raise UsageError(f"--nodes {given_nodes} and the {len(devices)} devices of {file} differ: leave --nodes out")
-    return described.from_file(devices, threads)
+    return planned_devices.from_file(devices, threads)

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ringtmp.plan import advice
-from ringtmp.plan.compare import Way
-from ringtmp.plan.device import Device
-from ringtmp.plan.memory import MemoryForecast
+from ringtmp.plan.devices import Device
+from ringtmp.plan.memory_forecast import MemoryForecast
 from ringtmp.plan.planner import Plan
-from ringtmp.plan.simulate import Simulated
+from ringtmp.plan.simulation import Simulated
+from ringtmp.strategies.compare import Way
 from ringtmp.units import bytes_text, seconds_text
 
 

@@ -21,7 +21,7 @@ def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
     INPUTS is a .npy file, or a .npz file with an array called inputs; its first dimension counts samples. Prints the
     number of the largest output of every sample, one per line, or writes all outputs to --out.
     """
-    from ringtmp.resources import load_torch
+    from ringtmp.system.resources import load_torch
 
     load_torch()
     import numpy as np

@@ -20,9 +20,9 @@ def command(run: Path, out: Path | None) -> None:
     """
     from ringtmp.metrics.events import read
     from ringtmp.report import figures
-    from ringtmp.report import run as run_page
+    from ringtmp.report import run_page as run_page
     from ringtmp.report.page import write
-    from ringtmp.report.story import gather
+    from ringtmp.report.run_timeline import gather
 
     figures.require_matplotlib()
     log = run / "events.jsonl"

@@ -19,8 +19,8 @@ def command() -> None:
 )
 def token(ring: str, uses: int) -> None:
     """Print a fresh token, good for an hour. The master must be waiting (ringtmp train --listen) when it is used."""
-    from ringtmp.launch import token as tokens
-    from ringtmp.launch.keys import Rings
+    from ringtmp.launch import join_token as tokens
+    from ringtmp.launch.key_store import Rings
 
     rings = Rings()
     file = rings.open(ring)
@@ -33,7 +33,7 @@ def token(ring: str, uses: int) -> None:
 @click.option("--ring", help="One ring only.")
 def list_(ring: str | None) -> None:
     """List rings and their admitted devices."""
-    from ringtmp.launch.keys import Rings
+    from ringtmp.launch.key_store import Rings
 
     rings = Rings()
     for name in [ring] if ring else rings.names():
@@ -50,7 +50,7 @@ def list_(ring: str | None) -> None:
 @click.option("--ring", default="home", show_default=True)
 def release(node: str, ring: str) -> None:
     """Take NODE (a name or key) out of the run under way, at the end of its step. It stays admitted."""
-    from ringtmp.launch.keys import Rings
+    from ringtmp.launch.key_store import Rings
 
     found = Rings().release(ring, node)
     print(f"{found.name} ({found.key}) is released from the run of ring {ring}")
@@ -61,7 +61,7 @@ def release(node: str, ring: str) -> None:
 @click.option("--ring", default="home", show_default=True)
 def revoke(node: str, ring: str) -> None:
     """Shut NODE (a name or key) out for good. A run it is part of notices within a second."""
-    from ringtmp.launch.keys import Rings
+    from ringtmp.launch.key_store import Rings
 
     found = Rings().revoke(ring, node)
     print(f"{found.name} ({found.key}) is out of ring {ring}")

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ringtmp.job import Watcher
 from ringtmp.metrics.summary import NodeSummary, Summary
-from ringtmp.progress import Telling, shown
+from ringtmp.run.job import Watcher
+from ringtmp.run.progress import Telling, shown
 from ringtmp.units import bytes_text, count_text, seconds_text
 
 _EXACTNESS = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import click
 
-from ringtmp.strategies.catalog import ENTRIES, Entry
+from ringtmp.strategies.registry import ENTRIES, Entry
 
 
 @click.command("strategies", short_help="List the ways to train, with their settings.")

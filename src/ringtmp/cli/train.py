@@ -48,7 +48,7 @@ def command(
         raise UsageError("--resume goes with neither --run-dir nor a settings file: the run has its own")
     settings = build(config, chosen)
 
-    from ringtmp.resources import load_torch
+    from ringtmp.system.resources import load_torch
 
     load_torch()
     from ringtmp import api

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ringtmp.data.arrivals import Arrivals, Keep, Stray, StreamPlace, TableMark
 from ringtmp.data.sources import Source, Stream, Table, leaves, map_tensors
-from ringtmp.data.spool import MEMORY_LIMIT_BYTES, Spool
+from ringtmp.data.stream_batches import Arrivals, Keep, Stray, StreamPlace, TableMark
+from ringtmp.data.stream_store import MEMORY_LIMIT_BYTES, Spool
 from ringtmp.errors import UsageError
 
 

@@ -20,12 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError, RingError, UsageError
-from ringtmp.launch import speech
-from ringtmp.launch.child import end, is_stopped, last_words, spawn
-from ringtmp.launch.compute import Bound, Orders
-from ringtmp.launch.facts import address_towards
-from ringtmp.launch.private import PrivateFolder, remove_leftovers
-from ringtmp.launch.speech import (
+from ringtmp.launch import agent_messages
+from ringtmp.launch.agent_messages import (
     BEAT_S,
     MAX_BYTES,
     SILENCE_LIMIT_S,
@@ -41,9 +37,13 @@ from ringtmp.launch.speech import (
     Started,
     Welcome,
 )  # fmt: skip
-from ringtmp.launch.token import Token
-from ringtmp.signals import on_signals
-from ringtmp.transport.curve import KeyPair, connect_securely
+from ringtmp.launch.compute_process import Bound, Orders
+from ringtmp.launch.device_facts import address_towards
+from ringtmp.launch.join_token import Token
+from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
+from ringtmp.launch.start_process import end, is_stopped, last_words, spawn
+from ringtmp.system.signals import on_signals
+from ringtmp.transport.encryption import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
 KNOCK_AGAIN_S = 2.0
@@ -59,14 +59,14 @@ def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         socket.connect(f"tcp://{token.address}")
         limit = time.monotonic() + limit_s
-        socket.send(speech.encode(Join(token.secret, facts)))  # leaves only after the handshake
+        socket.send(agent_messages.encode(Join(token.secret, facts)))  # leaves only after the handshake
         while not socket.poll(round(min(KNOCK_AGAIN_S, limit_s) * 1000)):
             if time.monotonic() >= limit:
                 raise _why_no_answer(token, monitor, limit_s)
             # A crowded door drops requests; one asked twice is answered twice and admitted once.
             with contextlib.suppress(zmq.Again):
-                socket.send(speech.encode(Join(token.secret, facts)), zmq.NOBLOCK)
-        answer = speech.decode(speech.from_master, socket.recv(), Heard.STRANGER)
+                socket.send(agent_messages.encode(Join(token.secret, facts)), zmq.NOBLOCK)
+        answer = agent_messages.decode(agent_messages.from_master, socket.recv(), Heard.STRANGER)
     except zmq.ZMQError as error:
         raise UsageError(f"cannot reach the master at {token.address}: {error.strerror or error}") from error
     finally:
@@ -160,7 +160,7 @@ class Agent:
                 poller.register(self._child.stdout.fileno(), zmq.POLLIN)
             ready = dict(poller.poll(200))
             if self._socket in ready:
-                self._take(speech.decode(speech.from_master, self._socket.recv(), Heard.AGENT))
+                self._take(agent_messages.decode(agent_messages.from_master, self._socket.recv(), Heard.AGENT))
             elif ready:
                 self._hear_child()
             self._watch_child()
@@ -185,7 +185,7 @@ class Agent:
         self._socket.close(linger=300)
         self._context.term()
 
-    def _take(self, message: speech.FromMaster) -> None:
+    def _take(self, message: agent_messages.FromMaster) -> None:
         if isinstance(message, Prepare):
             self._end_child()
             self._say(f"run begins: node {message.node}, generation {message.generation}")
@@ -267,7 +267,7 @@ class Agent:
 
     def _say_to_master(self, message: Here | Started | Died | Leaving) -> bool:
         try:
-            self._socket.send(speech.encode(message), zmq.NOBLOCK)
+            self._socket.send(agent_messages.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

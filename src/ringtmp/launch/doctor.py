@@ -21,10 +21,10 @@ import psutil
 import zmq
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.facts import TORCH_BYTES, address_towards, own_addresses, usable_cores
-from ringtmp.launch.keys import config_dir
-from ringtmp.launch.speech import DEFAULT_PORT, HUB_PORT_OFFSET
-from ringtmp.limits import Limits, group_limits
+from ringtmp.launch.agent_messages import DEFAULT_PORT, HUB_PORT_OFFSET
+from ringtmp.launch.device_facts import TORCH_BYTES, address_towards, own_addresses, usable_cores
+from ringtmp.launch.key_store import config_dir
+from ringtmp.system.container_limits import Limits, group_limits
 from ringtmp.units import bytes_text, seconds_text
 
 OLDEST_TORCH = (2, 6)

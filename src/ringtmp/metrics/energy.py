@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 Source = Literal["measured", "estimated", "modelled"]
-#: Half a watt more for a gigabit port at full rate, over 125 MB/s [assumed]; read like the sources of launch/devices.py.
+#: Half a watt more for a gigabit port at full rate, over 125 MB/s [assumed]; read like the sources of lab/devices_file.py.
 ETHERNET_NJ_PER_BYTE = 4.0
 #: One watt more for a 2.4 GHz radio that carries 5 MB/s [assumed].
 WIFI_NJ_PER_BYTE = 200.0

@@ -11,7 +11,7 @@ import msgspec
 from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
 from ringtmp.metrics.events import Event, NodeEnded, NodeStarted, NodeStep, Regrouped
-from ringtmp.metrics.parts import Part, parts_of
+from ringtmp.metrics.run_parts import Part, parts_of
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)

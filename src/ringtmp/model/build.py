@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
-from ringtmp.model.alias import Memory
+from ringtmp.model.allowed_operators import resolve
+from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
+from ringtmp.model.check_layer import Check
+from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of
-from ringtmp.model.operators import resolve
-from ringtmp.model.portable import CUSTOM, Layer
-from ringtmp.model.repeat import changed_buffers
-from ringtmp.model.sharing import Sample, refuse_own_writes, refuse_shared_writes, untie
-from ringtmp.model.trust import Check
-from ringtmp.model.watch import refuse_averaging, refuse_hooks
-from ringtmp.model.whole import check_whole, fits
-from ringtmp.model.written import written_parameters
+from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.portable_layer import CUSTOM, Layer
+from ringtmp.model.recompute import changed_buffers
+from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
+from ringtmp.model.written_parameters import written_parameters
 
 #: A layer is compared with its graphs at so many microbatch sizes at most.
 MOST_SIZES = 4

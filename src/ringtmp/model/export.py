@@ -20,10 +20,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.alias import Memory
-from ringtmp.model.custom import traced_along
-from ringtmp.model.operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MODE, SIZE_FUNCTIONS
-from ringtmp.model.portable import (
+from ringtmp.model.allowed_operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MODE, SIZE_FUNCTIONS
+from ringtmp.model.check_hooks import lines, refuse_narrow
+from ringtmp.model.custom_backward import traced_along
+from ringtmp.model.graph_regions import Flat, Mode, Region, Step
+from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.portable_layer import (
     CUSTOM,
     Custom,
     Graph,
@@ -37,9 +39,7 @@ from ringtmp.model.portable import (
     Ref,
     Value,
 )
-from ringtmp.model.regions import Flat, Mode, Region, Step
-from ringtmp.model.watch import lines, refuse_narrow
-from ringtmp.resources import loading, out_of_files
+from ringtmp.system.resources import loading, out_of_files
 
 #: Batch size of the example a layer is exported with: not 0 or 1, which export would freeze, and rarely a layer's
 #: own width, so that a frozen batch is noticed.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.resources import free_memory_bytes
+from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text
 
 Model = nn.Module | Iterable[Any] | Callable[[], Any]

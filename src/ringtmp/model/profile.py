@@ -26,14 +26,14 @@ from torch.utils import _pytree as pytree
 
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
-from ringtmp.files import write_atomic
-from ringtmp.limits import group_limits
 from ringtmp.model.build import BuiltLayer
-from ringtmp.model.execute import Program
 from ringtmp.model.layers import SMALLER
-from ringtmp.model.portable import Layer
-from ringtmp.plan.device import LayerCost, Measured
-from ringtmp.resources import fingerprint, free_memory_bytes
+from ringtmp.model.portable_layer import Layer
+from ringtmp.model.run_graph import Program
+from ringtmp.plan.devices import LayerCost, Measured
+from ringtmp.system.container_limits import group_limits
+from ringtmp.system.files import write_atomic
+from ringtmp.system.resources import fingerprint, free_memory_bytes
 from ringtmp.units import bytes_text
 
 #: Of the file's layout and of how things are measured.

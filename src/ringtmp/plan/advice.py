@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ringtmp.errors import RingError
-from ringtmp.plan.device import Device, Paths
+from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.planner import Plan, PlanOptions, plan
 from ringtmp.units import seconds_text
 

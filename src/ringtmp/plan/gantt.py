@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-from ringtmp.plan.simulate import Simulated
+from ringtmp.plan.simulation import Simulated
 from ringtmp.units import seconds_text
 
 #: Okabe and Ito's palette.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ringtmp.errors import DoesNotFit
-from ringtmp.plan.device import Device, LayerCost, Paths
+from ringtmp.plan.devices import Device, LayerCost, Paths
 from ringtmp.plan.planner import Plan, PlanOptions, plan
 
 MOST = 64

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.plan.bottleneck import Candidate, Segments, least_missing, shortest_way
-from ringtmp.plan.costs import CostTable
-from ringtmp.plan.device import Device, Paths
-from ringtmp.plan.memory import forecast, held, held_in, refuse_single_layers, require_fit
+from ringtmp.plan.cuts_for_laps import bounds_for
+from ringtmp.plan.devices import Device, Paths
+from ringtmp.plan.exact_cuts import Candidate, Segments, least_missing, shortest_way
+from ringtmp.plan.layer_costs import CostTable
+from ringtmp.plan.memory_forecast import forecast, held, held_in, refuse_single_layers, require_fit
 from ringtmp.plan.route import holders_of, plain_ring, route_over
-from ringtmp.plan.simulate_ring import simulate_ring
-from ringtmp.plan.spread import bounds_for
+from ringtmp.plan.simulate_pipeline import simulate_ring
 
 Bounds = tuple[tuple[int, int], ...]
 #: Actions simulated while cuts are moved: about 20 us each.

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.plan.bottleneck import Candidate, Segments, every_multiset, given_order, states_of
-from ringtmp.plan.costs import CostTable
-from ringtmp.plan.device import Device, LayerCost, Paths, check_devices
-from ringtmp.plan.memory import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.order import shortest_orders
+from ringtmp.plan.device_order import shortest_orders
+from ringtmp.plan.devices import Device, LayerCost, Paths, check_devices
+from ringtmp.plan.exact_cuts import Candidate, Segments, every_multiset, given_order, states_of
+from ringtmp.plan.layer_costs import CostTable
+from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
+from ringtmp.plan.next_action import Schedule
 from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
 from ringtmp.plan.route import Route, holders_of, route_over
-from ringtmp.plan.rule import Schedule
-from ringtmp.plan.simulate import Simulated
-from ringtmp.plan.simulate_ring import RingOptions, simulate_ring
+from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
+from ringtmp.plan.simulation import Simulated
 from ringtmp.units import bytes_text, seconds_text
 
 #: Multisets of workers that are weighed one by one: 7 different workers make 128.

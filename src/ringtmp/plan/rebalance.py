@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 
 from ringtmp.errors import RingError
 from ringtmp.plan import planner
-from ringtmp.plan.costs import CostTable
-from ringtmp.plan.device import Device, Path
+from ringtmp.plan.devices import Device, Path
+from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.planner import Plan
 
 TOLERANCE = 0.15

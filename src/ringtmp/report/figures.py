@@ -15,8 +15,8 @@ import msgspec
 
 from ringtmp.errors import UsageError
 from ringtmp.report import theme
-from ringtmp.report.findings import Figure, Table
-from ringtmp.report.paint import is_wide, paint
+from ringtmp.report.page_content import Figure, Table
+from ringtmp.report.svg import is_wide, paint
 
 MISSING = "no figures: matplotlib is not installed (pip install 'ringtmp[plots]')"
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"

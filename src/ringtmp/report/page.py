@@ -12,10 +12,10 @@ from importlib import resources
 from pathlib import Path
 
 from ringtmp.errors import RingError, UsageError
-from ringtmp.files import write_atomic
 from ringtmp.report import figures, theme
 from ringtmp.report.figures import Drawn
-from ringtmp.report.findings import Figure, Holds, Page, Section, Skipped, Table, Verdict
+from ringtmp.report.page_content import Figure, Holds, Page, Section, Skipped, Table, Verdict
+from ringtmp.system.files import write_atomic
 
 #: Never by colour alone.
 _HOLDS: dict[Holds, str] = {"yes": "✓ holds", "no": "✗ does not hold", "mixed": "± mixed", "open": "? open"}

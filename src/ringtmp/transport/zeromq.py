@@ -20,7 +20,7 @@ import zmq
 
 from ringtmp.errors import UsageError
 from ringtmp.transport.base import Arrival, Channel, Frame
-from ringtmp.transport.curve import NOT_YET, Gatekeeper, KeyPair, connect_securely, serve_securely
+from ringtmp.transport.encryption import NOT_YET, Gatekeeper, KeyPair, connect_securely, serve_securely
 from ringtmp.wire.address import Address
 
 #: Below this a copy is cheaper than tracking the buffer.

@@ -24,7 +24,8 @@ import torch
 
 from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.units import bytes_text
-from ringtmp.wire.codec import (
+from ringtmp.wire.messages import PROTOCOL, Message, Specs
+from ringtmp.wire.packets import (
     ACK,
     ANSWER,
     DATA,
@@ -39,7 +40,6 @@ from ringtmp.wire.codec import (
     encode_packet,
     pieces,
 )  # fmt: skip
-from ringtmp.wire.message import PROTOCOL, Message, Specs
 from ringtmp.wire.tensors import Landing, check, payload
 
 PROBE_AFTER_S = 0.5

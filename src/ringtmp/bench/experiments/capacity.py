@@ -17,7 +17,7 @@ from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Measured, lab, toml
 from ringtmp.bench.experiments.ways import Way, parse
 from ringtmp.bench.jobs import PYTHON, Job
 from ringtmp.bench.runners.largest import Search, Try
-from ringtmp.report.findings import Figure, Holds, Section, Series, Skipped, Table, Verdict
+from ringtmp.report.page_content import Figure, Holds, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text, count_text
 
 AIM = "RingTMP can hold larger models"

@@ -14,7 +14,7 @@ import msgspec
 from ringtmp.bench.experiments import ways
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.workloads import WORKLOADS, Workload
-from ringtmp.launch.devices import Device
+from ringtmp.lab.devices_file import Device
 from ringtmp.metrics.energy import PRESETS
 
 FULL_WAYS = (

@@ -11,7 +11,7 @@ from ringtmp.bench.experiments.runs import Measured
 from ringtmp.bench.jobs import Job, interleaved
 from ringtmp.bench.machine import Environment
 from ringtmp.bench.measurements import Measurement
-from ringtmp.report.findings import Page, Section, Skipped
+from ringtmp.report.page_content import Page, Section, Skipped
 
 #: What others may use of the machine before its figures need a warning.
 QUIET = 0.1

@@ -13,7 +13,7 @@ import msgspec
 from ringtmp.bench import statistics
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.statistics import Centre, Interval, Step
-from ringtmp.report.findings import Holds, Verdict
+from ringtmp.report.page_content import Holds, Verdict
 
 #: So much more is as good.
 MARGIN = 0.05

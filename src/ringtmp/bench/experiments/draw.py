@@ -9,7 +9,7 @@ from ringtmp.bench.experiments.contrasts import Sampled, both
 from ringtmp.bench.experiments.runs import Cell, Measured
 from ringtmp.bench.record import Record
 from ringtmp.bench.statistics import Centre, Interval, Step, interval
-from ringtmp.report.findings import Figure, Series, Span, Table
+from ringtmp.report.page_content import Figure, Series, Span, Table
 from ringtmp.units import bytes_text, seconds_text
 
 #: Record, steps to warm up -> a value per step

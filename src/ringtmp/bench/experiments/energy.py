@@ -18,7 +18,7 @@ from ringtmp.bench.experiments.runs import Cell, Measured
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Record
 from ringtmp.metrics.energy import Sensitivity, sensitivity
-from ringtmp.report.findings import Figure, Section, Series, Table, Verdict
+from ringtmp.report.page_content import Figure, Section, Series, Table, Verdict
 
 AIM = "RingTMP takes less overall power"
 VARIED = 0.5

@@ -22,7 +22,7 @@ from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Record
 from ringtmp.bench.statistics import Interval
-from ringtmp.report.findings import Figure, Holds, Section, Series, Table, Verdict
+from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import seconds_text
 
 AIM = "Communication hides behind computing: equation (3)"

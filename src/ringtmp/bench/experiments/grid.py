@@ -11,7 +11,7 @@ from ringtmp.bench.experiments.choices import Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.workloads import Workload
-from ringtmp.report.findings import Skipped
+from ringtmp.report.page_content import Skipped
 
 ANCHOR_STEPS = 8
 #: Points of accuracy below the best from which a way has not learned the task.

@@ -13,7 +13,7 @@ from ringtmp.bench.experiments.choices import Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.statistics import Interval
-from ringtmp.report.findings import Figure, Section, Skipped, Table, Verdict
+from ringtmp.report.page_content import Figure, Section, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "RingTMP reduces the time workers are idle"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringtmp.report.findings import Page, Table
+from ringtmp.report.page_content import Page, Table
 
 #: Longer tables are in data/*.csv alone.
 MOST_ROWS = 24

@@ -18,7 +18,7 @@ from ringtmp.bench.experiments.contrasts import Sampled
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Record
-from ringtmp.report.findings import Figure, Holds, Section, Series, Table, Verdict
+from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import bytes_text, seconds_text
 
 AIM = "RingTMP makes as much progress"

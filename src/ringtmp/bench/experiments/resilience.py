@@ -21,7 +21,7 @@ from ringtmp.bench.experiments.ways import Way, parse
 from ringtmp.bench.jobs import PYTHON, Job
 from ringtmp.bench.runners.removal import Removal
 from ringtmp.bench.workloads import Workload
-from ringtmp.report.findings import Figure, Holds, Mark, Section, Series, Skipped, Table, Verdict
+from ringtmp.report.page_content import Figure, Holds, Mark, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import seconds_text
 
 AIM = "RingTMP is as resilient as a parameter server"

@@ -16,7 +16,7 @@ from ringtmp.bench.measurements import Measurement
 from ringtmp.bench.reading import RUN
 from ringtmp.bench.record import Record, from_facts
 from ringtmp.bench.workloads import Workload, train_flags
-from ringtmp.launch.devices import Device
+from ringtmp.lab.devices_file import Device
 
 EXPERIMENT = "run"
 DEVICES = "devices.toml"

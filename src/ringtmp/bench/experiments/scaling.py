@@ -17,7 +17,7 @@ from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.statistics import Interval
 from ringtmp.bench.workloads import Workload
-from ringtmp.report.findings import Figure, Section, Series, Skipped, Table
+from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table
 from ringtmp.units import bytes_text
 
 AIM = "RingTMP is at least as scalable"

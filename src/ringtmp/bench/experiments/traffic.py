@@ -19,7 +19,7 @@ from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Track
 from ringtmp.bench.workloads import Workload
-from ringtmp.report.findings import Figure, Section, Series, Skipped, Table, Verdict
+from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "There is less communication than with a parameter server"

@@ -13,7 +13,7 @@ import msgspec
 
 from ringtmp.bench.statistics import Centre
 from ringtmp.errors import UsageError, unknown
-from ringtmp.strategies import catalog
+from ringtmp.strategies import registry
 
 #: Flags of `ringtmp train` that may differ from way to way.
 TRAIN_KEYS = ("staleness", "wire", "schedule", "window", "laps", "route", "recompute", "microbatches", "protect")
@@ -64,11 +64,11 @@ class Way(msgspec.Struct, frozen=True):
         return found
 
     def workers(self, nodes: int) -> int:
-        return len(catalog.roles(self.strategy, self.settings, nodes).workers)
+        return len(registry.roles(self.strategy, self.settings, nodes).workers)
 
     def servers(self, nodes: int) -> tuple[int, ...]:
         """Dedicated ones."""
-        who = catalog.roles(self.strategy, self.settings, nodes)
+        who = registry.roles(self.strategy, self.settings, nodes)
         return tuple(node for node in who.servers if node not in who.workers)
 
     def microbatches(self, nodes: int, batch_size: int, pipeline: int) -> int:
@@ -86,7 +86,7 @@ class Way(msgspec.Struct, frozen=True):
             least = nodes * laps + 1
             return None if layers >= least else f"a ring of {nodes} needs {least} layers, and the model has {layers}"
         try:
-            catalog.checked(self.strategy, self.settings, nodes, self.wire)
+            registry.checked(self.strategy, self.settings, nodes, self.wire)
         except UsageError as error:
             return str(error)
         return None
@@ -96,8 +96,8 @@ def parse(text: str) -> Way:
     name, *rest = text.strip().split(":")
     pairs = [word for word in rest if "=" in word]
     short = ":".join([name, *(word for word in rest if "=" not in word)])
-    strategy, settings = catalog.named(short)
-    known = [setting.name for setting in catalog.ENTRIES[strategy].settings]
+    strategy, settings = registry.named(short)
+    known = [setting.name for setting in registry.ENTRIES[strategy].settings]
     keys = [key for key in TRAIN_KEYS if strategy == "ring" or key not in RING_KEYS]
     flags: dict[str, int | str] = {}
     for pair in pairs:

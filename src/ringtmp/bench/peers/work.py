@@ -18,14 +18,14 @@ from torch import nn
 
 from ringtmp.bench.reading import PeerSteps
 from ringtmp.bench.workloads import Workload
-from ringtmp.data import named
+from ringtmp.data import by_name
 from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Source
-from ringtmp.launch.facts import own_addresses
+from ringtmp.launch.device_facts import own_addresses
 from ringtmp.model import zoo
 from ringtmp.model.layers import layers_of
-from ringtmp.resources import peak_rss_bytes
-from ringtmp.ring.losses import LossFunction, loss_named
+from ringtmp.runtime.losses import LossFunction, loss_named
+from ringtmp.system.resources import peak_rss_bytes
 
 #: A peer that waits longer for another has lost it.
 WAIT_LIMIT_S = 300
@@ -62,7 +62,7 @@ class Task:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        self._source: Source = named.load(work.data, work.seed, work.settings)[0]
+        self._source: Source = by_name.load(work.data, work.seed, work.settings)[0]
         self.loss: LossFunction = loss_named(self._source.loss or "cross_entropy")
         made = zoo.build(work.model, self._source.shape, work.settings)
         self.layers: list[tuple[str, nn.Module]] = list(layers_of(made, work.seed))

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from ringtmp.bench.measurements import Result
-from ringtmp.launch.compute import WAIT_S
-from ringtmp.ring.endpoint import Endpoint
-from ringtmp.transport.curve import new_key_pair
+from ringtmp.launch.compute_process import WAIT_S
+from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.transport.encryption import new_key_pair
 from ringtmp.transport.zeromq import ZeroMQTransport
 from ringtmp.wire.address import Address
-from ringtmp.wire.message import Activations, Gradients, Message
+from ringtmp.wire.messages import Activations, Gradients, Message
 
 WAIT_LIMIT_S = 60.0
 _ANYWHERE = ("tcp://127.0.0.1:*",) * 3

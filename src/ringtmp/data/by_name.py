@@ -1,0 +1,196 @@
+"""Data by name, for the command line: digits, random:IxO, idx:DIR, npz:FILE, text:PATH, pysource, FILE.py:factory."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import struct
+import sysconfig
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringtmp.data.factories import call_factory, is_factory, refuse_file_alone
+from ringtmp.data.sources import Shape, Source, Table, from_python, split, subset, tensors
+from ringtmp.errors import UsageError, unknown
+
+KNOWN = ("digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "pysource", "FILE.py:factory")
+TEST_SHARE = 0.2
+RANDOM_SAMPLES = 8192
+DEFAULT_CONTEXT = 128
+MAX_BYTE_TESTS = 512
+
+
+def load(name: str, seed: int, settings: Mapping[str, Any]) -> tuple[Source, Source | None]:
+    """(train, test) for a name. `settings` are the model's: a byte model's `context` is the length of a sample."""
+    kind, _, rest = name.partition(":")
+    context = int(settings.get("context", 0)) or DEFAULT_CONTEXT
+    makers: dict[str, Callable[[], tuple[Source, Source | None]]] = {
+        "digits": lambda: _digits(seed),
+        "random": lambda: _random(rest, seed),
+        "idx": lambda: _idx(Path(rest), seed),
+        "npz": lambda: _npz(Path(rest), seed),
+        "text": lambda: _bytes_of(name, _read_text(Path(rest)), context),
+        "pysource": lambda: _bytes_of(name, _python_source(), context),
+    }
+    if is_factory(name):
+        return _factory(name, seed)
+    refuse_file_alone("data", name)
+    if kind not in makers:
+        raise unknown("data", name, KNOWN)
+    if bool(rest) != (kind not in ("digits", "pysource")):
+        raise UsageError(f"data {name!r}: write it as one of {', '.join(KNOWN)}")
+    return makers[kind]()
+
+
+def _digits(seed: int) -> tuple[Table, Table]:
+    with (files("ringtmp.data") / "digits" / "digits.npz").open("rb") as file, np.load(file) as archive:
+        images = torch.from_numpy(archive["images"].astype(np.float32) / 16)[:, None]
+        labels = torch.from_numpy(archive["labels"].astype(np.int64))
+    return split(tensors("digits", images, labels), TEST_SHARE, seed)
+
+
+def _random(size: str, seed: int) -> tuple[Table, Table]:
+    match = re.fullmatch(r"(\d+(?:x\d+)*)x(\d+)", size)
+    if not match or "0" in size.split("x"):
+        raise UsageError(
+            f"data 'random:{size}': write random:INPUTSxOUTPUTS, for instance random:784x10 or random:3x32x32x10"
+        )
+    shape = [int(part) for part in match[1].split("x")]
+    classes = int(match[2])
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(RANDOM_SAMPLES, *shape, generator=generator)
+    # Labels follow from the inputs through a random linear map, so that there is something to learn.
+    teacher = torch.randn(inputs[0].numel(), classes, generator=generator)
+    labels = (inputs.flatten(1) @ teacher).argmax(1)
+    return split(tensors(f"random:{size}", inputs, labels, classes), TEST_SHARE, seed)
+
+
+def _idx(folder: Path, seed: int) -> tuple[Table, Table]:
+    """MNIST's own format: four files, gzipped or not."""
+
+    def part(prefix: str) -> Table | None:
+        images, labels = (_find_idx(folder, f"{prefix}-{kind}") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+        if images is None or labels is None:
+            return None
+        pixels = torch.from_numpy(_read_idx(images)).to(torch.float32)[:, None] / 255
+        return tensors(f"idx:{folder}", pixels, torch.from_numpy(_read_idx(labels)).long())
+
+    if not folder.is_dir():
+        raise UsageError(f"data idx: no folder {folder}")
+    train, test = part("train"), part("t10k")
+    if train is None:
+        raise UsageError(
+            f"data idx: {folder} must hold train-images-idx3-ubyte and train-labels-idx1-ubyte (or the same with .gz)"
+        )
+    return (train, test) if test is not None else split(train, TEST_SHARE, seed)
+
+
+def _find_idx(folder: Path, stem: str) -> Path | None:
+    names = (stem, stem.replace("-idx", ".idx"))
+    return next(
+        (folder / (name + end) for name in names for end in ("", ".gz") if (folder / (name + end)).exists()), None
+    )
+
+
+def _read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        zeros, kind, dims = struct.unpack(">HBB", raw[:4])
+        shape = struct.unpack(f">{dims}I", raw[4 : 4 + 4 * dims])
+    except (OSError, EOFError, struct.error, zlib.error) as error:
+        raise UsageError(f"data idx: {path} cannot be read: {error}") from error
+    body = raw[4 + 4 * dims :]
+    if zeros or kind != 8 or dims not in (1, 3) or int(np.prod(shape)) != len(body):
+        raise UsageError(
+            f"data idx: {path} is damaged: its header says {shape}, which is {int(np.prod(shape))} bytes, "
+            f"and {len(body)} follow"
+        )
+    return np.frombuffer(body, np.uint8).reshape(shape).copy()
+
+
+def _npz(path: Path, seed: int) -> tuple[Table, Table]:
+    if not path.is_file():
+        raise UsageError(f"data npz: no file {path}")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(f"data npz: {path} cannot be read: {error}") from error
+    if "inputs" not in arrays or "targets" not in arrays:
+        raise UsageError(
+            f"data npz: {path} must hold the arrays inputs and targets (and test_inputs, test_targets if it has a "
+            f"test part); it holds {', '.join(sorted(arrays)) or 'nothing'}"
+        )
+
+    def part(prefix: str) -> Table:
+        inputs, targets = (
+            torch.from_numpy(np.ascontiguousarray(arrays[prefix + key])) for key in ("inputs", "targets")
+        )
+        if inputs.is_floating_point():
+            inputs = inputs.float()
+        return tensors(f"npz:{path}", inputs, targets.float() if targets.is_floating_point() else targets)
+
+    whole = part("")
+    return (whole, part("test_")) if "test_inputs" in arrays else split(whole, TEST_SHARE, seed)
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        if path.is_dir():
+            return b"\n".join(file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file())
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"data text: {path} cannot be read: {error.strerror}") from error
+
+
+def _python_source() -> bytes:
+    """The running Python's own standard library, tests and installed packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    paths = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = set(inside) - skipped  # not even looked into: installed packages are many times the rest
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    paths.sort()
+    if not paths:
+        raise UsageError(f"data pysource: no Python source under {root}; use --data text:PATH")
+    return b"\n".join(path.read_bytes() for path in paths)
+
+
+def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
+    """Consecutive samples of `context` bytes, each with its next bytes as targets.
+
+    The last tenth is kept for the test; at most 512 samples of it, evenly spread, are tested on.
+    """
+    size = (len(raw) - 1) // context
+    if size < 2:
+        raise UsageError(f"data {name}: {len(raw)} bytes are too few for two samples of {context} bytes")
+    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    offsets = torch.arange(context + 1)
+
+    def take(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        window = text[index[:, None] * context + offsets].long()
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    whole = Table(name, size, Shape((context,), False, 256), take, "next_byte")
+    cut = size - max(1, size // 10)
+    tested = torch.linspace(cut, size - 1, min(size - cut, MAX_BYTE_TESTS)).long()
+    return subset(whole, torch.arange(cut)), subset(whole, tested)
+
+
+def _factory(name: str, seed: int) -> tuple[Source, Source | None]:
+    """The factory returns data, or (train, test)."""
+    made = call_factory("data", name, {})()
+    pair = isinstance(made, tuple) and len(made) == 2 and not all(isinstance(each, torch.Tensor) for each in made)
+    if pair:
+        return from_python(made[0], name, seed), from_python(made[1], name, seed)
+    source = from_python(made, name, seed)
+    return split(source, TEST_SHARE, seed) if isinstance(source, Table) else (source, None)

@@ -1,0 +1,137 @@
+"""A compute process: one node of one run, in one generation. Its parent gives orders on standard input; it ends with it.
+
+Over TCP it makes link keys of its own, says on standard output where it listens, and waits for the word where the
+master is; the keys of its neighbours come later, from the master, over the encrypted link.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from ringtmp.wire.address import Address
+
+
+class Orders(msgspec.Struct, frozen=True):
+    ring: str
+    generation: int
+    node: int
+    endpoints: tuple[str, str, str]
+    master: Address
+    threads: int
+    secure: bool = False
+    memory_bytes: int = 0  # what this device lends; 0: what is free
+    shelf: str = ""  # a folder for snapshots; whoever gives the orders removes it
+    log: str = ""  # a file to write to from here on; empty: as it was started
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """The first line a compute process writes when it is secure."""
+
+    address: Address
+
+
+#: On the command line: load everything before orders come.
+SPARE = "spare"
+WAIT_S = 0.2
+FAREWELL_LIMIT_S = 1.0
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if SPARE in sys.argv[1:]:
+        _load()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0  # a spare one that was not needed: its parent is gone
+    orders = msgspec.json.decode(line, type=Orders)
+    if orders.log:
+        _write_to(orders.log)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+    from ringtmp.system.resources import raise_file_limit
+    from ringtmp.transport.encryption import new_key_pair
+    from ringtmp.transport.slow_link import slowed
+    from ringtmp.transport.zeromq import ZeroMQTransport
+
+    raise_file_limit()
+    transport = ZeroMQTransport(orders.node, orders.endpoints, new_key_pair() if orders.secure else None)
+    if orders.secure:
+        sys.stdout.buffer.write(msgspec.json.encode(Bound(transport.address)) + b"\n")
+        sys.stdout.buffer.flush()
+
+    _load()
+    from ringtmp.launch.watchdog import Watchdog
+    from ringtmp.plan.route import MASTER
+    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.snapshot_store import Shelf
+    from ringtmp.runtime.worker import Worker
+    from ringtmp.strategies.registry import member
+    from ringtmp.strategies.ring.device_trials import Answers
+    from ringtmp.system.resources import free_memory_bytes, limit_memory, set_threads
+    from ringtmp.wire.messages import Failed
+
+    set_threads(orders.threads)
+    if orders.secure:
+        limit_memory(orders.memory_bytes or free_memory_bytes())
+    shelf = Shelf(Path(orders.shelf)) if orders.shelf else Shelf()
+    endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, shelf=shelf)
+    worker = Worker(endpoint, orders.master, member, Answers())
+    code = 0
+    try:
+        watchdog = Watchdog(lambda: worker.step)
+        while worker.stopped is None:
+            with watchdog:
+                worked = worker.turn()
+            if not worked:
+                endpoint.wait(WAIT_S)
+    except Exception as error:  # whatever it is, the master must hear of it
+        traceback.print_exc()
+        endpoint.post(MASTER, Failed(worker.step, f"{type(error).__name__}: {error}", traceback.format_exc()))
+        code = 1
+    limit = endpoint.clock() + FAREWELL_LIMIT_S
+    while not endpoint.flushed() and endpoint.clock() < limit:
+        endpoint.collect()
+        endpoint.wait(0.02)
+    endpoint.close()
+    return code
+
+
+def _load() -> None:
+    """Torch above all: two seconds on a fast machine."""
+    from ringtmp.system.resources import loading
+
+    with loading():
+        import ringtmp.strategies.registry
+        import ringtmp.strategies.ring.device_trials
+        import ringtmp.transport.zeromq  # noqa: F401
+    gc.freeze()  # all of it stays as long as the process
+
+
+def _write_to(log: str) -> None:
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError:
+        return  # costs the log, not the run
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+
+
+def _follow_parent() -> None:
+    """The pipe closes when the parent is gone or wants us gone. The moment's grace lets a farewell through."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    threading.Event().wait(FAREWELL_LIMIT_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

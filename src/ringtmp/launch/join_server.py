@@ -1,0 +1,274 @@
+"""The master's side of joining: a door for strangers with a token, and a table for the devices that were admitted.
+
+The door has a context, a domain and a gatekeeper of its own, takes small messages only, a few a second, and closes when
+the ring is full. The table is open to admitted keys alone, and a device there is who its key says it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from ringtmp.errors import ProtocolError, UsageError
+from ringtmp.launch import agent_messages
+from ringtmp.launch.agent_messages import (
+    BEAT_S,
+    HUB_PORT_OFFSET,
+    MAX_BYTES,
+    SILENCE_LIMIT_S,
+    Died,
+    End,
+    Facts,
+    Heard,
+    Here,
+    Join,
+    Knock,
+    Knocked,
+    Leaving,
+    Prepare,
+    Refused,
+    Started,
+    Welcome,
+)  # fmt: skip
+from ringtmp.launch.device_facts import checked, checked_death, checked_start
+from ringtmp.launch.key_store import Rings
+from ringtmp.transport.encryption import Gatekeeper, serve_securely
+from ringtmp.transport.zeromq import mail
+from ringtmp.wire.protocol import PROTOCOL
+
+JOINS_PER_S = 10
+#: Messages that are read in one go, at the door and at the table: the rest waits, and training does not.
+MOST_AT_ONCE = 100
+DOOR_HANDSHAKE_MS = 2000
+#: A port that somebody else has is tried again after this.
+REOPEN_S = 5.0
+
+
+@dataclass
+class Device:
+    """An admitted device that is here."""
+
+    key: str
+    incarnation: str
+    facts: Facts
+    route: bytes
+    last_heard: float
+    started: Started | None = None
+    died: Died | None = None
+    left: bool = False
+    broke: str = ""  # how it broke the protocol
+
+
+class Hub:
+    def __init__(self, ring: str, rings: Rings, host: str, port: int) -> None:
+        self.ring = ring
+        self.run = ""  # news of others is not for this master
+        self._rings = rings
+        self._host = host
+        self._port = port
+        self.devices: dict[str, Device] = {}  # by key, in order of arrival
+        file = rings.open(ring)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context)
+        self._admitted: dict[str, str] = {}
+        self._door: Door | None = None
+        self._table: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        serve_securely(self._table, file.keys, "ring")
+        self._table.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
+        self._table.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        self._table.setsockopt(zmq.RCVHWM, MOST_AT_ONCE)
+        self._table.linger = 500
+        self.refresh()  # before anyone can knock: ZeroMQ never retries a refused handshake
+        try:
+            self._gatekeeper.listen(self._table, f"tcp://{host}:{port + HUB_PORT_OFFSET}")
+            self.open_door()
+        except zmq.ZMQError as error:
+            self.close()
+            raise UsageError(
+                f"cannot listen on {host}, ports {port} and {port + HUB_PORT_OFFSET}: {error.strerror or error}; is another "
+                f"master running? Choose other ports with --listen {host}:PORT"
+            ) from error
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take what has come in, at the door and at the table."""
+        if timeout_s:
+            poller = zmq.Poller()
+            for each in (self._table, self._door.socket) if self._door is not None else (self._table,):
+                poller.register(each, zmq.POLLIN)
+            poller.poll(round(timeout_s * 1000))
+        if self._door is not None:
+            self._door.serve()
+        for parts in mail(self._table, MOST_AT_ONCE):
+            if len(parts) != 2:
+                continue
+            key = str(parts[1].get("User-Id"))
+            if key not in self._admitted:
+                continue
+            try:
+                self._take(
+                    key, parts[0].bytes, agent_messages.decode(agent_messages.from_agent, parts[1].bytes, Heard.TABLE)
+                )
+            except ProtocolError as error:
+                self._broke(key, parts[0].bytes, str(error))
+
+    def refresh(self) -> None:
+        """The ring's file may have changed: newly admitted, newly revoked."""
+        file = self._rings.open(self.ring)
+        admitted = {each.key: each.name for each in file.nodes}
+        for key in admitted.keys() - self._admitted.keys():
+            self._gatekeeper.allow("ring", key, key)
+        for key in self._admitted.keys() - admitted.keys():
+            self._gatekeeper.forbid("ring", key)
+            self.devices.pop(key, None)
+        self._admitted = admitted
+
+    def present(self) -> list[Device]:
+        now = time.monotonic()
+        here = (each for each in self.devices.values() if not each.left and not each.broke)
+        return [each for each in here if now - each.last_heard < SILENCE_LIMIT_S]
+
+    def admits(self, key: str) -> bool:
+        return key in self._admitted
+
+    def open_door(self) -> None:
+        """Whoever has a token may join."""
+        if self._door is None:
+            self._door = Door(self.ring, self._rings, self._host, self._port, self.refresh)
+
+    def close_door(self) -> None:
+        """Nobody else may join."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def tell(self, device: Device, message: Prepare | End | Refused) -> None:
+        self._table.send_multipart([device.route, agent_messages.encode(message)], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self.close_door()
+        self._table.close()
+        self._gatekeeper.close()
+        self._context.term()
+
+    def _broke(self, key: str, route: bytes, text: str) -> None:
+        """A device that breaks the protocol is told so, and has no part in the run any more."""
+        device = self.devices.get(key)
+        if device is not None and not device.broke:
+            device.broke = text
+        self._table.send_multipart(
+            [route, agent_messages.encode(Refused(f"this device broke the protocol: {text}"))], zmq.NOBLOCK
+        )
+
+    def _take(self, key: str, route: bytes, message: agent_messages.FromAgent) -> None:
+        now = time.monotonic()
+        device = self.devices.get(key)
+        if isinstance(message, Here):
+            if device is not None and device.incarnation != message.incarnation:
+                if now - device.last_heard < 3 * BEAT_S and not device.left:
+                    self._table.send_multipart([route, agent_messages.encode(Refused(_TWINS))], zmq.NOBLOCK)
+                    return
+                device = None
+            if message.facts.protocol != PROTOCOL:
+                text = (
+                    f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
+                )
+                self._table.send_multipart([route, agent_messages.encode(Refused(text))], zmq.NOBLOCK)
+                return
+            facts = checked(message.facts)
+            if device is None:
+                self.devices.pop(key, None)
+                self.devices[key] = Device(key, message.incarnation, facts, route, now)
+            else:
+                device.route, device.last_heard = route, now
+        elif device is not None and route == device.route:
+            device.last_heard = now
+            if isinstance(message, Started | Died) and message.ring != self.run:
+                return
+            if isinstance(message, Started):
+                device.started = checked_start(message)
+            elif isinstance(message, Died):
+                device.died = checked_death(message)
+            elif isinstance(message, Leaving):
+                device.left = True
+
+
+_TWINS = (
+    "another device is here with this very identity (a copied config directory?): give this one its own by removing "
+    "identity.json from its config directory, then join again"
+)
+
+
+class Door:
+    """Where strangers knock. Speaks to whoever proves to know a living secret, and to nobody else for long."""
+
+    def __init__(self, ring: str, rings: Rings, host: str, port: int, admitted: Callable[[], None]) -> None:
+        self._ring = ring
+        self._rings = rings
+        self._admitted = admitted
+        self._hub = f"tcp://{host}:{port + HUB_PORT_OFFSET}"
+        self._recent: deque[float] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context)
+        self._gatekeeper.open_to_anyone("join")
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        serve_securely(self.socket, rings.open(ring).keys, "join")
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, DOOR_HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self.socket.setsockopt(zmq.RCVHWM, 100)
+        self.socket.setsockopt(zmq.SNDHWM, 100)
+        self.socket.linger = 200
+        try:
+            self._gatekeeper.listen(self.socket, f"tcp://{host}:{port}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def serve(self) -> None:
+        """Answer those who knock."""
+        for parts in mail(self.socket, MOST_AT_ONCE):
+            now = time.monotonic()
+            while self._recent and now - self._recent[0] > 1:
+                self._recent.popleft()
+            if len(self._recent) >= JOINS_PER_S or len(parts) != 2:
+                continue
+            self._recent.append(now)
+            answer = self._answer(parts[1])
+            if isinstance(answer, Welcome):
+                # Before the answer: ZeroMQ never tries again where a handshake was refused.
+                self._admitted()
+            self.socket.send_multipart([parts[0].bytes, agent_messages.encode(answer)], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self.socket.close()
+        self._gatekeeper.close()
+        self._context.term()
+
+    def _answer(self, frame: zmq.Frame) -> Welcome | Refused | Knocked:
+        key = str(frame.get("User-Id"))
+        try:
+            message = agent_messages.decode(agent_messages.from_agent, frame.bytes, Heard.DOOR)
+        except ProtocolError:
+            return Refused("that was no request to join")
+        if isinstance(message, Knock):
+            reason = self._rings.check_secret(self._ring, message.secret, key)
+            return Knocked("", message.padding) if reason is None else Knocked(reason)
+        try:
+            reason = self._judge(message, key)
+        except OSError as error:
+            reason = f"the master cannot write down who joins: {error.strerror}"
+        return Welcome(self._hub) if reason is None else Refused(reason)
+
+    def _judge(self, message: agent_messages.FromAgent, key: str) -> str | None:
+        if not isinstance(message, Join):
+            return "that was no request to join"
+        if message.facts.protocol != PROTOCOL:
+            return f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
+        try:
+            checked(message.facts)
+        except ProtocolError as error:
+            return f"what the device says of itself cannot be: {error}"
+        return self._rings.admit(self._ring, message.secret, key, message.facts.name)

@@ -1,0 +1,63 @@
+"""What a run asks of the other nodes, wherever they live: start, stop, and be told when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from ringtmp.errors import NodeLost
+from ringtmp.plan.devices import Device
+from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.wire.address import Address
+
+
+class Crew(Protocol):
+    """The other nodes, and how to start and end them. `nodes` and `threads` are settled once it has started."""
+
+    nodes: int
+    threads: int
+    #: All nodes run on this machine. Else each is tried before a plan is made, and one that slows the ring is left out.
+    alike: bool
+    #: Everyone whom the last `mend` found lost, those included that `check` had told of.
+    found_lost: list[NodeLost]
+
+    def start(self, ring: str, generation: int) -> Endpoint: ...
+    def addresses(self) -> dict[int, Address]: ...
+    def pids(self) -> dict[int, int]: ...
+    def advance(self) -> bool: ...
+    def check(self, step: int) -> None: ...
+    def stop(self) -> None: ...
+
+    def devices(self) -> tuple[Device, ...]:
+        """Of every node, the master first, as far as it is known without trying."""
+        ...
+
+    def bury(self, node: int) -> None:
+        """The run goes on without this one: it is not checked any more."""
+        ...
+
+    def expel(self, node: int, sure: bool) -> None:
+        """As `bury`, and not to be taken again; one that only others accuse may be, a few times."""
+        ...
+
+    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+        """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
+        they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.
+        DoesNotFit where all together have less memory than `need_bytes`."""
+        ...
+
+    def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
+        """The run pauses until one more is there. False: nobody comes, or the user is `leaving`."""
+        ...
+
+    def changed(self) -> str | None:
+        """Why the ring must be laid out anew at the next step boundary; None while it need not."""
+        ...
+
+    def all_anew(self) -> bool:
+        """Whether the change needs every process started anew, so that nobody holds a key of before."""
+        ...
+
+    def regroup(self, ring: str, generation: int) -> Endpoint:
+        """Start everyone who is left anew, for the next generation. The one before has been told to stop."""
+        ...

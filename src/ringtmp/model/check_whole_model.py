@@ -1,0 +1,78 @@
+"""The whole model against its graphs, where it is in memory anyway: what one layer leaves for another past their tensors.
+
+Layer by layer a tensor that one keeps in a Python list for another looks like a constant. In a row it does not: the live
+layers and their graphs go forward and backward once on the same samples, and every gradient must have equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ringtmp.errors import UsageError
+from ringtmp.model.check_layer import Found, buffers_kept, trained, without_gradients
+from ringtmp.model.export import nest
+from ringtmp.model.portable_layer import Layer
+from ringtmp.model.run_graph import Program
+from ringtmp.system.resources import free_memory_bytes
+
+_SEED = 21
+#: Of the model's parameters: their gradients twice over, and what the passes store.
+_ROOM = 4
+
+
+def fits(modules: Sequence[nn.Module]) -> bool:
+    """Whether gradients of everything fit beside the model."""
+    needed = sum(each.nbytes for module in modules for each in module.parameters())
+    return _ROOM * needed < free_memory_bytes()
+
+
+def check_whole(
+    modules: Sequence[nn.Module], layers: Sequence[tuple[Layer, Mapping[str, torch.Tensor]]], sample: Any
+) -> None:
+    """UsageError where the layers in a row compute anything else than their graphs in a row."""
+    names = [layer.name for layer, _ in layers]
+    with torch.random.fork_rng(devices=[]):
+        expected = _eager(names, modules, sample)
+        found = _graphs(layers, sample)
+    wrong = [what for what in expected if found.get(what) != expected[what]]
+    if wrong:
+        raise UsageError(
+            "the layers in a row would not train as they do in eager mode: another value comes out for "
+            f"{', '.join(wrong[:3])}. "
+            "Does a layer pass a tensor on to another past its return value (a list, an attribute, a global)? Return it instead"
+        )
+
+
+def _eager(names: Sequence[str], modules: Sequence[nn.Module], sample: Any) -> Found:
+    whole = nn.ModuleList(modules).train()
+    parameters = {
+        f"{name}.{local}": each
+        for name, module in zip(names, modules, strict=True)
+        for local, each in module.named_parameters()
+    }
+    with without_gradients(parameters), buffers_kept(whole):
+        value = pytree.tree_map(torch.clone, sample)
+        for position, module in enumerate(modules):
+            torch.default_generator.manual_seed(_SEED + position)
+            value = module(value)
+        return trained([], pytree.tree_leaves(value), parameters, {})
+
+
+def _graphs(layers: Sequence[tuple[Layer, Mapping[str, torch.Tensor]]], sample: Any) -> Found:
+    value = pytree.tree_map(torch.clone, sample)
+    parameters: dict[str, torch.Tensor] = {}
+    for position, (layer, tensors) in enumerate(layers):
+        owned: dict[str, torch.Tensor] = {}
+        for each in layer.tensors:
+            tensor = tensors[each.name].detach()
+            owned[each.name] = tensor.requires_grad_(each.trainable) if each.kind == "parameter" else tensor.clone()
+            if each.kind == "parameter":
+                parameters[f"{layer.name}.{each.name}"] = owned[each.name]
+        torch.default_generator.manual_seed(_SEED + position)
+        value = nest(layer.output, Program(layer.train).run(pytree.tree_leaves(value), owned))
+    return trained([], pytree.tree_leaves(value), parameters, {})

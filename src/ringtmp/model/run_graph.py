@@ -1,0 +1,281 @@
+"""Run a layer's graph under autograd, operator by operator, with the bits and about the speed of eager mode.
+
+A graph is compiled once into a list of calls with their argument slots; running it fills a list of values and drops
+each value after its last use, as Python's own reference counts would have done in eager mode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringtmp.errors import DoesNotFit, ProtocolError
+from ringtmp.model.allowed_operators import GRAD_MODE, resolve
+from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
+from ringtmp.model.operator_arguments import check_arguments
+from ringtmp.model.operator_contracts import under_contract
+from ringtmp.model.portable_layer import CUSTOM, Custom, Graph, Items, Named, Op, Ref, Value, slots
+from ringtmp.units import bytes_text
+
+#: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
+_PLAIN = re.compile(r"torch\.(bool|bfloat16|u?int(8|16|32|64)|(float|complex)(8_\w+|16|32|64|128))")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and _PLAIN.fullmatch(str(dtype))
+}
+#: Of one layer. The largest of the models tried has 2,000; a hundred thousand cheap ones take a second.
+MAX_OPERATIONS = 100_000
+_LAYOUTS = {"strided": torch.strided}
+_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "preserve_format": torch.preserve_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
+
+
+#: An operation: its function, what packs its arguments, its keyword arguments, the slots nobody needs after it.
+_Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...]]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ProtocolError(f"unknown dtype {name!r}")
+    return _DTYPES[name]
+
+
+class Program:
+    """A compiled graph. `run(inputs, owned)` returns its flat outputs."""
+
+    def __init__(self, graph: Graph, device: str = "cpu") -> None:
+        where = torch.device(device)
+        if len(graph.ops) > MAX_OPERATIONS:
+            raise ProtocolError(f"a graph of {len(graph.ops)} operations; at most {MAX_OPERATIONS} are run")
+        self.changes_inputs = graph.changes_inputs
+        self._input_count = sum(1 for each in graph.inputs if each.kind == "input")
+        self._inputs = [(each.kind == "input", each.name) for each in graph.inputs]
+        self._slots = len(graph.inputs) + len(graph.ops)
+        self._outputs = [_compile_value(value, self._slots, where) for value in graph.outputs]
+        self._switches = any(op.target == GRAD_MODE for op in graph.ops)
+        customs = [_CustomCall(each, device) for each in graph.customs]
+        last_use = _last_uses(graph)
+        self._calls: list[_Call] = []
+        for index, op in enumerate(graph.ops):
+            slot = len(graph.inputs) + index
+            kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
+            function: Callable[..., Any]
+            if op.target == CUSTOM:
+                function, args = _chosen(customs, op)
+            else:
+                check_arguments(op)
+                function, args = resolve(op.target), op.args
+            pack = _packer(args, slot, where)
+            if device == "meta" and _takes_device(function):
+                # A tensor made from nothing would otherwise be made in real memory.
+                kwargs["device"] = lambda values: where
+            self._calls.append((under_contract(op.target, function), pack, kwargs or None, last_use.get(slot, ())))
+        self._recording = Recording()
+        waiting = waiting_variants(graph, self._recording)
+        self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
+
+    def forecast(
+        self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], limit_bytes: int
+    ) -> list[Any]:
+        """The outputs' shapes, computed on torch's meta device: no memory is taken. DoesNotFit as soon as the results
+        of the operations so far, all kept as training may keep them, would exceed the limit."""
+        total = 0
+
+        def weigh(function: Any, result: Any) -> None:
+            nonlocal total
+            if _returns_a_view(function):
+                return
+            for each in result if isinstance(result, tuple | list) else [result]:
+                total += each.nbytes if isinstance(each, torch.Tensor) else 0
+            if total > limit_bytes:
+                raise DoesNotFit(
+                    f"{function} would bring the layer to {bytes_text(total)}; this node allows {bytes_text(limit_bytes)}"
+                )
+
+        return self._run(self._calls, inputs, owned, weigh)
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], later: list[Job] | None = None
+    ) -> list[Any]:
+        """With `later`, backward leaves the weight gradients that can wait there instead of computing them."""
+        if later is None:
+            return self._run(self._calls, inputs, owned, None)
+        self._recording.jobs = later
+        return self._run(self._waiting_calls, inputs, owned, None)
+
+    def _run(
+        self,
+        calls: Sequence[_Call],
+        inputs: Sequence[torch.Tensor],
+        owned: Mapping[str, torch.Tensor],
+        weigh: Callable[[Any, Any], None] | None,
+    ) -> list[Any]:
+        if len(inputs) != self._input_count:
+            raise ProtocolError(f"the layer takes {self._input_count} tensors and got {len(inputs)}")
+        arriving = iter(inputs)
+        values: list[Any] = [next(arriving) if own else owned[name] for own, name in self._inputs]
+        if not self._switches:
+            return self._call(calls, values, weigh)
+        before = torch.is_grad_enabled()
+        try:
+            return self._call(calls, values, weigh)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    def _call(
+        self, calls: Sequence[_Call], values: list[Any], weigh: Callable[[Any, Any], None] | None
+    ) -> list[Any]:  # fmt: skip
+        for function, pack, kwargs, done in calls:
+            if weigh is not None and isinstance(function, _CustomCall):
+                result = function.weighed(pack(values), weigh)
+            elif kwargs is None:
+                result = function(*pack(values))
+            else:
+                result = function(*pack(values), **{name: make(values) for name, make in kwargs.items()})
+            if weigh is not None:
+                weigh(function, result)
+            values.append(result)
+            for slot in done:
+                values[slot] = None
+        return [make(values) for make in self._outputs]
+
+
+class _CustomCall:
+    """A custom function ready to be called: autograd uses its own backward."""
+
+    def __init__(self, custom: Custom, device: str) -> None:
+        if custom.forward.customs or custom.backward.customs:
+            raise ProtocolError(f"the custom function {custom.name!r} contains another")  # which export never writes
+        self.forward = Program(custom.forward, device)
+        self.backward = Program(custom.backward, device)
+        self.differentiable = custom.differentiable
+        self.gradients = len(custom.backward.outputs)
+        if len(custom.forward.outputs) < len(custom.differentiable):
+            raise ProtocolError(f"the custom function {custom.name!r} gives fewer results than it says")
+
+    def __call__(self, *values: Any) -> Any:
+        function: Any = _WithOwnBackward
+        return function.apply(self, *values)
+
+    def weighed(self, values: Sequence[Any], weigh: Callable[[Any, Any], None]) -> tuple[Any, ...]:
+        """As `Program.forecast` does, backward included."""
+        made = self.forward._run(self.forward._calls, values, {}, weigh)
+        count = len(self.differentiable)
+        results, kept = made[:count], made[count:]
+        self.backward._run(self.backward._calls, [*kept, *map(torch.empty_like, results)], {}, weigh)
+        return tuple(results)
+
+
+class _WithOwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _CustomCall, *values: Any) -> Any:
+        made = call.forward.run(values, {})
+        count = len(call.differentiable)
+        results, kept = made[:count], made[count:]
+        tensors = [each for each in kept if isinstance(each, torch.Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.kept = [None if isinstance(each, torch.Tensor) else each for each in kept]
+        ctx.call, ctx.arguments = call, len(values)
+        ctx.mark_non_differentiable(
+            *(each for each, flag in zip(results, call.differentiable, strict=True) if not flag)
+        )
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        tensors = iter(ctx.saved_tensors)
+        kept = [next(tensors) if each is None else each for each in ctx.kept]
+        found = ctx.call.backward.run([*kept, *gradients], {})
+        return None, *found, *[None] * (ctx.arguments - len(found))
+
+
+def _chosen(customs: Sequence[_CustomCall], op: Op) -> tuple[_CustomCall, tuple[Value, ...]]:
+    number = op.args[0] if op.args else None
+    if type(number) is not int or not 0 <= number < len(customs) or op.kwargs:
+        raise ProtocolError(f"the layer calls a custom function it does not bring: {number!r}")
+    if len(op.args) - 1 < customs[number].gradients:
+        raise ProtocolError("a custom function gives more gradients than it has arguments")
+    return customs[number], op.args[1:]
+
+
+_Make = Callable[[list[Any]], Any]
+
+
+def _takes_device(function: Any) -> bool:
+    schema = getattr(function, "_schema", None)
+    return schema is not None and any(each.name == "device" and each.kwarg_only for each in schema.arguments)
+
+
+def _returns_a_view(function: Any) -> bool:
+    """Of its argument, or the argument itself: no memory of its own."""
+    schema = getattr(function, "_schema", None)
+    return schema is None or any(each.alias_info is not None for each in schema.returns)
+
+
+def _packer(values: Sequence[Value], before: int, device: torch.device) -> Callable[[list[Any]], list[Any]]:
+    """The arguments of an operation: constants are there already, values so far are put in their places."""
+    template = [None if isinstance(each, Ref | Items) else _compile_value(each, before, device)([]) for each in values]
+    makers = [(i, _compile_value(each, before, device)) for i, each in enumerate(values) if isinstance(each, Items)]
+    references = [(i, each.slot) for i, each in enumerate(values) if isinstance(each, Ref)]
+    for each in values:
+        _compile_value(each, before, device)  # refuses a reference to what is not filled yet
+
+    def pack(so_far: list[Any]) -> list[Any]:
+        arguments = template.copy()
+        for position, slot in references:
+            arguments[position] = so_far[slot]
+        for position, make in makers:
+            arguments[position] = make(so_far)
+        return arguments
+
+    return pack
+
+
+def _compile_value(value: Value, before: int, device: torch.device) -> _Make:
+    """A function from the values so far to the argument."""
+    if isinstance(value, Ref):
+        slot = value.slot
+        if not 0 <= slot < before:
+            raise ProtocolError(f"an operation refers to slot {slot}, before it is filled")
+        return lambda values: values[slot]
+    if isinstance(value, Items):
+        makers = [_compile_value(item, before, device) for item in value.values]
+        return lambda values: [make(values) for make in makers]
+    constant = _constant(value, device) if isinstance(value, Named) else value
+    return lambda values: constant
+
+
+def _constant(value: Named, device: torch.device) -> Any:
+    if value.kind == "device":
+        return device
+    tables: dict[str, Mapping[str, Any]] = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _FORMATS}
+    table = tables[value.kind]
+    if value.name not in table:
+        raise ProtocolError(f"unknown {value.kind} {value.name!r}")
+    return table[value.name]
+
+
+def references(op: Op) -> list[int]:
+    return [slot for value in (*op.args, *op.kwargs.values()) for slot in slots(value)]
+
+
+def _last_uses(graph: Graph) -> dict[int, tuple[int, ...]]:
+    """For each operation's slot: the slots nobody needs after it, itself included when nobody reads it."""
+    kept = {slot for value in graph.outputs for slot in slots(value)}
+    last: dict[int, int] = {slot: slot for slot in range(len(graph.inputs), len(graph.inputs) + len(graph.ops))}
+    for index, op in enumerate(graph.ops):
+        for used in references(op):
+            last[used] = len(graph.inputs) + index
+    done: dict[int, list[int]] = {}
+    for slot, user in last.items():
+        if slot not in kept:
+            done.setdefault(user, []).append(slot)
+    return {user: tuple(unneeded) for user, unneeded in done.items()}

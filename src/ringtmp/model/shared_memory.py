@@ -1,0 +1,143 @@
+"""Memory that tensors share on their way through a model, found on a sample that runs through it in eager mode.
+
+In one process a change in place shows in every tensor that lies in the same memory. After a cut each has its own, and the
+change would show in one of them alone: what the model computes would depend on the cut, so such a model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from ringtmp.errors import UsageError
+from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.portable_layer import Layer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tensors between two layers; `owners`: which of the memory they lie in is a layer's own, by storage, and whose."""
+
+    value: Any
+    owners: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return list(pytree.tree_leaves(self.value))
+
+    def through(self, layer: str, module: nn.Module, keep_parameters: bool = False) -> Sample:
+        """What the layer makes of it in eager mode, without leaving a trace in its buffers or in this sample; with
+        `keep_parameters` in its parameters neither, which it may change itself."""
+        copies, owners = self._copied()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            buffers = {name: each.clone() for name, each in module.named_buffers()}
+            parameters = dict(module.named_parameters())
+            if keep_parameters:
+                parameters = {name: each.clone() for name, each in parameters.items()}  # type: ignore[misc]
+            own = [*parameters.items(), *buffers.items(), *_constants(module)]
+            value = functional_call(module, buffers | (parameters if keep_parameters else {}), (copies,))
+        owners.update((_storage(each), f"{layer}.{name}") for name, each in own)
+        leaving = {_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+        return Sample(value, {storage: name for storage, name in owners.items() if storage in leaving})
+
+    def _copied(self) -> tuple[Any, dict[int, str]]:
+        """Copies that share memory as the originals do."""
+        storages = {_storage(leaf): leaf.untyped_storage() for leaf in self.leaves}
+        fresh: dict[int, Any] = {key: each.clone() for key, each in storages.items()}  # type: ignore[no-untyped-call]
+        copies: dict[int, torch.Tensor] = {}  # what is one tensor stays one
+
+        def copy(leaf: torch.Tensor) -> torch.Tensor:
+            if id(leaf) not in copies:
+                empty = torch.empty(0, dtype=leaf.dtype)
+                copies[id(leaf)] = empty.set_(
+                    fresh[_storage(leaf)], leaf.storage_offset(), leaf.shape, leaf.stride()
+                )  # fmt: skip
+            return copies[id(leaf)]
+
+        return pytree.tree_map(copy, self.value), {fresh[key]._cdata: name for key, name in self.owners.items()}
+
+
+def refuse_shared_writes(name: str, module: nn.Module, entering: Sample, written: Iterable[int]) -> None:
+    """`written`: positions of the tensors that enter the layer and that it changes in place."""
+    leaves = entering.leaves
+    for at in written:
+        label = f"layer {name!r} ({type(module).__name__}) changes its input in place"
+        if any(overlapping(leaves[at], other) for position, other in enumerate(leaves) if position != at):
+            raise UsageError(
+                f"{label} while another tensor shares its memory, so a cut would change the result: use inplace=False "
+                "there, or give it a copy (clone)"
+            )
+        owner = entering.owners.get(_storage(leaves[at]))
+        if owner is not None:
+            raise UsageError(
+                f"{label}, and that input lies in the memory of {owner}, which would change only where both layers are "
+                "on one node: return a copy (clone) of it"
+            )
+
+
+def refuse_own_writes(layer: Layer) -> None:
+    """Statistics live in buffers; a constant never changes. (Parameters: see `written_parameters`.)"""
+    for graph in (layer.train, layer.evaluate):
+        memory = Memory(graph)
+        for slot, local in memory.owned("constant").items():
+            if memory.group(slot) in memory.written:
+                raise UsageError(
+                    f"layer {layer.name!r} changes {local} in its forward pass, which is not a buffer: other microbatches are "
+                    "under way at that time. Keep what a forward pass changes in a buffer (register_buffer)"
+                )
+
+
+def untie(name: str, tensors: dict[str, torch.Tensor], changed: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Every tensor of a layer in memory of its own. Two that share some are told apart, unless the layer changes one."""
+    seen: dict[int, str] = {}
+    changing = frozenset(changed)
+    apart: dict[str, torch.Tensor] = {}
+    for local, tensor in tensors.items():
+        other = seen.setdefault(_storage(tensor), local) if tensor.numel() else local
+        if other != local and {other, local} & changing:
+            raise UsageError(
+                f"{name}.{other} and {name}.{local} share memory, and the layer changes it in its forward pass: give each "
+                "its own"
+            )
+        apart[local] = tensor if other == local else tensor.clone()
+    return apart
+
+
+def overlapping(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether any element of one lies where an element of the other does."""
+    if _storage(a) != _storage(b) or not a.numel() or not b.numel():
+        return False
+    (first, stop), (start, end) = _span(a), _span(b)
+    if stop <= start or end <= first:
+        return False
+    if a.dtype.itemsize != b.dtype.itemsize:
+        return True  # one memory, two kinds of numbers: not worth telling apart
+    size, lowest = a.dtype.itemsize, min(first, start)
+    taken = torch.zeros((max(stop, end) - lowest) // size, dtype=torch.bool)
+    taken.as_strided(a.shape, a.stride(), (first - lowest) // size).fill_(True)
+    return bool(taken.as_strided(b.shape, b.stride(), (start - lowest) // size).any())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte in its storage, and the one after the last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    return start, start + extent * tensor.dtype.itemsize
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are plain attributes."""
+    for prefix, each in module.named_modules():
+        for attribute, value in vars(each).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{attribute}".lstrip("."), value

@@ -1,0 +1,371 @@
+"""A ring on paper: the same local rule as the live nodes, on simulated processors and lines.
+
+Events in a heap, ordered by time and then by number, so equal inputs give equal results. A visit needs no queues: links
+keep order, so counts of what arrived and what was done say which microbatch is next. O(visits * microbatches) events.
+
+    two visits, one second each, free links, window 2         bubble (p-1)/(m+p-1)
+    visit 0  F0 F1 .  B0 F2 B1 .  B2 U
+    visit 1  .  F0 B0 F1 B1 F2 B2 U  .
+
+Deferred weight gradients (zero-bubble) are worked off a layer at a time. With staleness 1 a visit may be in two steps.
+Routes may visit a node any number of times. What a schedule to come needs: a new kind of action in the rule, its duration
+in `_durations` and what follows from it in `_done`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringtmp.plan.devices import Device, Paths
+from ringtmp.plan.layer_costs import CostTable, StageCost
+from ringtmp.plan.next_action import Action, Ready, Schedule, default_window, next_action
+from ringtmp.plan.route import Route
+from ringtmp.plan.simulated_clocks import Lines, Processor
+from ringtmp.plan.simulation import NodeStep, Simulated, Span, joules, line_bytes, per_step
+
+#: A clipping norm or coefficient on its way.
+NORM_BYTES = 64.0
+_DONE, _DEPART, _ACTIVATIONS, _GRADIENTS, _NORMS, _SCALE = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class RingOptions:
+    microbatches: int
+    window: int | None = None  # None: the default of the live ring
+    schedule: Schedule = "1f1b"
+    clip: bool = False
+    steps: int = 1  # with more than one the first only warms up
+    staleness: int = 0
+
+    def window_for(self, visits: int) -> int:
+        return self.window or default_window(visits, self.microbatches, self.schedule, self.staleness)
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that do not count: steps that overlap reach their rhythm later."""
+        return min(self.steps - 1, 1 + 2 * self.staleness)
+
+    @property
+    def counted(self) -> int:
+        """Steps that count: the last one ends early where nobody begins the next meanwhile."""
+        return max(1, self.steps - self.warm_up - self.staleness)
+
+
+def simulate_ring(
+    table: CostTable,
+    route: Route,
+    devices: Sequence[Device],
+    options: RingOptions,
+    paths: Paths | None = None,
+) -> Simulated:
+    """Steps of `options.microbatches` microbatches, fill and drain included. `devices[n]` is node n of the route."""
+    return _Ring(table, route, devices, options, paths).run()
+
+
+class _Visit:
+    """Counts over all passes so far; the pass a visit is in is `turn`."""
+
+    __slots__ = (
+        "activations", "backwarded", "first", "forwarded", "gradients", "held", "index", "last", "most_held", "node",
+        "norms", "norms_sent", "pieces", "pieces_left", "scaled", "stage", "turn", "weighed",
+    )  # fmt: skip
+
+    def __init__(self, index: int, node: int, stage: StageCost, last: int, pieces: int) -> None:
+        self.index, self.node, self.stage = index, node, stage
+        self.pieces = self.pieces_left = pieces  # of a microbatch's deferred weight gradients; 0: none are deferred
+        self.weighed = 0  # microbatches whose weight gradients are done
+        self.first, self.last = index == 0, index == last
+        self.turn = self.activations = self.gradients = self.forwarded = self.backwarded = 0
+        self.held = self.most_held = 0
+        self.norms = self.norms_sent = self.scaled = 0  # passes
+
+
+class _Node:
+    __slots__ = ("busy", "cause", "free_since", "gaps", "level", "most_level", "processor", "spans", "visits")
+
+    def __init__(self, device: Device) -> None:
+        self.processor = Processor(device.quota, device.speed)
+        self.visits: list[_Visit] = []
+        self.busy: Action | None = None
+        self.free_since = 0.0
+        self.cause = "activations"
+        self.level = self.most_level = 0.0  # bytes of activations and boundary tensors
+        self.spans: list[tuple[str, int, int, float, float]] = []
+        self.gaps: list[tuple[float, float, str]] = []
+
+
+class _Ring:
+    def __init__(
+        self, table: CostTable, route: Route, devices: Sequence[Device], options: RingOptions, paths: Paths | None
+    ) -> None:
+        self._devices = devices
+        self._options = options
+        self._microbatches = options.microbatches
+        self._window = options.window_for(len(route.visits))
+        self._defers = options.schedule == "zero-bubble"
+        self._nodes = [_Node(device) for device in devices]
+        self._visits: list[_Visit] = []
+        for each in route.visits:
+            stage = table.stage(each.first, each.stop)
+            pieces = max(1, each.stop - each.first) if self._defers and stage.weights_s > 0 else 0
+            visit = _Visit(each.index, each.node, stage, route.last, pieces)
+            self._visits.append(visit)
+            self._nodes[each.node].visits.append(visit)
+        self._cut_bytes = [table.cut_bytes[each.first] for each in route.visits]  # into each visit
+        self._durations = [self._visit_durations(visit) for visit in self._visits]
+        self._lines = Lines(devices, paths)
+        self._heap: list[tuple[float, int, int, int, float]] = []  # time, number, kind, visit, bytes
+        self._number = 0
+        self._ends: list[float] = []  # of steps, as the master sees them
+        self._warm: dict[tuple[int, int], float] = {}
+
+    def _visit_durations(self, visit: _Visit) -> dict[str, tuple[float, float]]:
+        """By action: work in profiled seconds, and what the messages cost this device itself."""
+        link = self._devices[visit.node].link
+        before = after = 0.0
+        if not visit.first and self._visits_node(visit.index - 1) != visit.node:
+            before = link.cpu_s(self._cut_bytes[visit.index])
+        if not visit.last and self._visits_node(visit.index + 1) != visit.node:
+            after = link.cpu_s(self._cut_bytes[visit.index + 1])
+        stage = visit.stage
+        later_s = stage.weights_s if visit.pieces else 0.0
+        return {
+            "forward": (stage.forward_s, before + after),
+            "backward": (stage.backward_s - later_s, before + after),
+            "weights": (later_s / max(visit.pieces, 1), 0.0),
+            "update": (stage.update_s, 0.0),
+        }
+
+    def _visits_node(self, index: int) -> int:
+        return self._visits[index].node
+
+    # -- the clock ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Simulated:
+        self._visits[0].activations = self._microbatches * min(1 + self._options.staleness, self._options.steps)
+        self._choose(self._nodes[self._visits[0].node], 0.0)
+        heap = self._heap
+        while heap:
+            now = heap[0][0]
+            woken: dict[int, None] = {}
+            # Everything that happens at this moment happens before anyone decides, as a node empties its mail first.
+            while heap and heap[0][0] == now:
+                _, _, kind, index, size = heapq.heappop(heap)
+                if kind == _DONE:
+                    self._done(self._nodes[index], now)
+                    woken[index] = None
+                elif kind == _DEPART:
+                    # The target visit is encoded beside the kind of message it will be.
+                    visit, message = divmod(index, 8)
+                    self._leave(now, visit, message, size)
+                else:
+                    self._arrived(kind, index, now)
+                    woken[self._visits[index].node] = None
+            for number in woken:
+                node = self._nodes[number]
+                if node.busy is None:
+                    self._choose(node, now)
+        return self._result()
+
+    def _push(self, time: float, kind: int, index: int, size: float = 0.0) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (time, self._number, kind, index, size))
+
+    def _send(self, now: float, source: int, visit: int, message: int, size: float) -> None:
+        """To a visit; within a node at once."""
+        target = self._visits[visit].node
+        if source == target:
+            self._push(now, message, visit)
+            return
+        start = self._lines.depart(now, source, target, size)
+        if start > now:
+            self._push(start, _DEPART, visit * 8 + message, size)
+        else:
+            self._leave(now, visit, message, size)
+
+    def _leave(self, now: float, visit: int, message: int, size: float) -> None:
+        forward = message in (_ACTIVATIONS, _SCALE)
+        source = self._visits_node(visit - 1 if forward else visit + 1)
+        self._push(self._lines.arrive(now, source, self._visits_node(visit), size), message, visit)
+
+    # -- a node -------------------------------------------------------------------------------------------------------
+
+    def _choose(self, node: _Node, now: float) -> None:
+        action = next_action([self._ready(visit) for visit in node.visits], self._window, self._options.schedule)
+        if action is None:
+            node.cause = self._cause(node)
+            return
+        if now > node.free_since:
+            node.gaps.append((node.free_since, now, node.cause))
+        visit = self._visits[action.visit]
+        if action.kind == "forward":
+            visit.held += 1
+            visit.most_held = max(visit.most_held, visit.held)
+            self._weigh(node, visit.stage.stored_bytes)
+        work, own = self._durations[action.visit][action.kind]
+        end = node.processor.finish(now, work, own)
+        node.busy = action
+        microbatch = visit.weighed % self._microbatches if action.kind == "weights" else action.microbatch
+        node.spans.append((action.kind, action.visit, microbatch, now, end))
+        self._push(end, _DONE, visit.node)
+
+    def _ready(self, visit: _Visit) -> Ready:
+        count = self._microbatches
+        may_go = visit.forwarded // count - visit.turn <= self._options.staleness
+        answering = visit.backwarded // count  # the pass whose gradient comes next
+        end = (visit.turn + 1) * count
+        deferred = visit.backwarded - visit.weighed
+        return Ready(
+            visit.index,
+            visit.first,
+            visit.forwarded % count if visit.activations > visit.forwarded and may_go else None,
+            visit.backwarded % count if visit.gradients > visit.backwarded else None,
+            min(visit.forwarded - answering * count, count),
+            visit.forwarded - visit.backwarded if visit.first else 0,
+            count,
+            visit.weighed >= end and (not self._options.clip or visit.scaled > visit.turn),
+            deferred,
+            visit.forwarded - visit.weighed,
+            visit.backwarded >= end,
+        )
+
+    def _cause(self, node: _Node) -> str:
+        """As the live node tells it."""
+        count = self._microbatches
+        deepest = node.visits[-1]
+        for visit in (deepest, *node.visits):
+            forwarded = visit.forwarded - visit.turn * count
+            if forwarded:  # in a pass
+                if visit.backwarded - visit.turn * count >= count:
+                    return "clipping"
+                if visit.first and visit.activations > visit.forwarded:
+                    return "window"
+                if forwarded >= count:
+                    return "gradients"
+        return "activations"
+
+    def _done(self, node: _Node, now: float) -> None:
+        action, node.busy = node.busy, None
+        assert action is not None
+        node.free_since = now
+        visit = self._visits[action.visit]
+        if action.kind == "forward":
+            visit.forwarded += 1
+            if visit.last:
+                self._push(now, _GRADIENTS, visit.index)
+            else:
+                self._send(now, visit.node, visit.index + 1, _ACTIVATIONS, self._cut_bytes[visit.index + 1])
+        elif action.kind == "backward":
+            visit.backwarded += 1
+            if not visit.first:
+                self._send(now, visit.node, visit.index - 1, _GRADIENTS, self._cut_bytes[visit.index])
+            if not visit.pieces:
+                self._let_go(node, visit, now)
+        elif action.kind == "weights":
+            visit.pieces_left -= 1
+            if not visit.pieces_left:
+                visit.pieces_left = visit.pieces
+                self._let_go(node, visit, now)
+        else:
+            visit.turn += 1
+            self._end_of_step(node, now)
+
+    def _let_go(self, node: _Node, visit: _Visit, now: float) -> None:
+        """All gradients of a microbatch are there: nothing of it is needed any more."""
+        visit.weighed += 1
+        visit.held -= 1
+        stage = visit.stage
+        freed = stage.stored_bytes + (0.0 if visit.first else stage.input_bytes)
+        self._weigh(node, -freed - (0.0 if visit.last else stage.output_bytes))
+        self._pass_norms_on(visit, now)
+
+    def _arrived(self, kind: int, index: int, now: float) -> None:
+        visit = self._visits[index]
+        if kind == _ACTIVATIONS:
+            visit.activations += 1
+            self._weigh(self._nodes[visit.node], visit.stage.input_bytes)
+        elif kind == _GRADIENTS:
+            visit.gradients += 1
+            self._weigh(self._nodes[visit.node], 0.0 if visit.last else visit.stage.output_bytes)
+        elif kind == _NORMS:
+            visit.norms += 1
+            self._pass_norms_on(visit, now)
+        else:
+            self._scale(visit, now)
+
+    def _weigh(self, node: _Node, change: float) -> None:
+        node.level += change
+        node.most_level = max(node.most_level, node.level)
+
+    def _pass_norms_on(self, visit: _Visit, now: float) -> None:
+        if not self._options.clip or visit.weighed < (visit.norms_sent + 1) * self._microbatches:
+            return
+        if not visit.last and visit.norms <= visit.norms_sent:
+            return
+        visit.norms_sent += 1
+        if visit.first:
+            self._scale(visit, now)
+        else:
+            self._send(now, visit.node, visit.index - 1, _NORMS, NORM_BYTES)
+
+    def _scale(self, visit: _Visit, now: float) -> None:
+        visit.scaled += 1
+        if not visit.last:
+            self._send(now, visit.node, visit.index + 1, _SCALE, NORM_BYTES)
+
+    def _end_of_step(self, node: _Node, now: float) -> None:
+        """The master begins the next step when all its own visits are done with this one."""
+        if node is not self._nodes[self._visits[0].node]:
+            return
+        done = min(visit.turn for visit in node.visits)
+        if done <= len(self._ends):
+            return
+        self._ends.append(now)
+        if done == self._options.warm_up:
+            self._warm = dict(self._lines.carried)
+        if done + self._options.staleness < self._options.steps:
+            self._visits[0].activations += self._microbatches
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def _result(self) -> Simulated:
+        warm_up = self._options.warm_up
+        begin = self._ends[warm_up - 1] if warm_up else 0.0
+        steps = self._options.counted
+        ended = self._ends[warm_up + steps - 1]
+        # The last update may end on a worker when the master is done already.
+        end = ended if self._options.steps > 1 else max(ended, *(node.free_since for node in self._nodes))
+        step_s = (end - begin) / steps
+        links = per_step(self._lines.carried, self._warm, self._options.steps - warm_up)
+        sent, received = line_bytes(links, len(self._devices))
+        nodes = []
+        for number, (node, device) in enumerate(zip(self._nodes, self._devices, strict=True)):
+            busy = sum(_overlap(a, b, begin, end) for _, _, _, a, b in node.spans) / steps
+            causes: dict[str, float] = {}
+            for a, b, cause in (*node.gaps, (node.free_since, end, "activations")):
+                if (length := _overlap(a, b, begin, end) / steps) > 0:
+                    causes[cause] = causes.get(cause, 0.0) + length
+            idle = max(step_s - busy, 0.0)
+            nodes.append(
+                NodeStep(
+                    device.name, busy, idle, causes, sent[number], received[number],
+                    sent[number] / device.link.up_bytes_per_s, received[number] / device.link.down_bytes_per_s,
+                    node.most_level, tuple(visit.most_held for visit in node.visits),
+                    joules(device, busy, idle, sent[number] + received[number]),
+                )
+            )  # fmt: skip
+        # One step is drawn: the last that counts. Where steps overlap, what is done of the next one is in it.
+        drawn = self._ends[warm_up + steps - 2] if self._options.steps > 1 else 0.0
+        spans = tuple(
+            Span(number, kind, visit, microbatch, max(a - drawn, 0.0), b - drawn)
+            for number, node in enumerate(self._nodes)
+            for kind, visit, microbatch, a, b in node.spans
+            if b > drawn and (a < ended or not self._options.staleness)
+        )
+        return Simulated("ring", step_s, tuple(nodes), links, spans)
+
+
+def _overlap(start: float, end: float, low: float, high: float) -> float:
+    return max(0.0, min(end, high) - max(start, low))

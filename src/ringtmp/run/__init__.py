@@ -1,0 +1,1 @@
+"""One run: build or resume, plan, train, heal, save."""

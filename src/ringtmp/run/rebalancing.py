@@ -1,0 +1,129 @@
+"""A run's rebalancing: listens to what nodes report, and says when to lay the ring out anew, at a snapshot.
+
+Decided in plan/rebalance.py. A move waits for the next whole snapshot, which is asked for at once; where there are no
+snapshots, or none within a while, the run saves a checkpoint first. Lines are tried while the ring is at rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
+from ringtmp.plan.rebalance import PAUSE_S, Balance, Move
+from ringtmp.runtime.snapshot_schedule import Protection
+from ringtmp.strategies.base import Brief, Leader, Plan
+from ringtmp.strategies.ring.master import Master
+from ringtmp.strategies.ring.plan import RingPlan
+
+#: What a new generation costs, until one has been seen.
+MOVE_S = 2.0
+SNAPSHOT_LIMIT_S = 15.0
+#: A ring that gained less than half of what was promised is left alone for longer and longer, up to this.
+LONGEST_PAUSE_S = 16 * PAUSE_S
+
+
+class Rebalancing:
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._balance: Balance | None = None
+        self._move: Move | None = None
+        self._unproven: Move | None = None
+        self._moved_at = 0.0
+        self._decided_at = 0.0
+        self._from_step = 0  # a snapshot of this step or later will do
+        self._not_before = 0.0
+        self._calm_until = 0.0
+        self._pause_s = PAUSE_S
+        self._move_s = MOVE_S
+        self._clock: Callable[[], float] = time.monotonic
+        self._alike = True
+
+    def watch(self, plan: Plan, log: EventLog, clock: Callable[[], float], alike: bool) -> None:
+        """A generation has been laid out. `alike`: all on this machine, where there are no lines to try."""
+        self._move, self._clock, self._alike = None, clock, alike
+        self._balance, log.listener = None, self._heard
+        if self._wanted and isinstance(plan, RingPlan) and plan.planned is not None and len(plan.planned.devices) > 1:
+            # The master has the last visit too.
+            members = [visit.node for visit in plan.setup.route.visits[:-1]]
+            self._balance = Balance(plan.planned, plan.brief.devices, members, self._not_before)
+            self._balance.calm(self._calm_until)
+
+    def _heard(self, times: NodeTimes) -> None:
+        if self._balance is not None:
+            self._balance.heard(times.node, self._clock(), times.compute_s)
+
+    def step_done(self, took_s: float, steps_left: int, protection: Protection) -> None:
+        if self._balance is None or self._move is not None:
+            return
+        now = self._clock()
+        self._balance.step_took(now, took_s)
+        self._prove(self._balance)
+        again_s = protection.travel_steps * took_s
+        self._move = self._balance.decide(now, steps_left, self._move_s + again_s)
+        if self._move is not None:
+            self._decided_at, self._from_step = now, protection.progress.step
+            protection.hasten()
+
+    def _prove(self, balance: Balance) -> None:
+        """Once after a move: did it keep what it promised?"""
+        if self._unproven is None or not balance.watched:
+            return
+        move, self._unproven = self._unproven, None
+        self._pause_s = PAUSE_S if balance.kept(move) else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._calm_until = self._moved_at + self._pause_s
+        balance.calm(self._calm_until)
+
+    def at_rest(self, leader: Leader, protection: Protection) -> bool:
+        """The ring stands still: a moment to try lines that are suspected. True if it was taken."""
+        balance = self._balance
+        if balance is None or self._alike or self._move is not None or not protection.quiet:
+            return False
+        if not isinstance(leader, Master) or not balance.suspects_lines(self._clock()):
+            return False
+        rates = leader.try_lines()
+        balance.lines_found(self._clock(), rates)
+        return True
+
+    def ready(self, protection: Protection) -> str:
+        """What to lay out from, now: 'snapshot', or 'checkpoint' (to be saved first); '' while there is no move or its
+        snapshot is on its way."""
+        if self._move is None:
+            return ""
+        if not protection.on or self._clock() - self._decided_at > SNAPSHOT_LIMIT_S:
+            return "checkpoint"
+        return "snapshot" if protection.whole is not None and protection.whole.step >= self._from_step else ""
+
+    def devices_for(self, brief: Brief) -> Brief | None:
+        """With the devices as the run has measured them; None if nothing is to move, or others are there than were."""
+        move = self._move
+        named = {} if move is None else {each.name: each for each in move.devices}
+        if move is None or named.keys() != {each.name for each in brief.devices}:
+            return None
+        return replace(brief, devices=tuple(named[each.name] for each in brief.devices), paths=move.plan.paths)
+
+    def drop(self) -> None:
+        """The move cannot be made now."""
+        self._move = None
+
+    def begin(self) -> Move:
+        move = self._move
+        assert move is not None, "there is something to move"
+        self._unproven, self._moved_at = move, self._clock()
+        self._not_before, self._calm_until = self._moved_at + PAUSE_S, self._moved_at + self._pause_s
+        return move
+
+    def moved(self, event: Regrouped, move: Move) -> str:
+        """Returns one line for whoever looks on."""
+        self._move_s = event.seconds
+        return _text(event, move)
+
+
+def _text(event: Regrouped, move: Move) -> str:
+    steps = "no step" if not event.repeated else f"{event.repeated} step{'s' if event.repeated > 1 else ''}"
+    return (
+        f"rebalanced: {event.reason}; layers dealt anew after {event.seconds:.1f} s, {steps} to do again from the "
+        f"{event.source} of step {event.step}; a step should now take {move.promised_s:.3g} s instead of {move.step_s:.3g} s "
+        f"(generation {event.generation})"
+    )

@@ -1,0 +1,1 @@
+"""What every strategy stands on: mailboxes, leaders, workers, stages, optimizers, checkpoints, snapshots."""

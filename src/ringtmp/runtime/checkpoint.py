@@ -1,0 +1,307 @@
+"""Checkpoints: one safetensors file per layer for weights and one for optimizer state, keyed by the model's own names.
+
+    checkpoints/step-00000120/manifest.json            step, progress, SHA-256 of every file and of itself
+                              weights-0003.safetensors  parameters and persistent buffers: plain PyTorch loads these
+                              state-0003.safetensors    optimizer state, other buffers, constants
+
+Written layer by layer into a hidden folder, synced, renamed: a checkpoint is there whole or not at all. Two whole ones are
+kept. What counts is what a manifest says and whether the digests are right; a folder with any other name, of another run or
+of another step than its name says is somebody else's: never used, never removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ringtmp.data.stream_batches import StreamPlace
+from ringtmp.errors import CheckpointError
+from ringtmp.model.portable_layer import Layer
+from ringtmp.runtime import sealed_json
+from ringtmp.wire.tensors import raw_bytes
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+StateName = tuple[str, str]
+#: Files of a checkpoint as they were when their digests were right: name, inode, size, time of the last change.
+Stamp = frozenset[tuple[str, int, int, int]]
+LayerTensors = tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a run must remember besides tensors."""
+
+    step: int
+    best_loss: float | None = None
+    epochs_without_gain: int = 0
+    epochs_done: int = 0
+    stream: StreamPlace = StreamPlace()
+
+    def after_epoch(self, epoch: int, loss: float | None) -> Progress:
+        """`loss` on the test part, if there is one."""
+        if loss is None:
+            return msgspec.structs.replace(self, epochs_done=epoch + 1)
+        gained = self.best_loss is None or loss < self.best_loss
+        return Progress(
+            self.step, loss if gained else self.best_loss, 0 if gained else self.epochs_without_gain + 1, epoch + 1
+        )
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    format: int
+    run: str
+    progress: Progress
+    files: dict[str, str]  # name -> SHA-256
+
+
+class CheckpointWriter:
+    """One checkpoint being written. `add` every layer, then `commit`."""
+
+    def __init__(self, folder: Path, run: str, progress: Progress, sound: set[Stamp] | None = None) -> None:
+        """`sound`: checkpoints that need not be read again to know it; this one is added when it is there."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._parent = folder
+        self._final = folder / _name(progress.step)
+        self._hidden = folder / f".{self._final.name}.{os.getpid()}"
+        self._sound = set() if sound is None else sound
+        for left in folder.glob(".step-*"):  # of a master that was killed while it saved; a run has one master
+            shutil.rmtree(left, ignore_errors=True)
+        self._hidden.mkdir()
+        self._run = run
+        self._progress = progress
+        self._files: dict[str, str] = {}
+        self.bytes = 0
+
+    def add(
+        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
+    ) -> None:
+        weights: dict[str, torch.Tensor] = {}
+        rest: dict[str, torch.Tensor] = {}
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if each.saved:
+                weights[f"{layer.name}.{each.name}"] = tensor
+            else:
+                rest[f"{each.kind}/{layer.name}.{each.name}"] = tensor
+        for (parameter, key), tensor in state.items():
+            rest[f"optimizer/{layer.name}.{parameter}/{key}"] = tensor
+        self._write(_weights_file(index), weights)
+        if rest:
+            self._write(f"state-{index:04d}.safetensors", rest)
+
+    def commit(self) -> Path:
+        manifest = Manifest(FORMAT, self._run, self._progress, self._files)
+        path = self._hidden / "manifest.json"
+        path.write_bytes(sealed_json.encode(manifest))
+        _sync(path)
+        _sync(self._hidden)
+        aside = self._hidden.with_suffix(".before")
+        if self._final.exists():
+            self._final.rename(aside)
+        self._hidden.rename(self._final)
+        _sync(self._parent)
+        shutil.rmtree(aside, ignore_errors=True)
+        self._sound.add(_stamp(self._final))
+        self._prune()
+        return self._final
+
+    def _prune(self) -> None:
+        """Beside this one, whose digests were taken from the disk, the newest whole one before it stays. What is older
+        than that is not needed any more, nor what is damaged."""
+        kept = False
+        for step, path in _own(self._parent):
+            if step >= self._progress.step or _whose(path) not in (None, (self._run, step)):
+                continue
+            if not kept and self._is_sound(path):
+                kept = True
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _is_sound(self, path: Path) -> bool:
+        if _stamp(path) in self._sound:
+            return True
+        try:
+            Checkpoint(path)
+        except CheckpointError:
+            return False
+        self._sound.add(_stamp(path))
+        return True
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._hidden, ignore_errors=True)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        path = self._hidden / name
+        strides = {key: list(tensor.stride()) for key, tensor in tensors.items() if not tensor.is_contiguous()}
+        try:
+            save_file(
+                {key: tensor.detach().contiguous() for key, tensor in tensors.items()},
+                str(path),
+                metadata={"strides": json.dumps(strides)} if strides else None,
+            )
+        except SafetensorError as error:  # its only trouble with sound tensors is the disk
+            said = re.search(r"os error (\d+)", str(error))
+            code = int(said[1]) if said else errno.EIO
+            raise OSError(code, os.strerror(code)) from error
+        _sync(path)
+        self._files[name] = _digest(path)
+        self.bytes += path.stat().st_size
+
+
+class Checkpoint:
+    """A checkpoint on disk whose digests were right when it was opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.manifest = sealed_json.decode((folder / "manifest.json").read_bytes(), Manifest)
+        except OSError as error:
+            raise CheckpointError(f"{folder.name}: the manifest cannot be read: {error.strerror}") from error
+        except sealed_json.Broken as error:
+            raise CheckpointError(f"{folder.name}: the manifest {error}") from error
+        if self.manifest.format != FORMAT:
+            raise CheckpointError(f"{folder.name}: format {self.manifest.format}, this version reads {FORMAT}")
+        if _weights_file(0) not in self.manifest.files:
+            raise CheckpointError(f"{folder.name}: the manifest is damaged: it has no {_weights_file(0)}")
+        for name, digest in self.manifest.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{folder.name}: {name} is missing")
+            if _digest(path) != digest:
+                raise CheckpointError(f"{folder.name}: {name} is damaged (its SHA-256 does not match)")
+
+    @property
+    def progress(self) -> Progress:
+        return self.manifest.progress
+
+    def layer(self, index: int, layer: Layer) -> LayerTensors:
+        """The layer's tensors in its own order, and its optimizer state; freshly allocated, hence aligned."""
+        weights = self._read(_weights_file(index))
+        rest = self._read(f"state-{index:04d}.safetensors")
+        prefix = f"{layer.name}."
+        tensors: list[torch.Tensor] = []
+        for each in layer.tensors:
+            source = weights if each.saved else rest
+            key = prefix + each.name if each.saved else f"{each.kind}/{prefix}{each.name}"
+            if key not in source or tuple(source[key].shape) != each.shape:
+                raise CheckpointError(f"{self.folder.name}: {prefix}{each.name} is missing or has another shape")
+            tensors.append(source[key])
+        state: dict[StateName, torch.Tensor] = {}
+        for key, tensor in rest.items():
+            if key.startswith("optimizer/" + prefix):
+                parameter, _, what = key.removeprefix("optimizer/" + prefix).rpartition("/")
+                state[parameter, what] = tensor
+        return tensors, state
+
+    def _read(self, name: str) -> dict[str, torch.Tensor]:
+        if name not in self.manifest.files:
+            return {}
+        try:
+            with safe_open(str(self.folder / name), framework="pt") as file:
+                strides: dict[str, list[int]] = json.loads((file.metadata() or {}).get("strides", "{}"))
+                return {key: _laid_out(file.get_tensor(key), strides.get(key)) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder.name}: {name} cannot be read: {error}") from error
+
+
+def _laid_out(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+    if strides is None:
+        return tensor.clone()
+    fresh = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
+    return fresh.copy_(tensor)
+
+
+def latest(folder: Path, run: str | None = None) -> tuple[Checkpoint, list[str]]:
+    """The newest checkpoint that is whole, of this run if it is named, and a word on each newer one that is not."""
+    warnings: list[str] = []
+    for step, path in _own(folder):
+        try:
+            found = Checkpoint(path)
+            if found.progress.step != step:
+                held = found.progress.step
+                raise CheckpointError(
+                    f"{path.name}: it holds the checkpoint of step {held}, which belongs in {_name(held)}"
+                )
+            if run not in (None, found.manifest.run):
+                raise CheckpointError(f"{path.name}: it belongs to another run")
+            return found, warnings
+        except CheckpointError as error:
+            warnings.append(str(error))
+    detail = "; ".join(warnings) or "there is none"
+    raise CheckpointError(f"no usable checkpoint in {folder}: {detail}")
+
+
+def _weights_file(index: int) -> str:
+    return f"weights-{index:04d}.safetensors"
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _own(folder: Path) -> list[tuple[int, Path]]:
+    """Folders with the very name a checkpoint gets, by step, the newest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(((step, path) for step, path in found if path.is_dir() and path.name == _name(step)), reverse=True)
+
+
+def _whose(path: Path) -> tuple[str, int] | None:
+    """The run and step a checkpoint says it is of; None where it cannot be read."""
+    try:
+        manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return manifest.run, manifest.progress.step
+
+
+def _stamp(folder: Path) -> Stamp:
+    files = ((path.name, path.stat()) for path in folder.iterdir())
+    return frozenset((name, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in files)
+
+
+def weights_sha256(checkpoint: Checkpoint, layers: Sequence[Layer]) -> str:
+    """SHA-256 over every parameter and persistent buffer in `state_dict` order: name, dtype, shape, bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in named_weights(checkpoint, layers):
+        update_digest(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def named_weights(checkpoint: Checkpoint, layers: Sequence[Layer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's `state_dict`, one layer in memory at a time."""
+    for index, layer in enumerate(layers):
+        tensors, _ = checkpoint.layer(index, layer)
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if each.saved:
+                yield f"{layer.name}.{each.name}", tensor
+
+
+def update_digest(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = ",".join(map(str, tensor.shape))
+    digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
+    digest.update(raw_bytes(tensor.detach().contiguous()))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

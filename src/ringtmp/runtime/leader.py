@@ -1,0 +1,251 @@
+"""What a master does under every strategy: gather the nodes, work until something has happened, notice who is gone, stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ringtmp import untrusted
+from ringtmp.errors import Misconduct, NodeFailed, NodeLost, ProtocolError, WaitTimeout
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.plan.route import MASTER
+from ringtmp.runtime import reply_checks
+from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.member import Member
+from ringtmp.runtime.node_reports import Reports
+from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
+from ringtmp.runtime.worker import farewell
+from ringtmp.wire.messages import Accused, Bye, Failed, Hello, LayerState, Placed, Report, Stop
+
+HELLO_LIMIT_S = 60.0
+STALL_LIMIT_S = 60.0
+STALL_FACTOR = 20
+WATCH_EVERY_S = 0.2
+WAIT_S = 0.05
+STOP_LIMIT_S = 2.0
+LAST_WORDS_S = 0.2
+
+
+class Crew(Protocol):
+    """The other nodes of a run, wherever they live."""
+
+    alike: bool  # all on this machine
+
+    def advance(self) -> bool:
+        """Let nodes that live in this process work. True if any did."""
+        ...
+
+    def check(self, step: int) -> None:
+        """Raise NodeLost if a node has died."""
+        ...
+
+    def bury(self, node: int) -> None:
+        """The run goes on without this one: it is not checked any more."""
+        ...
+
+    def expel(self, node: int, sure: bool) -> None:
+        """As `bury`, and not to be taken again; one that only others accuse may be, a few times."""
+        ...
+
+
+class Lead:
+    """The part of a master that knows no strategy. `_member` is what works on the master's own node."""
+
+    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
+        self.endpoint = endpoint
+        self.hellos: dict[int, Hello] = {}
+        self._crew = crew
+        self._log = log
+        self.protection = Protection("off")  # a run that heals from snapshots sets its own
+        self.snapshot: Snapshot | None = None  # what to lay out instead of a checkpoint
+        #: Told of a node whose loss needed no new generation.
+        self.survived: Callable[[events.Regrouped], None] = log.write
+        self._member: Member | None = None
+        self._reports: Reports | None = None  # of the plan that was laid out
+        self._committed = 0
+        self._placed: set[tuple[int, int]] = set()  # node, layer
+        self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender, of the layer that is awaited
+        self._awaited: int | None = None
+        self._gone: set[int] = set()
+        self._last_watch = 0.0
+        self._longest_step_s = 0.0
+
+    @property
+    def committed(self) -> int:
+        """The first step whose batch has not been given to the nodes: everything before must be finished."""
+        return self._committed
+
+    def gather(self, others: Sequence[int]) -> None:
+        """Wait until every node has said hello."""
+        for node in others:
+            self._until_node(node, lambda node=node: node in self.hellos, "to start", HELLO_LIMIT_S)  # type: ignore[misc]
+
+    def leave(self) -> dict[int, float]:
+        """This generation ends: what its members have of use goes on their shelves. Returns the losses of steps that are
+        not counted yet."""
+        if self._member is not None:
+            self._member.leave()
+            self._member = None
+        return {}
+
+    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> list[NodeLost]:
+        """Tell every node to stop, and wait a moment for each to say goodbye. Returns those who had died before."""
+        self.endpoint.end()
+        for node in self.hellos:
+            self.endpoint.post(node, Stop(reason))
+        self._hear_farewells(limit_s)
+        died = self._dead() if self._unheard() else {}
+        if died:
+            self._hear_farewells(LAST_WORDS_S)  # one that has ended may have said goodbye first
+        self.endpoint.collect()  # the acknowledgements go out
+        return [lost for node, lost in died.items() if node in self._unheard()]
+
+    def _unheard(self) -> set[int]:
+        return self.hellos.keys() - self._gone
+
+    def _hear_farewells(self, limit_s: float) -> None:
+        limit = self.endpoint.clock() + limit_s
+        while self._unheard() and self.endpoint.clock() < limit:
+            for mail in self.endpoint.collect():
+                if isinstance(mail.message, Report | Bye):
+                    self._take(mail)
+            if not self._crew.advance():
+                self.endpoint.wait(0.01)
+
+    def _dead(self) -> dict[int, NodeLost]:
+        """Everyone who is not there any more, whether it said goodbye or not."""
+        found: dict[int, NodeLost] = {}
+        while True:
+            try:
+                self._crew.check(self._member.step if self._member is not None else 0)
+                return found
+            except NodeLost as lost:
+                if lost.node is None or lost.node in found:
+                    return found
+                found[lost.node] = lost
+                self._crew.bury(lost.node)
+
+    def farewell(self) -> events.NodeEnded:
+        return self._member.farewell() if self._member is not None else farewell(self.endpoint)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def _until(self, condition: Callable[[], bool], waiting_for: Callable[[], str], limit_s: float) -> None:
+        """Work until the condition holds; at most `limit_s` without any sign of life."""
+        quiet_since = self.endpoint.clock()
+        while not condition():
+            if self._pump():
+                quiet_since = self.endpoint.clock()
+            elif self.endpoint.clock() - quiet_since > limit_s:
+                raise WaitTimeout(f"waited {limit_s:.0f} s for {waiting_for()} without a sign of life")
+
+    def _until_node(self, node: int, condition: Callable[[], bool], what: str, limit_s: float) -> None:
+        """Work until one node has done something. If it does not, it is as good as lost."""
+        try:
+            self._until(condition, lambda: f"node {node} {what}", limit_s)
+        except WaitTimeout as stalled:
+            self._crew.bury(node)
+            raise NodeLost(str(stalled), node, limit_s) from None
+
+    def _pump(self) -> bool:
+        mail = self.endpoint.collect()
+        for each in mail:
+            self._take(each)
+        worked = self._act()
+        self._drop_offenders()
+        helped = self._crew.advance()
+        now = self.endpoint.clock()
+        if now - self._last_watch > WATCH_EVERY_S:
+            self._last_watch = now
+            self._watch()
+        if not (mail or worked or helped):
+            self.endpoint.wait(WAIT_S)
+        return bool(mail) or worked or helped
+
+    def _watch(self) -> None:
+        try:
+            self._crew.check(self._member.step if self._member is not None else 0)
+        except NodeLost as lost:
+            if lost.node is None or not self._survive(lost):
+                raise
+            self._crew.bury(lost.node)
+            self.hellos.pop(lost.node, None)
+
+    def _act(self) -> bool:
+        try:
+            return self._member.act() if self._member is not None else False
+        except Misconduct as error:
+            self.endpoint.offended(error.node, str(error), sure=False)
+            return True
+
+    def _drop_offenders(self) -> None:
+        """Who broke the protocol is out, and named; the run heals as from any loss."""
+        step = self._member.step if self._member is not None else 0
+        offences = [each for each in self.endpoint.offences() if each.node != MASTER]
+        for each in offences:
+            self._crew.expel(each.node, each.sure)
+        for each in offences:
+            lost = NodeLost(f"node {each.node} broke the protocol in step {step}: it {each.text}", each.node)
+            if not self._survive(lost):
+                raise lost
+            self.hellos.pop(each.node, None)
+
+    def _survive(self, lost: NodeLost) -> bool:
+        """Whether this strategy can go on without a node, here and now."""
+        return False
+
+    def _take(self, mail: Mail) -> None:
+        if self.endpoint.forgot(mail.sender):
+            return
+        try:
+            self._heed(mail)
+        except ProtocolError as error:
+            if mail.sender == MASTER:
+                raise
+            self.endpoint.offended(mail.sender, str(error))
+
+    def _heed(self, mail: Mail) -> None:
+        message = mail.message
+        if isinstance(message, Hello):
+            self.hellos[mail.sender] = reply_checks.hello(message)
+        elif isinstance(message, Report):
+            for event in message.events:
+                self._log.write_encoded(self._reported(event, mail.sender))
+        elif isinstance(message, Bye):
+            if mail.sender in self._gone:
+                raise ProtocolError("said goodbye twice")
+            self._gone.add(mail.sender)  # whatever it says
+            self._log.write_encoded(reply_checks.last_event(message.event, mail.sender))
+        elif isinstance(message, Placed):
+            self._placed.add((mail.sender, message.layer))
+        elif isinstance(message, Accused):
+            self._accused(mail.sender, message)
+        elif isinstance(message, Failed):
+            said = untrusted.line(message.error), untrusted.lines(message.traceback)
+            raise NodeFailed(f"node {mail.sender} failed in step {message.step}: {said[0]}\n{said[1]}")
+        elif not self._hear(mail):
+            if self._member is None:
+                raise ProtocolError(f"sent {type(message).__name__}, which nobody asked for")
+            self._member.handle(mail)
+
+    def _reported(self, event: bytes, sender: int) -> bytes:
+        if self._reports is None:
+            raise ProtocolError("sent Report, which nobody asked for")
+        return self._reports.line(event, sender, self._committed)
+
+    def _accused(self, accuser: int, message: Accused) -> None:
+        """Of the two one breaks the protocol. The accuser is believed: it has nothing to win."""
+        if message.node == accuser:
+            raise ProtocolError("accused itself")
+        if message.node in self.hellos:  # else it is gone already
+            self.endpoint.offended(message.node, f"{untrusted.line(message.why)} (says node {accuser})", sure=False)
+
+    def _hear(self, mail: Mail) -> bool:
+        """Messages to the master that only one strategy knows. True: it was one."""
+        return False
+
+    def _stall_limit(self) -> float:
+        return max(STALL_LIMIT_S, STALL_FACTOR * self._longest_step_s)

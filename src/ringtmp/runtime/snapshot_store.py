@@ -1,0 +1,184 @@
+"""What a node keeps from one generation to the next: parcels of snapshots, its own and its neighbour's; under all-reduce,
+where every worker has the whole model, what it had in hand when the generation ended.
+
+In memory where there is room, else in files of a private folder. Files are not synced: a machine that lost its power has
+lost its snapshots, and its neighbour has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ringtmp.errors import ProtocolError
+from ringtmp.runtime.checkpoint import LayerTensors
+from ringtmp.runtime.layer_snapshot import Label, Parcel, Writing
+from ringtmp.system.resources import free_memory_bytes
+from ringtmp.units import bytes_text
+
+#: Kept in memory only if so much stays free for every byte of it: the next snapshot, and the training itself.
+ROOM_FACTOR = 4
+
+
+class Shelf:
+    def __init__(self, folder: Path | None = None, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
+        """Without a folder everything is in memory. The folder is made when it is first needed."""
+        self._folder = folder
+        self._free_bytes = free_bytes
+        self._parcels: dict[tuple[int, int], Parcel] = {}
+        self._files: dict[tuple[int, int], Label] = {}
+        self._writing: dict[tuple[int, int], Writing] = {}
+        self._in_hand: dict[tuple[int, int], LayerTensors] = {}
+        #: What must stay free whatever is kept. The master's checkpoints pass through its memory layer by layer.
+        self.reserve_bytes = 0
+
+    def put(self, label: Label, views: Sequence[memoryview], mode: str) -> str | None:
+        """Why it could not be kept; None if it is. The label that is kept has the digest."""
+        trouble = self.begin(label, mode)
+        for view in views:
+            trouble = trouble or self.add(label, view)
+        return trouble or self.finish(label)
+
+    def begin(self, label: Label, mode: str) -> str | None:
+        """Of one that comes piece by piece: in memory where it may be, else into a file, of which no more than a piece is
+        in memory. Returns why it cannot be kept."""
+        key = (label.step, label.layer)
+        self._abandon(key)
+        spare = self._free_bytes() - self.reserve_bytes
+        in_memory = mode == "memory" or (mode == "auto" and spare > ROOM_FACTOR * label.size)
+        if not in_memory and self._folder is not None:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._writing[key] = Writing(label, self._path(*key).open("wb"))
+            except OSError as error:
+                return error.strerror or str(error)
+            return None
+        if spare < label.size:
+            beside = f" beside the {bytes_text(self.reserve_bytes)} of a checkpoint" if self.reserve_bytes else ""
+            left, size = bytes_text(max(0, spare)), bytes_text(label.size)
+            return f"{left} of memory are left{beside}, and a layer of {size} does not fit in"
+        if not in_memory:
+            return "there is neither memory nor a disk for it"
+        self._writing[key] = Writing(label)
+        return None
+
+    def awaits(self, label: Label) -> bool:
+        """Whether it has begun and is neither finished nor given up."""
+        return (label.step, label.layer) in self._writing
+
+    def add(self, label: Label, piece: memoryview) -> str | None:
+        """The next piece. Returns why it cannot be kept, and then it is forgotten."""
+        key = (label.step, label.layer)
+        try:
+            self._writing[key].add(piece)
+        except (OSError, ProtocolError) as error:
+            self._abandon(key)
+            return getattr(error, "strerror", None) or str(error)
+        return None
+
+    def finish(self, label: Label) -> str | None:
+        """All has come. If the label has a digest it must be that of what came."""
+        key = (label.step, label.layer)
+        writing = self._writing[key]
+        sealed = writing.sealed()
+        if not writing.whole or (label.digest and label.digest != sealed.digest):
+            self._abandon(key)
+            return f"layer {label.layer} in the snapshot of step {label.step} does not match its digest"
+        if writing.file is None:
+            self._parcels[key] = writing.parcel()
+        else:
+            try:
+                writing.file.close()
+            except OSError as error:
+                self._abandon(key)
+                return error.strerror or str(error)
+            self._files[key] = sealed
+        del self._writing[key]
+        return None
+
+    def label(self, step: int, layer: int) -> Label | None:
+        parcel = self._parcels.get((step, layer))
+        return self._files.get((step, layer)) if parcel is None else parcel.label
+
+    def piece(self, label: Label, start: int, size: int) -> torch.Tensor | None:
+        """Some of its bytes; None if they cannot be had."""
+        size = min(size, label.size - start)
+        parcel = self._parcels.get((label.step, label.layer))
+        if parcel is not None:
+            return parcel.body[start : start + size]
+        if (label.step, label.layer) not in self._files:
+            return None
+        content = bytearray(size)
+        try:
+            with self._path(label.step, label.layer).open("rb") as file:
+                file.seek(start)
+                came = file.readinto(content)
+        except OSError:
+            return None
+        return torch.frombuffer(content, dtype=torch.uint8) if came == size else None
+
+    def get(self, step: int, layer: int) -> Parcel | None:
+        """All of it, in memory."""
+        parcel = self._parcels.get((step, layer))
+        label = self._files.get((step, layer))
+        if parcel is not None or label is None:
+            return parcel
+        body = self.piece(label, 0, label.size)
+        return None if body is None else Parcel(label, body)
+
+    def contents(self) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted({**self._parcels, **self._files, **self._in_hand}))
+
+    def hand_over(self, states: dict[tuple[int, int], LayerTensors]) -> None:
+        """Layers as a member leaves them to the next generation's, by step and layer. Nothing is copied."""
+        self._in_hand = states
+
+    def claim(self) -> dict[tuple[int, int], LayerTensors]:
+        """What the generation before left."""
+        states, self._in_hand = self._in_hand, {}
+        return states
+
+    def free(self, before: int) -> None:
+        """Older snapshots are needed no more."""
+        self._drop(lambda step: step < before)
+
+    def discard(self, step: int) -> None:
+        """This snapshot will not be whole."""
+        self._drop(lambda at: at == step)
+
+    def keep_only(self, step: int) -> None:
+        """The run is back at this step: what came later will come again."""
+        self._drop(lambda at: at != step)
+
+    def close(self) -> None:
+        self._drop(lambda step: True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _drop(self, unwanted: Callable[[int], bool]) -> None:
+        for key in [each for each in self._parcels if unwanted(each[0])]:
+            del self._parcels[key]
+        for key in [each for each in self._files if unwanted(each[0])]:
+            del self._files[key]
+            with contextlib.suppress(OSError):
+                self._path(*key).unlink(missing_ok=True)
+
+        for key in [each for each in self._writing if unwanted(each[0])]:
+            self._abandon(key)
+
+    def _abandon(self, key: tuple[int, int]) -> None:
+        """What has come of it goes."""
+        writing = self._writing.pop(key, None)
+        if writing is not None and writing.file is not None:
+            with contextlib.suppress(OSError):
+                writing.file.close()
+            with contextlib.suppress(OSError):
+                self._path(*key).unlink(missing_ok=True)
+
+    def _path(self, step: int, layer: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{step}-{layer}"

@@ -1,0 +1,351 @@
+"""A segment living on a node: it goes forward, backward and steps. Knows nothing of messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch.nn.utils import clip_grads_with_norm_
+
+from ringtmp.errors import ProtocolError
+from ringtmp.model.deferred_gradients import Job
+from ringtmp.model.memory_aliases import written_on_entry
+from ringtmp.model.portable_layer import Graph, Layer
+from ringtmp.model.recompute import changed_buffers, repeatable
+from ringtmp.model.run_graph import Program, dtype_of
+from ringtmp.plan.route import Visit
+from ringtmp.runtime.clipping import Norms, norms_of
+from ringtmp.runtime.optimizers import Optimizer, make_optimizer
+from ringtmp.runtime.segment_edges import (
+    Gradient,
+    copied_alike,
+    detached,
+    enter,
+    nothing_saved,
+    run_backward,
+    saved_bytes,
+)  # fmt: skip
+from ringtmp.runtime.update_rules import learning_rate, random_key
+from ringtmp.wire.messages import Recipe
+
+StateName = tuple[str, str]
+#: Deferred weight gradients are worked off in pieces of about this many multiply-adds (a millisecond or so): large
+#: enough to be worth a turn of the loop, small enough that an arriving gradient does not wait long.
+PIECE_OF_WORK = 2**24
+
+
+#: Among a layer's optimizer state: the weights one update ago, at which the next delayed gradient is taken.
+PREVIOUS = "previous"
+
+
+class StagedLayer:
+    """A layer with its tensors, ready to run. With delayed gradients every parameter exists on two sides."""
+
+    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor], train: Program, evaluate: Program) -> None:
+        self.layer = layer
+        self.train = train
+        self.evaluate = evaluate
+        owned: dict[str, torch.Tensor] = {}
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if tuple(tensor.shape) != each.shape or tensor.dtype != dtype_of(each.dtype):
+                raise ValueError(f"tensor {each.name} of layer {layer.name} is not as its layer describes it")
+            owned[each.name] = tensor.requires_grad_(each.trainable)
+        self.trainable = [each.name for each in layer.tensors if each.trainable]
+        self.sides = [owned]
+        self.repeatable = repeatable(layer.train)
+        self.changed = changed_buffers(layer.train)
+        parameters = {each.name for each in layer.tensors if each.kind == "parameter"}  # an optimizer knows these
+        self._renewed = {
+            training: frozenset() if repeatable(graph) else changed_buffers(graph) - parameters
+            for training, graph in ((True, layer.train), (False, layer.evaluate))
+        }
+
+    def renew(self, training: bool) -> None:
+        """Before a run that reads buffers it changes: it does so to copies. The values of the run before may still be
+        needed, for its backward or on their way to a neighbour."""
+        fresh = {name: copied_alike(self.sides[0][name]) for name in self._renewed[training]}
+        for side in self.sides:
+            side.update(fresh)
+
+    def double(self, newest: int, previous: Mapping[str, torch.Tensor]) -> None:
+        """The weights one update ago take the other side (today's, when there was no update yet); buffers are shared."""
+        (owned,) = self.sides
+        other = dict(owned)
+        for name in self.trainable:
+            other[name] = previous.get(name, owned[name]).detach().clone().requires_grad_()
+        self.sides = [owned, other] if newest == 0 else [other, owned]
+
+
+@dataclass
+class _Held:
+    """A microbatch between its forward and its backward."""
+
+    entered: list[torch.Tensor]
+    wants: tuple[bool, ...]
+    outputs: list[torch.Tensor] | None = None  # None: compute them again
+    caught: list[Gradient] = field(default_factory=list)
+    later: list[Job] | None = None  # work backward leaves for later
+    seeds: list[Gradient] | None = None  # at the tail: where backward begins
+
+
+class Stage:
+    """With staleness 1, step t goes forward and backward with the weights w[t-1] while the update of step t-1 may still
+    be on its way to make w[t]: two steps overlap. w[k] lives on side k % 2; the update of step t writes w[t+1] over
+    w[t-1], which nobody needs any more. With staleness 0 there is one side.
+    """
+
+    def __init__(
+        self,
+        visit: Visit,
+        recipe: Recipe,
+        defer: bool = False,
+        step: int = 0,
+        recompute: Callable[[int], bool] | None = None,
+    ) -> None:
+        """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`. `step`: updates done.
+        `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered."""
+        self._recompute = recompute
+        # by what the inputs want; known after the first microbatch: whether the next ones are recomputed
+        self._repeating: dict[tuple[bool, ...], bool] = {}
+        self._sides = 1 + recipe.staleness
+        self._newest = step % self._sides
+        self.visit = visit
+        self._recipe = recipe
+        self._defer = defer
+        # oldest first: step and weight gradients still to be computed, a queue per microbatch
+        self._deferred: deque[tuple[int, deque[Job]]] = deque()
+        self._layers: dict[int, StagedLayer] = {}
+        self._programs: dict[bytes, Program] = {}
+        self._states: dict[int, dict[StateName, torch.Tensor]] = {}
+        self._optimizer: Optimizer | None = None
+        self._parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
+        self._position: dict[tuple[int, str], int] = {}
+        # training -> positions of what enters and may be changed in place
+        self._written: dict[bool, frozenset[int]] = {True: frozenset(), False: frozenset()}
+        self._stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch
+
+    def place(
+        self,
+        index: int,
+        layer: Layer,
+        tensors: Sequence[torch.Tensor],
+        state: dict[StateName, torch.Tensor],
+    ) -> None:
+        """A layer moves in, with its optimizer state if it has one."""
+        staged = StagedLayer(layer, tensors, self._program(layer.train), self._program(layer.evaluate))
+        self._layers[index] = staged
+        if state:
+            self._states[index] = state
+        if set(self._layers) == set(self.visit.layers):
+            self._complete()
+
+    def _complete(self) -> None:
+        """Every layer is here: make the optimizer."""
+        inside = [self._layers[index].layer for index in self.visit.layers]
+        self._written = {
+            True: written_on_entry([each.train for each in inside]),
+            False: written_on_entry([each.evaluate for each in inside]),
+        }
+        if self._sides > 1:
+            for index, layer in self._layers.items():
+                state = self._states.get(index, {})
+                layer.double(self._newest, {name: value for (name, key), value in state.items() if key == PREVIOUS})
+        named = [(index, name) for index in self.visit.layers for name in self._layers[index].trainable]
+        self._parameters = [
+            [self._layers[index].sides[side][name] for index, name in named] for side in range(self._sides)
+        ]
+        self._position = {each: position for position, each in enumerate(named)}
+        if not named:
+            return
+        self._optimizer = make_optimizer(
+            self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest]
+        )
+        for index, state in self._states.items():
+            for (parameter, key), value in state.items():
+                if key != PREVIOUS:
+                    self._optimizer.states[self._position[index, parameter]][key] = value
+        self._states.clear()
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(each.nbytes for each in self._parameters[self._newest])
+
+    @property
+    def held(self) -> int:
+        """Microbatches whose activations are stored."""
+        return len(self._stored)
+
+    @property
+    def deferred(self) -> int:
+        """Microbatches that have gone backward and whose weight gradients wait."""
+        return len(self._deferred)
+
+    def has_deferred(self, step: int) -> bool:
+        """Whether any belong to this step or one before."""
+        return bool(self._deferred) and self._deferred[0][0] <= step
+
+    def _side(self, step: int) -> int:
+        """Where the weights lie with which a training step is computed."""
+        return (step + 1) % self._sides
+
+    def forward(
+        self, microbatch: int, step: int, inputs: Sequence[torch.Tensor], wants: Sequence[bool], training: bool
+    ) -> list[torch.Tensor]:
+        """What leaves the segment. In training what `backward` needs is kept: the graph, or to compute it again, only
+        what entered."""
+        if not training:
+            with torch.no_grad():
+                values, _ = enter(inputs, [False] * len(inputs), self._written[False])
+                return self._run(step, microbatch, values, self._newest, False)
+        key = tuple(wants)
+        held = self._stored[step, microbatch] = _Held(list(inputs), key)
+        if self._repeating.get(key):
+            with nothing_saved():
+                outputs = self._with_graph(held, step, microbatch, once_more=False)
+            return self._let_go(held, outputs)
+        if self._recompute is None or key in self._repeating:
+            return self._with_graph(held, step, microbatch, once_more=False)
+        with saved_bytes([*held.entered, *self._parameters[self._side(step)]]) as saved:
+            outputs = self._with_graph(held, step, microbatch, once_more=False)
+        may = all(layer.repeatable for layer in self._layers.values())
+        self._repeating[key] = may and self._recompute(saved.total)
+        return self._let_go(held, outputs) if self._repeating[key] else outputs
+
+    def _let_go(self, held: _Held, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keep only what entered: the rest will be computed again."""
+        held.outputs, held.caught, held.later = None, [], None
+        return detached(outputs)
+
+    def _with_graph(self, held: _Held, step: int, microbatch: int, once_more: bool) -> list[torch.Tensor]:
+        """Forward under autograd. `once_more`: buffers have changed already and are left alone."""
+        values, held.caught = enter(held.entered, held.wants, self._written[True])
+        held.later = [] if self._defer else None
+        with torch.enable_grad():
+            held.outputs = self._run(step, microbatch, values, self._side(step), True, held.later, once_more)
+        return held.outputs
+
+    def _run(
+        self,
+        step: int,
+        microbatch: int,
+        values: list[torch.Tensor],
+        side: int,
+        training: bool,
+        later: list[Job] | None = None,
+        once_more: bool = False,
+    ) -> list[torch.Tensor]:
+        for index in self.visit.layers:
+            layer = self._layers[index]
+            if not once_more:
+                layer.renew(training)
+            owned = layer.sides[side]
+            if once_more and layer.changed:
+                owned = {**owned, **{name: copied_alike(owned[name]) for name in layer.changed}}
+            torch.default_generator.manual_seed(random_key(self._recipe.seed, step, microbatch, index))
+            values = (layer.train if training else layer.evaluate).run(values, owned, later)
+        return values
+
+    def to_loss(self, step: int, microbatch: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """At the tail: what left the last layer, as the loss takes it; like any layer it may change it in place."""
+        held = self._stored[step, microbatch]
+        if held.outputs is None:
+            wants = [each.requires_grad for each in outputs]
+            outputs, held.seeds = enter(outputs, wants, range(len(outputs)))
+        return outputs
+
+    def end_in(self, step: int, microbatch: int, loss: torch.Tensor) -> None:
+        """The tail goes backward from its loss, which was computed of what `to_loss` gave."""
+        held = self._stored[step, microbatch]
+        if held.outputs is None:
+            run_backward([loss], [torch.ones_like(loss)])
+        else:
+            held.outputs, held.seeds = [loss], [torch.ones_like(loss)]
+
+    def backward(
+        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None
+    ) -> list[torch.Tensor | None]:
+        """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss."""
+        held = self._stored.pop((step, microbatch))
+        if held.outputs is None:
+            self._with_graph(held, step, microbatch, once_more=True)
+        assert held.outputs is not None
+        arriving = held.seeds if gradients is None else gradients
+        assert arriving is not None, "the segment does not end in a loss"
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        for output, gradient in zip(held.outputs, arriving, strict=True):
+            if output.requires_grad and gradient is not None:
+                if gradient.shape != output.shape:
+                    raise ProtocolError(
+                        f"a gradient of shape {tuple(gradient.shape)} for an output of {tuple(output.shape)}"
+                    )
+                roots.append(output)
+                seeds.append(gradient)
+        # Nothing but the graph holds on to activations now, and the graph lets go of each as it is used.
+        held.entered, held.outputs = [], None
+        if roots:
+            run_backward(roots, seeds)
+        if held.later:
+            self._deferred.append((step, deque(held.later)))
+            held.later.clear()  # the graph holds on to this list, and would hold on to itself through the jobs in it
+        return held.caught
+
+    def weight_gradients(self) -> None:
+        """A piece of the oldest deferred work."""
+        jobs, done = self._deferred[0][1], 0
+        while jobs and done < PIECE_OF_WORK:
+            size, work = jobs.popleft()
+            work()
+            done += size
+        if not jobs:
+            self._deferred.popleft()
+
+    def gradient_norms(self, step: int) -> Norms:
+        """What torch's own clipping begins with."""
+        return norms_of(self._parameters[self._side(step)])
+
+    def step(self, step: int, total_norm: torch.Tensor | None) -> None:
+        """The update that ends training step `step`."""
+        side = self._side(step)
+        if self._optimizer is not None:
+            parameters = self._parameters[side]
+            if total_norm is not None and self._recipe.clip_norm is not None:
+                clip_grads_with_norm_(parameters, self._recipe.clip_norm, total_norm)
+            if side != self._newest:
+                with torch.no_grad():
+                    torch._foreach_copy_(parameters, self._parameters[self._newest])
+            rate = learning_rate(self._recipe.schedule, self._recipe.optimizer_settings["lr"], step)
+            self._optimizer.step(rate, parameters)
+            for parameter in parameters:
+                parameter.grad = None
+        self._newest = side
+
+    def layer_state(self, index: int) -> tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]:
+        """The layer's tensors in its own order, and its optimizer state."""
+        layer = self._layers[index]
+        state: dict[StateName, torch.Tensor] = {}
+        if self._optimizer is not None:
+            for name in layer.trainable:
+                for key, value in sorted(self._optimizer.states[self._position[index, name]].items()):
+                    state[name, key] = value
+                if self._sides > 1:
+                    state[name, PREVIOUS] = layer.sides[1 - self._newest][name].detach()
+        return [layer.sides[self._newest % len(layer.sides)][each.name].detach() for each in layer.layer.tensors], state
+
+    def finite(self, microbatch: int) -> bool:
+        """Whether what left the segment in this microbatch is a number everywhere."""
+        for (step, number), held in self._stored.items():
+            if number == microbatch:
+                outputs = held.outputs or self._with_graph(held, step, number, once_more=True)
+                if not all(bool(torch.isfinite(each).all()) for each in outputs if each.is_floating_point()):
+                    return False
+        return True
+
+    def _program(self, graph: Graph) -> Program:
+        key = msgspec.msgpack.encode(graph)
+        if key not in self._programs:
+            self._programs[key] = Program(graph)
+        return self._programs[key]

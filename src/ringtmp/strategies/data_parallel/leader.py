@@ -1,0 +1,447 @@
+"""The master of the data-parallel strategies: deals batches out, hears what became of them, collects the model.
+
+A batch's microbatches are dealt in order, an equal number to every worker; a worker gets work some steps ahead, so that it
+never waits for the master, but never beyond a step at which the run may pause.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ringtmp import untrusted
+from ringtmp.data.batches import Batch
+from ringtmp.data.sources import leaves
+from ringtmp.errors import LossNotFinite, NodeLost, ProtocolError
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.model import portable_layer
+from ringtmp.plan.route import MASTER
+from ringtmp.runtime import reply_checks
+from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
+from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.leader import Crew, Lead
+from ringtmp.runtime.losses import Score
+from ringtmp.runtime.node_reports import Reports
+from ringtmp.runtime.snapshot_schedule import places
+from ringtmp.strategies import registry
+from ringtmp.strategies.allreduce.member import AllReduceMember
+from ringtmp.strategies.base import Upcoming, nothing_ahead
+from ringtmp.strategies.data_parallel.message_checks import kept
+from ringtmp.strategies.data_parallel.parameter_keys import Flat, Key
+from ringtmp.strategies.data_parallel.replica import flatten, layer_flat, views
+from ringtmp.strategies.data_parallel.sample_cache import Ledger
+from ringtmp.strategies.ps.member import PsMember
+from ringtmp.strategies.ps.server import following
+from ringtmp.strategies.ps.settings import PsSettings
+from ringtmp.transport.base import Channel
+from ringtmp.wire.messages import (
+    Did,
+    Fetch,
+    Kept,
+    LayerState,
+    Lost,
+    Message,
+    Place,
+    Restore,
+    Scored,
+    Store,
+    Work,
+)
+
+if TYPE_CHECKING:
+    from ringtmp.strategies.data_parallel.plan import ParallelPlan
+
+#: Layers on their way to their holders: the master holds no more of the model than this and one layer.
+PLACING_BYTES = 8 * 1024**2
+#: Steps of work a worker may have before it; those that never wait for one another get more.
+AHEAD, AHEAD_ASYNC = 1, 16
+
+
+class ParallelLead(Lead):
+    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog, plan: ParallelPlan) -> None:
+        super().__init__(endpoint, crew, log)
+        self._plan = plan
+        self._layers = plan.brief.layers
+        self._workers = plan.roles.workers
+        self._servers = plan.roles.servers
+        self._unprotected: set[int] = set()  # servers whose loss would lose something
+        self._laid_out = False
+        self._settings = PsSettings(**plan.enlist.settings) if plan.enlist.strategy == "ps" else None
+        self._ledgers = {worker: Ledger() for worker in self._workers}
+        self._committed = plan.brief.step
+        self._done = plan.brief.step
+        self._dids: dict[int, list[tuple[int, Did]]] = {}
+        self._dealt: dict[int, dict[int, float]] = {worker: {} for worker in self._workers}  # step -> share, under way
+        self._last_loss = math.nan
+        self._fetch: Fetch | None = None  # what is being collected
+        self._carried = 0.0  # what was done beyond the steps counted so far, in batches
+        self._pool: list[Did] = []  # what was done and not yet counted towards a step, where steps mix
+        self._scores: dict[int, list[Scored]] = {}
+        self._unscored: Counter[int] = Counter()  # by worker: evaluations it has not answered
+        self._most_samples = 0  # of the batch that is evaluated
+        self._asked_whole = False  # the layer that was asked for last
+        self._kept: dict[int, tuple[Kept, list[torch.Tensor]]] = {}
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    def lay_out(self, checkpoint: Checkpoint) -> None:
+        """Everyone gets the plan; servers their keys, workers the layers; one layer at a time."""
+        enlist = self._plan.enlist
+        self._reports = Reports(enlist.step, enlist.detailed_steps, self.endpoint.clock)
+        kept = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
+        for node in range(enlist.nodes):
+            if node != MASTER:
+                self.endpoint.post(node, enlist)
+        member = registry.member(self.endpoint, enlist)
+        assert isinstance(member, PsMember | AllReduceMember)
+        member.emit = self._log.write
+        self._member = member
+        self.endpoint.inspect_too(self._inspect)
+        for index, layer in enumerate(self._layers):
+            holders = kept.get(index, [])
+            for worker in holders:
+                self.endpoint.post(worker, Restore(enlist.step, index, portable_layer.encode(layer)))
+            lacking = [worker for worker in self._workers if worker not in holders]
+            if not lacking:
+                continue
+            tensors, state = self._from(holders[0], index) if holders else checkpoint.layer(index, layer)
+            if self._servers:
+                self._store(index, tensors, state)
+            held: list[torch.Tensor | None] = [
+                None if self._servers and each.trainable else tensor
+                for each, tensor in zip(layer.tensors, tensors, strict=True)
+            ]
+            names = () if self._servers else tuple(state)
+            for worker in lacking:
+                # A node that has its own tensors changes them: nobody may share memory with it.
+                moving = [*held, *(state[name] for name in names)]
+                if worker == MASTER:
+                    moving = [each.clone() if each is not None else None for each in moving]
+                self.endpoint.post(worker, Place(index, portable_layer.encode(layer), names), moving)
+            self._settle(PLACING_BYTES)
+        if self._plan.loss is not None:
+            layer, tensors = self._plan.loss
+            for worker in self._workers:
+                self.endpoint.post(worker, Place(len(self._layers), portable_layer.encode(layer), ()), tensors)
+        self._settle(0)
+        self._laid_out = True
+
+    def _from(self, worker: int, index: int) -> LayerTensors:
+        """A layer from a worker that has all of it."""
+        self._states.clear()
+        self._awaited = index
+        self._asked_whole = True
+        self.endpoint.post(worker, Fetch(index, self._plan.enlist.step))
+        self._until(lambda: worker in self._states, lambda: f"node {worker} to send layer {index}", self._stall_limit())
+        message, given = self._states[worker]
+        own = len(self._layers[index].tensors)
+        return given[:own], dict(zip(message.state, given[own:], strict=True))
+
+    def _store(self, index: int, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]) -> None:
+        layer, layout = self._layers[index], layer_flat(self._layers[index])
+        if not layout.slots:
+            return
+        trainable = [tensor for each, tensor in zip(layer.tensors, tensors, strict=True) if each.trainable]
+        vector = flatten(layout, trainable)
+        names = sorted({key for _, key in state})
+        flats: dict[str, torch.Tensor] = {}
+        for name in names:
+            given = [state.get((slot.name, name)) for slot in layout.slots]
+            counter = next(each for each in given if each is not None)
+            # A counter is one for the whole layer; a parameter that never had a gradient has no state yet.
+            flats[name] = counter if counter.dim() == 0 else flatten(layout, given)
+        for key in self._plan.table:
+            if key.layer != index:
+                continue
+            parts = [vector[key.start : key.stop].clone()]
+            for name in names:
+                whole = flats[name]
+                parts.append(whole.clone() if whole.dim() == 0 else whole[key.start : key.stop].clone())
+            owner = self._plan.owners[key.number]
+            self.endpoint.post(owner, Store(key.number, tuple(names)), parts)
+            if self._settings is not None and self._settings.replicas:
+                copies = [each.clone() for each in parts]
+                self.endpoint.post(following(self._servers, owner), Store(key.number, tuple(names)), copies)
+
+    def _settle(self, most_bytes: int) -> None:
+        """Until no more than this is on its way."""
+        others = [node for node in range(self._plan.enlist.nodes) if node != MASTER]
+        self._until(
+            lambda: sum(self.endpoint.in_flight_bytes(node, Channel.BULK) for node in others) <= most_bytes,
+            lambda: "the layers to arrive",
+            self._stall_limit(),
+        )
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int, batch: Batch, fresh: bool, upcoming: Upcoming = nothing_ahead) -> float:
+        started = self.endpoint.clock()
+        if self._committed == step:
+            self._deal(step, batch, fresh)
+        while self._committed <= step + self._ahead and (later := upcoming(self._committed)) is not None:
+            self._deal(self._committed, later, False)
+        self._until(lambda: self._complete(step), lambda: self._waiting_for(step), self._stall_limit())
+        self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
+        return self._count(step)
+
+    @property
+    def _ahead(self) -> int:
+        if self._settings is None or self._settings.gathered:
+            return AHEAD
+        return int(min(self._settings.bound + 1, AHEAD_ASYNC))
+
+    @property
+    def _mixed(self) -> bool:
+        """Steps overlap: a step is one batch's worth of samples, whichever they are."""
+        return self._settings is not None and not self._settings.gathered
+
+    def _complete(self, step: int) -> bool:
+        if step < self._plan.brief.step:
+            return True  # in the generation before this one
+        if self._mixed:
+            under_way = any(self._dealt[worker] for worker in self._workers)
+            enough = self._carried + sum(each.share for each in self._pool) > 1 - 1e-9
+            return enough and (bool(self._pool) or not under_way)
+        here = dict(self._dids.get(step, []))
+        quorum = self._settings.quorum if self._settings is not None else None
+        came = sum(not did.skipped for did in here.values())
+        return (quorum is not None and came >= quorum) or all(worker in here for worker in self._workers)
+
+    def _count(self, step: int) -> float:
+        """The mean loss of the samples that made up the step. Where nobody could tell, that of the step before."""
+        if step < self._plan.brief.step:
+            told = self.snapshot.told if self.snapshot is not None else {}
+            self._last_loss = told.get(step, self._last_loss)
+            return self._last_loss
+        if self._mixed:
+            taken: list[Did] = []
+            share = 0.0
+            while self._pool and (not taken or self._carried + share < 1 - 1e-9):
+                taken.append(self._pool.pop(0))
+                share += taken[-1].share
+            self._carried += share - 1
+        else:
+            taken = [did for _, did in sorted(self._dids.pop(step, []), key=lambda each: each[0])]
+            self._done = step + 1
+        self._last_loss = _mean_loss(taken, self._last_loss)
+        return self._last_loss
+
+    def leave(self) -> dict[int, float]:
+        if self._member is not None:
+            for mail in self.endpoint.collect():  # what the last steps came to may be among it
+                self._take(mail)
+        super().leave()
+        told = self.snapshot.told if self.snapshot is not None else {}
+        heard = {step: _mean_loss([did for _, did in dids], math.nan) for step, dids in self._dids.items()}
+        return {**told, **{step: loss for step, loss in heard.items() if math.isfinite(loss)}}
+
+    def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
+        for worker in self._workers:
+            self._dealt[worker][step] = self._send_work(worker, step, batch, True, fresh)
+        self._committed = step + 1
+
+    def _send_work(self, worker: int, step: int, batch: Batch, training: bool, fresh: bool) -> float:
+        """The share of the batch that was sent."""
+        rank, n, count = self._workers.index(worker), len(self._workers), len(batch.targets)
+        first, stop = rank * count // n, (rank + 1) * count // n
+        sizes = tuple(len(each) for each in batch.targets[first:stop])
+        table = ""
+        tensors: list[torch.Tensor | None] = []
+        if sizes:
+            columns = zip(*(leaves(each) for each in batch.inputs[first:stop]), strict=True)
+            inputs = [torch.cat(list(column)) for column in columns]
+            targets = torch.cat(list(batch.targets[first:stop]))
+            numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
+            table, tensors = self._ledgers[worker].parcel("train" if training else "test", numbers, inputs, targets)
+        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table), tensors)
+        return sum(sizes) / batch.samples
+
+    def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
+        score = Score(bytes_model=bytes_model)
+        for batch in batches:
+            self._scores.clear()
+            self._most_samples = batch.samples
+            asked = 0
+            workers: tuple[int, ...] = ()
+            while workers != self._workers:  # again if one was lost meanwhile; what is counted is the last answer
+                asked, workers = asked + 1, self._workers
+                for worker in workers:
+                    self._send_work(worker, step, batch, False, False)
+                self._unscored.update(workers)
+                self._until(
+                    lambda asked=asked: not self._silent(asked),  # type: ignore[misc]
+                    lambda asked=asked: f"node {self._silent(asked)[0]} to evaluate",  # type: ignore[misc]
+                    self._stall_limit(),
+                )
+            for worker in workers:
+                part = self._scores[worker][-1]
+                score.loss_sum += part.loss_sum
+                score.samples += part.samples
+                score.right += part.right
+                score.guesses += part.guesses
+        return score
+
+    def _silent(self, asked: int) -> list[int]:
+        """Workers that have not answered every time they were asked."""
+        return [worker for worker in self._workers if len(self._scores.get(worker, ())) < asked]
+
+    # -- the model back to the disk -----------------------------------------------------------------------------------
+
+    def save(self, writer: CheckpointWriter) -> None:
+        for index, layer in enumerate(self._layers):
+            tensors, state = self._layer_state(index)
+            writer.add(index, layer, tensors, state)
+
+    def _layer_state(self, index: int) -> LayerTensors:
+        layer = self._layers[index]
+        wanted = [key for key in self._plan.table if key.layer == index]
+        self._states.clear()
+        self._kept.clear()
+        self._awaited = index
+        self._fetch = Fetch(index, self._committed, False)
+        self._asked_whole = False
+        for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
+            whole = not self._servers and node == MASTER
+            self.endpoint.post(node, Fetch(index, self._committed, whole))
+        self._until(
+            lambda: len(self._kept) == len(wanted) and all(worker in self._states for worker in self._workers),
+            lambda: f"layer {index} to come back",
+            self._stall_limit(),
+        )
+        self._fetch = None
+        own = {worker: tensors for worker, (_, tensors) in self._states.items()}
+        if self._servers:
+            trainable, state = self._unflatten(layer_flat(layer), wanted)
+        else:
+            message, given = self._states[MASTER]
+            flags = [each.trainable for each in layer.tensors]
+            trainable = [tensor for tensor, flag in zip(given, flags, strict=False) if flag]
+            own[MASTER] = [tensor for tensor, flag in zip(given, flags, strict=False) if not flag]
+            state = dict(zip(message.state, given[len(flags) :], strict=True))
+        parameters, rest = iter(trainable), iter(_mean([own[worker] for worker in self._workers]))
+        return [next(parameters) if each.trainable else next(rest) for each in layer.tensors], state
+
+    def _owner(self, key: Key) -> int:
+        owner = self._plan.owners[key.number]
+        while owner not in self._servers:
+            owner = following(self._plan.roles.servers, owner)
+        return owner
+
+    def _unflatten(self, layout: Flat, wanted: Sequence[Key]) -> LayerTensors:
+        if not wanted:
+            return [], {}
+        kept = [self._kept[key.number] for key in wanted]
+        trainable = [each.clone() for each in views(layout, torch.cat([tensors[0] for _, tensors in kept]))]
+        state: dict[StateName, torch.Tensor] = {}
+        for position, name in enumerate(kept[0][0].state, start=1):
+            parts = [tensors[position] for _, tensors in kept]
+            if parts[0].dim() == 0:
+                found = [parts[0].clone() for _ in layout.slots]
+            else:
+                found = [each.clone() for each in views(layout, torch.cat(parts))]
+            state.update({(slot.name, name): each for slot, each in zip(layout.slots, found, strict=True)})
+        return trainable, state
+
+    def _waiting_for(self, step: int) -> str:
+        done = {worker for worker, _ in self._dids.get(step, [])}
+        late = [worker for worker in self._workers if worker not in done]
+        return f"node {late[0] if late else self._workers[0]} in step {step}"
+
+    def _hear(self, mail: Mail) -> bool:
+        message = mail.message
+        if isinstance(message, Did):
+            dealt = self._dealt[mail.sender].pop(message.step, None)
+            if dealt is None or abs(dealt - message.share) > 1e-9:
+                raise ProtocolError(f"says that it did {message.share:.6g} of step {message.step}, not {dealt}")
+            if not message.skipped and not math.isfinite(message.loss):
+                raise LossNotFinite(
+                    f"the loss is {message.loss} in step {message.step} on node {mail.sender}: try a smaller --lr, "
+                    "--clip-norm or a --lr-schedule with warm-up"
+                )
+            if self._mixed:
+                self._pool.append(message)
+            elif message.step >= self._done:  # later than its step was counted: a straggler beyond the quorum
+                self._dids.setdefault(message.step, []).append((mail.sender, message))
+        elif isinstance(message, Scored):
+            untrusted.whole(message.samples, "the number of samples", 0, self._most_samples)
+            untrusted.whole(message.guesses, "the number of guesses")
+            untrusted.whole(message.right, "the number of right ones", 0, message.guesses)
+            if not self._unscored[mail.sender]:
+                raise ProtocolError("sent Scored, which nobody asked for")
+            self._unscored[mail.sender] -= 1
+            self._scores.setdefault(mail.sender, []).append(message)
+        elif isinstance(message, LayerState):
+            if message.layer == self._awaited:  # else asked for twice, because somebody was lost meanwhile
+                self._states[mail.sender] = (message, mail.present())
+        elif isinstance(message, Kept) and self._plan.table[message.key].layer != self._awaited:
+            pass  # asked for twice, because somebody was lost meanwhile
+        elif isinstance(message, Kept):
+            self._kept[message.key] = (message, mail.present())
+        else:
+            return False
+        return True
+
+    def _inspect(self, sender: int, message: Message) -> None:
+        if isinstance(message, LayerState):
+            reply_checks.layer_of(message.layer, len(self._layers))
+            reply_checks.layer_state(message, self._layers[message.layer], self._asked_whole)
+        elif isinstance(message, Kept):
+            kept(message, self._plan.table)
+
+    def _survive(self, lost: NodeLost) -> bool:
+        """Of a parameter server a worker may go, if it is not the last; so may a server with a replica."""
+        node, started = lost.node, self.endpoint.clock()
+        if node is None or self._settings is None or not self._laid_out:
+            return False
+        serves, works = node in self._servers, node in self._workers
+        if (serves and (not self._settings.replicas or node in self._unprotected)) or self._workers == (node,):
+            return False
+        done = []
+        if works:
+            self._workers = tuple(each for each in self._workers if each != node)
+            self._carried += sum(self._dealt.pop(node).values())  # nobody will do it any more
+            done.append(f"{len(self._workers)} workers go on, the servers keep the parameters")
+        heir = node
+        if serves:
+            heir = following(self._servers, node)
+            self._unprotected |= {heir, self._servers[self._servers.index(node) - 1]}
+            self._servers = tuple(each for each in self._servers if each != node)
+            done.append(f"node {heir} serves its keys, which have no replica now")
+        self._log.write(events.Warned(started, f"{lost}; {' and '.join(done)}"))
+        assert isinstance(self._member, PsMember)
+        self._member.lose(node)
+        for other in self.hellos:
+            if other != node:
+                self.endpoint.post(other, Lost(node))
+        if serves and self._fetch is not None:
+            self.endpoint.post(heir, self._fetch)
+        self.survived(
+            events.Regrouped(
+                time.monotonic(), self._committed, self.endpoint.generation, str(lost), len(self.hellos),
+                self.endpoint.clock() - started, (node,), lost.notice_s, 0, "replica" if serves else "servers",
+            )
+        )  # fmt: skip
+        return True
+
+
+def _mean_loss(dids: Sequence[Did], otherwise: float) -> float:
+    done = [did for did in dids if not did.skipped]
+    share = sum(did.share for did in done)
+    return sum(did.loss * did.share for did in done) / share if share else otherwise
+
+
+def _mean(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """What is not trained: statistics are each worker's own, and their mean is as good as one gets; counters are the
+    first's. Where all have the same, frozen parameters above all, that is it: the mean of three equal numbers is another."""
+    found = []
+    for position, tensor in enumerate(lists[0]):
+        others = [each[position] for each in lists[1:]]
+        alike = not tensor.is_floating_point() or all(each.equal(tensor) for each in others)
+        found.append(tensor if alike else torch.stack([tensor, *others]).mean(0))
+    return found

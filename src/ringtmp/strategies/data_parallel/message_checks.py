@@ -1,0 +1,113 @@
+"""What nodes of the data-parallel strategies send each other, held against the plan before memory is taken for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringtmp import untrusted
+from ringtmp.errors import ProtocolError
+from ringtmp.runtime import reply_checks
+from ringtmp.runtime.optimizers import STATE_KEYS
+from ringtmp.strategies.data_parallel.parameter_keys import Key
+from ringtmp.strategies.ps.settings import Roles
+from ringtmp.wire.message_parts import Crossing, fits
+from ringtmp.wire.messages import Copied, Copy, Kept, Message, Part, Pull, Pulled, Push, Specs, Squares, Total
+from ringtmp.wire.permissions import Who
+
+#: A worker is never this far ahead of a server, nor of another worker.
+MOST_AHEAD = 10_000
+
+
+def is_a(roles: Callable[[], Roles]) -> Callable[[Who, int, Any], bool]:
+    """What nodes are in a run with these roles, of which some may be lost meanwhile."""
+
+    def found(who: Who, node: int, message: Any) -> bool:
+        return node in (roles().servers if who is Who.SERVER else roles().workers if who is Who.WORKER else ())
+
+    return found
+
+
+class KeyScrutiny:
+    """Of a parameter server: keys, steps, shares and tensors are those of the plan."""
+
+    def __init__(self, table: Sequence[Key], wire: str, servers: int, step: Callable[[], int]) -> None:
+        """`servers`: how many there were at the beginning."""
+        self._table = table
+        self._servers = servers
+        self._wire = wire
+        self._step = step
+
+    def __call__(self, sender: int, message: Message) -> None:
+        if isinstance(message, Push | Pull | Pulled | Copy | Copied):
+            untrusted.whole(message.key, "the number of a key", 0, len(self._table) - 1)
+        if isinstance(message, Push | Pull | Pulled | Copy | Squares | Total):
+            untrusted.whole(message.step, "the step", 0, self._step() + MOST_AHEAD)
+        if isinstance(message, Push | Copy):
+            untrusted.number(message.share, "the share of a batch", 0.0, 1.0)
+        if isinstance(message, Push):
+            self._tensor(message.key, message.tensors, self._wire)
+        elif isinstance(message, Copy):
+            untrusted.whole(message.worker, "the number of a worker", -1)
+            self._tensor(message.key, message.tensors, "float32")
+        elif isinstance(message, Pulled):
+            untrusted.whole(message.oldest, "the age of parameters", 0, self._step() + MOST_AHEAD)
+            if message.change and self._wire != "int8":
+                raise ProtocolError(f"sent a change of key {message.key} instead of its values")
+            # On an int8 wire the first answer is whole, and the others say what has changed.
+            self._tensor(
+                message.key, message.tensors, self._wire if self._wire != "int8" or message.change else "float32"
+            )
+        elif isinstance(message, Copied):
+            untrusted.whole(message.updates, "the number of updates")
+        elif isinstance(message, Squares):
+            untrusted.whole(message.servers, "the number of servers", 1, self._servers)
+            if message.value < 0:  # what is not finite comes of gradients that are not, and is found out as such
+                raise ProtocolError(f"sent {message.value:.6g} as a sum of squares")
+
+    def _tensor(self, key: int, specs: Specs, wire: str) -> None:
+        flat(specs, self._table[key].size, wire)
+
+
+def flat(specs: Specs, size: int, wire: str) -> None:
+    """A vector of so many float32 values, as this wire carries it."""
+    if not specs or specs[0] is None or not fits((Crossing("float32", (size,), False),), specs, wire):
+        raise ProtocolError(f"sent {specs} for {size} values")
+
+
+def kept(message: Kept, table: Sequence[Key]) -> None:
+    """A key's values and optimizer state on their way to the master."""
+    untrusted.whole(message.key, "the number of a key", 0, len(table) - 1)
+    size = table[message.key].size
+    if len(message.tensors) != 1 + len(message.state) or not set(message.state) <= set(STATE_KEYS):
+        raise ProtocolError(f"sent key {message.key} with {len(message.tensors)} tensors")
+    if len(set(message.state)) != len(message.state):
+        raise ProtocolError(f"sent key {message.key} with one state twice")
+    flat(message.tensors[:1], size, "float32")
+    for name, spec in zip(message.state, message.tensors[1:], strict=True):
+        reply_checks.state_tensor(name, spec, (size,))
+
+
+class PartScrutiny:
+    """Of an all-reduce: every part comes once in every step, step after step, from whom it must, and is as large as it must
+    be. Workers are at most one step apart. `due` says whether a part is this sender's, and how many values it has."""
+
+    def __init__(self, due: Callable[[int, Part], int], buckets: int, wire: str, step: Callable[[], int]) -> None:
+        self._due = due
+        self._buckets = buckets
+        self._wire = wire
+        self._step = step
+        self._first = step()
+        self._last: dict[tuple[int, int, int, bool, int], int] = {}  # by part and sender: the step it came of
+
+    def __call__(self, sender: int, message: Message) -> None:
+        if not isinstance(message, Part):
+            return
+        step = self._step()
+        untrusted.whole(message.step, "the step", step, step + 1)
+        untrusted.whole(message.bucket, "the number of a bucket", 0, self._buckets - 1)
+        flat(message.tensors, self._due(sender, message), self._wire)
+        name = (message.bucket, message.chunk, message.hop, message.summed, sender)
+        if message.step != self._last.get(name, self._first - 1) + 1:
+            raise ProtocolError(f"sent part {message.chunk} of step {message.step} out of turn")
+        self._last[name] = message.step

@@ -1,0 +1,140 @@
+"""A worker's copy of the model: every layer a stage of its own, its trainable tensors views of one flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringtmp.errors import ProtocolError
+from ringtmp.model.portable_layer import Layer
+from ringtmp.model.recompute import changed_buffers
+from ringtmp.plan.route import Visit
+from ringtmp.runtime.checkpoint import LayerTensors
+from ringtmp.runtime.stage import Stage, StateName
+from ringtmp.strategies.data_parallel import parameter_keys
+from ringtmp.strategies.data_parallel.parameter_keys import Flat
+from ringtmp.wire.messages import Recipe
+
+
+def layer_flat(layer: Layer) -> Flat:
+    """Where the layer's trainable tensors lie in its flat vector."""
+    return parameter_keys.flat([(each.name, each.shape) for each in layer.tensors if each.trainable])
+
+
+def views(layout: Flat, vector: torch.Tensor) -> list[torch.Tensor]:
+    return [vector[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+
+
+def flatten(layout: Flat, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The tensors end to end; zeros for a hole."""
+    vector = torch.zeros(layout.size)
+    for view, tensor in zip(views(layout, vector), tensors, strict=True):
+        if tensor is not None:
+            view.copy_(tensor.detach())
+    return vector
+
+
+class Replica:
+    """With `layerwise` a layer's parameters are here only between `hold` and `drop`, and what is needed to go backward is
+    computed again from what entered the layer."""
+
+    def __init__(self, recipe: Recipe, node: int, layerwise: bool = False) -> None:
+        self._recipe = recipe
+        self._node = node
+        self._layerwise = layerwise
+        self.layers: list[Layer] = []
+        self.stages: list[Stage] = []
+        self.layouts: list[Flat] = []
+        self.values: list[torch.Tensor] = []  # the flat parameters of every layer; empty while they are not here
+        self._parameters: list[list[torch.Tensor]] = []
+        self._changing: list[tuple[int, ...]] = []  # positions of the tensors a forward pass changes: statistics
+        self._marked: tuple[int, list[dict[int, torch.Tensor]]] = (-1, [])
+
+    def place(
+        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor | None], state: dict[StateName, torch.Tensor]
+    ) -> None:
+        """Layers come in order. A hole is a trainable tensor whose values come later."""
+        if index != len(self.stages):
+            raise ProtocolError(f"layer {index} came after {len(self.stages)} layers")
+        layout = layer_flat(layer)
+        vector = torch.zeros(layout.size)
+        mine = views(layout, vector)
+        trainable = iter(mine)
+        placed: list[torch.Tensor] = []
+        for each, tensor in zip(layer.tensors, tensors, strict=True):
+            if each.trainable:
+                view = next(trainable)
+                if tensor is not None:
+                    view.copy_(tensor)
+                placed.append(view)
+            elif tensor is None:
+                raise ProtocolError(f"layer {layer.name} came without its tensor {each.name}")
+            else:
+                placed.append(tensor)
+        recompute = (lambda saved_bytes: True) if self._layerwise else None
+        stage = Stage(Visit(index, self._node, index, index + 1), self._recipe, recompute=recompute)
+        stage.place(index, layer, placed, state)
+        self.layers.append(layer)
+        self.stages.append(stage)
+        self.layouts.append(layout)
+        self.values.append(vector)
+        self._parameters.append(mine)
+        changed = changed_buffers(layer.train)
+        self._changing.append(tuple(at for at, each in enumerate(layer.tensors) if each.name in changed))
+        if self._layerwise:
+            self.drop(index)
+
+    def hold(self, layer: int) -> None:
+        """Memory for the layer's parameters, if there is none."""
+        if self.values[layer].numel() < self.layouts[layer].size:
+            self.values[layer] = torch.empty(self.layouts[layer].size)
+            for parameter, view in zip(self._parameters[layer], self._views(layer), strict=True):
+                parameter.data = view
+
+    def drop(self, layer: int) -> None:
+        self.values[layer] = torch.empty(0)
+        for parameter in self._parameters[layer]:
+            parameter.data = self.values[layer]
+
+    def _views(self, layer: int) -> list[torch.Tensor]:
+        return views(self.layouts[layer], self.values[layer])
+
+    def collect_gradients(self, layer: int) -> torch.Tensor:
+        """A fresh flat vector in which the layer's gradients add up from now on."""
+        vector = torch.zeros(self.layouts[layer].size)
+        self.give_gradients(layer, vector)
+        return vector
+
+    def give_gradients(self, layer: int, vector: torch.Tensor) -> None:
+        """The layer's gradients are these."""
+        for parameter, view in zip(self._parameters[layer], views(self.layouts[layer], vector), strict=True):
+            parameter.grad = view
+
+    def let_go_of_gradients(self, layer: int) -> None:
+        """Whoever has the vector has them."""
+        for parameter in self._parameters[layer]:
+            parameter.grad = None
+
+    def mark(self, step: int) -> None:
+        """A training step begins: remember the statistics, which its forward pass will change."""
+        marked = []
+        for layer, changing in enumerate(self._changing):
+            tensors = self.stages[layer].layer_state(layer)[0] if changing else []
+            marked.append({at: tensors[at].clone() for at in changing})
+        self._marked = (step, marked)
+
+    def before(self, step: int, layer: int) -> LayerTensors:
+        """The layer as it was before a step: the newest whose update has been made, or the one under way."""
+        tensors, state = self.stages[layer].layer_state(layer)
+        if self._marked[0] == step:
+            for at, tensor in self._marked[1][layer].items():
+                tensors[at] = tensor
+        return tensors, state
+
+    def buffers(self, layer: int) -> list[torch.Tensor | None]:
+        """The layer's tensors in its own order, without the trainable ones."""
+        tensors, _ = self.stages[layer].layer_state(layer)
+        return [
+            None if each.trainable else tensor for each, tensor in zip(self.layers[layer].tensors, tensors, strict=True)
+        ]

@@ -1,0 +1,264 @@
+"""A worker of any data-parallel strategy: gets a share of a batch, goes through the layers, hands gradients over.
+
+Layer by layer for all its microbatches: forward as soon as a layer's parameters are there, backward from the last layer
+down, and each layer's gradient leaves the moment it is complete, while the layers below are still at work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ringtmp.errors import ProtocolError
+from ringtmp.metrics import events
+from ringtmp.metrics.step_recorder import Recorder
+from ringtmp.model import portable_layer
+from ringtmp.model.export import nest
+from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.route import MASTER
+from ringtmp.runtime.checkpoint import StateName
+from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.losses import LOSSES, Score, next_byte
+from ringtmp.runtime.segment_edges import detached
+from ringtmp.strategies.data_parallel.loss import Criterion, not_there
+from ringtmp.strategies.data_parallel.replica import Replica
+from ringtmp.strategies.data_parallel.sample_cache import Rows
+from ringtmp.wire.messages import Did, Enlist, Fetch, LayerState, Place, Placed, Restore, Scored, Work
+
+
+class Exchange(Protocol):
+    """What a strategy does with gradients and parameters."""
+
+    #: What a worker waits for when `ready` says no.
+    cause: str
+
+    def begin(self, fresh: bool) -> None:
+        """A training step begins; `fresh`: not directly after another."""
+        ...
+
+    def ready(self, layer: int, step: int, training: bool) -> bool:
+        """Whether the layer's parameters are good for this step; if so they are in the replica now."""
+        ...
+
+    def again(self, layer: int, step: int) -> bool:
+        """Whether the layer's parameters are there for its backward pass too."""
+        ...
+
+    def used(self, layer: int) -> None:
+        """A pass through the layer is over."""
+        ...
+
+    def overtaken(self, step: int) -> bool:
+        """Whether the others have finished this step without us."""
+        ...
+
+    def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
+        """A layer's whole gradient of this worker's share of the batch."""
+        ...
+
+    def oldest(self) -> int | None:
+        """Every update before this step is in the parameters of the step just done."""
+        ...
+
+
+@dataclass
+class _Task:
+    """A share of a batch on its way through the layers."""
+
+    work: Work
+    microbatches: tuple[int, ...]
+    values: list[list[torch.Tensor]]  # what enters the next layer, per microbatch
+    targets: list[torch.Tensor]
+    wants: list[tuple[bool, ...]]
+    position: int = 0  # layers gone forward, then layers gone backward
+    loss: float = 0.0  # mean over this worker's samples
+    gradients: list[list[torch.Tensor | None] | None] = field(default_factory=list)
+
+
+class Trainer:
+    def __init__(
+        self, endpoint: Endpoint, plan: Enlist, recorder: Recorder, exchange: Exchange, replica: Replica
+    ) -> None:
+        self.endpoint = endpoint
+        self.replica = replica
+        self.recorder = recorder
+        self.step = plan.step
+        self.emit: Callable[[events.Event], None]
+        self._plan = plan
+        self._exchange = exchange
+        self._loss = LOSSES.get(plan.loss, not_there)
+        self._rows = Rows()
+        self._work: deque[_Task] = deque()
+        self._task: _Task | None = None
+        self._fetches: list[Fetch] = []
+        self._inherited = endpoint.shelf.claim()
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def handle(self, mail: Mail) -> bool:
+        message = mail.message
+        if isinstance(message, Work):
+            self._work.append(self._unpack(message, mail.tensors))
+        elif isinstance(message, Place):
+            layer = portable_layer.decode(message.graph)
+            own = len(layer.tensors)
+            if message.layer == len(self._plan.sizes):
+                self._loss = Criterion(layer, mail.tensors)
+                return True
+            state = [each for each in mail.tensors[own:] if each is not None]
+            self._move_in(message.layer, layer, mail.tensors[:own], dict(zip(message.state, state, strict=True)))
+        elif isinstance(message, Restore):
+            kept = self._inherited.get((message.step, message.layer))
+            if kept is None:
+                raise ProtocolError(f"node {self.endpoint.node} has no layer {message.layer} of step {message.step}")
+            self._move_in(message.layer, portable_layer.decode(message.graph), *kept)
+        elif isinstance(message, Fetch):
+            self._fetches.append(message)
+        else:
+            return False
+        return True
+
+    def _move_in(
+        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor | None], state: dict[StateName, torch.Tensor]
+    ) -> None:
+        self.replica.place(index, layer, tensors, state)
+        self._inherited = {key: kept for key, kept in self._inherited.items() if key[1] != index}
+        self.endpoint.post(MASTER, Placed(index))
+
+    def leave(self, step: int) -> None:
+        """For the next generation: the layers as they were before `step`, and what the last one left and nobody took."""
+        mine = {(step, layer): self.replica.before(step, layer) for layer in range(len(self.replica.stages))}
+        self.endpoint.shelf.hand_over({**self._inherited, **mine})
+
+    def _unpack(self, work: Work, tensors: list[torch.Tensor | None]) -> _Task:
+        if not work.sizes:
+            return _Task(work, (), [], [], [])
+        inputs, targets = self._rows.take(work.table, tensors)
+        pieces = [torch.split(each, list(work.sizes)) for each in inputs]
+        numbers = tuple(range(work.first, work.first + len(work.sizes)))
+        # A slice of a batch need not start on a 64-byte boundary, and arithmetic depends on it.
+        values = [[column[position].clone() for column in pieces] for position in range(len(numbers))]
+        wants = [(False,) * len(pieces) for _ in numbers]
+        return _Task(work, numbers, values, list(torch.split(targets, list(work.sizes))), wants)
+
+    # -- what is done -------------------------------------------------------------------------------------------------
+
+    def act(self) -> bool:
+        """One layer forward or backward. False: nothing to do, or parameters are not there yet."""
+        if self._fetches:
+            self._fetches = [each for each in self._fetches if not self._fetched(each)]
+        if self._task is None and not self._begin():
+            return False
+        task = self._task
+        assert task is not None
+        layers = len(self.replica.stages)
+        if task.position >= layers:
+            if not self._exchange.again(2 * layers - 1 - task.position, task.work.step):
+                self.recorder.waiting_for(self._exchange.cause)
+                return False
+            self._backward(task)
+            return True
+        if not self._exchange.ready(task.position, task.work.step, task.work.training):
+            self.recorder.waiting_for(self._exchange.cause)
+            return False
+        self._forward(task)
+        return True
+
+    def _fetched(self, fetch: Fetch) -> bool:
+        if not fetch.whole:
+            self.endpoint.post(MASTER, LayerState(fetch.layer, ()), self.replica.buffers(fetch.layer))
+            return True
+        if not self._exchange.ready(fetch.layer, fetch.step, training=False):
+            return False
+        tensors, state = self.replica.stages[fetch.layer].layer_state(fetch.layer)
+        self.endpoint.post(MASTER, LayerState(fetch.layer, tuple(state)), [*tensors, *state.values()])
+        return True
+
+    def _begin(self) -> bool:
+        while self._work:
+            task = self._work.popleft()
+            if task.work.training and self._exchange.overtaken(task.work.step):
+                share = sum(task.work.sizes) / task.work.samples
+                self.endpoint.post(MASTER, Did(task.work.step, 0.0, share, skipped=True))
+                self.step = task.work.step + 1
+                continue
+            self._task = task
+            if task.work.training:
+                self._exchange.begin(task.work.fresh)
+                if task.work.fresh:
+                    self.recorder.fresh()
+            return True
+        self.recorder.waiting_for("work")
+        return False
+
+    def _forward(self, task: _Task) -> None:
+        layer, work = task.position, task.work
+        stage = self.replica.stages[layer]
+        started = self.recorder.begin() if work.training else 0.0
+        for position, number in enumerate(task.microbatches):
+            outputs = stage.forward(number, work.step, task.values[position], task.wants[position], work.training)
+            task.wants[position] = tuple(each.requires_grad for each in outputs)
+            last = layer == len(self.replica.stages) - 1
+            task.values[position] = outputs if last else detached(outputs)
+        task.position += 1
+        self._exchange.used(layer)
+        if task.position == len(self.replica.stages):
+            if work.training:
+                self._losses(task)
+            else:
+                self._score(task)
+        if work.training:
+            self.recorder.end(started, "forward", layer, -1)
+
+    def _losses(self, task: _Task) -> None:
+        last, mine = self.replica.stages[-1], sum(task.work.sizes)
+        task.gradients = [None] * len(task.microbatches)
+        with torch.enable_grad():
+            for position, number in enumerate(task.microbatches):
+                task.values[position] = last.to_loss(task.work.step, number, task.values[position])
+                loss = self._loss(self._nested(task, position), task.targets[position])
+                samples = len(task.targets[position])
+                task.loss += float(loss.detach()) * samples / mine
+                last.end_in(task.work.step, number, loss * (samples / task.work.samples))
+        task.values = []
+
+    def _score(self, task: _Task) -> None:
+        score = Score(bytes_model=self._loss is next_byte)
+        with torch.no_grad():
+            for position in range(len(task.microbatches)):
+                outputs, targets = self._nested(task, position), task.targets[position]
+                score.add(float(self._loss(outputs, targets)), outputs, targets)
+        self.endpoint.post(MASTER, Scored(score.loss_sum, score.samples, score.right, score.guesses))
+        self._task = None
+
+    def _nested(self, task: _Task, position: int) -> object:
+        return nest(self.replica.layers[-1].output, task.values[position])
+
+    def _backward(self, task: _Task) -> None:
+        layers = len(self.replica.stages)
+        layer, work = 2 * layers - 1 - task.position, task.work
+        stage, share = self.replica.stages[layer], sum(work.sizes) / work.samples
+        started = self.recorder.begin()
+        gradient = self.replica.collect_gradients(layer)
+        for position, number in enumerate(task.microbatches):
+            task.gradients[position] = stage.backward(work.step, number, task.gradients[position])
+        task.position += 1
+        self.replica.let_go_of_gradients(layer)
+        self._exchange.used(layer)
+        self.recorder.end(started, "backward", layer, -1)
+        self._exchange.gradient(layer, work.step, share, gradient)
+        if task.position == 2 * layers:
+            self._task = None
+            self._close(work.step)
+            self.endpoint.post(MASTER, Did(work.step, task.loss, share))
+
+    def _close(self, step: int) -> None:
+        for _, posted, acknowledged, size in self.endpoint.sent:
+            self.recorder.sent(posted, acknowledged, size)
+        self.endpoint.sent.clear()
+        self.emit(self.recorder.close_step(step, self._plan.step, self._exchange.oldest()))
+        self.step = step + 1

@@ -1,0 +1,106 @@
+"""One key on a server: its values, its optimizer, the clock of every worker, and what is still to be answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ringtmp.runtime.optimizers import make_optimizer
+from ringtmp.runtime.update_rules import learning_rate
+from ringtmp.strategies.data_parallel.parameter_keys import Key
+from ringtmp.wire import formats
+from ringtmp.wire.messages import Recipe
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a pull gets: tensors for the wire; `change`: to be added to what the worker has."""
+
+    tensors: list[torch.Tensor]
+    change: bool
+
+
+class Slot:
+    def __init__(
+        self,
+        key: Key,
+        values: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        recipe: Recipe,
+        step: int,
+        workers: tuple[int, ...],
+    ) -> None:
+        self.key = key
+        self.values = values
+        self._recipe = recipe
+        self._optimizer = make_optimizer(recipe.optimizer, recipe.optimizer_settings, [values])
+        self._optimizer.states[0] = state
+        self.updates = step  # steps applied as a whole
+        self.clocks = dict.fromkeys(workers, step)  # steps of each worker that are in the values
+        self.applied = 0  # updates made here, however small
+        self.copied = 0  # of those, how many the replica has repeated
+        self.arrived: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}  # step -> worker -> gradient, share
+        self.summed: torch.Tensor | None = None  # of step `updates`, waiting for the norm of all gradients
+        self._published: tuple[int, Answer] | None = None
+        self._known: dict[int, torch.Tensor] = {}  # int8: what a worker (-1: every worker) has of the values
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        return self._optimizer.states[0]
+
+    def sum_up(self, step: int) -> torch.Tensor:
+        """The gradients of a step in the order of the workers, so that their sum has the same bits every time."""
+        arrived = self.arrived.pop(step)
+        total: torch.Tensor | None = None
+        share = 0.0
+        for worker in sorted(arrived):
+            gradient, part = arrived[worker]
+            total = gradient if total is None else total.add_(gradient)
+            share += part
+        assert total is not None
+        # With a quorum some shares of the batch are missing: the mean is over those that came.
+        return total if share > 1 - 1e-9 or share == 0 else total.div_(share)
+
+    def apply(self, gradient: torch.Tensor, step: int, weight: float = 1.0) -> None:
+        """w <- w - rate * g, by the optimizer of the run. `weight`: the part of a batch the gradient is of."""
+        rate = learning_rate(self._recipe.schedule, self._recipe.optimizer_settings["lr"], step)
+        self.values.grad = gradient
+        self._optimizer.step(rate * weight)
+        self.values.grad = None
+        self.applied += 1
+
+    def answer(self, wire: str, worker: int, shared: bool) -> Answer:
+        """The values as they are now. `shared`: every worker gets every version once, so one encoding serves all."""
+        if shared and self._published is not None and self._published[0] == self.applied:
+            return self._published[1]
+        made = self._encode(wire, -1 if shared else worker, shared)
+        if shared:
+            self._published = (self.applied, made)
+        return made
+
+    def _encode(self, wire: str, worker: int, shared: bool) -> Answer:
+        if wire == "int8":
+            known = self._known.get(worker)
+            if known is None:
+                self._known[worker] = self.values.clone()
+                return Answer([self._known[worker].clone()], change=False)
+            sent = formats.encode(wire, self.values - known)
+            known.add_(formats.decode(wire, sent))  # what was rounded away is part of the next change
+            return Answer(sent, change=True)
+        if wire == "float32":
+            # Strictly in step nobody changes them before everyone has them; else a slow link would send half of each.
+            return Answer([self.values if shared else self.values.clone()], change=False)
+        return Answer(formats.encode(wire, self.values), change=False)
+
+    def leave_out(self, worker: int) -> None:
+        """It is gone: nobody waits for its clock, and its gradients of steps to come do not count."""
+        self.clocks.pop(worker, None)
+        self._known.pop(worker, None)
+        for arrived in self.arrived.values():
+            arrived.pop(worker, None)
+
+    def forget_readers(self) -> None:
+        """Nobody knows any more what workers have: the next answer is whole."""
+        self._known.clear()
+        self._published = None

@@ -1,0 +1,432 @@
+"""The master: a node like the others that also owns data, labels and loss, and leads the run.
+
+It puts batches at the front and takes losses at the tail; between the two it does nothing but its share of the work.
+The whole model never lies here: layers pass through one at a time, on their way to a node or to the disk.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from ringtmp.data.batches import Batch
+from ringtmp.data.sources import leaves
+from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, ProtocolError, SnapshotUnusable, WaitTimeout
+from ringtmp.metrics.events import EventLog, SnapshotWhole, Warned
+from ringtmp.model import portable_layer
+from ringtmp.model.export import EXAMPLE_BATCH, nest
+from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.route import MASTER
+from ringtmp.runtime import reply_checks
+from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
+from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.leader import WAIT_S, Crew, Lead
+from ringtmp.runtime.losses import LossFunction, Score
+from ringtmp.runtime.node_reports import Reports
+from ringtmp.runtime.snapshot_schedule import places
+from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
+from ringtmp.strategies.ring.node import Node
+from ringtmp.wire.messages import (
+    Activations,
+    Echoed,
+    Failed,
+    Fetch,
+    Held,
+    Inspect,
+    Inspected,
+    LayerState,
+    Meet,
+    Message,
+    Missing,
+    Place,
+    Recall,
+    Recipe,
+    Restore,
+    Setup,
+    Void,
+    Whole,
+)  # fmt: skip
+
+ANSWER_LIMIT_S = 5.0
+#: A pass in which nothing happens for so long: is everyone reached by its neighbours?
+ASK_AFTER_S = 15.0
+ASK_AGAIN_S = 2.0
+NO_MICROBATCH = -1
+#: Passes that may be under way at once, and one.
+REMEMBERED_PASSES = 3
+
+
+def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
+    """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
+    weights, and the latter two once more as the bytes of a file."""
+    state = (1 if recipe.optimizer == "sgd" else 2) + recipe.staleness
+    return max(layer.parameters for layer in layers) * 4 * (1 + 2 * state)
+
+
+class NotFinite(Exception):  # noqa: N818
+    def __init__(self, step: int, microbatch: int, loss: float) -> None:
+        super().__init__(step, microbatch, loss)
+        self.step, self.microbatch, self.loss = step, microbatch, loss
+
+
+@dataclass
+class _Step:
+    """A training step under way."""
+
+    batch: Batch
+    turn: int
+    loss: float = 0.0
+
+
+class Master(Lead):
+    def __init__(
+        self, endpoint: Endpoint, crew: Crew, layers: Sequence[Layer], loss: LossFunction, log: EventLog
+    ) -> None:
+        super().__init__(endpoint, crew, log)
+        self._layers = layers
+        self._loss = loss
+        self._turn = 0
+        self._inspected: dict[int, Inspected] = {}
+        self._lines = Lines(endpoint, self._until_node)
+        self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
+        self._batch: Batch | None = None  # of an evaluation
+        self._steps: dict[int, _Step] = {}  # training steps under way
+        self._question: Fetch | Recall | None = None  # which layer was asked for last
+        self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
+        self._score: Score | None = None
+        self._outputs: list[Any] | None = None
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    def lay_out(self, setup: Setup, checkpoint: Checkpoint) -> None:
+        """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
+        whoever has it in the last whole snapshot, which mostly is the holder itself."""
+        everyone = setup.addresses
+        self._reports = Reports(setup.step, setup.detailed_steps, self.endpoint.clock)
+        self.endpoint.shelf.reserve_bytes = checkpoint_bytes(self._layers, setup.recipe)
+        for node in setup.route.nodes():
+            near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
+            theirs = msgspec.structs.replace(setup, addresses=near)
+            if node == MASTER:
+                self._member = node_here = Node(self.endpoint, theirs, owner=self)
+                node_here.emit = self._log.write
+                self.endpoint.inspect_too(self._inspect)
+            else:
+                self.endpoint.post(node, theirs)
+        for node in self.hellos.keys() - setup.route.nodes():
+            self.endpoint.post(node, Meet({}))  # left out: nobody's peer
+        here = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
+        for index, layer in enumerate(self._layers):
+            holder = setup.route.holder(index).node
+            if self.snapshot is not None and layer.tensors:
+                self._bring_back(self.snapshot.step, index, holder, here[index])
+            else:
+                self._place(index, holder, checkpoint.layer(index, layer))
+
+    def _place(self, index: int, holder: int, given: LayerTensors) -> None:
+        tensors, state = given
+        place = Place(index, portable_layer.encode(self._layers[index]), tuple(state))
+        self.endpoint.post(holder, place, [*tensors, *state.values()])
+        self._until_taken(index, holder)
+
+    def _bring_back(self, step: int, index: int, holder: int, sources: Sequence[int]) -> None:
+        """A layer of the snapshot to its holder: its own copy, or else that of the next who has one that is sound."""
+        problems = []
+        for source in sorted(sources, key=lambda node: node != holder):
+            try:
+                if source == holder:
+                    self.endpoint.post(holder, Restore(step, index, portable_layer.encode(self._layers[index])))
+                    self._until_taken(index, holder)
+                else:
+                    self._place(index, holder, self._asked(source, Recall(step, index), index))
+                return
+            except SnapshotUnusable as problem:
+                self._log.write(Warned(time.monotonic(), str(problem)))
+                problems.append(str(problem))
+        raise SnapshotUnusable("; ".join(problems))
+
+    def _until_taken(self, index: int, holder: int) -> None:
+        done = lambda: (holder, index) in self._placed or (holder, index) in self._missing  # noqa: E731
+        self._until_node(holder, done, f"to take layer {index}", self._stall_limit())
+        self._refuse_missing(holder, index)
+
+    def _refuse_missing(self, node: int, index: int) -> None:
+        why = self._missing.pop((node, index), None)
+        if why is not None:
+            raise SnapshotUnusable(f"node {node}: {why}")
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def node(self) -> Node:
+        assert isinstance(self._member, Node), "the ring is not laid out yet"
+        return self._member
+
+    def train_step(
+        self, step: int, batch: Batch, fresh: bool, upcoming: Callable[[int], Batch | None] | None = None
+    ) -> float:
+        """One update of every layer. The batch's mean loss before it.
+
+        With delayed gradients the ring begins the next step before this one has ended: `upcoming` gives its batch, or
+        None where the ring must come to rest after this step. A step that was begun early is asked for as any other.
+        """
+        started = self.endpoint.clock()
+        if step not in self._steps:
+            self._begin_step(step, batch, fresh, self.protection.due(step))  # nothing is under way: the ring is at rest
+        if upcoming is not None and self.node.setup.recipe.staleness and step + 1 not in self._steps:
+            following = upcoming(step + 1)
+            if following is not None:
+                self._begin_step(step + 1, following, fresh=False)
+        try:
+            self._finish_pass(self._steps[step].turn, step)
+        except NotFinite as found:
+            raise self._diagnose(found) from None
+        self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
+        return self._steps.pop(step).loss
+
+    def _begin_step(self, step: int, batch: Batch, fresh: bool, keep: bool = False) -> None:
+        if keep:
+            self.protection.begin([index for index, layer in enumerate(self._layers) if layer.tensors])
+        self._steps[step] = _Step(batch, self._begin_pass(step, batch, True, fresh, keep))
+        self._committed = step + 1
+
+    def evaluate(self, batches: Sequence[Batch] | Any, step: int, bytes_model: bool) -> Score:
+        self._score = Score(bytes_model=bytes_model)
+        for batch in batches:
+            self._batch = batch
+            self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
+        self._batch = None
+        score, self._score = self._score, None
+        return score
+
+    def predict(self, batches: Any, step: int) -> list[Any]:
+        """The model's outputs, one entry per microbatch, in order."""
+        self._outputs = []
+        for batch in batches:
+            self._batch = batch
+            self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
+        outputs, self._outputs = self._outputs, None
+        self._batch = None
+        return outputs
+
+    def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None:
+        """Called by the node when a microbatch has gone through the last layer."""
+        nested = nest(self._layers[-1].output, outputs)
+        if not training and self._outputs is not None:
+            self._outputs.append(nested)
+            return None
+        if not training:
+            assert self._batch is not None
+            assert self._score is not None
+            targets = self._batch.targets[microbatch]
+            with torch.no_grad():
+                self._score.add(float(self._loss(nested, targets)), nested, targets)
+            return None
+        current = self._steps[step]
+        with torch.enable_grad():
+            loss = self._loss(nested, current.batch.targets[microbatch])
+            weight = current.batch.weights[microbatch]
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                raise NotFinite(step, microbatch, value)
+            current.loss += value * weight
+            return loss * weight
+
+    def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool, keep: bool = False) -> int:
+        """Put a batch at the front. The number of its pass."""
+        self._turn += 1
+        turn, now = self._turn, self.endpoint.clock()
+        sizes = [len(next(iter(leaves(each)))) for each in batch.inputs]
+        self._sizes = {at: each for at, each in self._sizes.items() if at > turn - REMEMBERED_PASSES}
+        self._sizes[turn] = (step, training, sizes)
+        for microbatch, inputs in enumerate(batch.inputs):
+            tensors: list[torch.Tensor | None] = list(leaves(inputs))
+            message = Activations(
+                turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors), keep=keep
+            )  # fmt: skip
+            self.node.handle(Mail(MASTER, message, tensors, 0, now, now))
+        return turn
+
+    def _finish_pass(self, turn: int, step: int) -> None:
+        # All that has stalled may answer again by the time it is asked (a line that was down, a host that slept): then the
+        # pass has the stall limit once more to come to its end.
+        stall_s = self._stall_limit()
+        waits = (ASK_AFTER_S, stall_s - ASK_AFTER_S, stall_s)
+        for asked, limit_s in enumerate(waits, start=1):
+            try:
+                self._until(
+                    lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
+                    lambda: self._waiting_for(step),
+                    limit_s,
+                )
+                return
+            except WaitTimeout as stalled:
+                self._look_for_a_broken_link(step)
+                if asked > 1:
+                    self._blame(stalled, step)
+                if asked == len(waits):
+                    raise
+
+    def _look_for_a_broken_link(self, step: int) -> None:
+        """Two that answer the master and not each other. Asked twice: one that was merely busy has answered by then."""
+        silent = self._silent_pairs()
+        limit = self.endpoint.clock() + ASK_AGAIN_S
+        while silent and self.endpoint.clock() < limit:
+            self._pump()
+        for first, second in silent & self._silent_pairs() if silent else ():
+            text = f"node {first} and node {second} cannot reach each other in step {step}, and the master reaches both"
+            raise LinkLost(text, first, second)
+
+    def _silent_pairs(self) -> set[tuple[int, int]]:
+        mute = self._ask_everyone(NO_MICROBATCH, self._pump)
+        return {
+            (node, peer)
+            for node, answer in self._inspected.items()
+            for peer in answer.unheard
+            if peer != MASTER and peer not in mute
+        }
+
+    def _blame(self, stalled: WaitTimeout, step: int) -> None:
+        """Who does not answer a question any more holds the ring up, and is as good as lost."""
+        mute = self._ask_everyone(NO_MICROBATCH, self._pump)
+        if mute:
+            self._crew.bury(mute[0])
+            text = f"node {mute[0]} is there and answers nobody in step {step}: {stalled}"
+            raise NodeLost(text, mute[0], self._stall_limit()) from None
+
+    # -- layers back to the disk --------------------------------------------------------------------------------------
+
+    def save(self, writer: CheckpointWriter) -> None:
+        for index, layer in enumerate(self._layers):
+            tensors, state = self._layer_state(index)
+            writer.add(index, layer, tensors, state)
+            self._states.clear()
+
+    def _layer_state(self, index: int) -> LayerTensors:
+        visit = self.node.route.holder(index)
+        if visit.node == MASTER:
+            return self.node.visits[visit.index].stage.layer_state(index)
+        return self._asked(visit.node, Fetch(index, self.node.step), index)
+
+    def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
+        self._states.clear()
+        self._awaited, self._question = index, question
+        self.endpoint.post(node, question)
+        done = lambda: node in self._states or (node, index) in self._missing  # noqa: E731
+        self._until_node(node, done, f"to send layer {index}", self._stall_limit())
+        self._refuse_missing(node, index)
+        message, given = self._states[node]
+        own = len(self._layers[index].tensors)
+        return given[:own], dict(zip(message.state, given[own:], strict=True))
+
+    def _hear(self, mail: Mail) -> bool:
+        if isinstance(mail.message, Inspected):
+            self._inspected[mail.sender] = reply_checks.inspected(mail.message, mail.sender, self.node.route)
+        elif isinstance(mail.message, Held):
+            held = reply_checks.held(mail.message, mail.sender, self.node.route, len(self._layers))
+            if self.protection.held(held, mail.sender):
+                # Now, and not when the step ends: it may never end, and nobody has the one before any more.
+                self._log.write(SnapshotWhole(time.monotonic(), held.step, self.protection.interval))
+                for node in self.node.route.nodes():
+                    self.endpoint.post(node, Whole(held.step))
+            elif held.trouble:
+                for node in self.node.route.nodes():
+                    self.endpoint.post(node, Void(held.step))
+        elif isinstance(mail.message, Missing):
+            missing = reply_checks.missing(mail.message, len(self._layers))
+            self._missing[mail.sender, missing.layer] = missing.why
+        elif isinstance(mail.message, LayerState):
+            self._take_layer(mail, mail.message)
+        else:
+            return self._lines.heard(mail)
+        return True
+
+    def _take_layer(self, mail: Mail, message: LayerState) -> None:
+        """What is not as the layer says is an offence, unless it comes from a snapshot: then it was so when it came to who
+        holds it, and another copy may do."""
+        reply_checks.layer_of(message.layer, len(self._layers))
+        try:
+            if mail.sender != MASTER:  # what it says to itself travels without a description
+                reply_checks.layer_state(message, self._layers[message.layer])
+        except ProtocolError as problem:
+            if not isinstance(self._question, Recall):
+                raise
+            self._missing[mail.sender, message.layer] = f"node {mail.sender} {problem}"
+        else:
+            if message.layer == self._awaited:  # else asked for twice, because somebody was lost meanwhile
+                self._states[mail.sender] = (message, mail.present())
+
+    def _inspect(self, sender: int, message: Message) -> None:
+        if isinstance(message, LayerState) and not isinstance(self._question, Recall):
+            reply_checks.layer_of(message.layer, len(self._layers))
+            reply_checks.layer_state(message, self._layers[message.layer])
+        elif isinstance(message, Echoed):
+            reply_checks.within(message.tensors, MOST_BYTES, "an echo")
+
+    def expects(self, message: Activations) -> None:
+        """What comes round is of a batch that went in."""
+        given = self._sizes.get(message.turn)
+        if given is None or given[:2] != (message.step, message.training) or len(given[2]) != message.microbatches:
+            raise ProtocolError(f"sent pass {message.turn} of step {message.step}, which is not under way")
+        wanted = self.node.setup.crossings.get(message.visit, ())
+        samples, width = given[2][message.microbatch], len(message.tensors) // max(1, len(wanted))
+        for crossing, spec in zip(wanted, message.tensors[:: width or 1], strict=False):
+            # A layer was asked with an example of so many samples what leaves it: a size of that number may be a constant.
+            if crossing.per_sample and spec is not None and spec.shape[0] not in (samples, EXAMPLE_BATCH):
+                raise ProtocolError(f"sent {spec.shape[0]} samples of the {samples} in microbatch {message.microbatch}")
+
+    def try_lines(self) -> dict[int, tuple[float, float]]:
+        """Bytes per second to and from other nodes, while the ring is at rest."""
+        found = self._lines.tried([node for node in self.node.route.nodes() if node != MASTER])
+        return {node: (line.down_bytes_per_s, line.up_bytes_per_s) for node, line in found.items()}
+
+    def _waiting_for(self, step: int) -> str:
+        for index, state in sorted(self.node.visits.items()):
+            if state.current is not None:
+                current = state.current
+                neighbour = min(index + 1, self.node.route.last)
+                return (
+                    f"node {self.node.route.node(neighbour)} in step {step}: "
+                    f"{current.backwarded} of {current.microbatches} microbatches are back at visit {index}"
+                )
+        return f"node {self.node.route.node(self.node.route.last - 1)} in step {step}"
+
+    def _ask_everyone(self, microbatch: int, meanwhile: Callable[[], object]) -> list[int]:
+        """Where are values not finite, and who is not heard? Returns the nodes that do not answer."""
+        others = [node for node in self.node.route.nodes() if node != MASTER]
+        self._inspected.clear()
+        for node in others:
+            self.endpoint.post(node, Inspect(microbatch))
+        limit = self.endpoint.clock() + ANSWER_LIMIT_S
+        while len(self._inspected) < len(others) and self.endpoint.clock() < limit:
+            meanwhile()
+        return [node for node in others if node not in self._inspected]
+
+    def _take_answers_alone(self) -> None:
+        for mail in self.endpoint.collect():
+            if isinstance(mail.message, Inspected | Failed):
+                self._take(mail)
+        if not self._crew.advance():
+            self.endpoint.wait(WAIT_S)
+
+    def _diagnose(self, found: NotFinite) -> LossNotFinite:
+        """Ask everyone where values first stopped being finite."""
+        self._ask_everyone(found.microbatch, self._take_answers_alone)  # nobody works on with such values
+        bad = [visit for each in self._inspected.values() for visit in each.bad]
+        bad += [index for index, state in self.node.visits.items() if not state.stage.finite(found.microbatch)]
+        where = "in the loss itself, on the master"
+        if bad:
+            visit = self.node.route.visits[min(bad)]
+            name = "the master" if visit.node == MASTER else f"node {visit.node}"
+            span = f"{self._layers[visit.first].name} to {self._layers[visit.stop - 1].name}"
+            where = f"first in what {name} computed (layers {span})"
+        return LossNotFinite(
+            f"the loss is {found.loss} in step {found.step}, {where}: try a smaller --lr, --clip-norm or a --lr-schedule "
+            "with warm-up"
+        )

@@ -1,0 +1,183 @@
+"""What neighbours on a ring send, held against the plan before memory is taken for it.
+
+Links keep order, every visit has one sender of activations and one of gradients, and passes follow one another; so it is
+known of every message whether it is the next. What is not raises ProtocolError, and costs its sender its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ringtmp import untrusted
+from ringtmp.errors import ProtocolError
+from ringtmp.plan.route import holder_of
+from ringtmp.runtime.layer_snapshot import Label
+from ringtmp.strategies.ring.node_snapshots import MOST_PIECE_BYTES
+from ringtmp.strategies.ring.visit import Pass, VisitState
+from ringtmp.wire.messages import Activations, Gradients, Keep, Message, Norms, Scale, Setup, Specs, fits
+from ringtmp.wire.permissions import Who
+from ringtmp.wire.tensors import TensorSpec, check
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+MOST_LABEL_BYTES = 2**20
+MOST_PARAMETERS = 10**7
+_labels = msgspec.msgpack.Decoder(Label)
+
+
+class Scrutiny:
+    def __init__(
+        self, setup: Setup, me: int, visits: Mapping[int, VisitState], limit_bytes: int,
+        expects: Callable[[Activations], None],
+    ) -> None:  # fmt: skip
+        """`expects` knows more of a pass, where the batch is at hand."""
+        self._setup = setup
+        self._route = setup.route
+        self._me = me
+        self._visits = visits
+        self._limit_bytes = limit_bytes
+        self._expects = expects
+        self._width = 2 if setup.wire == "int8" else 1
+        self._last: dict[int, Activations] = {}  # by visit
+        self._wants: dict[int, Any] = {}
+        self._holes: dict[int, Any] = {}
+        self._norms: dict[int, Any] = {}
+        self._next_step = dict.fromkeys(visits, setup.step)
+
+    def is_a(self, who: Who, node: int, message: Any) -> bool:
+        if who not in (Who.BEFORE, Who.AFTER):
+            return False
+        if isinstance(message, Keep):
+            return who is Who.BEFORE and node in self._route.nodes() and holder_of(self._route, node) == self._me
+        visit = message.visit
+        if visit not in self._visits:
+            return False
+        other = visit - 1 if who is Who.BEFORE else visit + 1
+        return 0 <= other <= self._route.last and self._route.node(other) == node
+
+    def __call__(self, sender: int, message: Message) -> None:
+        if isinstance(message, Activations):
+            self._activations(message)
+        elif isinstance(message, Gradients):
+            self._gradients(message)
+        elif isinstance(message, Norms):
+            current = self._pass(message)
+            norms = _given(message.tensors, len(message.tensors), "Norms")
+            if not current.returned == current.microbatches or current.norms_came:
+                raise ProtocolError(f"sent Norms of pass {message.turn} out of turn")
+            whole = all(each.dtype in _FLOATS and len(each.shape) == 1 for each in norms)
+            if not whole or sum(each.count for each in norms) > MOST_PARAMETERS:
+                raise ProtocolError(f"sent {norms} as norms")
+            self._same(self._norms, message.visit, True, [(each.dtype, each.count) for each in norms], "sent norms of")
+            current.norms_came = True
+        elif isinstance(message, Scale):
+            current = self._pass(message)
+            (total,) = _given(message.tensors, 1, "Scale")
+            if not current.norms_sent or current.scale_came:
+                raise ProtocolError(f"sent Scale of pass {message.turn} out of turn")
+            if total.dtype not in _FLOATS or total.shape:
+                raise ProtocolError(f"sent {total} as a norm")
+            current.scale_came = True
+        elif isinstance(message, Keep):
+            self._keep(sender, message)
+
+    def _activations(self, message: Activations) -> None:
+        last, visit = self._last.get(message.visit), message.visit
+        if last is not None and message.turn == last.turn:
+            same = (message.step, message.microbatches, message.training, message.keep)
+            if message.microbatch != last.microbatch + 1 or message.microbatch >= last.microbatches:
+                raise ProtocolError(f"sent microbatch {message.microbatch} of pass {message.turn} out of turn")
+            if same != (last.step, last.microbatches, last.training, last.keep):
+                raise ProtocolError(f"changed its mind about pass {message.turn}")
+        else:
+            ended, before = (True, 0) if last is None else (last.microbatch == last.microbatches - 1, last.turn)
+            if not (ended and message.turn == before + 1 and message.microbatch == 0):
+                raise ProtocolError(f"sent pass {message.turn}, microbatch {message.microbatch}, after pass {before}")
+            untrusted.whole(message.microbatches, "the number of microbatches", 1)
+            untrusted.whole(message.step, "the step")
+            if message.training and message.step != self._next_step[visit]:
+                raise ProtocolError(f"sent step {message.step}, and step {self._next_step[visit]} is next")
+            self._next_step[visit] += message.training
+        if len(self._visits[visit].activations) > 2 * self._setup.window:
+            raise ProtocolError("sent more microbatches than the window admits")
+        if len(message.tensors) != self._width * len(message.wants) or not self._holes_explained(message):
+            raise ProtocolError(f"sent {len(message.tensors)} tensors of which {len(message.wants)} may want gradients")
+        self._same(self._wants, visit, message.training, (message.wants, message.same), "wants gradients for")
+        self._fit(message, visit)
+        self._expects(message)
+        self._last[visit] = message
+
+    def _holes_explained(self, message: Activations) -> bool:
+        """A tensor is missing just where it is said to be the same as one before it."""
+        heads = message.tensors[:: self._width]
+        same = message.same or range(len(heads))
+        if len(same) != len(heads):
+            return False
+        return all(
+            0 <= first <= at and same[first] == first and (heads[at] is None) == (first < at)
+            for at, first in enumerate(same)
+        )
+
+    def _same(self, before: dict[int, Any], visit: int, counts: bool, now: Any, what: str) -> None:
+        """A graph does not change: what is true of one microbatch is true of all."""
+        if counts and before.setdefault(visit, now) != now:
+            raise ProtocolError(f"{what} other tensors than before, in visit {visit}")
+
+    def _gradients(self, message: Gradients) -> None:
+        current = self._pass(message)
+        if not (message.microbatch == current.returned < current.forwarded and message.step == current.step):
+            raise ProtocolError(f"sent a gradient for pass {message.turn}, microbatch {message.microbatch} out of turn")
+        self._fit(message, message.visit + 1)
+        holes = [each is None for each in message.tensors[:: self._width]]
+        self._same(self._holes, message.visit, True, holes, "sent gradients of")
+        current.returned += 1
+
+    def _fit(self, message: Activations | Gradients, visit: int) -> None:
+        """Tensors are what the plan says crosses the cut before a visit."""
+        wanted = self._setup.crossings.get(visit)
+        if wanted is None or fits(wanted, message.tensors, self._setup.wire):
+            return
+        name = type(message).__name__
+        raise ProtocolError(f"sent {name} for visit {message.visit} that are {message.tensors}; the plan says {wanted}")
+
+    def _pass(self, message: Gradients | Norms | Scale) -> Pass:
+        current = self._visits[message.visit].pass_of(message.turn)
+        if not current.training:
+            raise ProtocolError(f"sent {type(message).__name__} for pass {message.turn}, which is an evaluation")
+        return current
+
+    def _keep(self, sender: int, message: Keep) -> None:
+        untrusted.number(message.seconds, "what a snapshot cost")
+        untrusted.whole(message.start, "the start of a piece")
+        untrusted.whole(message.step, "the step of a snapshot")
+        (piece,) = _given(message.tensors, 1, "Keep")
+        if piece.dtype != "uint8" or len(piece.shape) != 1 or not 1 <= piece.count <= MOST_PIECE_BYTES:
+            raise ProtocolError(f"sent {piece} as a piece of a snapshot")
+        if not any(message.layer in visit.layers for visit in self._route.on(sender)):
+            raise ProtocolError(f"sent a snapshot of layer {message.layer}, which it does not hold")
+        if message.start == 0:
+            label_of(message, self._limit_bytes)
+
+
+def label_of(message: Keep, limit_bytes: int) -> Label:
+    """The label that comes with the first piece; it says what the message says, and no more than fits."""
+    label = untrusted.decode(_labels, message.label, "the label of a snapshot", MOST_LABEL_BYTES)
+    if (label.step, label.layer) != (message.step, message.layer) or len(label.state) > len(label.specs):
+        raise ProtocolError(f"sent a label of layer {label.layer}, step {label.step} with layer {message.layer}")
+    total = 0
+    for spec in label.specs:
+        check(spec, limit_bytes - total)
+        total += spec.nbytes
+    if label.size != total or not 0 < total <= limit_bytes:
+        raise ProtocolError(f"sent a label of {label.size} bytes for tensors of {total}")
+    return label
+
+
+def _given(specs: Specs, count: int, name: str) -> list[TensorSpec]:
+    """This many tensors, and no hole."""
+    there = [each for each in specs if each is not None]
+    if len(there) != count or len(specs) != count:
+        raise ProtocolError(f"sent {name} with {len(there)} tensors instead of {count}")
+    return there

@@ -1,0 +1,391 @@
+"""The node loop: take what neighbours sent, ask the local rule what to do, do it, send the result on.
+
+A node acts on its neighbours' messages alone. Every visit of the route that lies here works through passes (training
+steps and evaluations) strictly in order; within a pass microbatches come and go in order, because links keep it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
+from ringtmp.metrics import events, this_device
+from ringtmp.metrics.step_recorder import Recorder
+from ringtmp.model import portable_layer
+from ringtmp.plan.next_action import Action, Schedule, next_action, places
+from ringtmp.plan.route import MASTER
+from ringtmp.runtime.clipping import total_norm
+from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.segment_edges import detached, once_each, whole
+from ringtmp.runtime.stage import Stage
+from ringtmp.runtime.worker import farewell, report
+from ringtmp.strategies.ring.link_trials import echo
+from ringtmp.strategies.ring.message_checks import Scrutiny
+from ringtmp.strategies.ring.node_snapshots import Keeping
+from ringtmp.strategies.ring.visit import Pass, VisitState
+from ringtmp.system.resources import free_memory_bytes, mind_memory
+from ringtmp.wire import formats
+from ringtmp.wire.messages import (
+    Activations,
+    Echo,
+    Echoed,
+    Fetch,
+    Gradients,
+    Inspect,
+    Inspected,
+    LayerState,
+    Missing,
+    Norms,
+    Place,
+    Placed,
+    Restore,
+    Scale,
+    Setup,
+)  # fmt: skip
+
+#: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
+ROOM_PER_PARAMETER = 3
+#: A neighbour that acknowledges nothing for so long is busy, or cannot be reached: the master finds out which.
+UNHEARD_S = 10.0
+
+
+class LossOwner(Protocol):
+    """What only the master does: the loss at the tail."""
+
+    def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None: ...
+
+    def expects(self, message: Activations) -> None:
+        """ProtocolError: this is not what went into the ring."""
+        ...
+
+
+def _nothing_known(message: Activations) -> None:
+    """Only the master knows the batch."""
+
+
+class Node:
+    """One member of a ring. `turn` does one piece of work and never blocks."""
+
+    def __init__(self, endpoint: Endpoint, setup: Setup, owner: LossOwner | None = None) -> None:
+        self.endpoint = endpoint
+        self.me = endpoint.node
+        self.setup = setup
+        self.route = setup.route
+        self.step = setup.step  # steps done by every visit here
+        power = this_device.power(setup.recipe.threads)
+        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, this_device.meter(), power)
+        self._schedule = cast(Schedule, setup.rule)
+        self._places = places(setup.window, self._schedule)
+        defer = self._schedule == "zero-bubble"
+        recipe = setup.recipe
+        recompute = None if setup.recompute == "none" else self._recompute
+        self._clip = recipe.clip_norm is not None
+        self.visits = {
+            visit.index: VisitState(visit, Stage(visit, recipe, defer, setup.step, recompute), recipe.staleness)
+            for visit in setup.route.on(self.me)
+        }
+        self._owner = owner
+        endpoint.shelf.keep_only(setup.step)
+        self.keeping = Keeping(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
+        self._news = True
+        self._fetches: deque[Fetch] = deque()
+        self._work: dict[str, Callable[[VisitState], None]] = {
+            "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
+        }  # fmt: skip
+        expects = owner.expects if owner is not None else _nothing_known
+        scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects)
+        endpoint.enter_plan(scrutiny.is_a, scrutiny)
+        self._first_step = setup.step
+        self._last_visit = setup.route.last
+        #: Called with every event this node produces. A worker sends it to the master.
+        self.emit: Callable[[events.Event], None] = self._report
+        endpoint.sent.clear()  # what lines were tried with
+        endpoint.connect_all({peer: setup.addresses[peer] for peer in self.route.neighbours(self.me) if peer != MASTER})
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Take mail and do at most one piece of work. False: nothing to do until something arrives."""
+        mail = self.endpoint.collect()
+        for each in mail:
+            self.handle(each)
+        return self.act() or bool(mail)
+
+    def act(self) -> bool:
+        """Do the next piece of work, if the local rule has one."""
+        self._answer_fetches()
+        if not self._news:
+            return self.keeping.send_some(idle=True)  # nothing was runnable, and nothing has come since
+        ready = [state.ready(self._clip, self._in_flight(state)) for state in self.visits.values()]
+        action = next_action(ready, self.setup.window, self._schedule)
+        if action is not None:
+            self._perform(action)
+            self.keeping.send_some(idle=False)
+            return True
+        self._news = False
+        self.recorder.waiting_for(self._cause())
+        return False
+
+    def handle(self, mail: Mail) -> None:
+        message = mail.message
+        self._news = True
+        self.recorder.heard(mail.arrived_at)
+        if self.setup.wire != "float32" and mail.sender != self.me and isinstance(message, Activations | Gradients):
+            mail = mail._replace(tensors=formats.unpack(self.setup.wire, mail.tensors))
+        if isinstance(message, Activations):
+            self._expect(message.visit, mail).activations.append(mail)
+            if mail.payload_bytes and message.training:
+                self.recorder.received(
+                    message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
+                )
+        elif isinstance(message, Gradients):
+            self._expect(message.visit, mail).gradients.append(mail)
+            if mail.payload_bytes:
+                self.recorder.received(
+                    message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
+                )
+        elif isinstance(message, Norms):
+            state = self._expect(message.visit, mail)
+            current = state.pass_of(message.turn)
+            current.deeper_norms = [each.reshape(-1) for each in mail.tensors if each is not None]
+            self._pass_norms_on(state, current)
+        elif isinstance(message, Scale):
+            state = self._expect(message.visit, mail)
+            self._scale(state, state.pass_of(message.turn), mail.tensors[0])
+        elif isinstance(message, Place):
+            self._place(message, mail.tensors)
+        elif isinstance(message, Restore):
+            self._restore(message)
+        elif isinstance(message, Echo):
+            echo(self.endpoint, mail, message)
+        elif isinstance(message, Echoed) or self.keeping.handle(mail):  # the former to a question from before the plan
+            pass
+        elif isinstance(message, Fetch):
+            self._fetches.append(message)
+        elif isinstance(message, Inspect):
+            bad = tuple(index for index, state in self.visits.items() if not state.stage.finite(message.microbatch))
+            self.endpoint.post(mail.sender, Inspected(bad, self.endpoint.unheard(UNHEARD_S)))
+        else:
+            raise ProtocolError(f"sent {type(message).__name__}, which nobody expects")
+
+    def _in_flight(self, state: VisitState) -> int:
+        """Admitted at the front and not yet at its end: answered in training, arrived at the tail in evaluation."""
+        current = state.current
+        if current is None or state.visit.index != 0:
+            return 0
+        if current.training:
+            return sum(each.forwarded - each.backwarded for each in state.passes)
+        tail = self.visits[self._last_visit]
+        if tail.done_turn >= current.turn or tail is state:
+            return 0
+        arrived = tail.current.forwarded if tail.current is not None and tail.current.turn == current.turn else 0
+        return current.forwarded - arrived
+
+    def _cause(self) -> str:
+        """Why nothing is runnable."""
+        deepest = max(self.visits.values(), key=lambda state: state.visit.index)
+        for state in (deepest, *self.visits.values()):
+            current = state.current
+            if current is not None and current.training:
+                if current.backwarded == current.microbatches:
+                    return "clipping"
+                if state.visit.index == 0 and state.activations:
+                    return "window"
+                if current.forwarded == current.microbatches:
+                    return "gradients"
+        return "activations"
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: Action) -> None:
+        state = self.visits[action.visit]
+        if action.kind == "forward":
+            head = cast(Activations, state.activations[0].message)
+            if not head.training:  # idle and busy are shares of training steps alone
+                self._forward(state)
+                return
+            if head.fresh and self._all_idle():
+                self.recorder.fresh()
+        started = self.recorder.begin()
+        self._work[action.kind](state)
+        self.recorder.end(started, action.kind, action.visit, action.microbatch)
+        if action.kind == "update" and all(each.done_turn >= state.done_turn for each in self.visits.values()):
+            self._close_step()
+
+    def _all_idle(self) -> bool:
+        return all(not state.passes for state in self.visits.values())
+
+    def _forward(self, state: VisitState) -> None:
+        mail = state.activations.popleft()
+        message = cast(Activations, mail.message)
+        if message.keep and state.begins(message):
+            self.keeping.take(message.step, state.stage)
+        current = state.begin(message)
+        inputs = whole(mail.tensors, message.same, message.wants)
+        outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
+        current.forwarded += 1
+        if state.stage.held + state.stage.deferred > self._places:
+            assert mail.sender != self.me, "more microbatches stored than there are places"
+            raise Misconduct("sent more microbatches than the window admits", mail.sender)
+        if state.visit.index == self._last_visit:
+            self._finish(state, message, outputs)
+        else:
+            self._send_on(state, message, outputs)
+        if not current.training and current.forwarded == current.microbatches:
+            state.end()
+
+    def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
+        """At the tail: the loss, and with it the gradient that starts the way back."""
+        assert self._owner is not None, "the tail lies on the master"
+        if message.training:
+            outputs = state.stage.to_loss(message.step, message.microbatch, outputs)
+        loss = self._owner.tail(message.step, message.microbatch, message.training, outputs)
+        if message.training:
+            assert loss is not None
+            state.stage.end_in(message.step, message.microbatch, loss)
+            self.endpoint.post(self.me, Gradients(message.turn, message.step, state.visit.index, message.microbatch))
+
+    def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
+        same, tensors = once_each(detached(outputs))
+        onward = Activations(
+            message.turn, message.step, state.visit.index + 1, message.microbatch, message.microbatches,
+            message.training, message.fresh, tuple(each.requires_grad for each in outputs), keep=message.keep, same=same,
+        )  # fmt: skip
+        self._post(state.visit.index + 1, onward, tensors, message.training)
+
+    def _backward(self, state: VisitState) -> None:
+        mail = state.gradients.popleft()
+        message = cast(Gradients, mail.message)
+        current = state.pass_of(message.turn)
+        if message.microbatch != current.backwarded:
+            raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
+        at_tail = state.visit.index == self._last_visit
+        try:
+            entering = state.stage.backward(message.step, message.microbatch, None if at_tail else mail.tensors)
+        except ProtocolError as error:
+            raise Misconduct(f"sent {error}", mail.sender) from None
+        current.backwarded += 1
+        if state.visit.index > 0:
+            back = Gradients(message.turn, message.step, state.visit.index - 1, message.microbatch)
+            self._post(state.visit.index - 1, back, entering)
+        if self._clip:
+            self._pass_norms_on(state, current)
+
+    def _weights(self, state: VisitState) -> None:
+        state.stage.weight_gradients()
+        if self._clip:
+            for each in tuple(state.passes):  # the second of two that overlap has work of its own left for later
+                self._pass_norms_on(state, each)
+
+    def _pass_norms_on(self, state: VisitState, current: Pass) -> None:
+        """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""
+        at_tail = state.visit.index == self._last_visit
+        if current.norms_sent or not current.answered or state.stage.has_deferred(current.step):
+            return
+        if current.deeper_norms is None and not at_tail:
+            return
+        own = state.stage.gradient_norms(current.step)
+        norms = [*own, *(current.deeper_norms or ())]
+        current.norms_sent = True
+        if state.visit.index > 0:
+            self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), norms)
+        else:
+            self._scale(state, current, total_norm(norms))
+
+    def _scale(self, state: VisitState, current: Pass, total: torch.Tensor | None) -> None:
+        assert total is not None
+        current.total_norm = total
+        if state.visit.index < self._last_visit:
+            self._post(state.visit.index + 1, Scale(current.turn, state.visit.index + 1), [total])
+
+    def _update(self, state: VisitState) -> None:
+        current = state.current
+        assert current is not None
+        state.stage.step(current.step, current.total_norm)
+        state.end()
+
+    def _close_step(self) -> None:
+        for _, posted, acknowledged, size in self.endpoint.sent:
+            self.recorder.sent(posted, acknowledged, size)
+        self.endpoint.sent.clear()
+        self.emit(self.recorder.close_step(self.step, self._first_step))
+        if self.step == self._first_step:
+            mind_memory()
+        self.step += 1
+
+    # -- layers come and go -------------------------------------------------------------------------------------------
+
+    def _place(self, message: Place, tensors: Sequence[torch.Tensor | None]) -> None:
+        state = self.visits[self.route.holder(message.layer).index]
+        layer = portable_layer.decode(message.graph)
+        given = [each for each in tensors if each is not None]
+        own = len(layer.tensors)
+        if len(given) != own + len(message.state):
+            raise ProtocolError(
+                f"layer {layer.name} came with {len(given)} tensors instead of {own + len(message.state)}"
+            )
+        state.stage.place(message.layer, layer, given[:own], dict(zip(message.state, given[own:], strict=True)))
+        self.endpoint.post(MASTER, Placed(message.layer))
+
+    def _restore(self, message: Restore) -> None:
+        try:
+            tensors, state = self.keeping.recalled(message.step, message.layer)
+        except SnapshotUnusable as error:
+            self.endpoint.post(MASTER, Missing(message.layer, str(error)))
+            return
+        stage = self.visits[self.route.holder(message.layer).index].stage
+        stage.place(message.layer, portable_layer.decode(message.graph), tensors, state)
+        self.endpoint.post(MASTER, Placed(message.layer))
+
+    def _answer_fetches(self) -> None:
+        """The master's step ends with its own update. Where the last gradient has only just left, the update here is
+        still to be made, and a layer sent before it would be one of the step before."""
+        while self._fetches and self._fetches[0].step <= self.step:
+            self._send_layer(self._fetches.popleft().layer)
+
+    def _send_layer(self, index: int) -> None:
+        tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
+        self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
+
+    def leave(self) -> None:
+        """Its snapshots are on the shelf already. Layers and optimizer state are let go here and now: this node and its
+        own methods hold each other, and a garbage collection may be long in coming."""
+        self.visits.clear()
+        self._work.clear()
+
+    def farewell(self) -> events.NodeEnded:
+        return farewell(self.endpoint)
+
+    def _recompute(self, saved_bytes: int) -> bool:
+        """Whether a segment whose microbatches leave this much stored keeps only what enters it."""
+        if self.setup.recompute != "auto":
+            return self.setup.recompute == "all"
+        parameters = sum(state.stage.parameter_bytes for state in self.visits.values())
+        room = free_memory_bytes() - ROOM_PER_PARAMETER * parameters
+        return saved_bytes * (self._places - 1) * len(self.visits) > room // 2
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
+        peer = self.route.node(visit)
+        if peer != self.me and self.setup.wire != "float32" and isinstance(message, Activations | Gradients):
+            tensors = formats.pack(self.setup.wire, tensors)
+        if peer != self.me and counted:
+            self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
+        self.recorder.sending()
+        self.endpoint.post(peer, message, tensors)
+
+    def _expect(self, visit: int, mail: Mail) -> VisitState:
+        if visit not in self.visits:
+            raise ProtocolError(
+                f"node {mail.sender} sent node {self.me} something for visit {visit}, which is elsewhere"
+            )
+        return self.visits[visit]
+
+    def _report(self, event: events.Event) -> None:
+        report(self.endpoint, event)

@@ -1,0 +1,295 @@
+"""The ring: each node holds a run of adjacent layers; activations go clockwise, gradients anticlockwise.
+
+The project's own method. The master holds the front and the tail, so that inputs, labels and loss stay with it. What
+nodes do is in ring/; here the run's settings become a route.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from ringtmp.config import RingPart, RunConfig
+from ringtmp.errors import UsageError
+from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.summary import Forecast, NodeForecast
+from ringtmp.model.portable_layer import Layer
+from ringtmp.model.recompute import refuse_unrepeatable
+from ringtmp.plan import planner
+from ringtmp.plan.devices import rate_between
+from ringtmp.plan.microbatches import best_plan, microbatch_sizes
+from ringtmp.plan.partition import deeper
+from ringtmp.plan.planner import Plan, PlanOptions
+from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
+from ringtmp.runtime.checkpoint import Checkpoint
+from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.leader import Crew
+from ringtmp.runtime.update_rules import delay_warning
+from ringtmp.strategies.base import Brief, Share
+from ringtmp.strategies.ring.device_trials import Scout, sample_of
+from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
+from ringtmp.strategies.ring.master import Master
+from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
+from ringtmp.system.resources import peak_rss_bytes
+from ringtmp.units import bytes_text
+from ringtmp.wire.formats import wire_bytes
+from ringtmp.wire.messages import Hello, Setup
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    brief: Brief
+    setup: Setup
+    warnings: tuple[str, ...]
+    lines: tuple[str, ...]
+    facts: dict[str, Any]
+    shares: tuple[Share, ...]
+    planned: Plan | None = None  # None: cuts by hand, or not a plain ring
+    left_out: bool = False  # somebody was
+
+    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
+        return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
+
+    def start(self, leader: Master, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
+        phase("waiting for the nodes")
+        leader.gather([node for node in self.setup.route.nodes() if node != MASTER])
+        phase("placing the layers")
+        leader.lay_out(self.setup, checkpoint)
+
+
+def plan(brief: Brief) -> RingPlan:
+    members = kept_apart(sorted(brief.addresses), brief.apart)
+    brief = _arranged(brief, members)
+    config, layers, index = brief.config, brief.layers, brief.index
+    planned = planner.plan(brief.index.costs, brief.devices, _options(brief), brief.paths)
+    route, warnings = _route(brief, planned)
+    route = _numbered(route, members)
+    if gone := sorted(set(brief.addresses) - set(members)):
+        who = ", ".join(f"node {node}" for node in gone)
+        warnings += (f"{who} left out: in no order of the ring does everyone reach its neighbours",)
+    recipe = brief.recipe
+    danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
+    if brief.step == 0:  # once: not again when a ring heals or a run is resumed
+        warnings += (danger,) if danger is not None else ()
+        warnings += _slow_ways(planned)
+    setup = Setup(
+        route, recipe, planned.window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
+        {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
+        config.training.wire, config.keep.protect, _lines(route, members, brief),
+    )  # fmt: skip
+    shares = tuple(_share(node, route, layers) for node in route.nodes())
+    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(brief, planned))}
+    return RingPlan(
+        brief, setup, warnings, planned.summary(brief.chosen), facts, shares, planned if _movable(config.ring) else None,
+        bool(planned.left_out),
+    )  # fmt: skip
+
+
+def tried(
+    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
+    hellos: Mapping[int, Hello],
+) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+    """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
+    `hellos` of those who have said it already; returned with those who said it meanwhile."""
+    ring, index = brief.config.ring, brief.index
+    largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
+    sample = sample_of(brief.layers, index.costs, index.outputs, largest, len(brief.addresses))
+    if crew.alike or ring.strategy != "ring" or sample is None:
+        return brief, dict(hellos)
+    phase("measuring the devices")
+    scout = Scout(endpoint, crew, log)
+    scout.hellos.update(hellos)
+    numbers = sorted(brief.addresses)
+    pairs = neighbours_of if order_is_given(brief) else rounds_of
+    seen = scout.look(brief.addresses, sample[1], pairs, brief.apart)
+    cost = index.costs[sample[0]].at(largest)
+    devices, paths = described(
+        brief.devices, numbers, seen, cost.forward_s + cost.backward_s, brief.recipe.threads
+    )  # fmt: skip
+    return replace(brief, devices=devices, paths=paths), scout.hellos
+
+
+def order_is_given(brief: Brief) -> bool:
+    """Whether everyone stands where its number says."""
+    return brief.keep_all or not _movable(brief.config.ring)
+
+
+def _arranged(brief: Brief, members: list[int]) -> Brief:
+    """The brief for these members in this order, where not everyone can be everyone's neighbour."""
+    numbers = sorted(brief.addresses)
+    if members == numbers:
+        return brief
+    ring = brief.config.ring
+    if len(members) < len(numbers):  # cuts and window were meant for another ring
+        ring = msgspec.structs.replace(ring, nodes=len(members), cuts=None, window=None)
+    devices = tuple(brief.devices[numbers.index(node)] for node in members)
+    return replace(brief, config=msgspec.structs.replace(brief.config, ring=ring), devices=devices, keep_all=True)
+
+
+def with_best_microbatches(brief: Brief, batch_sizes: Collection[int]) -> Brief:
+    """`--microbatches auto`: the number whose plan has the shortest step, of those that leave every microbatch enough
+    samples."""
+    least = brief.index.least_microbatch
+    made = best_plan(
+        brief.index.costs, brief.devices, _options(brief),
+        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least, brief.paths,
+    )  # fmt: skip
+    count = made.options.ring.microbatches
+    training = msgspec.structs.replace(brief.config.training, microbatches=count)
+    config = msgspec.structs.replace(brief.config, training=training)
+    return replace(brief, config=config, microbatches=count, chosen=True)
+
+
+def _options(brief: Brief) -> PlanOptions:
+    nodes = len(brief.devices)
+    return plan_options(
+        brief.config, brief.batch_size, brief.microbatches, len(brief.layers), nodes, brief.keep_all
+    )  # fmt: skip
+
+
+def refuse_too_few(config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
+    """What the number of layers alone tells, before they are exported and measured."""
+    ring = config.ring
+    if ring.strategy != "ring":
+        return
+    visits = len(holders_of(nodes, ring.laps, ring.route))
+    if ring.cuts is not None:
+        parse_cuts(ring.cuts, layers, nodes, visits)
+    elif layers < visits and not _movable(ring):
+        raise UsageError(
+            f"a route of {visits} visits needs at least {visits} layers; the model has {layers}: use fewer --laps or --nodes, "
+            "or a deeper model"
+        )
+    elif nodes > 1 and layers < visits and keep_all:
+        raise UsageError(
+            f"{nodes} nodes need at least {visits} layers (the master's front and tail and one per worker); the model has "
+            f"{layers}: use {max(1, layers - 1)} or fewer, or {deeper(layers)}"
+        )
+
+
+def plan_options(
+    config: RunConfig, batch_size: int, microbatches: int, layers: int, nodes: int, keep_all: bool
+) -> PlanOptions:
+    """What the planner is told of a run's settings."""
+    ring, training = config.ring, config.training
+    visits = len(holders_of(nodes, ring.laps, ring.route))
+    return PlanOptions(
+        batch_size,
+        microbatches,
+        ring.window,
+        ring.schedule,
+        training.clip_norm is not None,
+        wire_bytes(training.wire, 1024) / 4096,
+        keep_all=keep_all,
+        cuts=None if ring.cuts is None else tuple(parse_cuts(ring.cuts, layers, nodes, visits)),
+        staleness=training.staleness,
+        laps=ring.laps,
+        shape=ring.route,
+        recompute=ring.recompute,
+        protect=config.keep.protect,
+    )
+
+
+def _movable(ring: RingPart) -> bool:
+    """Whether the cuts are the plan's own, on a plain ring."""
+    return ring.cuts is None and ring.laps == 1 and ring.route == "ring"
+
+
+def _forecast(brief: Brief, planned: Plan) -> Forecast:
+    """For the record, so that what was said can be held against what came."""
+    members, simulated = _members(brief, planned), planned.simulated
+    return Forecast(
+        planned.step_s,
+        simulated.idle_fraction,
+        tuple(
+            # The master has built and measured the model: its peak may lie behind it.
+            NodeForecast(
+                node, device.name, max(memory.total_bytes, peak_rss_bytes() if node == MASTER else 0.0),
+                _known(memory.free_bytes), step.busy_s,
+            )
+            for node, device, memory, step in zip(
+                members, planned.devices, planned.memory, simulated.nodes, strict=True
+            )
+        ),
+        tuple(each.device for each in planned.left_out),
+        planned.left_out_text,
+    )  # fmt: skip
+
+
+def _known(size: float) -> float | None:
+    return size if math.isfinite(size) else None
+
+
+def _members(brief: Brief, planned: Plan) -> list[int]:
+    """The node of every device of the plan, as far as they are there without a hole."""
+    numbers = {device.name: node for node, device in enumerate(brief.devices)}
+    return [numbers[device.name] for device in planned.devices]
+
+
+def _route(brief: Brief, planned: Plan) -> tuple[Route, tuple[str, ...]]:
+    nodes = brief.config.ring.nodes
+    if brief.config.ring.recompute == "all":
+        refuse_unrepeatable(brief.layers)
+    has_parameters = [layer.parameters > 0 for layer in brief.layers]
+    members = _members(brief, planned)
+    holders = [members[holder] for holder in planned.options.holders(len(members))]
+    bounds = planned.bounds
+    warnings = []
+    if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
+        warnings.append(
+            "the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master"
+        )
+    if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
+        warnings.append("the front has no layer with parameters: the raw inputs leave the master")
+    return route_over(holders, bounds), tuple(warnings)
+
+
+def _numbered(route: Route, members: Sequence[int]) -> Route:
+    """The same route over the nodes that are there: where one was lost, the numbers have a hole."""
+    return Route(tuple(msgspec.structs.replace(visit, node=members[visit.node]) for visit in route.visits))
+
+
+def _lines(route: Route, members: Sequence[int], brief: Brief) -> dict[int, float]:
+    """Bytes per second from every node to the one behind it, where it is known."""
+    devices = dict(zip(members, brief.devices, strict=True))
+    rates = {
+        here.node: rate_between(devices[here.node], devices[there.node], brief.paths)
+        for here, there in pairwise(route.visits)
+    }
+    return {node: rate for node, rate in rates.items() if math.isfinite(rate)}
+
+
+def _slow_ways(planned: Plan) -> tuple[str, ...]:
+    """Workers next to each other that reach each other worse than others."""
+    around = [planned.devices[node].name for node in planned.options.holders(len(planned.devices))]
+    found: dict[frozenset[str], str] = {}
+    for here, there in pairwise(around):
+        ways = [planned.paths.get(pair) for pair in ((here, there), (there, here))]
+        rate = min((way.bytes_per_s for way in ways if way is not None and way.tried), default=math.inf)
+        if math.isfinite(rate) and planned.devices[MASTER].name not in (here, there):
+            found[frozenset((here, there))] = (
+                f"{here} and {there} did not hear each other when their line was tried"
+                if rate == SILENT_BYTES_PER_S
+                else f"between {here} and {there} only {bytes_text(rate)}/s go through, less than either has elsewhere; the "
+                "plan reckons with it"
+            )
+    return tuple(found.values())
+
+
+def _share(node: int, route: Route, layers: list[Layer]) -> Share:
+    segments = tuple(segment_text(layers, visit.first, visit.stop) for visit in route.on(node))
+    parameters = sum(layers[i].parameters for visit in route.on(node) for i in visit.layers)
+    return Share(node, "master" if node == MASTER else "worker", segments, parameters)
+
+
+def segment_text(layers: list[Layer], first: int, stop: int) -> str:
+    if first == stop:
+        return "loss only"
+    if stop - first == 1:
+        return f"#{first} {layers[first].name}"
+    return f"#{first}-{stop - 1} {layers[first].name} to {layers[stop - 1].name}"

@@ -1,0 +1,1 @@
+"""The machine this process runs on: files, memory, limits, signals."""

@@ -1,0 +1,449 @@
+"""Every message nodes exchange, and who may say it to whom and when (rules.py). Adding a field or a kind means a new
+PROTOCOL number.
+
+The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip
+Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
+Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
+Data-parallel ones       Work, Did, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; Lost
+Besides                  Report, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, get_args
+
+import msgspec
+
+from ringtmp.plan.route import Route
+from ringtmp.wire.address import Address
+from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
+
+from ringtmp.wire.permissions import (  # isort: skip
+    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, between, reported, told,
+)  # fmt: skip
+from ringtmp.wire.message_parts import Crossing as Crossing
+from ringtmp.wire.message_parts import Recipe as Recipe
+from ringtmp.wire.message_parts import Specs as Specs
+from ringtmp.wire.message_parts import fits as fits
+
+
+class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations"):
+    RULE: ClassVar = between(TENSOR, BEFORE)
+    turn: int  # number of the pass; passes follow one another strictly
+    step: int
+    visit: int  # where they arrive
+    microbatch: int
+    microbatches: int
+    training: bool
+    fresh: bool  # no training step came directly before: waiting for this one is not idleness
+    wants: tuple[bool, ...]  # which tensors need a gradient in return
+    tensors: Specs = ()
+    keep: bool = False  # take a snapshot before this step
+    same: tuple[int, ...] = ()  # for each tensor, the first that is the same one; () where all differ
+
+
+class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
+    RULE: ClassVar = between(TENSOR, AFTER)
+    turn: int
+    step: int
+    visit: int
+    microbatch: int
+    tensors: Specs = ()
+
+
+class Norms(msgspec.Struct, frozen=True, array_like=True, tag="norms"):
+    """Gradient norms of all parameters from the sender's visit to the tail, in parameter order, a tensor for each run of
+    one dtype."""
+
+    RULE: ClassVar = between(TENSOR, AFTER)
+    turn: int
+    visit: int
+    tensors: Specs = ()
+
+
+class Scale(msgspec.Struct, frozen=True, array_like=True, tag="scale"):
+    RULE: ClassVar = between(TENSOR, BEFORE)
+    turn: int
+    visit: int
+    tensors: Specs = ()
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    RULE: ClassVar = reported(CONTROL, MEETING)
+    pid: int
+    torch: str
+    capability: str
+    kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every parcel it has
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+    RULE: ClassVar = told(CONTROL, MEETING)
+    route: Route
+    recipe: Recipe
+    window: int
+    rule: str
+    step: int  # steps already done
+    addresses: dict[int, Address]  # of the receiver's neighbours
+    detailed_steps: int
+    crossings: dict[int, tuple[Crossing, ...]] = {}  # what enters each visit but the first
+    recompute: str = "none"  # or all, auto: compute activations again instead of storing them
+    wire: str = "float32"
+    keep: str = "off"  # or auto, memory, disk: where snapshots are kept
+    lines: dict[int, float] = {}  # bytes per second from a node to the one behind it, where that is known
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
+    """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key). To a worker
+    of a data-parallel strategy the layer behind the last is a loss of the user's own."""
+
+    RULE: ClassVar = told(BULK, PLAN)
+    layer: int
+    graph: bytes
+    state: tuple[tuple[str, str], ...]
+    tensors: Specs = ()
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    RULE: ClassVar = reported(BULK, PLAN)
+    layer: int
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    RULE: ClassVar = told(BULK, PLAN)
+    layer: int
+    step: int  # answered when every update before this step has been made
+    whole: bool = True  # with parameters and optimizer state, not only what belongs to the asked node alone
+
+
+class LayerState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    RULE: ClassVar = reported(BULK, PLAN)
+    layer: int
+    state: tuple[tuple[str, str], ...]
+    tensors: Specs = ()
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+    """A piece of a layer's state on its way to the neighbour that holds it."""
+
+    RULE: ClassVar = between(BULK, BEFORE)
+    step: int
+    layer: int
+    start: int
+    seconds: float  # the owner has spent on it
+    label: bytes  # with the first piece
+    tensors: Specs = ()
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    """A layer of a snapshot has arrived whole at its holder; or why it was not kept."""
+
+    RULE: ClassVar = reported(CONTROL, PLAN)
+    step: int
+    layer: int
+    owner: int
+    owner_s: float
+    holder_s: float
+    trouble: str = ""
+
+
+class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
+    """Every layer of the snapshot is held: older ones may go."""
+
+    RULE: ClassVar = told(CONTROL, PLAN)
+    step: int
+
+
+class Void(msgspec.Struct, frozen=True, array_like=True, tag="void"):
+    """Somebody has no room for its part of the snapshot: what there is of it only takes up room."""
+
+    RULE: ClassVar = told(CONTROL, PLAN)
+    step: int
+
+
+class Recall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
+    """Send a layer as it was before a step; the answer is LayerState or Missing."""
+
+    RULE: ClassVar = told(BULK, PLAN)
+    step: int
+    layer: int
+
+
+class Restore(msgspec.Struct, frozen=True, array_like=True, tag="restore"):
+    """A layer moves in from the receiver's own snapshots; the answer is Placed or Missing."""
+
+    RULE: ClassVar = told(BULK, PLAN)
+    step: int
+    layer: int
+    graph: bytes
+
+
+class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
+    RULE: ClassVar = reported(CONTROL, PLAN)
+    layer: int
+    why: str
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """Events of the sender, encoded as in events.jsonl."""
+
+    RULE: ClassVar = reported(CONTROL, PLAN)
+    events: tuple[bytes, ...]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
+    """A layer to run for a while, on made-up tensors: how fast is this device? As many copies as it would hold, and as many
+    microbatches between forward and backward, so that caches are as full as they will be."""
+
+    RULE: ClassVar = told(CONTROL, MEETING)
+    graph: bytes
+    inputs: tuple[Crossing, ...]
+    samples: int
+    copies: int = 1
+    held: int = 1
+
+
+class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
+    """One run of the sample took so long; of this much memory in all the process has taken so much by now; it may use this
+    many cores in every period (None: as many as it likes)."""
+
+    RULE: ClassVar = reported(CONTROL, MEETING)
+    seconds: float
+    rss_bytes: int
+    memory_bytes: int
+    cores: float | None = None
+    period_s: float | None = None
+
+
+class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
+    """Bytes to try a line with; the answer brings `back` bytes."""
+
+    RULE: ClassVar = between(BULK, ANYONE, NODE, ALWAYS)
+    number: int
+    back: int
+    tensors: Specs = ()
+
+
+class Echoed(msgspec.Struct, frozen=True, array_like=True, tag="echoed"):
+    RULE: ClassVar = between(BULK, NODE, ANYONE, ALWAYS)
+    number: int  # of what it answers
+    tensors: Specs = ()
+
+
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
+    """Others whose line to the receiver will be tried."""
+
+    RULE: ClassVar = told(CONTROL, MEETING)
+    addresses: dict[int, Address]
+
+
+class Try(msgspec.Struct, frozen=True, array_like=True, tag="try"):
+    """How fast is the line from you to this one? Given up after the limit."""
+
+    RULE: ClassVar = told(CONTROL, MEETING)
+    peer: int
+    limit_s: float
+
+
+class Tried(msgspec.Struct, frozen=True, array_like=True, tag="tried"):
+    RULE: ClassVar = reported(CONTROL, ALWAYS)
+    peer: int
+    there_bytes_per_s: float
+    back_bytes_per_s: float
+    latency_s: float
+
+
+class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
+    """The plan of a data-parallel strategy; who does what follows from the settings and the number of nodes."""
+
+    RULE: ClassVar = told(CONTROL, MEETING)
+    strategy: str
+    settings: dict[str, Any]
+    nodes: int
+    recipe: Recipe
+    wire: str
+    loss: str
+    sizes: tuple[int, ...]  # trainable values of every layer, laid end to end
+    step: int  # steps already done
+    addresses: dict[int, Address]  # of everyone the receiver talks to
+    detailed_steps: int
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
+    """A worker's share of a batch. Samples it has seen are named, the others come along: inputs, then targets."""
+
+    RULE: ClassVar = told(BULK, PLAN, WORKER)
+    step: int
+    training: bool
+    fresh: bool  # no training step came directly before: waiting for this one is not idleness
+    samples: int  # of the whole batch
+    first: int  # number of its first microbatch
+    sizes: tuple[int, ...]  # samples per microbatch
+    table: str  # where sample numbers count; empty: a stream, whose samples are not kept
+    tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
+
+
+class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
+    RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
+    step: int
+    loss: float  # mean over the worker's samples
+    share: float
+    skipped: bool = False  # the others had gone on: nothing was computed
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
+    RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
+    loss_sum: float
+    samples: int
+    right: int
+    guesses: int
+
+
+class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    """A key moves in: its values, then optimizer state by name."""
+
+    RULE: ClassVar = told(BULK, PLAN, SERVER)
+    key: int
+    state: tuple[str, ...]
+    tensors: Specs = ()
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+    RULE: ClassVar = reported(BULK, PLAN, SERVER)
+    key: int
+    state: tuple[str, ...]
+    tensors: Specs = ()
+
+
+class Push(msgspec.Struct, frozen=True, array_like=True, tag="push"):
+    RULE: ClassVar = between(TENSOR, WORKER, SERVER)
+    key: int
+    step: int
+    share: float  # of the batch this gradient is of
+    fresh: bool  # no training step came directly before
+    tensors: Specs = ()
+
+
+class Pull(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
+    """The key's values, when they are new enough for `step`; `exact`: with every update before it."""
+
+    RULE: ClassVar = between(TENSOR, WORKER, SERVER)
+    key: int
+    step: int
+    exact: bool = False
+
+
+class Pulled(msgspec.Struct, frozen=True, array_like=True, tag="pulled"):
+    RULE: ClassVar = between(TENSOR, SERVER, WORKER)
+    key: int
+    step: int  # the one they were asked for
+    oldest: int  # every update before this step is in them
+    change: bool = False  # a difference from what the worker has, not the values
+    tensors: Specs = ()
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
+    """An update for the replica to repeat: the gradient that was applied."""
+
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
+    key: int
+    step: int
+    worker: int  # whose gradient; -1: the sum of all
+    share: float
+    tensors: Specs = ()
+
+
+class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
+    key: int
+    updates: int
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    RULE: ClassVar = told(BULK, PLAN)
+    node: int
+
+
+class Squares(msgspec.Struct, frozen=True, array_like=True, tag="squares"):
+    """The sum of squares of all gradients on one server, for clipping."""
+
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
+    step: int
+    value: float
+    servers: int  # how many there are, as far as the sender knows
+
+
+class Total(msgspec.Struct, frozen=True, array_like=True, tag="total"):
+    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
+    step: int
+    norm: float
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """A chunk of a gradient on its way: being summed up, or summed up and on its way to everyone."""
+
+    RULE: ClassVar = between(TENSOR, WORKER, WORKER)
+    step: int
+    bucket: int
+    chunk: int
+    hop: int
+    summed: bool
+    tensors: Specs = ()
+
+
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
+    """Which visits hold values that are not finite, and who does not answer you?"""
+
+    RULE: ClassVar = told(CONTROL, PLAN)
+    microbatch: int
+
+
+class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
+    RULE: ClassVar = reported(CONTROL, PLAN)
+    bad: tuple[int, ...]
+    unheard: tuple[int, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    RULE: ClassVar = reported(CONTROL, ALWAYS)
+    step: int
+    error: str
+    traceback: str
+
+
+class Accused(msgspec.Struct, frozen=True, array_like=True, tag="accused"):
+    """Another node broke the protocol: the sender does not listen to it any more."""
+
+    RULE: ClassVar = reported(CONTROL, ALWAYS)
+    node: int
+    why: str
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """The answer to Stop: the sender's last event."""
+
+    RULE: ClassVar = reported(CONTROL, END)
+    event: bytes
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    RULE: ClassVar = told(CONTROL, ALWAYS)
+    reason: str
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """Everyone's part in the run so far is over; the process lives on. Said in the generation that ends."""
+
+    RULE: ClassVar = told(CONTROL, ALWAYS)
+    generation: int  # the one that begins
+
+
+Message = (
+    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
+    | Inspect | Inspected | Failed | Accused | Stop | Bye | Renew
+    | Keep | Held | Whole | Void | Recall | Restore | Missing
+    | Sample | Timed | Echo | Echoed | Meet | Try | Tried
+    | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
+)  # fmt: skip
+
+#: Every class a message may be of.
+MESSAGES: tuple[type[Message], ...] = get_args(Message)

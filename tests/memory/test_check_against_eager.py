@@ -1,0 +1,612 @@
+"""Contract 1 for models with backward code of their own: they train as a plain loop does, or are refused before the start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+from harness import Built, recipe, ring_in_memory
+from oracle import plain_loop, state_sha256
+from ringtmp.config import RingPart, RunConfig
+from ringtmp.errors import ProtocolError, UsageError
+from ringtmp.model import portable_layer
+from ringtmp.model.build import build_layers
+from ringtmp.model.layers import layers_of
+from ringtmp.model.portable_layer import Custom, Graph, Input, Op, Ref
+from ringtmp.model.run_graph import Program
+from ringtmp.model.written_parameters import refuse_written, written_parameters
+from ringtmp.strategies.ring.plan import refuse_too_few
+
+WIDTH = 8
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal: the identity forward, a scaled and turned gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, strength: float) -> torch.Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return -ctx.strength * gradient, None
+
+
+reverse = Reverse.apply  # as many write it: bound before anybody could watch
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+class Scaled(torch.autograd.Function):
+    """Two results, saved tensors, a parameter among its arguments, sizes in its backward, set up apart."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, low: float, scale: torch.Tensor) -> Any:
+        return (x * scale).clamp(low), x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, low, scale = inputs
+        ctx.save_for_backward(x, scale, output[0])
+        ctx.low = low
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
+        x, scale, out = ctx.saved_tensors
+        return first * (x > ctx.low) * scale + second * out, None, (first * x).sum(0) / x.shape[0]
+
+
+class Adverse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return reverse(self.inner(x), 0.3)
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(Rounded.apply(x), Rounded.apply(self.inner.weight), self.inner.bias)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = Scaled.apply(self.inner(x), -0.1, self.scale)
+        return Rounded.apply(one) + reverse(other, 0.5)
+
+
+class Nested(torch.autograd.Function):
+    """Calls another, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return Rounded.apply(x) * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * Rounded.apply(ctx.saved_tensors[0])
+
+
+class Largest(torch.autograd.Function):
+    """A result without a gradient, and a size that backward makes a tensor of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        values, places = x.topk(2, dim=1)
+        ctx.mark_non_differentiable(places)
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return values, places
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+        return torch.zeros(ctx.shape).scatter(1, ctx.saved_tensors[0], gradient)
+
+
+class Tripled(torch.autograd.Function):
+    """Gives back the very tensor it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * 3
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: nn.Module) -> torch.Tensor:
+        return x * owner.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, None
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("factor", torch.linspace(1, 2, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Nested.apply(self.inner(x))
+        values, places = Largest.apply(x)
+        x = Tripled.apply(x) + Stopped.apply(x, self) + x
+        return x + (x.gather(1, places) * values).sum(1, keepdim=True)
+
+
+class Unwatched(nn.Module):
+    """Normalises by statistics that get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            mean = self.inner(x).mean(0)
+        return self.inner(x) - mean
+
+
+def masked() -> nn.Module:
+    """A weight of which a part stays as it is, and a bias that learns at half the rate."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    mask = (torch.arange(WIDTH * WIDTH) % 3 > 0).reshape(WIDTH, WIDTH)
+    layer.weight.register_hook(lambda gradient: gradient * mask)
+    assert layer.bias is not None
+    layer.bias.register_hook(lambda gradient: gradient.mul_(0.5))
+    return layer
+
+
+def numbers(count: int) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
+
+
+def pictures(count: int) -> torch.Tensor:
+    return torch.randn(count, 2, 4, 4, generator=torch.Generator().manual_seed(count))
+
+
+def words(count: int) -> torch.Tensor:
+    return torch.randint(0, 20, (count, 5), generator=torch.Generator().manual_seed(count))
+
+
+# name -> (first layer, what enters it)
+TAKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "gradient reversal": (Adverse, numbers),
+    "straight-through": (Quantised, numbers),
+    "two results": (Both, numbers),
+    "odd functions": (Odd, numbers),
+    "hooks on parameters": (masked, numbers),
+    "no_grad": (Unwatched, numbers),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)), numbers),
+    "parametrized spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), numbers),
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), numbers),
+    "padding same": (lambda: nn.Sequential(nn.Conv2d(2, 2, (2, 3), padding="same"), nn.Flatten(1), nn.Linear(32, 8)), pictures),
+    "embedding bag": (lambda: nn.EmbeddingBag(20, WIDTH), words),
+    "max_norm": (lambda: nn.Sequential(nn.Embedding(20, WIDTH, max_norm=1.0), nn.Flatten(1), nn.Linear(40, 8)), words),
+}  # fmt: skip
+
+
+def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+#: The others say it of one operator more.
+QUICK = ("two results", "hooks on parameters", "no_grad", "max_norm")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in TAKEN]
+)
+def test_a_model_with_backward_code_of_its_own_trains_with_the_bits_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    first, sample = TAKEN[kind]
+
+    def build() -> list[nn.Module]:
+        # Wrapped, so that one layer has the parts to itself; in the middle the gradient of what enters is needed, too.
+        middle = Whole(first()) if sample is numbers else nn.Linear(WIDTH, WIDTH)
+        return [Whole(first()), nn.Tanh(), middle, nn.Linear(WIDTH, WIDTH)]
+
+    batches = [(sample(9), numbers(9)), (sample(7), numbers(7))]
+    torch.manual_seed(1)
+    plain = nn.Sequential(*build())
+    losses = plain_loop(plain, batches, 3, squared, lambda p: torch.optim.SGD(p, lr=0.1, fused=True), 1)
+    built = Built(tmp_path, build, sample, [2, 3], 1)
+    built.layers = [portable_layer.decode(portable_layer.encode(each)) for each in built.layers]
+    expected = (state_sha256(plain), losses)
+    for nodes, schedule, recompute in ((1, "1f1b", "none"), (2, "1f1b", "all"), (3, "zero-bubble", "none")):
+        got = ring_in_memory(
+            built, recipe(seed=1), batches, 3, squared, nodes, schedule, recompute=recompute
+        )  # fmt: skip
+        assert got == expected, f"{nodes} nodes, {schedule}, recompute {recompute}"
+
+
+class Whole(nn.Module):
+    """One layer, whatever is inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+# -- refused before the start ------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] >= 4 else x
+
+
+class Even(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 else x
+
+
+class Alone(nn.Module):
+    """Export takes one sample for a special case and never looks at it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] == 1 else x
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * 2 if self.calls % 100 == 0 else x
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.strength += 0.1
+        return x * self.strength
+
+
+class Elsewhere(nn.Module):
+    """Counts where nobody looks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_exporting():
+            calls.append(1)
+        return x * len(calls)
+
+
+calls = [1]
+
+
+class Dicing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if random.random() < 0.01 else x
+
+
+class NumpyDicing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if np.random.rand() < 0.01 else x
+
+
+class Unsteady(nn.Module):
+    seen: list[int] = []  # noqa: RUF012
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():
+            self.seen.append(1)
+            return x * len(self.seen)
+        return x
+
+
+class Other(nn.Module):
+    """Takes another path when it is exported."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.5 if torch.compiler.is_exporting() else x * 1.25
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.2, 0.2)
+        return self.inner(x)
+
+
+class HookedTensor(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if y.requires_grad or torch.compiler.is_exporting():
+            y.register_hook(lambda gradient: gradient * 2)
+        return y
+
+
+class ByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return torch.from_numpy(gradient.numpy() * 2)
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * 2
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x + 0)
+
+
+def watched_module() -> nn.Module:
+    layer = Whole(nn.Linear(WIDTH, WIDTH))
+    layer.inner.register_full_backward_hook(lambda module, entering, leaving: (entering[0] * 2,))
+    return layer
+
+
+def watched_before() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_full_backward_pre_hook(lambda module, leaving: (leaving[0] * 2,))
+    return layer
+
+
+def stepping() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return layer
+
+
+def looking() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight.register_hook(lambda gradient: None)
+    return layer
+
+
+HERE = r"test_trust\.py:\d+"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a branch on the number of samples": (Branching, rf"layer '0' .Branching.* the number of samples .{HERE}"),
+    "a branch on even numbers": (Even, rf"layer '0' .Even.* depends on the number of samples .{HERE}"),
+    "a branch for one sample": (Alone, r"layer '0' .Alone.* eager mode: with inputs of shape .1, 8. .*output 0"),
+    "a counter": (Counting, "layer '0' .Counting.* changes its attribute calls .*register_buffer"),
+    "a number that grows": (Growing, "layer '0' .Growing.* changes its attribute strength"),
+    "a counter elsewhere": (Elsewhere, "layer '0' .Elsewhere.* changes from one forward pass to the next"),
+    "Python's random": (Dicing, rf"layer '0' .Dicing.* draws random numbers from Python or NumPy .{HERE}.*torch.rand"),
+    "NumPy's random": (NumpyDicing, rf"layer '0' .NumpyDicing.* draws random numbers from Python or NumPy .{HERE}"),
+    "not deterministic": (Unsteady, "layer '0' .Unsteady.* is not deterministic"),
+    "another path": (Other, "layer '0' .Other.* would not train as it does in eager mode"),
+    "a weight changed in forward": (Clamped, "layer '0' .Clamped.* changes its parameter inner.weight in forward"),
+    "a hook on a tensor": (HookedTensor, rf"layer '0' .HookedTensor.* registers a hook .*{HERE}.*autograd.Function"),
+    "a backward hook": (watched_module, rf"layer '0' .Whole.* has a backward hook on inner .{HERE}"),
+    "a backward pre-hook": (watched_before, rf"layer '0' .Linear.* has a backward pre-hook on itself .{HERE}"),
+    "a hook after the gradient": (stepping, rf"layer '0' .Linear.* has a hook after the gradient of weight .{HERE}"),
+    "a hook that only looks": (looking, rf"layer '0' .Linear.* the hook on its parameter weight .{HERE}"),
+    "a backward in NumPy": (lambda: Calling(ByNumpy), rf"layer '0' .Calling.* the backward of ByNumpy .{HERE}.* taken along"),
+    "a function in place": (lambda: Calling(InPlace), rf"layer '0' .Calling.*: InPlace .{HERE}. changes what it is given"),
+    "batch norm without momentum": (lambda: nn.BatchNorm1d(WIDTH, momentum=None), "layer '0' .*momentum=0.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_what_would_train_otherwise_is_refused_by_name_and_line(kind: str) -> None:
+    make, says = REFUSED[kind]
+    with pytest.raises(UsageError, match=says):
+        list(build_layers(nn.Sequential(make()), 0, numbers, [2, 3]))
+
+
+def test_a_global_backward_hook_is_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, entering, leaving: None)
+    try:
+        with pytest.raises(UsageError, match=rf"layer '0' .Linear. has a global backward hook .{HERE}"):
+            list(build_layers(nn.Sequential(nn.Linear(WIDTH, WIDTH)), 0, numbers, [2]))
+    finally:
+        handle.remove()
+
+
+def test_checking_leaves_no_trace_in_the_users_model() -> None:
+    model = nn.Sequential(nn.Embedding(20, WIDTH, max_norm=0.5), nn.Flatten(1), nn.BatchNorm1d(40), nn.Linear(40, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model[3].weight.grad = torch.ones(2, 40)
+    state = random.getstate(), torch.get_rng_state()
+    list(build_layers(model, 0, words, [2, 3]))
+    assert all(before[name].equal(tensor) for name, tensor in model.state_dict().items())
+    assert model[3].weight.grad.equal(torch.ones(2, 40))
+    assert [each.grad for each in (model[0].weight, model[2].weight, model[3].bias)] == [None] * 3
+    assert random.getstate() == state[0]
+    assert torch.get_rng_state().equal(state[1])
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+class Keeping(nn.Module):
+    """Leaves a tensor for another layer past its return value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():
+            kept[:] = [x]
+        return x * 2
+
+
+class Taking(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + kept[0].detach().sum()
+
+
+kept = [torch.zeros(3, WIDTH)]
+
+
+def test_a_tensor_that_goes_from_layer_to_layer_behind_their_backs_is_refused() -> None:
+    """Layer by layer it looks like a constant."""
+    model = nn.Sequential(Keeping(), nn.Linear(WIDTH, WIDTH), Taking(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(UsageError, match="the layers in a row would not train as they do in eager mode.*Return it"):
+        list(build_layers(model, 0, numbers, [2, 3]))
+
+
+def test_what_was_checked_is_told_with_the_last_layer() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    assert [each.checked for each in build_layers(nn.Sequential(*layers), 0, numbers, [2])] == ["layers", "model"]
+    assert [each.checked for each in build_layers(lambda: iter(layers), 0, numbers, [2])] == ["layers", "layers"]
+
+
+def test_what_costs_nothing_to_see_is_seen_before_the_first_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an export")
+
+    monkeypatch.setattr("ringtmp.model.export.export", export)
+    tied = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    tied[2].weight = tied[0].weight
+    with pytest.raises(UsageError, match="0.weight and 2.weight are one tensor"):
+        list(build_layers(lambda: tied, 0, numbers, [2]))
+    for config, nodes, says in (
+        (RunConfig(), 4, "4 nodes need at least 5 layers .* the model has 3: use 2 or fewer"),
+        (RunConfig(ring=RingPart(laps=2)), 2, "a route of 5 visits needs at least 5 layers; the model has 3"),
+        (RunConfig(ring=RingPart(cuts="0-0,1-1,2-5")), 2, "5"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            list(build_layers(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), 0, numbers, [2],
+                              partial(refuse_too_few, config, nodes, True)))  # fmt: skip
+
+
+class Doubled(nn.Sequential):
+    """A container with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_container_is_opened_only_where_its_layers_in_a_row_are_what_it_computes() -> None:
+    bend, first, last = nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    assert [each for _, each in layers_of(nn.Sequential(first, bend, last, bend), 0)] == [first, bend, last, bend]
+    (only,) = layers_of(Doubled(first, last), 0)
+    assert isinstance(only[1], Doubled)
+    hooked = nn.Sequential(first, last)
+    hooked.register_forward_hook(lambda module, entering, leaving: leaving * 2)
+    assert [each for _, each in layers_of(hooked, 0)] == [hooked]
+    backward = nn.Sequential(nn.Sequential(first, bend), last)
+    backward[0].register_full_backward_hook(lambda module, entering, leaving: None)
+    with pytest.raises(UsageError, match=rf"layer '0' .Sequential. has a backward hook on itself .{HERE}"):
+        list(build_layers(backward, 0, numbers, [2]))
+
+
+def test_statistics_that_two_layers_share_are_refused_by_name() -> None:
+    norm = nn.BatchNorm1d(WIDTH, affine=False)
+    with pytest.raises(UsageError, match="0.running_mean and 2.running_mean are one tensor"):
+        list(layers_of(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 0))
+
+
+# -- as data -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_written_before_custom_functions_existed_is_read() -> None:
+    (built,) = build_layers(nn.Sequential(nn.Linear(WIDTH, WIDTH)), 0, numbers, [2])
+    older = msgspec.to_builtins(built.layer)
+    del older["train"]["customs"], older["evaluate"]["customs"]
+    assert portable_layer.decode(msgspec.msgpack.encode(older)) == built.layer
+
+
+def test_a_parameter_changed_in_forward_is_refused_where_several_nodes_hold_it() -> None:
+    (built,) = build_layers(nn.Sequential(nn.Embedding(20, 4, max_norm=1.0)), 0, words, [2])
+    assert written_parameters(built.layer.train) == {"weight": True}
+    with pytest.raises(UsageError, match="layer '0' changes its parameter weight in forward .*with ps every node"):
+        refuse_written([built.layer], "ps")
+
+
+def passing(outputs: tuple[Any, ...], ops: tuple[Op, ...] = (), inputs: int = 1) -> Graph:
+    return Graph(tuple(Input("input", str(number)) for number in range(inputs)), ops, outputs, False)
+
+
+@pytest.mark.parametrize(
+    ("custom", "op"),
+    [
+        (Custom("it", passing((Ref(0),)), passing((Ref(0),)), (True,)), Op("custom", (1, Ref(0)), {})),
+        (Custom("it", passing((Ref(0),)), passing((Ref(0),)), (True,)), Op("custom", (-1, Ref(0)), {})),
+        (Custom("it", passing((Ref(0),)), passing((Ref(0),)), (True,)), Op("custom", (), {})),
+        (Custom("it", passing((Ref(0),)), passing((Ref(0), Ref(0))), (True,)), Op("custom", (0, Ref(0)), {})),
+        (Custom("it", passing((Ref(0),)), passing((Ref(0),)), (True, True)), Op("custom", (0, Ref(0)), {})),
+        (
+            Custom(
+                "it",
+                msgspec.structs.replace(
+                    passing((Ref(0),)), customs=(Custom("in it", passing((Ref(0),)), passing((Ref(0),)), (True,)),)
+                ),
+                passing((Ref(0),)),
+                (True,),
+            ),
+            Op("custom", (0, Ref(0)), {}),
+        ),
+        (
+            Custom("it", passing((Ref(1),), (Op("aten.from_file.default", ("x",), {}),)), passing((Ref(0),)), (True,)),
+            Op("custom", (0, Ref(0)), {}),
+        ),
+        (
+            Custom("it", passing((Ref(0),)), passing((Ref(1),), (Op("os.system", ("x",), {}),)), (True,)),
+            Op("custom", (0, Ref(0)), {}),
+        ),
+    ],
+)
+def test_a_custom_function_that_does_not_hold_together_is_refused(custom: Custom, op: Op) -> None:
+    with pytest.raises(ProtocolError):
+        Program(Graph((Input("input", "0"),), (op,), (Ref(1),), False, (custom,)))
+
+
+def test_a_gradient_mode_does_not_outlive_the_graph() -> None:
+    graph = passing((Ref(0),), (Op("grad_mode", (False,), {}),))
+    Program(graph).run([torch.zeros(1)], {})
+    assert torch.is_grad_enabled()
+    with pytest.raises(ProtocolError, match="neither on nor off"):
+        Program(passing((Ref(0),), (Op("grad_mode", ("yes",), {}),))).run([torch.zeros(1)], {})

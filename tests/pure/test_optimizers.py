@@ -1,0 +1,135 @@
+"""Our fused optimizers give the bits of torch's, whatever the settings, and know when to refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringtmp.api import Result, Ring
+from ringtmp.errors import UsageError
+from ringtmp.runtime.optimizers import make_optimizer
+from ringtmp.runtime.update_rules import checked_optimizer, checked_schedule, delay_warning, learning_rate
+
+CASES: list[tuple[str, dict[str, Any], Any]] = [
+    ("sgd", {}, torch.optim.SGD),
+    ("sgd", {"momentum": 0.9}, torch.optim.SGD),
+    ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, torch.optim.SGD),
+    ("sgd", {"momentum": 0.5, "dampening": 0.1}, torch.optim.SGD),
+    ("adam", {}, torch.optim.Adam),
+    ("adam", {"weight_decay": 0.02, "amsgrad": True}, torch.optim.Adam),
+    ("adamw", {}, torch.optim.AdamW),
+    ("adamw", {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}, torch.optim.AdamW),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "theirs"), CASES)
+def test_ten_steps_give_torchs_bits(name: str, settings: dict[str, Any], theirs: Any) -> None:
+    torch.manual_seed(0)
+    shapes = [(5, 7), (3,), (2, 3, 4), (1000,)]
+    mine = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    other = [each.detach().clone().requires_grad_() for each in mine]
+    full = checked_optimizer(name, {**settings, "lr": 0.03})
+    ours = make_optimizer(name, full, mine)
+    options = {key: value for key, value in settings.items() if not key.startswith("beta")}
+    if "beta1" in settings:
+        options["betas"] = (settings["beta1"], settings["beta2"])
+    torchs = theirs(other, lr=0.03, fused=True, **options)
+    for step in range(10):
+        for a, b in zip(mine, other, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        rate = 0.03 / (step + 1)
+        torchs.param_groups[0]["lr"] = rate
+        ours.step(rate)
+        torchs.step()
+        assert all(a.equal(b) for a, b in zip(mine, other, strict=True))
+    for position, parameter in enumerate(other):
+        theirs_state = {key: value for key, value in torchs.state[parameter].items() if value is not None}
+        assert set(ours.states[position]) == set(theirs_state)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    first, second = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = make_optimizer("sgd", {"momentum": 0.9}, [first, second])
+    first.grad = torch.ones(3)
+    optimizer.step(0.1)
+    second.grad = torch.ones(3)
+    optimizer.step(0.1)  # momentum of the second begins here
+    assert second.tolist() == pytest.approx([0.9] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("sgdd", {}, "did you mean 'sgd'"),
+        ("sgd", {"lr": float("nan")}, "lr=nan"),
+        ("sgd", {"nesterov": True}, "nesterov needs a momentum"),
+        ("sgd", {"momentum": "high"}, "must be a number"),
+        ("adam", {"beta1": 1.0}, "beta1=1.0 must be at least 0 and below 1"),
+        ("adam", {"momentum": 0.9}, "unknown setting of adam 'momentum'"),
+    ],
+)
+def test_wrong_settings_are_refused(name: str, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        checked_optimizer(name, settings)
+
+
+def test_learning_rates_are_plain_functions_of_the_step() -> None:
+    cosine = checked_schedule({"kind": "cosine", "warmup": 2, "floor": 0.1}, 12)
+    rates = [learning_rate(cosine, 1.0, step) for step in range(14)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[7] == pytest.approx(0.55)
+    assert rates[12] == rates[13] == pytest.approx(0.1)
+    stepped = checked_schedule({"kind": "step", "every": 5, "factor": 0.1}, None)
+    assert [learning_rate(stepped, 1.0, step) for step in (0, 4, 5, 10)] == pytest.approx([1, 1, 0.1, 0.01])
+
+
+def test_a_node_does_not_load_torchs_compiler() -> None:
+    check = (
+        "import sys, torch, ringtmp.runtime.worker, ringtmp.transport.zeromq; from ringtmp.system.resources import set_threads;"
+        "from ringtmp.runtime.optimizers import make_optimizer; set_threads(1);"
+        "p = torch.ones(2, requires_grad=True); p.grad = torch.ones(2); make_optimizer('adam', {}, [p]).step(0.1);"
+        "x = torch.ones(2, requires_grad=True); from ringtmp.runtime.segment_edges import run_backward;"
+        "run_backward([x * p], [p]);"
+        "assert torch.are_deterministic_algorithms_enabled();"
+        "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_on_a_parabola_a_delay_lowers_the_largest_stable_rate_as_the_warning_says(momentum: float) -> None:
+    def grows(lr: float, delay: int) -> bool:
+        weights, velocity = [1.0, 1.0], 0.0
+        for _ in range(2000):
+            velocity = momentum * velocity + weights[-1 - delay]  # curvature 1
+            weights.append(weights[-1] - lr * velocity)
+        return not all(abs(each) <= 1.0 for each in weights[-50:])  # beyond the largest number there is none
+
+    plain, delayed = 2 * (1 + momentum), 1 - momentum
+    assert [grows(0.97 * plain, 0), grows(1.03 * plain, 0)] == [False, True]
+    assert [grows(0.97 * delayed, 1), grows(1.03 * delayed, 1)] == [False, True]
+
+
+def test_a_rate_at_which_delayed_training_collapsed_is_warned_of() -> None:
+    assert delay_warning("sgd", {"lr": 0.1, "momentum": 0.9}, staleness=0) is None
+    assert delay_warning("sgd", {"lr": 0.1}, staleness=1) is None
+    assert delay_warning("adam", {"lr": 0.002}, staleness=1) is None
+    said = delay_warning("sgd", {"lr": 0.1, "momentum": 0.9}, staleness=1) or ""
+    assert "lr 0.1 and momentum 0.9, which act as 1" in said
+    assert "smaller --lr or momentum, or --staleness 0" in said
+    assert "lr 3:" in (delay_warning("sgd", {"lr": 3.0}, staleness=1) or "")
+    assert "adamw, lr 0.1" in (delay_warning("adamw", {"lr": 0.1}, staleness=1) or "")
+
+
+def test_a_run_warns_of_the_delay_once(tmp_path: Path) -> None:
+    settings = ("sgd", {"lr": 0.1, "momentum": 0.9})
+    result = Ring(1).fit("mlp", "digits", steps=1, staleness=1, optimizer=settings, run_dir=tmp_path / "run")
+    assert sum("seen to collapse" in text for text in result.summary.warnings) == 1
+    Ring(1).resume(tmp_path / "run", steps=2)
+    assert sum("seen to collapse" in text for text in Result(tmp_path / "run").summary.warnings) == 1

@@ -1,0 +1,89 @@
+"""Rings in memory for tests: a model is built once, then laid out and trained as often as a test likes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringtmp.data.batches import Batch, split_batch
+from ringtmp.launch.in_memory import MemoryCrew, Wrapper
+from ringtmp.metrics.events import EventLog
+from ringtmp.model.build import build_layers
+from ringtmp.model.layers import Model
+from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.cuts_for_laps import bounds_for
+from ringtmp.plan.next_action import default_window
+from ringtmp.plan.route import holders_of, route_over
+from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
+from ringtmp.strategies.ring.master import Master
+from ringtmp.wire.messages import Recipe, Setup
+
+CONSTANT = {"kind": "constant", "warmup": 0}
+
+
+class Built:
+    """A model as layers and a checkpoint of its first weights."""
+
+    def __init__(
+        self, folder: Path, model: Model, sample: Callable[[int], Any], sizes: Sequence[int], seed: int = 0
+    ) -> None:
+        writer = CheckpointWriter(folder / "checkpoints", "test", Progress(0))
+        self.layers: list[Layer] = []
+        for index, built in enumerate(build_layers(model, seed, sample, sizes)):
+            writer.add(index, built.layer, list(built.tensors.values()), {})
+            self.layers.append(built.layer)
+        self.checkpoint = Checkpoint(writer.commit())
+        self.log = folder / "events.jsonl"
+
+
+def recipe(optimizer: str = "sgd", settings: dict[str, Any] | None = None, **more: Any) -> Recipe:
+    base = {"seed": 0, "threads": 1, "schedule": CONSTANT}
+    return Recipe(optimizer=optimizer, optimizer_settings=settings or {"lr": 0.1}, **{**base, **more})
+
+
+def ring_in_memory(
+    built: Built,
+    how: Recipe,
+    batches: Sequence[tuple[Any, torch.Tensor]],
+    microbatches: int,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    nodes: int,
+    schedule: str = "1f1b",
+    bounds: list[tuple[int, int]] | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    wrap: Wrapper = lambda transport: transport,
+    ahead: bool = True,
+    holders: list[int] | None = None,
+    recompute: str = "none",
+) -> tuple[str, list[float]]:
+    """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`."""
+    holders = holders or holders_of(nodes)
+    if bounds is None:
+        bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
+    route = route_over(holders, bounds)
+    crew = MemoryCrew(nodes, seed, wrap)
+    log = EventLog(built.log)
+    master = Master(crew.start("test", 1), crew, built.layers, loss, log)
+    try:
+        master.gather(range(1, nodes))
+        admitted = window or default_window(len(route.visits), microbatches, schedule, how.staleness)
+        master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute), built.checkpoint)
+        whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
+        upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
+        losses = [master.train_step(step, batch, step == 0, upcoming) for step, batch in enumerate(whole)]
+        digest = hashlib.sha256()
+        for index, layer in enumerate(built.layers):
+            tensors, _ = master._layer_state(index)
+            for each, tensor in zip(layer.tensors, tensors, strict=True):
+                if each.saved:
+                    update_digest(digest, f"{layer.name}.{each.name}", tensor)
+        master.stop("done")
+        return digest.hexdigest(), losses
+    finally:
+        crew.stop()
+        log.close()
