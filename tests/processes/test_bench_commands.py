@@ -320,9 +320,7 @@ def test_ctrl_c_leaves_nothing_running_and_keeps_what_was_measured(tmp_path: Pat
     plan = [(0, job("good")), (0, job("slow", endless(tmp_path))), (0, job("never"))]
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
     (tmp_path / "environment.json").write_bytes(msgspec.json.encode(ENVIRONMENT))
-    paths = os.pathsep.join(
-        [str(Path(__file__).parent.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     bench = subprocess.Popen(
         [sys.executable, "-c", BENCH, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}, start_new_session=True
     )
