@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -57,6 +59,28 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in OF_THEIR_DAY], ids=lambda page: page.name)
 def test_every_file_a_page_names_exists(page: Path) -> None:
     assert missing_files(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_the_tree_of_a_page_has_every_folder_of_the_source(page: str) -> None:
+    text = (ROOT / page).read_text()
+    tree = text[text.index("src/ringtmp/\n") :].partition("```")[0]
+    folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    assert folders - set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE)) == set()
+
+
+def test_the_order_of_imports_in_the_page_is_the_one_that_is_tested() -> None:
+    rules = ast.parse((ROOT / "tests" / "pure" / "test_house_rules.py").read_text())
+    order = next(ast.literal_eval(node.value) for node in rules.body if _assigns(node, "ORDER"))
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(order) + 1))
+    for (_, row), names in zip(rows, order, strict=True):
+        told = set(re.findall(r"`(\w+)`", row.partition(" (")[0]))
+        assert told == {name for name in names if not name.startswith("__")}
+
+
+def _assigns(node: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign) and any(isinstance(each, ast.Name) and each.id == name for each in node.targets)
 
 
 def test_a_file_that_is_gone_is_noticed() -> None:
