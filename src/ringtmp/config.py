@@ -89,7 +89,8 @@ def resolve(config: RunConfig) -> RunConfig:
         config = msgspec.convert(msgspec.to_builtins(config), RunConfig, strict=True)
     except (msgspec.ValidationError, TypeError) as error:
         raise refused(error) from error
-    from ringtmp.runtime.update_rules import checked_optimizer, checked_schedule
+    from ringtmp.runtime.learning_rates import checked_schedule
+    from ringtmp.runtime.optimizers import checked_optimizer
     from ringtmp.strategies import registry
 
     training, ring = config.training, config.ring

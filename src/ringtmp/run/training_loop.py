@@ -22,8 +22,8 @@ from ringtmp.run.losses_of_nodes import memory_need
 from ringtmp.runtime.checkpoint import Progress, weights_sha256
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import Lead
+from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
-from ringtmp.runtime.update_rules import learning_rate
 from ringtmp.strategies.base import Leader
 from ringtmp.strategies.ring.plan import refuse_too_few
 from ringtmp.system.resources import keeping_what_is_there
@@ -149,7 +149,9 @@ class Session(Laying):
         endpoint = self._endpoint
         config = self._job.config
         index, layers, checkpoint = self._open()
-        need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
+        need_bytes = memory_need(
+            layers, config.training.optimizer, config.training.optimizer_settings, self._crew.nodes
+        )
         living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
         for other in self._losses.found(self._crew.found_lost):
             self._warn(f"{other}; healing")

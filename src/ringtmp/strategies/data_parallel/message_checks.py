@@ -79,7 +79,7 @@ def kept(message: Kept, table: Sequence[Key]) -> None:
     """A key's values and optimizer state on their way to the master."""
     untrusted.whole(message.key, "the number of a key", 0, len(table) - 1)
     size = table[message.key].size
-    if len(message.tensors) != 1 + len(message.state) or not set(message.state) <= set(STATE_KEYS):
+    if len(message.tensors) != 1 + len(message.state) or not set(message.state) <= STATE_KEYS:
         raise ProtocolError(f"sent key {message.key} with {len(message.tensors)} tensors")
     if len(set(message.state)) != len(message.state):
         raise ProtocolError(f"sent key {message.key} with one state twice")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import make_optimizer
-from ringtmp.runtime.update_rules import learning_rate
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.wire import formats
 from ringtmp.wire.messages import Recipe

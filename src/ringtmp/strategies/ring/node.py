@@ -21,6 +21,7 @@ from ringtmp.plan.next_action import Action, Schedule, next_action, places
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.segment_edges import detached, once_each, whole
 from ringtmp.runtime.stage import Stage
 from ringtmp.runtime.worker import farewell, report
@@ -48,8 +49,6 @@ from ringtmp.wire.messages import (
     Setup,
 )  # fmt: skip
 
-#: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
-ROOM_PER_PARAMETER = 3
 #: A neighbour that acknowledges nothing for so long is busy, or cannot be reached: the master finds out which.
 UNHEARD_S = 10.0
 
@@ -366,7 +365,8 @@ class Node:
         if self.setup.recompute != "auto":
             return self.setup.recompute == "all"
         parameters = sum(state.stage.parameter_bytes for state in self.visits.values())
-        room = free_memory_bytes() - ROOM_PER_PARAMETER * parameters
+        recipe = self.setup.recipe  # gradients and optimizer state are still to come
+        room = free_memory_bytes() - (1 + state_tensors(recipe.optimizer, recipe.optimizer_settings)) * parameters
         return saved_bytes * (self._places - 1) * len(self.visits) > room // 2
 
     # -- small things -------------------------------------------------------------------------------------------------

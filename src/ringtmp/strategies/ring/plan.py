@@ -29,7 +29,7 @@ from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts
 from ringtmp.runtime.checkpoint import Checkpoint
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import Crew
-from ringtmp.runtime.update_rules import delay_warning
+from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import Brief, Share
 from ringtmp.strategies.ring.device_trials import Scout, sample_of
 from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
