@@ -23,6 +23,7 @@ from ringtmp.runtime.checkpoint import Progress, weights_sha256
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import Lead
 from ringtmp.runtime.learning_rates import learning_rate
+from ringtmp.runtime.losses import is_of_bytes
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
 from ringtmp.strategies.base import Leader
 from ringtmp.strategies.ring.plan import refuse_too_few
@@ -373,7 +374,7 @@ class Session(Laying):
         )
         where = f"the test part of {job.test.name}"
         score = master.evaluate(
-            (self._check(batch, where, where) for batch in batches), self._progress.step, job.loss_name == "next_byte"
+            (self._check(batch, where, where) for batch in batches), self._progress.step, is_of_bytes(job.loss_name)
         )
         event = events.Evaluated(
             time.monotonic(), self._progress.step, epoch, score.samples, score.loss, score.accuracy, score.bits_per_byte
