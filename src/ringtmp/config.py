@@ -15,7 +15,7 @@ import msgspec
 
 from ringtmp.errors import UsageError, unknown
 from ringtmp.plan.next_action import Schedule
-from ringtmp.wire.protocol import WIRES
+from ringtmp.wire.formats import wire_format
 
 DEFAULT_MICROBATCHES = 8
 DEFAULT_EPOCHS = 10
@@ -95,8 +95,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
     training, ring = config.training, config.ring
     strategy, short = registry.named(ring.strategy)
-    if training.wire not in WIRES:
-        raise unknown("wire format", training.wire, WIRES)
+    wire_format(training.wire)
     settings = registry.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
     if strategy != "ring":
         _check_ring_only(config, strategy)

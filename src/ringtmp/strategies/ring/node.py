@@ -30,7 +30,7 @@ from ringtmp.strategies.ring.message_checks import Scrutiny
 from ringtmp.strategies.ring.node_snapshots import Keeping
 from ringtmp.strategies.ring.visit import Pass, VisitState
 from ringtmp.system.resources import free_memory_bytes, mind_memory
-from ringtmp.wire import formats
+from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import (
     Activations,
     Echo,
@@ -78,6 +78,7 @@ class Node:
         self.step = setup.step  # steps done by every visit here
         power = this_device.power(setup.recipe.threads)
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, this_device.meter(), power)
+        self._wire = wire_format(setup.wire)
         self._schedule = cast(Schedule, setup.rule)
         self._places = places(setup.window, self._schedule)
         defer = self._schedule == "zero-bubble"
@@ -134,8 +135,8 @@ class Node:
         message = mail.message
         self._news = True
         self.recorder.heard(mail.arrived_at)
-        if self.setup.wire != "float32" and mail.sender != self.me and isinstance(message, Activations | Gradients):
-            mail = mail._replace(tensors=formats.unpack(self.setup.wire, mail.tensors))
+        if not self._wire.exact and mail.sender != self.me and isinstance(message, Activations | Gradients):
+            mail = mail._replace(tensors=self._wire.unpack(mail.tensors))
         if isinstance(message, Activations):
             self._expect(message.visit, mail).activations.append(mail)
             if mail.payload_bytes and message.training:
@@ -373,8 +374,8 @@ class Node:
 
     def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
         peer = self.route.node(visit)
-        if peer != self.me and self.setup.wire != "float32" and isinstance(message, Activations | Gradients):
-            tensors = formats.pack(self.setup.wire, tensors)
+        if peer != self.me and not self._wire.exact and isinstance(message, Activations | Gradients):
+            tensors = self._wire.pack(tensors)
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.recorder.sending()
