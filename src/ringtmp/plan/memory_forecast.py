@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from ringtmp.errors import DoesNotFit
 from ringtmp.plan.devices import Device
 from ringtmp.plan.layer_costs import CostTable
-from ringtmp.plan.next_action import places
 from ringtmp.plan.route import MASTER, Route
 from ringtmp.plan.simulate_pipeline import RingOptions
 from ringtmp.plan.simulation import Simulated
@@ -63,13 +62,8 @@ class MemoryForecast:
 def held(visit: int, visits: int, options: RingOptions, safe: bool = False) -> int:
     """Microbatches a visit holds where all take about the same time; `safe`: whatever happens."""
     window = options.window_for(visits)
-    most = min(places(window, options.schedule), options.microbatches * (1 + options.staleness))
-    if options.schedule == "gpipe":
-        return most
-    if safe:
-        return 1 if visit == visits - 1 and options.schedule == "1f1b" else most
-    usual = 2 * (visits - 1 - visit) + 1
-    return min(most, usual if options.schedule == "1f1b" else usual + (window + 1) // 2)
+    there_are = options.microbatches * (1 + options.staleness)
+    return min(there_are, options.pipeline.held(visit, visits, window, safe))
 
 
 def held_in(simulated: Simulated, route: Route, options: RingOptions, devices: Sequence[Device]) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from ringtmp.plan.devices import Device, LayerCost, Paths, check_devices
 from ringtmp.plan.exact_cuts import Candidate, Segments, every_multiset, given_order, states_of
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.next_action import Schedule
 from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulation import Simulated
@@ -44,7 +44,7 @@ class PlanOptions:
     batch_size: int
     microbatches: int
     window: int | None = None
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = DEFAULT_SCHEDULE.name
     clip: bool = False
     wire_ratio: float = 1.0  # bytes that travel per byte of float32
     process_bytes: float = PROCESS_BYTES
@@ -186,7 +186,7 @@ def _several_visits(options: PlanOptions, devices: int) -> bool:
 def _windows(ring: RingOptions, visits: int) -> list[RingOptions]:
     """The window asked for or the default; where that does not fit and none was asked for, smaller ones."""
     first = ring.window_for(visits)
-    if ring.window is not None or ring.schedule == "gpipe":
+    if ring.window is not None or ring.pipeline.all_forward_first:
         return [ring]
     smaller = {visits, visits // 2, 2, 1}
     return [ring, *(replace(ring, window=each) for each in sorted(smaller, reverse=True) if 1 <= each < first)]

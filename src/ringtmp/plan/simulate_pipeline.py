@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.layer_costs import CostTable, StageCost
-from ringtmp.plan.next_action import Action, Ready, Schedule, default_window, next_action
+from ringtmp.plan.next_action import Action, Ready, next_action
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, ScheduleName
 from ringtmp.plan.route import Route
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulation import NodeStep, Simulated, Span, joules, line_bytes, per_step
@@ -34,13 +35,17 @@ _DONE, _DEPART, _ACTIVATIONS, _GRADIENTS, _NORMS, _SCALE = range(6)
 class RingOptions:
     microbatches: int
     window: int | None = None  # None: the default of the live ring
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = DEFAULT_SCHEDULE.name
     clip: bool = False
     steps: int = 1  # with more than one the first only warms up
     staleness: int = 0
 
     def window_for(self, visits: int) -> int:
-        return self.window or default_window(visits, self.microbatches, self.schedule, self.staleness)
+        return self.window or self.pipeline.default_window(visits, self.microbatches, self.staleness)
+
+    @property
+    def pipeline(self) -> PipelineSchedule:
+        return SCHEDULES[self.schedule]
 
     @property
     def warm_up(self) -> int:
@@ -104,12 +109,12 @@ class _Ring:
         self._options = options
         self._microbatches = options.microbatches
         self._window = options.window_for(len(route.visits))
-        self._defers = options.schedule == "zero-bubble"
+        self._schedule = options.pipeline
         self._nodes = [_Node(device) for device in devices]
         self._visits: list[_Visit] = []
         for each in route.visits:
             stage = table.stage(each.first, each.stop)
-            pieces = max(1, each.stop - each.first) if self._defers and stage.weights_s > 0 else 0
+            pieces = max(1, each.stop - each.first) if self._schedule.defers_weights and stage.weights_s > 0 else 0
             visit = _Visit(each.index, each.node, stage, route.last, pieces)
             self._visits.append(visit)
             self._nodes[each.node].visits.append(visit)
@@ -193,7 +198,7 @@ class _Ring:
     # -- a node -------------------------------------------------------------------------------------------------------
 
     def _choose(self, node: _Node, now: float) -> None:
-        action = next_action([self._ready(visit) for visit in node.visits], self._window, self._options.schedule)
+        action = next_action([self._ready(visit) for visit in node.visits], self._window, self._schedule)
         if action is None:
             node.cause = self._cause(node)
             return

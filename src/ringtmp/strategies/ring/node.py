@@ -17,7 +17,8 @@ from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
 from ringtmp.metrics import events, this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
-from ringtmp.plan.next_action import Action, Schedule, next_action, places
+from ringtmp.plan.next_action import Action, next_action
+from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.endpoint import Endpoint, Mail
@@ -79,9 +80,9 @@ class Node:
         power = this_device.power(setup.recipe.threads)
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, this_device.meter(), power)
         self._wire = wire_format(setup.wire)
-        self._schedule = cast(Schedule, setup.rule)
-        self._places = places(setup.window, self._schedule)
-        defer = self._schedule == "zero-bubble"
+        self._schedule = schedule_named(setup.rule)
+        self._places = self._schedule.places(setup.window)
+        defer = self._schedule.defers_weights
         recipe = setup.recipe
         recompute = None if setup.recompute == "none" else self._recompute
         self._clip = recipe.clip_norm is not None
