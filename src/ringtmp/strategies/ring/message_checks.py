@@ -18,7 +18,8 @@ from ringtmp.runtime.layer_snapshot import Label
 from ringtmp.strategies.ring.node_snapshots import MOST_PIECE_BYTES
 from ringtmp.strategies.ring.visit import Pass, VisitState
 from ringtmp.wire.formats import wire_format
-from ringtmp.wire.messages import Activations, Gradients, Keep, Message, Norms, Scale, Setup, Specs, fits
+from ringtmp.wire.message_parts import fits
+from ringtmp.wire.messages import Activations, Gradients, Keep, Message, Norms, Scale, Setup, Specs
 from ringtmp.wire.permissions import Who
 from ringtmp.wire.tensors import TensorSpec, check
 
