@@ -108,16 +108,10 @@ def forecast(
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             working = max(working, largest_stored(table, visit.first, visit.stop))
         without = MemoryForecast(
-            device.name,
-            device.memory_bytes,
-            process_bytes + device.extra_bytes,
-            weights,
-            gradients,
-            optimizer,
-            stored,
-            boundary,
-            working,
-        )
+            device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=weights,
+            gradient_bytes=gradients, optimizer_bytes=optimizer, stored_bytes=stored, boundary_bytes=boundary,
+            working_bytes=working,
+        )  # fmt: skip
         spare = device.memory_bytes - without.total_bytes
         without = replace(without, snapshot_bytes=_snapshot_bytes(table, route, node, protect, spare))
         found.append(_with_kept(without, device))
@@ -164,8 +158,9 @@ def replica_forecast(
     stored = stage.stored_bytes if works else 0.0
     working = largest_stored(table, 0, table.count) if works else 0.0
     without = MemoryForecast(
-        device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
-        stage.optimizer_bytes, stored, stage.gradient_bytes, working,
+        device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=stage.weight_bytes,
+        gradient_bytes=stage.gradient_bytes, optimizer_bytes=stage.optimizer_bytes, stored_bytes=stored,
+        boundary_bytes=stage.gradient_bytes, working_bytes=working,
     )  # fmt: skip
     return replace(without, working_bytes=working + _kept_bytes(without, device))
 
