@@ -298,8 +298,9 @@ def remote_crew(
     host, port = parse_listen(listen, DEFAULT_PORT)
     name = checked_name("ring", ring)
     return RemoteCrew(
-        Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell, notice_s
-    )
+        Rings(), name, host, port, nodes=nodes, threads=threads, phase=watcher.phase, tell=watcher.tell,
+        start_with=start_with, wait_s=wait_s, notice_s=notice_s,
+    )  # fmt: skip
 
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:

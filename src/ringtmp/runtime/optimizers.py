@@ -38,9 +38,11 @@ class Setting:
         if flag:
             return value
         if not self.low <= value < self.high or not math.isfinite(value):
-            bounds = f"at least {self.low:g} and below {self.high:g}" if self.high < math.inf else "a finite number"
-            least = f" of at least {self.low:g}" if -math.inf < self.low and self.high == math.inf else ""
-            raise UsageError(f"{name}={value} must be {bounds}{least}")
+            least = f"at least {self.low:g}"
+            finite = "a finite number" + (f" of {least}" if self.low > -math.inf else "")
+            raise UsageError(
+                f"{name}={value} must be {finite if self.high == math.inf else f'{least} and below {self.high:g}'}"
+            )
         return float(value)
 
 
@@ -156,38 +158,20 @@ def _nesterov_alone(settings: Mapping[str, Any]) -> str:
     return "nesterov needs a momentum above 0 and no dampening" if alone else ""
 
 
+_SGD = {
+    "lr": Setting(0.1), "momentum": Setting(0.0), "nesterov": Setting(False), "weight_decay": Setting(0.0),
+    "dampening": Setting(0.0, low=-math.inf),
+}  # fmt: skip
 _ADAM = {
-    "lr": Setting(2e-3),
-    "beta1": Setting(0.9, high=1.0),
-    "beta2": Setting(0.999, high=1.0),
-    "eps": Setting(1e-8),
-    "weight_decay": Setting(0.0),
-    "amsgrad": Setting(False),
-}
+    "lr": Setting(2e-3), "beta1": Setting(0.9, high=1.0), "beta2": Setting(0.999, high=1.0), "eps": Setting(1e-8),
+    "weight_decay": Setting(0.0), "amsgrad": Setting(False),
+}  # fmt: skip
+_ADAMW = {**_ADAM, "weight_decay": Setting(0.01)}
 _ADAM_STATE = {COUNTER: "", "exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"}
 _RULES = (
-    UpdateRule(
-        "sgd",
-        {
-            "lr": Setting(0.1),
-            "momentum": Setting(0.0),
-            "nesterov": Setting(False),
-            "weight_decay": Setting(0.0),
-            "dampening": Setting(0.0, low=-math.inf),
-        },
-        {"momentum_buffer": "momentum"},
-        delay_limit=1.0,
-        update=_sgd,
-        conflict=_nesterov_alone,
-    ),
+    UpdateRule("sgd", _SGD, {"momentum_buffer": "momentum"}, delay_limit=1.0, update=_sgd, conflict=_nesterov_alone),
     UpdateRule("adam", _ADAM, _ADAM_STATE, delay_limit=0.1, update=partial(_adam, "_fused_adam_")),
-    UpdateRule(
-        "adamw",
-        {**_ADAM, "weight_decay": Setting(0.01)},
-        _ADAM_STATE,
-        delay_limit=0.1,
-        update=partial(_adam, "_fused_adamw_"),
-    ),
+    UpdateRule("adamw", _ADAMW, _ADAM_STATE, delay_limit=0.1, update=partial(_adam, "_fused_adamw_")),
 )
 OPTIMIZERS: dict[str, UpdateRule] = {rule.name: rule for rule in _RULES}
 #: Every name a state may have.
