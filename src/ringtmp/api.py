@@ -45,7 +45,7 @@ from ringtmp.run.job import Job, Watcher
 from ringtmp.run.progress import OnStep, watching
 from ringtmp.run.result import Result
 from ringtmp.run.training_loop import EVALUATION_FACTOR, Session
-from ringtmp.runtime.losses import LossFunction, loss_named
+from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.system.resources import require_files
 from ringtmp.system.signals import on_signals
@@ -252,9 +252,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         batches = evaluation_batches(
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
         )
-        score = ring.master.evaluate(
-            ring.checked(batches, source.name, saved.loss), ring.step, saved.loss == "next_byte"
-        )
+        score = ring.master.evaluate(ring.checked(batches, source.name, saved.loss), ring.step, is_of_bytes(saved.loss))
     return {
         "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
         "accuracy": score.accuracy, "bits_per_byte": score.bits_per_byte,
@@ -300,8 +298,9 @@ def remote_crew(
     host, port = parse_listen(listen, DEFAULT_PORT)
     name = checked_name("ring", ring)
     return RemoteCrew(
-        Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell, notice_s
-    )
+        Rings(), name, host, port, nodes=nodes, threads=threads, phase=watcher.phase, tell=watcher.tell,
+        start_with=start_with, wait_s=wait_s, notice_s=notice_s,
+    )  # fmt: skip
 
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
-from ringtmp.plan.next_action import Schedule
-from ringtmp.wire.protocol import WIRES
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
+from ringtmp.wire.formats import wire_format
 
 DEFAULT_MICROBATCHES = 8
 DEFAULT_EPOCHS = 10
@@ -61,7 +61,7 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     all_devices: bool = False  # also those that slow the ring
     cuts: str | None = None
     window: int | None = None
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = DEFAULT_SCHEDULE.name
     laps: int = 1
     route: Shape = "ring"
     recompute: Recompute = "none"
@@ -89,13 +89,13 @@ def resolve(config: RunConfig) -> RunConfig:
         config = msgspec.convert(msgspec.to_builtins(config), RunConfig, strict=True)
     except (msgspec.ValidationError, TypeError) as error:
         raise refused(error) from error
-    from ringtmp.runtime.update_rules import checked_optimizer, checked_schedule
+    from ringtmp.runtime.learning_rates import checked_schedule
+    from ringtmp.runtime.optimizers import checked_optimizer
     from ringtmp.strategies import registry
 
     training, ring = config.training, config.ring
     strategy, short = registry.named(ring.strategy)
-    if training.wire not in WIRES:
-        raise unknown("wire format", training.wire, WIRES)
+    wire_format(training.wire)
     settings = registry.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
     if strategy != "ring":
         _check_ring_only(config, strategy)
@@ -130,10 +130,11 @@ def resolve(config: RunConfig) -> RunConfig:
     if auto and strategy != "ring":
         raise UsageError(f"--microbatches auto goes with --strategy ring: with {strategy} give a number")
     microbatches = usual_microbatches(training)
-    if ring.schedule == "gpipe" and ring.window is not None and ring.window < microbatches and not auto:
+    all_first = SCHEDULES[ring.schedule].all_forward_first
+    if all_first and ring.window is not None and ring.window < microbatches and not auto:
         raise UsageError(
-            f"--window {ring.window} is too small for gpipe, which keeps all {microbatches} microbatches in flight: leave "
-            "it out, or use --schedule 1f1b"
+            f"--window {ring.window} is too small for {ring.schedule}, which keeps all {microbatches} microbatches in flight: "
+            f"leave it out, or use --schedule {DEFAULT_SCHEDULE.name}"
         )
     workers = len(registry.roles(strategy, settings, ring.nodes).workers)
     if strategy != "ring" and microbatches < workers:
@@ -180,7 +181,7 @@ def _check_ring_only(config: RunConfig, strategy: str) -> None:
         ("--laps", ring.laps != 1),
         ("--route", ring.route != "ring"),
         ("--recompute", ring.recompute != "none"),
-        ("--schedule", ring.schedule != "1f1b"),
+        ("--schedule", ring.schedule != DEFAULT_SCHEDULE.name),
         ("--staleness", config.training.staleness != 0),
     ):
         if given:

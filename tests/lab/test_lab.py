@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import psutil
@@ -23,6 +22,7 @@ from commands import begin, here
 from ringtmp.cli import lab as verb
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.lab import control_groups
+from ringtmp.lab.devices_file import Device, toml
 from ringtmp.lab.run_command import LEAST_MEMORY_MB
 from ringtmp.launch.joined_devices import TORCH_BYTES
 
@@ -32,18 +32,14 @@ needs_isolation = pytest.mark.skipif(
 )
 
 
-def devices_file(folder: Path, *devices: dict[str, Any]) -> Path:
-    lines = []
-    for device in devices:
-        lines.append("[[device]]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in device.items()]
+def devices_file(folder: Path, *devices: Device) -> Path:
     path = folder / "devices.toml"
-    path.write_text("\n".join(lines))
+    path.write_text(toml(devices))
     return path
 
 
-def device(name: str, cpu: float = 0.5, memory_mb: float = 2000, link_mbps: float = 100) -> dict[str, Any]:
-    return {"name": name, "cpu": cpu, "memory_mb": memory_mb, "link_mbps": link_mbps}
+def device(name: str, cpu: float = 0.5, memory_mb: float = 2000, link_mbps: float = 100, **more: float) -> Device:
+    return Device(name, cpu, cpu, memory_mb, link_mbps, **more)
 
 
 def throttle(lab: int, name: str, cpu: float) -> None:
@@ -303,7 +299,7 @@ def test_exec_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
 
 def test_without_isolation_it_trains_and_says_what_is_not_emulated(tmp_path: Path) -> None:
     watts = {"idle_w": 2.0, "busy_w": 6.0, "nj_per_byte": 1000.0}
-    file = devices_file(tmp_path, device("a", cpu=64, memory_mb=10**6) | watts, device("b"))
+    file = devices_file(tmp_path, device("a", cpu=64, memory_mb=10**6, **watts), device("b"))
     flags = ["--steps", 3, "--json", "--run-dir", "run"]
     out, err = finish(
         begin("lab", "--no-isolation", "--devices", file, "--", "train", "--all-devices", *flags, cwd=tmp_path)

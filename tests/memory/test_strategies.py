@@ -26,7 +26,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.strategies.data_parallel import parameter_keys
-from ringtmp.wire import formats
+from ringtmp.wire.formats import wire_format
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def layers(result: api.Result) -> list[Layer]:
 def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -> None:
     """Payload per step as the arithmetic of the exchange has it, within 2 %."""
     values, steps, n = sum(sizes(result)), summary.steps, case.nodes
-    each = formats.wire_bytes(case.wire, values)
+    each = wire_format(case.wire).payload_bytes(values)
     if case.strategy == "allreduce":
         total = 2 * (n - 1) * each * steps
     elif case.strategy == "ps":
@@ -216,7 +216,7 @@ def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -
             total += 4 * values * applied * steps
     else:
         # Every sample crosses every cut forward, and its gradient back.
-        total = 2 * sum(CUTS[case.nodes][1]) * 1437 * epochs * formats.wire_bytes(case.wire, 256) // 256
+        total = 2 * sum(CUTS[case.nodes][1]) * 1437 * epochs * wire_format(case.wire).payload_bytes(256) // 256
     # Reading the parameters at the start and for the evaluations (two batches each) is beside the formula.
     strict = str(case.settings.get("consistency", "bsp")) in ("bsp", "ssp:0")
     reads = 1 + 2 * epochs * (not strict or case.settings.get("fetch") == "layerwise")

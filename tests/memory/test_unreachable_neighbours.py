@@ -146,9 +146,11 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
 ) -> None:
     monkeypatch.setattr(joined_devices, "free_memory_bytes", lambda: 100 * 2**20)
     said: list[str] = []
-    crew: Any = RemoteCrew(Rings(tmp_path), "home", "127.0.0.1", 1, 3, 1, None, 0.0, said.append, said.append)
+    crew: Any = RemoteCrew(
+        Rings(tmp_path), "home", "127.0.0.1", 1, nodes=3, threads=1, phase=said.append, tell=said.append
+    )
     facts = Facts("late", "cpu", 1, TORCH_BYTES + 300 * 2**20, "2", "1", 1)
-    crew._hub = Table(Device("key", "1", facts, b"", 0.0), after=5)
+    crew._opened = Table(Device("key", "1", facts, b"", 0.0), after=5)
     with pytest.raises(DoesNotFit) as short:
         crew._gather_spares(350 * 2**20)
     assert crew.await_another(str(short.value), lambda: False)
@@ -163,8 +165,8 @@ def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_
     port, said = free_port(), list[str]()
     rings = Rings(tmp_path)
     rings.open("home", create=True)
-    crew: Any = RemoteCrew(rings, "home", "127.0.0.1", port, 2, 1, None, 0.0, said.append, said.append)
-    crew._hub = hub = Hub("home", rings, "127.0.0.1", port)
+    crew: Any = RemoteCrew(rings, "home", "127.0.0.1", port, nodes=2, threads=1, phase=said.append, tell=said.append)
+    crew._opened = hub = Hub("home", rings, "127.0.0.1", port)
     try:
         hub.close_door()
         with socket.create_server(("127.0.0.1", port)):

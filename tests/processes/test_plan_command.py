@@ -22,9 +22,9 @@ from ringtmp.lab import devices_file as devices_file
 from ringtmp.launch import planned_devices
 from ringtmp.plan import advice
 from ringtmp.plan.devices import Device, Link
-from ringtmp.plan.gantt import svg, tick_count, tick_s
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
+from ringtmp.report.step_drawing import svg, tick_count, tick_s
 from ringtmp.run import measure_model
 from ringtmp.strategies.compare import check_name, compare, server_options
 from ringtmp.strategies.ps.simulate import ServerOptions
@@ -297,7 +297,7 @@ def test_a_model_no_single_device_can_hold_fits_the_ring_and_no_other_way() -> N
 
 def test_the_picture_has_a_bar_for_every_piece_of_work() -> None:
     made = made_for([Device("a<b", link=Link()), device("c")])
-    root = ElementTree.fromstring(svg(made.simulated, "title & more"))
+    root = ElementTree.fromstring(svg(made.simulated.nodes, made.simulated.spans, made.step_s, "title & more"))
     titles = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == len(made.simulated.spans)
     assert any(title.startswith("a<b: forward 0") for title in titles)

@@ -29,7 +29,7 @@ from ringtmp.transport.zeromq import ZeroMQTransport
 from ringtmp.wire import messages as messages
 from ringtmp.wire.address import NOWHERE, Address
 from ringtmp.wire.messages import MESSAGES, Crossing, Message, Recipe
-from ringtmp.wire.permissions import ALWAYS, MEETING, PLAN, TENSOR, Phase, Who
+from ringtmp.wire.permissions import ALWAYS, CONTROL, MEETING, PLAN, TENSOR, NodeMessage, Phase, Who, told
 from test_data_parallel_healing import Base
 from test_join_security import free_port
 
@@ -148,11 +148,7 @@ def test_a_goodbye_is_said_when_the_run_ends_and_not_before() -> None:
     assert not said(1, master, EXAMPLES[messages.Stop])[0]
 
 
-def test_every_class_says_its_channel_and_another_is_an_offence() -> None:
-    tensors = {each for each in MESSAGES if "tensors" in each.__struct_fields__}
-    assert all(each.RULE.channel is not messages.Report.RULE.channel for each in tensors), (
-        "tensors on the control channel"
-    )
+def test_a_message_on_another_channel_than_its_own_is_an_offence() -> None:
     hub = Hub()
     receiver = Endpoint(hub.transport(0), "ring", 1, limit_bytes=2**20)
     sender = Endpoint(hub.transport(1), "ring", 1, limit_bytes=2**20)
@@ -163,8 +159,13 @@ def test_every_class_says_its_channel_and_another_is_an_offence() -> None:
     assert "on the tensor channel" in receiver.offences()[0].text
 
 
-def test_a_message_without_a_rule_cannot_be_sent() -> None:
+def test_a_message_class_without_a_channel_or_with_tensors_on_the_control_channel_cannot_be_defined() -> None:
     assert all(isinstance(each.RULE.when, Phase) and each.RULE.when & ALWAYS for each in MESSAGES)
+    assert {each for each in NodeMessage.__subclasses__() if each.__module__ == messages.__name__} == set(MESSAGES)
+    with pytest.raises(TypeError, match="Mute has no RULE: say its channel"):
+        type("Mute", (NodeMessage,), {"__annotations__": {"step": int}})
+    with pytest.raises(TypeError, match="Heavy has tensors"):
+        type("Heavy", (NodeMessage,), {"__annotations__": {"tensors": tuple}, "RULE": told(CONTROL, PLAN)})
 
 
 def test_what_overtook_the_plan_is_judged_when_the_plan_is_there() -> None:

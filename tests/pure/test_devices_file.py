@@ -8,7 +8,7 @@ import pytest
 
 from ringtmp.errors import UsageError
 from ringtmp.lab import control_groups, networks, run_command
-from ringtmp.lab.devices_file import PRESETS, Device, parse
+from ringtmp.lab.devices_file import PRESETS, Device, parse, toml
 from ringtmp.lab.machine_shares import place, share_out
 
 GIB = 2**30
@@ -39,6 +39,13 @@ def test_a_preset_fills_in_everything_and_a_key_beside_it_wins(name: str) -> Non
     assert (plain.idle_w, plain.busy_w) == (preset.watts.idle_w, preset.watts.busy_w)
     changed = parse(f'[[device]]\nname = "a"\npreset = "{name}"\nmemory_mb = 300\nlink_mbps = 7', "one.toml")[0]
     assert (changed.memory_mb, changed.link_mbps, changed.cpu) == (300.0, 7.0, plain.cpu)
+
+
+def test_devices_written_and_read_again_are_the_same_devices() -> None:
+    listed = "".join(f'[[device]]\nname = "{name}"\npreset = "{name}"\nlatency_ms = 0.5\n' for name in PRESETS)
+    text = listed + table(latency_ms=2, idle_w=1, busy_w=3.5, host='"10.0.0.7"') + table(name='"b"', cpu=1 / 3)
+    devices = parse(text, "many.toml")
+    assert parse(toml(devices), "again.toml") == devices
 
 
 def test_one_thread_of_a_four_core_board_gets_one_core_of_it() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringtmp.plan.next_action import Action, Ready, Schedule, default_window, next_action, places
+from ringtmp.errors import UsageError
+from ringtmp.plan.next_action import Action, Ready, next_action
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, ScheduleName, schedule_named
 
 
 @dataclass
@@ -28,7 +32,9 @@ class Toy:
     row: list[str] = field(default_factory=list)
 
 
-def run(visits: int, microbatches: int, window: int, rule: Schedule, holders: list[int], latency: object) -> list[Toy]:
+def run(
+    visits: int, microbatches: int, window: int, rule: PipelineSchedule, holders: list[int], latency: object
+) -> list[Toy]:
     """Run one step; every action takes a tick, a message `latency()` ticks."""
     toys = [Toy(index) for index in range(visits)]
     toys[0].forwards = list(range(microbatches))
@@ -70,7 +76,7 @@ def _ready(toy: Toy, microbatches: int) -> Ready:
     )
 
 
-def _do(toy: Toy, action: Action, mail: list, now: int, visits: int, latency: object, rule: Schedule) -> str:
+def _do(toy: Toy, action: Action, mail: list, now: int, visits: int, latency: object, rule: PipelineSchedule) -> str:
     delay = latency()  # type: ignore[operator]
     if action.kind == "forward":
         number = toy.forwards.pop(0)
@@ -87,7 +93,7 @@ def _do(toy: Toy, action: Action, mail: list, now: int, visits: int, latency: ob
         assert number == toy.backwarded, "gradients come in the order of microbatches"
         toy.backwarded += 1
         toy.held -= 1
-        if rule == "zero-bubble":
+        if rule.defers_weights:
             toy.deferred.append(number)
         if toy.visit:
             _send(mail, now + 1 + delay, toy.visit - 1, "B", number)
@@ -113,7 +119,7 @@ def grid(toys: list[Toy]) -> list[str]:
 
 
 def test_1f1b_draws_the_grid_in_its_docstring() -> None:
-    toys = run(2, 4, 3, "1f1b", [0, 1], lambda: 0)
+    toys = run(2, 4, 3, DEFAULT_SCHEDULE, [0, 1], lambda: 0)
     assert grid(toys) == [
         "F0 F1 F2 B0 F3 B1 .  B2 .  B3 U",
         ".  F0 B0 F1 B1 F2 B2 F3 B3 U  .",
@@ -121,12 +127,12 @@ def test_1f1b_draws_the_grid_in_its_docstring() -> None:
 
 
 def test_gpipe_goes_all_the_way_forward_before_it_turns_back() -> None:
-    toys = run(2, 4, 4, "gpipe", [0, 1], lambda: 0)
+    toys = run(2, 4, 4, SCHEDULES["gpipe"], [0, 1], lambda: 0)
     assert grid(toys) == ["F0 F1 F2 F3 .  .  B0 B1 B2 B3 U", ".  F0 F1 F2 F3 B0 B1 B2 B3 U  ."]
 
 
 def test_zero_bubble_works_off_weight_gradients_while_it_would_wait() -> None:
-    toys = run(2, 4, 3, "zero-bubble", [0, 1], lambda: 0)
+    toys = run(2, 4, 3, SCHEDULES["zero-bubble"], [0, 1], lambda: 0)
     assert grid(toys) == [
         "F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3 U  .",
         ".  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3 U",
@@ -138,22 +144,45 @@ def test_zero_bubble_works_off_weight_gradients_while_it_would_wait() -> None:
     visits=st.integers(1, 6),
     microbatches=st.integers(1, 8),
     window=st.integers(1, 10),
-    rule=st.sampled_from(["1f1b", "gpipe", "zero-bubble"]),
+    rule=st.sampled_from(list(SCHEDULES.values())),
     seed=st.integers(0, 10**6),
 )
 def test_no_latency_no_window_and_no_layout_can_stop_the_ring(
-    visits: int, microbatches: int, window: int, rule: Schedule, seed: int
+    visits: int, microbatches: int, window: int, rule: PipelineSchedule, seed: int
 ) -> None:
     luck = random.Random(seed)
     holders = [luck.randrange(visits) for _ in range(visits)]  # laps and V shapes included
-    if rule == "gpipe":
+    if rule.all_forward_first:
         window = microbatches
     toys = run(visits, microbatches, window, rule, holders, lambda: luck.randrange(4))
     for toy in toys:
         assert toy.forwarded == toy.backwarded == microbatches
-        assert toy.most_held <= places(window, rule)
+        assert toy.most_held <= rule.places(window)
 
 
 def test_the_default_window_covers_every_visit_and_transfer_but_not_more_than_there_are() -> None:
-    assert [default_window(visits, 8) for visits in (1, 2, 4, 9)] == [1, 3, 7, 8]
-    assert default_window(2, 8, "gpipe") == 8
+    assert [DEFAULT_SCHEDULE.default_window(visits, 8) for visits in (1, 2, 4, 9)] == [1, 3, 7, 8]
+    assert SCHEDULES["gpipe"].default_window(2, 8) == 8
+
+
+def test_every_schedule_of_the_settings_is_known_and_no_other() -> None:
+    assert set(SCHEDULES) == set(get_args(ScheduleName))
+    with pytest.raises(UsageError, match="unknown schedule '1f2b': did you mean '1f1b'"):
+        schedule_named("1f2b")
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "safe", "places"),
+    [
+        ("1f1b", [5, 5, 3, 1], [5, 5, 5, 1], 5),
+        ("gpipe", [5, 5, 5, 5], [5, 5, 5, 5], 5),
+        ("zero-bubble", [8, 8, 6, 4], [8, 8, 8, 8], 8),
+    ],
+)
+def test_what_a_visit_holds_is_its_way_to_the_tail_and_back_and_what_waits(
+    name: str, usual: list[int], safe: list[int], places: int
+) -> None:
+    schedule = SCHEDULES[name]
+    assert [schedule.held(visit, 4, 5, safe=False) for visit in range(4)] == usual
+    assert [schedule.held(visit, 4, 5, safe=True) for visit in range(4)] == safe
+    assert schedule.places(5) == places

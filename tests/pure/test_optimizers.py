@@ -5,15 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ringtmp.api import Result, Ring
+from ringtmp.config import RunConfig, TrainingPart, resolve
 from ringtmp.errors import UsageError
-from ringtmp.runtime.optimizers import make_optimizer
-from ringtmp.runtime.update_rules import checked_optimizer, checked_schedule, delay_warning, learning_rate
+from ringtmp.run.losses_of_nodes import memory_need
+from ringtmp.runtime.learning_rates import checked_schedule, learning_rate
+from ringtmp.runtime.optimizers import (
+    OPTIMIZERS,
+    Setting,
+    UpdateRule,
+    checked_optimizer,
+    delay_warning,
+    make_optimizer,
+    state_tensors,
+)
+from ringtmp.strategies.ring.master import checkpoint_bytes
+from ringtmp.wire.messages import Recipe
 
 CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("sgd", {}, torch.optim.SGD),
@@ -51,6 +64,59 @@ def test_ten_steps_give_torchs_bits(name: str, settings: dict[str, Any], theirs:
     for position, parameter in enumerate(other):
         theirs_state = {key: value for key, value in torchs.state[parameter].items() if value is not None}
         assert set(ours.states[position]) == set(theirs_state)
+
+
+@pytest.mark.parametrize(("name", "settings", "tensors"), [
+    ("sgd", {}, 0), ("sgd", {"momentum": 0.9}, 1), ("adam", {}, 2), ("adamw", {"weight_decay": 0.1}, 2),
+    ("adam", {"amsgrad": True}, 3), ("adamw", {"amsgrad": True}, 3),
+])  # fmt: skip
+def test_what_every_forecast_counts_is_what_the_optimizer_keeps(
+    name: str, settings: dict[str, Any], tensors: int
+) -> None:
+    parameter = torch.ones(1000, requires_grad=True)
+    parameter.grad = torch.ones(1000)
+    optimizer = make_optimizer(name, checked_optimizer(name, settings), [parameter])
+    optimizer.step(0.1)
+    kept = [key for key, value in optimizer.states[0].items() if value.shape == parameter.shape]
+    assert len(kept) == tensors == state_tensors(name, settings)
+    assert set(optimizer.states[0]) == set(OPTIMIZERS[name].kept(settings))
+    layer = SimpleNamespace(parameters=1000)
+    recipe = Recipe(0, 1, name, settings, {})
+    assert memory_need([layer], name, settings, nodes=2) == 4000 * (2 + tensors)  # type: ignore[list-item]
+    assert checkpoint_bytes([layer], recipe) == 4000 * (1 + 2 * tensors)  # type: ignore[list-item]
+
+
+def test_an_optimizer_in_one_entry_is_known_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain descent with a sign: facts in one place, and a run trains with it."""
+
+    def update(changed: Any, gradients: Any, states: Any, *, first: bool, lr: float, scale: float) -> None:
+        for parameter, gradient, state in zip(changed, gradients, states, strict=True):
+            state["seen"] = gradient.clone() if first else state["seen"] + gradient
+            parameter.sub_(lr * scale * gradient.sign())
+
+    rule = UpdateRule(
+        "sign", {"lr": Setting(0.5), "scale": Setting(2.0, low=1.0)}, {"seen": ""}, delay_limit=1.0, update=update
+    )
+    monkeypatch.setitem(OPTIMIZERS, "sign", rule)
+    with pytest.raises(UsageError, match=r"sign: scale=0.5 must be a finite number of at least 1"):
+        checked_optimizer("sign", {"scale": 0.5})
+    config = resolve(RunConfig(training=TrainingPart(optimizer="sign")))
+    assert config.training.optimizer_settings == {"lr": 0.5}
+    parameter = torch.zeros(2, requires_grad=True)
+    parameter.grad = torch.tensor([3.0, -4.0])
+    optimizer = make_optimizer("sign", {"lr": 0.5}, [parameter])
+    optimizer.step(0.5)
+    assert parameter.tolist() == [-1.0, 1.0]
+    assert state_tensors("sign", {}) == 1
+    assert optimizer.states[0]["seen"].equal(parameter.grad)
+
+
+def test_settings_are_checked_without_loading_torch() -> None:
+    check = (
+        "import sys; from ringtmp.runtime.optimizers import checked_optimizer; from ringtmp.runtime import learning_rates;"
+        "checked_optimizer('adam', {}); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:

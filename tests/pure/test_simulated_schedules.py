@@ -16,6 +16,7 @@ from ringtmp.plan import advice
 from ringtmp.plan.devices import Device, LayerCost, Link
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import forecast
+from ringtmp.plan.pipeline_schedules import SCHEDULES
 from ringtmp.plan.planner import PlanOptions, plan
 from ringtmp.plan.route import Route, Visit, holders_of, plain_ring
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
@@ -34,7 +35,7 @@ def model(count: int, weights_s: float = 1.0, **each: float) -> list[LayerCost]:
 def test_zero_bubble_does_what_ticking_nodes_do(visits: int, microbatches: int, window: int, seed: int) -> None:
     luck = random.Random(seed)
     holders = [luck.randrange(visits) for _ in range(visits)]
-    toys = run(visits, microbatches, window, "zero-bubble", holders, lambda: 0)
+    toys = run(visits, microbatches, window, SCHEDULES["zero-bubble"], holders, lambda: 0)
     route = Route(tuple(Visit(index, node, index, index + 1) for index, node in enumerate(holders)))
     table = CostTable(model(visits, update_s=1.0), 1)
     result = simulate_ring(table, route, devices(visits), RingOptions(microbatches, window, "zero-bubble"))

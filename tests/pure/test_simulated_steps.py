@@ -13,6 +13,7 @@ from costs import device, devices, layer, layers
 from ringtmp.errors import UsageError
 from ringtmp.plan.devices import Device, LayerCost, Link, Measured, Path, Quota, check_devices
 from ringtmp.plan.layer_costs import CostTable
+from ringtmp.plan.pipeline_schedules import SCHEDULES
 from ringtmp.plan.route import Route, Visit, plain_ring
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_clocks import Lines, Processor
@@ -119,7 +120,7 @@ def test_it_does_what_ticking_nodes_do(visits: int, microbatches: int, window: i
     luck = random.Random(seed)
     holders = [luck.randrange(visits) for _ in range(visits)]
     window = microbatches if schedule == "gpipe" else window
-    toys = run(visits, microbatches, window, schedule, holders, lambda: 0)  # type: ignore[arg-type]
+    toys = run(visits, microbatches, window, SCHEDULES[schedule], holders, lambda: 0)
     route = Route(tuple(Visit(index, node, index, index + 1) for index, node in enumerate(holders)))
     table = CostTable(layers(visits, update_s=1.0), 1)
     result = simulate_ring(

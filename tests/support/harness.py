@@ -16,7 +16,7 @@ from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.cuts_for_laps import bounds_for
-from ringtmp.plan.next_action import default_window
+from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import holders_of, route_over
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
 from ringtmp.strategies.ring.master import Master
@@ -71,7 +71,7 @@ def ring_in_memory(
     master = Master(crew.start("test", 1), crew, built.layers, loss, log)
     try:
         master.gather(range(1, nodes))
-        admitted = window or default_window(len(route.visits), microbatches, schedule, how.staleness)
+        admitted = window or schedule_named(schedule).default_window(len(route.visits), microbatches, how.staleness)
         master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute), built.checkpoint)
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
         upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringtmp.runtime.update_rules import learning_rate, random_key
+from ringtmp.runtime.layer_randomness import random_key
+from ringtmp.runtime.learning_rates import learning_rate
 
 
 def plain_loop(

@@ -16,6 +16,7 @@ import numpy as np
 from ringtmp.bench.jobs import PYTHON, Job
 from ringtmp.bench.measurements import Measurement
 from ringtmp.bench.reading import RUN
+from ringtmp.lab.devices_file import Device, toml
 from ringtmp.metrics.summary import Forecast
 
 EXPERIMENT = "plan"
@@ -119,10 +120,11 @@ def _job(bed: Bed, case: str, devices: Sequence[Lent], flags: Sequence[str], ste
 
 def devices_file(devices: Sequence[Lent]) -> str:
     """For `ringtmp lab`; the first device is the master."""
-    return "\n".join(
-        f'[[device]]\nname = "n{index}"\ncpu = {device.cpu}\nmemory_mb = {device.memory_mb}\n'
-        f"link_mbps = {device.link_mbps}\nlatency_ms = {device.latency_ms}\n"
-        for index, device in enumerate(devices)
+    return toml(
+        [
+            Device(f"n{index}", each.cpu, each.cpu, each.memory_mb, each.link_mbps, each.latency_ms)
+            for index, each in enumerate(devices)
+        ]
     )
 
 

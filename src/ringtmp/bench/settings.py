@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ringtmp.lab.devices_file import Device, toml
+
 
 class Setting(msgspec.Struct, frozen=True):
     name: str
@@ -42,9 +44,5 @@ SETTINGS = {
 
 def devices_file(setting: Setting) -> str:
     """For `ringtmp lab`; the first device is the master."""
-    tables = [
-        f'[[device]]\nname = "n{index}"\ncpu = {setting.share}\nmemory_mb = {setting.memory_mb}\n'
-        f"link_mbps = {setting.link_mbps or 1000.0}\n"
-        for index in range(setting.nodes)
-    ]
-    return "\n".join(tables)
+    share, memory_mb, link_mbps = setting.share, setting.memory_mb, setting.link_mbps or 1000.0
+    return toml([Device(f"n{index}", share, share, memory_mb, link_mbps) for index in range(setting.nodes)])

@@ -53,7 +53,7 @@ def command(
     from ringtmp.config import resolve
     from ringtmp.data import by_name
     from ringtmp.model.profile import ProfileCache
-    from ringtmp.plan.gantt import svg as draw
+    from ringtmp.report.step_drawing import svg as draw
     from ringtmp.run import measure_model
     from ringtmp.strategies import compare as ways
     from ringtmp.system.resources import rss_bytes
@@ -96,7 +96,7 @@ def command(
     if svg is not None:
         title = f"{settings.model.name} on {train.name}: {plan_show.headline(made)}"
         try:
-            svg.write_text(draw(made.simulated, title))
+            svg.write_text(draw(made.simulated.nodes, made.simulated.spans, made.step_s, title))
         except OSError as error:
             raise UsageError(f"the picture {svg} cannot be written: {error.strerror}") from error
     if as_json:

@@ -1,6 +1,6 @@
 """The devices file: what each emulated device has, checked before anything is started.
 
-Pure: text in, frozen Devices out. The first device is the master.
+Pure: text in, frozen Devices out, and back. The first device is the master.
 
     [[device]]
     name = "desk"
@@ -10,8 +10,10 @@ Pure: text in, frozen Devices out. The first device is the master.
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -117,6 +119,22 @@ def parse(text: str, source: str) -> tuple[Device, ...]:
             )
         seen[device.name] = index
     return devices
+
+
+def toml(devices: Sequence[Device]) -> str:
+    """What `parse` makes these devices of."""
+    tables = []
+    for device in devices:
+        # A preset also says how much of it one thread may use.
+        worth = {"preset": device.preset} if device.preset else {"cpu": device.cpu}
+        given = {
+            "name": device.name,
+            **worth,
+            **{key: getattr(device, key) for key in (*_BOUNDS, "host") if key != "cpu"},
+        }
+        lines = [f"{key} = {json.dumps(value)}" for key, value in given.items() if value is not None]
+        tables.append("\n".join(["[[device]]", *lines, ""]))
+    return "\n".join(tables)
 
 
 def _device(entry: dict[str, Any], where: str) -> Device:

@@ -44,12 +44,13 @@ class RemoteCrew:
         ring: str,
         host: str,
         port: int,
+        *,
         nodes: int,
         threads: int | None,
-        start_with: int | None,
-        wait_s: float,
         phase: Callable[[str], None],
         tell: Callable[[str], None],
+        start_with: int | None = None,
+        wait_s: float = 0.0,
         notice_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self._notice_s = notice_s
@@ -66,7 +67,7 @@ class RemoteCrew:
         self._join_s = wait_s if start_with == nodes else JOIN_LIMIT_S
         self._phase = phase
         self._tell = tell
-        self._hub: Hub | None = None
+        self._opened: Hub | None = None
         self._devices: dict[int, Device] = {}
         self._transport: ZeroMQTransport | None = None
         self._generation = 0
@@ -87,6 +88,11 @@ class RemoteCrew:
         self._door_not_before = 0.0
         self._rekey = False  # a revoked device is gone, and those who are left still know its keys
 
+    @property
+    def _hub(self) -> Hub:
+        assert self._opened is not None, "not started"
+        return self._opened
+
     def start(self, ring: str, generation: int) -> Endpoint:
         """Show the line to type, wait for the devices, let each start its compute process."""
         remove_leftovers()
@@ -94,7 +100,7 @@ class RemoteCrew:
         self._rings.open(self._ring, create=True)
         self._rings.take_back(self._ring)
         address = f"{self._host}:{self._port}"
-        self._hub = Hub(self._ring, self._rings, self._host, self._port)
+        self._opened = Hub(self._ring, self._rings, self._host, self._port)
         self._hub.run = ring
         self._rings.set_address(self._ring, address)
         self._gather(address)
@@ -131,7 +137,6 @@ class RemoteCrew:
     def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
         numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""
-        assert self._hub is not None
         assert self._transport is not None
         self._hub.poll()
         self.found_lost = list(self._lost(self._step))
@@ -157,7 +162,6 @@ class RemoteCrew:
         return living
 
     def _drop_the_gone(self) -> None:
-        assert self._hub is not None
         for node, device in list(self._devices.items()):
             self._rekey = self._rekey or not self._hub.admits(device.key)
             gone = (
@@ -195,7 +199,6 @@ class RemoteCrew:
 
     def _gather_spares(self, need_bytes: int) -> None:
         """Waiting devices get a place."""
-        assert self._hub is not None
         for device in self._spares():
             node = next(number for number in range(1, self._wanted) if number not in self._devices)
             self._devices[node] = device
@@ -204,7 +207,6 @@ class RemoteCrew:
             raise DoesNotFit(f"those who are left lack {bytes_text(missing)} of memory")
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
-        assert self._hub is not None
         self._wanted = max(self._wanted, len(self._devices) + 2)
         self._tell(f"paused: {why}; the run goes on when a device joins (ringtmp ring token prints a token)")
         limit = time.monotonic() + JOIN_LIMIT_S
@@ -223,7 +225,6 @@ class RemoteCrew:
 
     def _mind_the_door(self) -> None:
         """Open while a place is free."""
-        assert self._hub is not None
         if len(self._devices) + 1 >= self._wanted:
             self._hub.close_door()
         elif time.monotonic() >= self._door_not_before:
@@ -239,7 +240,6 @@ class RemoteCrew:
 
     def _spares(self) -> list[Device]:
         """Devices that wait for a place, as many as there are places."""
-        assert self._hub is not None
         used = {device.key for device in self._devices.values()}
         waiting = [
             each
@@ -256,13 +256,11 @@ class RemoteCrew:
 
     def _end(self, device: Device, over: bool = False) -> None:
         """Its compute process is known by the generation it was started in, not by those it lived through."""
-        assert self._hub is not None
         if device.started is not None:
             self._hub.tell(device, End(device.started.generation, over))
 
     def _begin(self, ring: str) -> Endpoint:
         """Fresh link keys for everyone, and a compute process on every device."""
-        assert self._hub is not None
         generation = self._generation
         endpoint = f"tcp://{self._host}:*"
         self._transport = ZeroMQTransport(0, (endpoint, endpoint, endpoint), new_key_pair())
@@ -309,7 +307,6 @@ class RemoteCrew:
 
     def check(self, step: int) -> None:
         """Raise NodeLost for a device that died, left, was revoked or fell silent."""
-        assert self._hub is not None
         self._step = step
         self._hub.poll()
         self._hub.refresh()
@@ -320,7 +317,6 @@ class RemoteCrew:
             raise loss
 
     def _lost(self, step: int) -> Iterator[NodeLost]:
-        assert self._hub is not None
         for node, device in self._devices.items():
             who = f"node {node} ({device.facts.name})"
             if device.key in self._revoked:
@@ -355,11 +351,11 @@ class RemoteCrew:
             self._tell(f"{device.facts.name} is left out until the end of the run: it broke the protocol")
 
     def stop(self) -> None:
-        if self._hub is not None:
-            for device in self._hub.devices.values():
+        if self._opened is not None:
+            for device in self._opened.devices.values():
                 self._end(device, over=True)
-            self._hub.close()
-            self._hub = None
+            self._opened.close()
+            self._opened = None
         self._devices.clear()
         self._shelf.close()
         if self._folder is not None:
@@ -370,7 +366,6 @@ class RemoteCrew:
             self._transport = None
 
     def _gather(self, address: str) -> None:
-        assert self._hub is not None
         secret = self._rings.new_secret(self._ring, self.nodes - 1)
         line = tokens.encode(Token(self._ring, address, self._rings.open(self._ring).public, secret))
         self._tell(f"on each device, run:\n\n    ringtmp node --join {line}\n")
@@ -411,7 +406,6 @@ class RemoteCrew:
         return False
 
     def _await_compute(self, devices: Mapping[int, Device]) -> None:
-        assert self._hub is not None
         assert self._transport is not None
         limit = time.monotonic() + START_LIMIT_S
         waiting = dict(devices)

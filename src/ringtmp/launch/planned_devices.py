@@ -46,16 +46,15 @@ def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Dev
         found.append(
             Device(
                 each.name,
-                1.0,
-                bucket,
-                threads,
-                each.memory_mb * 2**20,
-                AGENT_BYTES if index else 0.0,
-                each.idle_w,
-                each.busy_w,
-                Link(rate, rate, each.latency_ms / 1000, NETWORK_MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
-                each.busy_share(threads),
-                each.nj_per_byte,
+                quota=bucket,
+                cores=threads,
+                memory_bytes=each.memory_mb * 2**20,
+                extra_bytes=AGENT_BYTES if index else 0.0,
+                idle_w=each.idle_w,
+                busy_w=each.busy_w,
+                link=Link(rate, rate, each.latency_ms / 1000, NETWORK_MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
+                busy_share=each.busy_share(threads),
+                nj_per_byte=each.nj_per_byte,
             )
         )
     return tuple(found)

@@ -41,14 +41,17 @@ FORMAT = 2
 #: Each size is measured until this time is spent, but within these numbers of runs.
 MEASURE_S = 0.15
 LEAST_RUNS, MOST_RUNS = 3, 15
-#: Bytes taken while a layer is measured, per byte of its parameters: copy, gradient, up to two of optimizer state.
-WHILE_MEASURED = 4
+#: Bytes taken while a layer is measured, per byte of its parameters: copy and gradient. Optimizer state comes on top.
+WHILE_MEASURED = 2
 #: Touched between runs: in a ring other layers have been in the cache meanwhile.
 OTHERS_BYTES = 4 * 2**20
 
 
 class Optimizer(Protocol):
     states: list[dict[str, torch.Tensor]]
+
+    @property
+    def state_tensors(self) -> int: ...
 
     def step(self, lr: float) -> None: ...
 
@@ -124,7 +127,7 @@ class Profiler:
         key = signature(each.layer, leaves, wants, self._sizes, self._here)
         found = self._seen.get(key) or (self._cache.get(key) if self._cache is not None else None)
         if found is None:
-            _refuse_what_cannot_be_tried(each)
+            _refuse_what_cannot_be_tried(each, self._make_optimizer(()).state_tensors)
             found = _measure(each.layer, each.tensors, leaves, wants, self._sizes, self._make_optimizer, self._clock)
             if self._cache is not None:
                 self._cache.put(key, found)
@@ -134,10 +137,10 @@ class Profiler:
         return layer_cost(each.layer, each.tensors, found)
 
 
-def _refuse_what_cannot_be_tried(built: BuiltLayer) -> None:
+def _refuse_what_cannot_be_tried(built: BuiltLayer, state_tensors: int) -> None:
     """A copy to train, its gradient and the optimizer's state; the layer itself is here already."""
     trainable = _trainable_bytes(built.layer, built.tensors)
-    needed, free = WHILE_MEASURED * trainable, free_memory_bytes()
+    needed, free = (WHILE_MEASURED + state_tensors) * trainable, free_memory_bytes()
     if needed > free:
         raise DoesNotFit(
             f"layer {built.layer.name} has {bytes_text(trainable)} of parameters, and to train it alone needs "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ringtmp.errors import RingError
 from ringtmp.plan.devices import Device, Paths
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.planner import Plan, PlanOptions, plan
 from ringtmp.units import seconds_text
 
@@ -150,8 +151,9 @@ def gains(made: Plan, everyone: tuple[Device, ...], may_grow: bool = True) -> tu
             attempt(f"{2 * count} microbatches", everyone, replace(free, microbatches=2 * count))
         if count > 1:
             attempt(f"{count // 2} microbatches", everyone, replace(free, microbatches=count // 2))
-        if options.schedule == "1f1b":
-            attempt("the zero-bubble schedule", everyone, replace(free, schedule="zero-bubble"))
+        if options.schedule == DEFAULT_SCHEDULE.name:
+            for name in (each.name for each in SCHEDULES.values() if each.defers_weights):
+                attempt(f"the {name} schedule", everyone, replace(free, schedule=name))
         if made.window < count * (1 + options.staleness):
             attempt(f"a window of {2 * made.window}", everyone, replace(free, window=2 * made.window))
     if options.recompute != "none":

@@ -70,8 +70,8 @@ class CostTable:
 
         return StageCost(
             over(self.forward_s), over(self.backward_s), over(self.update_s), self.crossing_bytes[first],
-            self.crossing_bytes[stop], over(self.stored), over(self.weights), over(self.gradients), over(self.optimizer),
-            over(self.weights_s),
+            output_bytes=self.crossing_bytes[stop], stored_bytes=over(self.stored), weight_bytes=over(self.weights),
+            gradient_bytes=over(self.gradients), optimizer_bytes=over(self.optimizer), weights_s=over(self.weights_s),
         )  # fmt: skip
 
     @property

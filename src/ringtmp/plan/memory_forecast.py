@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from ringtmp.errors import DoesNotFit
 from ringtmp.plan.devices import Device
 from ringtmp.plan.layer_costs import CostTable
-from ringtmp.plan.next_action import places
 from ringtmp.plan.route import MASTER, Route
 from ringtmp.plan.simulate_pipeline import RingOptions
 from ringtmp.plan.simulation import Simulated
@@ -63,13 +62,8 @@ class MemoryForecast:
 def held(visit: int, visits: int, options: RingOptions, safe: bool = False) -> int:
     """Microbatches a visit holds where all take about the same time; `safe`: whatever happens."""
     window = options.window_for(visits)
-    most = min(places(window, options.schedule), options.microbatches * (1 + options.staleness))
-    if options.schedule == "gpipe":
-        return most
-    if safe:
-        return 1 if visit == visits - 1 and options.schedule == "1f1b" else most
-    usual = 2 * (visits - 1 - visit) + 1
-    return min(most, usual if options.schedule == "1f1b" else usual + (window + 1) // 2)
+    there_are = options.microbatches * (1 + options.staleness)
+    return min(there_are, options.pipeline.held(visit, visits, window, safe))
 
 
 def held_in(simulated: Simulated, route: Route, options: RingOptions, devices: Sequence[Device]) -> tuple[int, ...]:
@@ -114,16 +108,10 @@ def forecast(
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             working = max(working, largest_stored(table, visit.first, visit.stop))
         without = MemoryForecast(
-            device.name,
-            device.memory_bytes,
-            process_bytes + device.extra_bytes,
-            weights,
-            gradients,
-            optimizer,
-            stored,
-            boundary,
-            working,
-        )
+            device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=weights,
+            gradient_bytes=gradients, optimizer_bytes=optimizer, stored_bytes=stored, boundary_bytes=boundary,
+            working_bytes=working,
+        )  # fmt: skip
         spare = device.memory_bytes - without.total_bytes
         without = replace(without, snapshot_bytes=_snapshot_bytes(table, route, node, protect, spare))
         found.append(_with_kept(without, device))
@@ -170,8 +158,9 @@ def replica_forecast(
     stored = stage.stored_bytes if works else 0.0
     working = largest_stored(table, 0, table.count) if works else 0.0
     without = MemoryForecast(
-        device.name, device.memory_bytes, process_bytes + device.extra_bytes, stage.weight_bytes, stage.gradient_bytes,
-        stage.optimizer_bytes, stored, stage.gradient_bytes, working,
+        device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=stage.weight_bytes,
+        gradient_bytes=stage.gradient_bytes, optimizer_bytes=stage.optimizer_bytes, stored_bytes=stored,
+        boundary_bytes=stage.gradient_bytes, working_bytes=working,
     )  # fmt: skip
     return replace(without, working_bytes=working + _kept_bytes(without, device))
 

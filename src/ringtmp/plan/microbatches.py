@@ -56,7 +56,7 @@ def best_plan(
     """The plan with the shortest step over all allowed numbers of microbatches; `options.microbatches` is where the
     search begins. DoesNotFit where none fits."""
     counts = [each for each in COUNTS if each <= options.batch_size and allowed(each)] or [1]
-    if options.schedule == "gpipe" and options.window is not None:
+    if options.ring.pipeline.all_forward_first and options.window is not None:
         counts = [each for each in counts if each <= options.window] or [1]
     made: dict[int, Plan] = {}
     problems: list[DoesNotFit] = []

@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Schedule = Literal["1f1b", "gpipe", "zero-bubble"]
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble")
+from ringtmp.plan.pipeline_schedules import PipelineSchedule
 
 
 class Ready(NamedTuple):
@@ -50,11 +49,11 @@ class Action(NamedTuple):
     microbatch: int = -1
 
 
-def next_action(visits: Sequence[Ready], window: int, schedule: Schedule) -> Action | None:
+def next_action(visits: Sequence[Ready], window: int, schedule: PipelineSchedule) -> Action | None:
     """The node's next piece of work; None when it must wait for a neighbour."""
     deepest_first = visits if len(visits) == 1 else sorted(visits, key=lambda each: -each.visit)
     for each in deepest_first:
-        if each.backward is not None and (schedule != "gpipe" or each.forwarded == each.microbatches):
+        if each.backward is not None and (not schedule.all_forward_first or each.forwarded == each.microbatches):
             return Action("backward", each.visit, each.backward)
     for each in deepest_first:
         if each.update:
@@ -65,23 +64,10 @@ def next_action(visits: Sequence[Ready], window: int, schedule: Schedule) -> Act
             return Action("weights", each.visit)
     for each in deepest_first:
         if each.forward is not None and (not each.front or each.in_flight < window):
-            if each.deferred and each.stored >= places(window, schedule):
+            if each.deferred and each.stored >= schedule.places(window):
                 return Action("weights", each.visit)
             return Action("forward", each.visit, each.forward)
     for each in reversed(deepest_first):
         if each.deferred:
             return Action("weights", each.visit)
     return None
-
-
-def places(window: int, schedule: Schedule) -> int:
-    """Microbatches a visit stores at most. Deferred weight gradients fill the wait for the ring to drain, about half of
-    a default window at the front; more of them would cost memory and find no gap."""
-    return window + (window + 1) // 2 if schedule == "zero-bubble" else window
-
-
-def default_window(visits: int, microbatches: int, schedule: str = "1f1b", staleness: int = 0) -> int:
-    """Enough microbatches in flight to cover every visit and the transfer between each two; gpipe needs them all,
-    because no gradient comes back before the last microbatch has gone in. Delayed steps overlap, so that those of the
-    next one count too."""
-    return microbatches if schedule == "gpipe" else max(1, min(microbatches * (1 + staleness), 2 * visits - 1))

@@ -17,8 +17,8 @@ from ringtmp.plan.devices import Device, LayerCost, Paths, check_devices
 from ringtmp.plan.exact_cuts import Candidate, Segments, every_multiset, given_order, states_of
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.next_action import Schedule
 from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulation import Simulated
@@ -44,7 +44,7 @@ class PlanOptions:
     batch_size: int
     microbatches: int
     window: int | None = None
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = DEFAULT_SCHEDULE.name
     clip: bool = False
     wire_ratio: float = 1.0  # bytes that travel per byte of float32
     process_bytes: float = PROCESS_BYTES
@@ -163,7 +163,7 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
     holders = options.holders(len(devices))
     if options.cuts is not None:
         _check_cuts(options.cuts, table.count, len(holders))
-        made = _make(table, layers, devices, (), options, ring, options.cuts, 0.0, paths)
+        made = _make(table, devices, options, ring, bounds=options.cuts, paths=paths)
         return _widened(made, table, ring, paths)
     for each in _windows(ring, len(holders)):
         # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
@@ -171,10 +171,10 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
             segments = Segments(table, each, options.process_bytes, safe, options.protect)
             found, gap = _candidates(segments, devices, options, paths)
             if found:
-                return _chosen(segments, layers, devices, options, found, gap, paths)
+                return _chosen(segments, devices, options, found, gap, paths)
     if _several_visits(options, len(devices)):
         near, _ = spread(segments, devices, holders, paths, 0)
-        _make(table, layers, devices, (), options, segments.options, near.bounds, 0.0, paths)
+        _make(table, devices, options, segments.options, bounds=near.bounds, paths=paths)
     refuse(segments, devices, options.keep_all)
     raise AssertionError("nothing fits, and nothing is missing")
 
@@ -186,7 +186,7 @@ def _several_visits(options: PlanOptions, devices: int) -> bool:
 def _windows(ring: RingOptions, visits: int) -> list[RingOptions]:
     """The window asked for or the default; where that does not fit and none was asked for, smaller ones."""
     first = ring.window_for(visits)
-    if ring.window is not None or ring.schedule == "gpipe":
+    if ring.window is not None or ring.pipeline.all_forward_first:
         return [ring]
     smaller = {visits, visits // 2, 2, 1}
     return [ring, *(replace(ring, window=each) for each in sorted(smaller, reverse=True) if 1 <= each < first)]
@@ -208,9 +208,8 @@ def _candidates(
 
 
 def _chosen(
-    segments: Segments, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, found: Found,
-    gap: float, paths: Paths | None,
-) -> Plan:  # fmt: skip
+    segments: Segments, devices: Sequence[Device], options: PlanOptions, found: Found, gap: float, paths: Paths | None
+) -> Plan:
     allowed = _without_weak(found, devices)
     fastest = min(took for _, took in allowed)
     # Of those as good as the fastest, the one with most devices: more memory, and nobody turned away for nothing.
@@ -221,7 +220,16 @@ def _chosen(
     gone = [each for i, each in enumerate(devices) if i not in chosen.order]
     left_out = tuple(LeftOut(each.name, _reason(segments, found, chosen, took, each, len(devices))) for each in gone)
     members = [devices[i] for i in chosen.order]
-    made = _make(segments.table, layers, members, left_out, options, segments.options, chosen.bounds, gap, paths)
+    made = _make(
+        segments.table,
+        members,
+        options,
+        segments.options,
+        bounds=chosen.bounds,
+        paths=paths,
+        left_out=left_out,
+        gap=gap,
+    )
     return _widened(made, segments.table, segments.options, paths)
 
 
@@ -244,7 +252,8 @@ def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | Non
         wider = replace(ring, window=window)
         try:
             found = _make(
-                table, made.layers, made.devices, made.left_out, made.options, wider, made.bounds, made.gap, paths
+                table, made.devices, made.options, wider,
+                bounds=made.bounds, paths=paths, left_out=made.left_out, gap=made.gap,
             )  # fmt: skip
         except DoesNotFit:
             break
@@ -255,8 +264,8 @@ def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | Non
 
 
 def _make(
-    table: CostTable, layers: Sequence[LayerCost], devices: Sequence[Device], left_out: tuple[LeftOut, ...],
-    options: PlanOptions, ring: RingOptions, bounds: tuple[tuple[int, int], ...], gap: float, paths: Paths | None,
+    table: CostTable, devices: Sequence[Device], options: PlanOptions, ring: RingOptions, *,
+    bounds: tuple[tuple[int, int], ...], paths: Paths | None, left_out: tuple[LeftOut, ...] = (), gap: float = 0.0,
 ) -> Plan:  # fmt: skip
     route = route_over(options.holders(len(devices)), bounds)
     # Under a quota a step depends on where in a period it begins: take the mean of a few.
@@ -267,7 +276,8 @@ def _make(
     require_fit(memory, ring.microbatches)
     window = ring.window_for(len(bounds))
     return Plan(
-        tuple(layers), tuple(devices), left_out, options, bounds, window, simulated, memory, gap, paths or {}
+        table.layers, tuple(devices), left_out, options,
+        bounds=bounds, window=window, simulated=simulated, memory=memory, gap=gap, paths=paths or {},
     )  # fmt: skip
 
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.layer_costs import CostTable, StageCost
-from ringtmp.plan.next_action import Action, Ready, Schedule, default_window, next_action
+from ringtmp.plan.next_action import Action, Ready, next_action
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, ScheduleName
 from ringtmp.plan.route import Route
 from ringtmp.plan.simulated_clocks import Lines, Processor
-from ringtmp.plan.simulation import NodeStep, Simulated, Span, joules, line_bytes, per_step
+from ringtmp.plan.simulation import NodeStep, Simulated, Span, line_bytes, per_step
 
 #: A clipping norm or coefficient on its way.
 NORM_BYTES = 64.0
@@ -34,13 +35,17 @@ _DONE, _DEPART, _ACTIVATIONS, _GRADIENTS, _NORMS, _SCALE = range(6)
 class RingOptions:
     microbatches: int
     window: int | None = None  # None: the default of the live ring
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = DEFAULT_SCHEDULE.name
     clip: bool = False
     steps: int = 1  # with more than one the first only warms up
     staleness: int = 0
 
     def window_for(self, visits: int) -> int:
-        return self.window or default_window(visits, self.microbatches, self.schedule, self.staleness)
+        return self.window or self.pipeline.default_window(visits, self.microbatches, self.staleness)
+
+    @property
+    def pipeline(self) -> PipelineSchedule:
+        return SCHEDULES[self.schedule]
 
     @property
     def warm_up(self) -> int:
@@ -104,12 +109,12 @@ class _Ring:
         self._options = options
         self._microbatches = options.microbatches
         self._window = options.window_for(len(route.visits))
-        self._defers = options.schedule == "zero-bubble"
+        self._schedule = options.pipeline
         self._nodes = [_Node(device) for device in devices]
         self._visits: list[_Visit] = []
         for each in route.visits:
             stage = table.stage(each.first, each.stop)
-            pieces = max(1, each.stop - each.first) if self._defers and stage.weights_s > 0 else 0
+            pieces = max(1, each.stop - each.first) if self._schedule.defers_weights and stage.weights_s > 0 else 0
             visit = _Visit(each.index, each.node, stage, route.last, pieces)
             self._visits.append(visit)
             self._nodes[each.node].visits.append(visit)
@@ -193,7 +198,7 @@ class _Ring:
     # -- a node -------------------------------------------------------------------------------------------------------
 
     def _choose(self, node: _Node, now: float) -> None:
-        action = next_action([self._ready(visit) for visit in node.visits], self._window, self._options.schedule)
+        action = next_action([self._ready(visit) for visit in node.visits], self._window, self._schedule)
         if action is None:
             node.cause = self._cause(node)
             return
@@ -216,19 +221,18 @@ class _Ring:
         may_go = visit.forwarded // count - visit.turn <= self._options.staleness
         answering = visit.backwarded // count  # the pass whose gradient comes next
         end = (visit.turn + 1) * count
-        deferred = visit.backwarded - visit.weighed
         return Ready(
             visit.index,
             visit.first,
             visit.forwarded % count if visit.activations > visit.forwarded and may_go else None,
             visit.backwarded % count if visit.gradients > visit.backwarded else None,
-            min(visit.forwarded - answering * count, count),
-            visit.forwarded - visit.backwarded if visit.first else 0,
-            count,
-            visit.weighed >= end and (not self._options.clip or visit.scaled > visit.turn),
-            deferred,
-            visit.forwarded - visit.weighed,
-            visit.backwarded >= end,
+            forwarded=min(visit.forwarded - answering * count, count),
+            in_flight=visit.forwarded - visit.backwarded if visit.first else 0,
+            microbatches=count,
+            update=visit.weighed >= end and (not self._options.clip or visit.scaled > visit.turn),
+            deferred=visit.backwarded - visit.weighed,
+            stored=visit.forwarded - visit.weighed,
+            closing=visit.backwarded >= end,
         )
 
     def _cause(self, node: _Node) -> str:
@@ -347,13 +351,10 @@ class _Ring:
             for a, b, cause in (*node.gaps, (node.free_since, end, "activations")):
                 if (length := _overlap(a, b, begin, end) / steps) > 0:
                     causes[cause] = causes.get(cause, 0.0) + length
-            idle = max(step_s - busy, 0.0)
             nodes.append(
-                NodeStep(
-                    device.name, busy, idle, causes, sent[number], received[number],
-                    sent[number] / device.link.up_bytes_per_s, received[number] / device.link.down_bytes_per_s,
-                    node.most_level, tuple(visit.most_held for visit in node.visits),
-                    joules(device, busy, idle, sent[number] + received[number]),
+                NodeStep.of(
+                    device, busy, step_s, causes, sent_bytes=sent[number], received_bytes=received[number],
+                    memory_bytes=node.most_level, held=tuple(visit.most_held for visit in node.visits),
                 )
             )  # fmt: skip
         # One step is drawn: the last that counts. Where steps overlap, what is done of the next one is in it.

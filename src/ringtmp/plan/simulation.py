@@ -41,6 +41,20 @@ class NodeStep:
     joules: float | None
     server: bool = False  # a dedicated server: its idle time is listed apart
 
+    @classmethod
+    def of(
+        cls, device: Device, busy_s: float, step_s: float, causes: dict[str, float], *,
+        sent_bytes: float, received_bytes: float, memory_bytes: float, held: tuple[int, ...] = (), server: bool = False,
+    ) -> NodeStep:  # fmt: skip
+        """What follows from the device is filled in."""
+        idle_s = max(step_s - busy_s, 0.0)
+        return cls(
+            device.name, busy_s, idle_s, causes, sent_bytes=sent_bytes, received_bytes=received_bytes,
+            up_busy_s=sent_bytes / device.link.up_bytes_per_s, down_busy_s=received_bytes / device.link.down_bytes_per_s,
+            memory_bytes=memory_bytes, held=held, joules=joules(device, busy_s, idle_s, sent_bytes + received_bytes),
+            server=server,
+        )  # fmt: skip
+
     @property
     def idle_fraction(self) -> float:
         return self.idle_s / (self.busy_s + self.idle_s) if self.busy_s + self.idle_s else 0.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringtmp.report.page_content import Figure, Series
-from ringtmp.report.theme import LIGHT, in_order, longest, series_colours, short
+from ringtmp.report.theme import LIGHT, cut, in_order, longest, series_colours, short
 
 #: Points: 300 wide is a phone's screen with letters of about 10 pixels.
 WIDTH_IN, WIDE_IN, INCH = 300 / 72, 660 / 72, 72.0
@@ -168,7 +168,7 @@ def _cells(axes: Any, figure: Figure, wide: bool) -> None:
     from matplotlib.patches import Rectangle
 
     columns = _columns_of(figure)
-    names = [_cut(each.name, 34 if wide else 20) for each in figure.series]
+    names = [cut(each.name, 34 if wide else 20) for each in figure.series]
     room = ((WIDE_IN if wide else WIDTH_IN) * INCH - 20 - 4.6 * longest(names)) / max(1, len(columns))
     values = [value for series in figure.series for value in series.y if math.isfinite(value)]
     most = max(values, default=0.0)
@@ -195,7 +195,7 @@ def _cells(axes: Any, figure: Figure, wide: bool) -> None:
     axes.xaxis.set_label_position("top")
     crowded = (longest(columns) + 1.5) * 4.6 > room
     axes.set_xticks(
-        range(len(columns)), [_cut(each, 14) for each in columns], fontsize=_SMALL, color=LIGHT["ink"],
+        range(len(columns)), [cut(each, 14) for each in columns], fontsize=_SMALL, color=LIGHT["ink"],
         rotation=35 if crowded else 0, ha="left" if crowded else "center",
     )  # fmt: skip
     axes.set_yticks(range(len(names)), names, fontsize=_SMALL, color=LIGHT["ink"])
@@ -221,7 +221,7 @@ def _gantt(axes: Any, figure: Figure) -> None:
                 [((span.start_s - start) * factor, (span.end_s - span.start_s) * factor) for span in spans],
                 (row - 0.36, 0.72), facecolors=colours[kind], edgecolor=LIGHT["ground"], linewidth=0.25, zorder=3,
             )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [_cut(row, 18) for row in rows], fontsize=_FONT, color=LIGHT["ink"])
+    axes.set_yticks(range(len(rows)), [cut(row, 18) for row in rows], fontsize=_FONT, color=LIGHT["ink"])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, max((end - start) * factor, 1e-9))
     axes.tick_params(axis="y", length=0)
@@ -341,12 +341,8 @@ def two_lines(text: str, most: int) -> str:
     """A long name goes on below, where a part of it begins; what is too long even so is cut."""
     at = max(text.rfind(mark, 0, most + 1) for mark in ":, ") + 1
     if len(text) <= most or not at:
-        return _cut(text, most)
-    return f"{text[:at].rstrip()}\n{_cut(text[at:], most)}"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+        return cut(text, most)
+    return f"{text[:at].rstrip()}\n{cut(text[at:], most)}"
 
 
 def thinned(series: Series) -> list[tuple[float, float]]:

@@ -95,3 +95,7 @@ def in_order(kinds: Iterable[str]) -> list[str]:
 
 def longest(texts: Iterable[str]) -> int:
     return max((len(text) for text in texts), default=0)
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

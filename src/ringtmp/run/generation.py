@@ -29,9 +29,9 @@ from ringtmp.run.losses_of_nodes import Losses, lost_text, unlike
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.runtime.checkpoint import Checkpoint, Progress, latest
 from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.learning_rates import checked_schedule
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
-from ringtmp.runtime.update_rules import checked_schedule
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Brief, Leader
 from ringtmp.strategies.ring import plan as ring_plan

@@ -11,8 +11,8 @@ from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
 from ringtmp.launch.node_pool import Crew
 from ringtmp.metrics.events import EventLog
-from ringtmp.plan.next_action import default_window
 from ringtmp.plan.partition import equal_cost
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
 from ringtmp.plan.route import MASTER, plain_ring
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.losses import LossFunction
@@ -62,8 +62,8 @@ class Inference:
                 training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
             )
             assert isinstance(training.microbatches, int), "a saved run has a number"
-            window = default_window(len(self._route.visits), training.microbatches)
-            setup = Setup(self._route, recipe, window, "1f1b", self.step, self._crew.addresses(), 0)
+            window = DEFAULT_SCHEDULE.default_window(len(self._route.visits), training.microbatches)
+            setup = Setup(self._route, recipe, window, DEFAULT_SCHEDULE.name, self.step, self._crew.addresses(), 0)
             master.lay_out(setup, self._checkpoint)
         except BaseException:
             self.__exit__()

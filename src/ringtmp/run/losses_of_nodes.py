@@ -8,21 +8,20 @@ from typing import Any
 from ringtmp.errors import LinkLost, NodeLost
 from ringtmp.metrics.events import Regrouped
 from ringtmp.model.portable_layer import Layer
+from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.wire.messages import Hello
 
 #: So many losses in a row without a step further than ever before: something kills them, and would go on.
 MOST_IN_A_ROW = 8
-#: Bytes an optimizer keeps per byte of parameters, and the gradient.
-_STATE = {"sgd": 1, "adam": 2, "adamw": 2}
 
 
-def memory_need(layers: Sequence[Layer], optimizer: str, nodes: int) -> int:
+def memory_need(layers: Sequence[Layer], optimizer: str, settings: Mapping[str, Any], nodes: int) -> int:
     """Bytes that all nodes together need at least: weights, gradients, optimizer state. Nothing is kept twice here, and
     activations are not counted: what is short of this cannot go on, what is above it is tried."""
     if nodes == 1:
         return 0
     parameters = sum(layer.parameters for layer in layers) * 4
-    return parameters * (2 + _STATE.get(optimizer, 2))
+    return parameters * (2 + state_tensors(optimizer, settings))
 
 
 class Losses:

@@ -22,8 +22,9 @@ from ringtmp.run.losses_of_nodes import memory_need
 from ringtmp.runtime.checkpoint import Progress, weights_sha256
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import Lead
+from ringtmp.runtime.learning_rates import learning_rate
+from ringtmp.runtime.losses import is_of_bytes
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
-from ringtmp.runtime.update_rules import learning_rate
 from ringtmp.strategies.base import Leader
 from ringtmp.strategies.ring.plan import refuse_too_few
 from ringtmp.system.resources import keeping_what_is_there
@@ -149,7 +150,9 @@ class Session(Laying):
         endpoint = self._endpoint
         config = self._job.config
         index, layers, checkpoint = self._open()
-        need_bytes = memory_need(layers, config.training.optimizer, self._crew.nodes)
+        need_bytes = memory_need(
+            layers, config.training.optimizer, config.training.optimizer_settings, self._crew.nodes
+        )
         living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
         for other in self._losses.found(self._crew.found_lost):
             self._warn(f"{other}; healing")
@@ -371,7 +374,7 @@ class Session(Laying):
         )
         where = f"the test part of {job.test.name}"
         score = master.evaluate(
-            (self._check(batch, where, where) for batch in batches), self._progress.step, job.loss_name == "next_byte"
+            (self._check(batch, where, where) for batch in batches), self._progress.step, is_of_bytes(job.loss_name)
         )
         event = events.Evaluated(
             time.monotonic(), self._progress.step, epoch, score.samples, score.loss, score.accuracy, score.bits_per_byte

@@ -18,26 +18,41 @@ LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 IGNORED = -100
 
 
-def cross_entropy(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs, targets)
+@dataclass(frozen=True)
+class Loss:
+    """A loss by its name, with what is known of it."""
+
+    name: str
+    function: LossFunction
+    class_dim: int | None = None  # where outputs have a value for every class; None: targets are no classes
+    same_shape: bool = False  # outputs and targets must have one shape
+    of_bytes: bool = False  # of a text's bytes: its scores are told in bits per byte, too
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return self.function(outputs, targets)
 
 
-def mse(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(outputs, targets)
-
-
-def next_byte(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+def _next_byte(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     """(batch, time, 256) logits against (batch, time) bytes."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy, "mse": mse, "next_byte": next_byte}
+cross_entropy = Loss("cross_entropy", F.cross_entropy, class_dim=1)
+mse = Loss("mse", F.mse_loss, same_shape=True)
+next_byte = Loss("next_byte", _next_byte, class_dim=-1, of_bytes=True)
+#: To add a loss, write it above and name it here.
+LOSSES: dict[str, Loss] = {loss.name: loss for loss in (cross_entropy, mse, next_byte)}
 
 
-def loss_named(name: str) -> LossFunction:
+def loss_named(name: str) -> Loss:
     if name not in LOSSES:
         raise unknown("loss", name, LOSSES)
     return LOSSES[name]
+
+
+def is_of_bytes(name: str) -> bool:
+    """Of a loss of the user's own nothing is known."""
+    return name in LOSSES and LOSSES[name].of_bytes
 
 
 def _class_dim(outputs: Any, targets: torch.Tensor, last: bool) -> int | None:
@@ -60,9 +75,8 @@ class LabelRange:
     @classmethod
     def of(cls, loss: str, shape: tuple[int, ...]) -> LabelRange:
         """`shape`: of the model's outputs, samples first."""
-        if loss == "next_byte" and shape:
-            return cls(shape[-1])
-        return cls(shape[1] if loss == "cross_entropy" and len(shape) > 1 else None)
+        dim = LOSSES[loss].class_dim if loss in LOSSES else None
+        return cls(None if dim is None or len(shape) <= max(dim, 0) else shape[dim])
 
     def check(self, targets: torch.Tensor, where: str, numbers: torch.Tensor | None = None) -> None:
         """Refuses a label the model has no output for. `numbers`: the samples' own, counted from 0."""
@@ -132,15 +146,13 @@ def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tenso
     """Try the loss on a sample: wrong shapes and labels out of range are the user's to know before the start."""
     if isinstance(outputs, torch.Tensor):
         LabelRange.of(name, tuple(outputs.shape)).check(targets, "the data's first samples")
-    if name == "mse" and isinstance(outputs, torch.Tensor) and outputs.shape != targets.shape:
+    same_shape = name in LOSSES and LOSSES[name].same_shape
+    if same_shape and isinstance(outputs, torch.Tensor) and outputs.shape != targets.shape:
         several = outputs.dim() == 2 and targets.dim() == 1 and outputs.shape[1] > 1
+        classes = "if the targets are classes, make them whole numbers (targets.long())"
         raise UsageError(
-            f"loss mse wants outputs and targets of one shape, and they are {tuple(outputs.shape)} and {tuple(targets.shape)}: "
-            + (
-                "if the targets are classes, make them whole numbers (targets.long())"
-                if several
-                else "reshape the targets"
-            )
+            f"loss {name} wants outputs and targets of one shape, and they are {tuple(outputs.shape)} and "
+            f"{tuple(targets.shape)}: {classes if several else 'reshape the targets'}"
         )
     try:
         value = loss(outputs, targets)

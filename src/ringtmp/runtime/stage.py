@@ -18,6 +18,8 @@ from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import Norms, norms_of
+from ringtmp.runtime.layer_randomness import random_key
+from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
 from ringtmp.runtime.segment_edges import (
     Gradient,
@@ -28,7 +30,6 @@ from ringtmp.runtime.segment_edges import (
     run_backward,
     saved_bytes,
 )  # fmt: skip
-from ringtmp.runtime.update_rules import learning_rate, random_key
 from ringtmp.wire.messages import Recipe
 
 StateName = tuple[str, str]

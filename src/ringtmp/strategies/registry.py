@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError, unknown
 from ringtmp.strategies.ps.settings import AllReduceSettings, PsSettings, Roles, checked_allreduce, checked_ps
+from ringtmp.wire.formats import wire_format
 
 if TYPE_CHECKING:
     from ringtmp.runtime.endpoint import Endpoint
@@ -125,7 +126,7 @@ def roles(name: str, given: Mapping[str, Any], nodes: int) -> Roles:
 
 def exactness(name: str, given: Mapping[str, Any], wire: str) -> str:
     """`bits`: those of one process; `replay`: the same bits every time; `steps`: the same batches, other rounding."""
-    if wire != "float32":
+    if not wire_format(wire).exact:
         return "steps"
     if name == "ring":
         return "bits"

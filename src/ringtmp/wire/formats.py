@@ -1,77 +1,153 @@
-"""Tensors that travel with fewer bits than they are computed with: bfloat16, float16, int8 with a scale per block.
+"""Wire formats: tensors that travel with fewer bits than they are computed with. To add one, write its entry in WIRE_FORMATS.
 
     float32   as it is, 4 bytes a value          bfloat16, float16   rounded to nearest, 2 bytes
     int8      1 byte and a float32 scale for every 256 values: value = scale * q, scale = max|block| / 127
 
-Only float32 tensors are changed; indices, masks and halves travel as they are.
+Only float32 tensors are changed; indices, masks and halves travel as they are. Torch is loaded by the first tensor: what a
+format is called and how much it takes is known without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from ringtmp.errors import unknown
 
-BLOCK = 256
-_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
 _FLOAT16_LARGEST = 65504.0
 
 
-def encode(wire: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What to send for a tensor: itself, its half, or (int8 values, scales)."""
-    if wire == "float32" or tensor.dtype != torch.float32:
-        return [tensor]
-    if wire == "float16":  # beyond its largest number it would become infinite
-        return [tensor.clamp(-_FLOAT16_LARGEST, _FLOAT16_LARGEST).to(torch.float16)]
-    if wire == "bfloat16":
-        return [tensor.to(torch.bfloat16)]
-    blocks = _blocks(tensor)
-    scales = blocks.abs().amax(1) / 127
-    steps = torch.where(scales > 0, scales, torch.ones_like(scales))  # a block of zeros; NaN stays in the scale
-    values = (blocks / steps[:, None]).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
-    return [values.reshape(-1)[: tensor.numel()].reshape(tensor.shape), scales]
+@dataclass(frozen=True)
+class WireFormat:
+    """Its name is the dtype of values that travel."""
 
+    name: str
+    value_bytes: int
+    rounded: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: nothing is lost
+    block: int = 0  # values that share a float32 scale, which travels beside them; 0: there are none
+    #: So coarse that what rounding takes away is made up for by the next tensor, and parameters travel as changes.
+    carries_error: bool = False
 
-def decode(wire: str, sent: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The float32 tensor a peer meant, as near as the wire lets it be."""
-    first = sent[0]
-    if wire == "int8" and first.dtype == torch.int8 and len(sent) == 2:
-        blocks = _blocks(first.to(torch.float32))
+    @property
+    def exact(self) -> bool:
+        """Whether a run has the bits it has in one process."""
+        return self.rounded is None
+
+    @property
+    def width(self) -> int:
+        """Tensors that travel for each: values, and their scales."""
+        return 2 if self.block else 1
+
+    def payload_bytes(self, values: int) -> int:
+        """Of so many float32 numbers."""
+        return values * self.value_bytes + (4 * -(-values // self.block) if self.block else 0)
+
+    def travels(self, dtype: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]] | None]:
+        """Types and shapes of what `encode` makes of a tensor, None where `pack` leaves a hole."""
+        if dtype != PLAIN.name:
+            return [(dtype, shape), *[None] * (self.width - 1)]
+        values = 1
+        for size in shape:
+            values *= size
+        scales = [(PLAIN.name, (-(-values // self.block),))] if self.block else []
+        return [(self.name, shape), *scales]
+
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What to send for a tensor: itself, its half, or (int8 values, scales)."""
+        import torch
+
+        if self.rounded is None or tensor.dtype != torch.float32:
+            return [tensor]
+        if not self.block:
+            return [self.rounded(tensor)]
+        blocks = self._blocks(tensor)
+        scales = blocks.abs().amax(1) / 127
+        steps = torch.where(scales > 0, scales, torch.ones_like(scales))  # a block of zeros; NaN stays in the scale
+        return [self.rounded(blocks / steps[:, None]).reshape(-1)[: tensor.numel()].reshape(tensor.shape), scales]
+
+    def decode(self, sent: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The float32 tensor a peer meant, as near as the format lets it be."""
+        import torch
+
+        first = sent[0]
+        if self.rounded is None or first.dtype != getattr(torch, self.name) or len(sent) != self.width:
+            return first
+        if not self.block:
+            return first.to(torch.float32)
+        blocks = self._blocks(first.to(torch.float32))
         return (blocks * sent[1][:, None]).reshape(-1)[: first.numel()].reshape(first.shape)
-    if wire in _HALVES and first.dtype == _HALVES[wire]:
-        return first.to(torch.float32)
-    return first
+
+    def pack(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """A message's tensors for the wire, holes included: `width` for each."""
+        packed: list[torch.Tensor | None] = []
+        for tensor in tensors:
+            sent = [] if tensor is None else self.encode(tensor)
+            packed += [*sent, *[None] * (self.width - len(sent))]
+        return packed
+
+    def unpack(self, packed: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What `pack` was given, as near as the format lets it be."""
+        found: list[torch.Tensor | None] = []
+        for start in range(0, len(packed), self.width):
+            sent = [each for each in packed[start : start + self.width] if each is not None]
+            found.append(self.decode(sent) if sent else None)
+        return found
+
+    def _blocks(self, tensor: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        flat = tensor.reshape(-1)
+        missing = -flat.numel() % self.block
+        if missing:
+            flat = torch.cat([flat, flat.new_zeros(missing)])
+        return flat.view(-1, self.block)
 
 
-def pack(wire: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """A message's tensors for the wire, holes included; of int8 every one becomes two: values, and scales or nothing."""
-    packed: list[torch.Tensor | None] = []
-    for tensor in tensors:
-        sent: list[torch.Tensor | None] = [None] if tensor is None else list(encode(wire, tensor))
-        packed += sent if wire != "int8" or len(sent) == 2 else [*sent, None]
-    return packed
+class ErrorFeedback:
+    """Encodes what goes out under one name time after time: what a coarse format takes away is added to the next."""
+
+    def __init__(self, wire: WireFormat) -> None:
+        self._wire = wire
+        self._taken_away: dict[Hashable, torch.Tensor] = {}
+
+    def encode(self, name: Hashable, values: torch.Tensor) -> list[torch.Tensor]:
+        if not self._wire.carries_error:
+            return self._wire.encode(values)
+        before = self._taken_away.get(name)
+        wanted = values if before is None else values + before
+        sent = self._wire.encode(wanted)
+        self._taken_away[name] = wanted - self._wire.decode(sent)
+        return sent
 
 
-def unpack(wire: str, packed: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """What `pack` was given, as near as the wire lets it be."""
-    width = 2 if wire == "int8" else 1
-    found: list[torch.Tensor | None] = []
-    for start in range(0, len(packed), width):
-        sent = [each for each in packed[start : start + width] if each is not None]
-        found.append(decode(wire, sent) if sent else None)
-    return found
+def _to_float16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clamp(
+        -_FLOAT16_LARGEST, _FLOAT16_LARGEST
+    ).half()  # beyond its largest number it would become infinite
 
 
-def wire_bytes(wire: str, values: int) -> int:
-    """Payload of `values` float32 numbers."""
-    if wire == "int8":
-        return values + 4 * -(-values // BLOCK)
-    return values * (2 if wire in _HALVES else 4)
+def _to_int8(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.round_().clamp_(-127, 127).nan_to_num_(0.0).char()
 
 
-def _blocks(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    missing = -flat.numel() % BLOCK
-    if missing:
-        flat = torch.cat([flat, flat.new_zeros(missing)])
-    return flat.view(-1, BLOCK)
+#: As it is computed with.
+PLAIN = WireFormat("float32", 4)
+WIRE_FORMATS: dict[str, WireFormat] = {
+    each.name: each
+    for each in (
+        PLAIN,
+        WireFormat("bfloat16", 2, lambda tensor: tensor.bfloat16()),
+        WireFormat("float16", 2, _to_float16),
+        WireFormat("int8", 1, _to_int8, block=256, carries_error=True),
+    )
+}
+
+
+def wire_format(name: str) -> WireFormat:
+    if name not in WIRE_FORMATS:
+        raise unknown("wire format", name, WIRE_FORMATS)
+    return WIRE_FORMATS[name]

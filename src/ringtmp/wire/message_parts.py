@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.wire.formats import BLOCK
+from ringtmp.wire.formats import PLAIN, WireFormat
 from ringtmp.wire.tensors import TensorSpec
 
 Specs = tuple[TensorSpec | None, ...]
@@ -32,27 +32,22 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
     rest: tuple[int, ...]  # the shape behind the samples
     per_sample: bool  # whether the first dimension counts samples; else `rest` is the whole shape
 
-    def allows(self, spec: TensorSpec, wire: str = "float32") -> bool:
+    def allows(self, spec: TensorSpec, wire: WireFormat = PLAIN) -> bool:
         shape = spec.shape[1:] if self.per_sample else spec.shape
-        dtype = wire if self.dtype == "float32" else self.dtype
-        return spec.dtype == dtype and shape == self.rest and (not self.per_sample or len(spec.shape) > 0)
+        whole = shape == self.rest and (not self.per_sample or len(spec.shape) > 0)
+        return whole and (spec.dtype, spec.shape) == wire.travels(self.dtype, spec.shape)[0]
 
 
-def fits(crossings: Sequence[Crossing], specs: Specs, wire: str) -> bool:
+def fits(crossings: Sequence[Crossing], specs: Specs, wire: WireFormat) -> bool:
     """Whether these tensors are what crosses a cut on this wire; any may be missing."""
-    width = 2 if wire == "int8" else 1  # values, and their scales
-    if len(specs) != width * len(crossings):
+    if len(specs) != wire.width * len(crossings):
         return False
     for position, crossing in enumerate(crossings):
-        spec = specs[width * position]
-        if spec is not None and not crossing.allows(spec, wire):
+        sent = specs[wire.width * position : wire.width * (position + 1)]
+        first = sent[0]
+        if first is not None and not crossing.allows(first, wire):
             return False
-        scales = specs[2 * position + 1] if width == 2 else None
-        scaled = width == 2 and spec is not None and crossing.dtype == "float32"
-        if (scales is not None) != scaled or (scales and spec and not _scale(spec, scales)):
+        beside = [None if each is None else (each.dtype, each.shape) for each in sent[1:]]
+        if beside != ([None] * len(beside) if first is None else wire.travels(crossing.dtype, first.shape)[1:]):
             return False
     return True
-
-
-def _scale(values: TensorSpec, scales: TensorSpec) -> bool:
-    return scales.dtype == "float32" and scales.shape == (-(-values.count // BLOCK),)

@@ -1,4 +1,4 @@
-"""Every message nodes exchange, and who may say it to whom and when (rules.py). Adding a field or a kind means a new
+"""Every message nodes exchange, and who may say it to whom and when (permissions.py). Adding a field or a kind means a new
 PROTOCOL number.
 
 The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip
@@ -12,22 +12,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, get_args
 
-import msgspec
+from msgspec import field
 
 from ringtmp.plan.route import Route
 from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
 
 from ringtmp.wire.permissions import (  # isort: skip
-    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, between, reported, told,
+    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, NodeMessage,
+    between, reported, told,
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Recipe as Recipe
 from ringtmp.wire.message_parts import Specs as Specs
-from ringtmp.wire.message_parts import fits as fits
 
 
-class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations"):
+class Activations(NodeMessage, frozen=True, tag="activations"):
     RULE: ClassVar = between(TENSOR, BEFORE)
     turn: int  # number of the pass; passes follow one another strictly
     step: int
@@ -42,7 +42,7 @@ class Activations(msgspec.Struct, frozen=True, array_like=True, tag="activations
     same: tuple[int, ...] = ()  # for each tensor, the first that is the same one; () where all differ
 
 
-class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
+class Gradients(NodeMessage, frozen=True, tag="gradients"):
     RULE: ClassVar = between(TENSOR, AFTER)
     turn: int
     step: int
@@ -51,9 +51,8 @@ class Gradients(msgspec.Struct, frozen=True, array_like=True, tag="gradients"):
     tensors: Specs = ()
 
 
-class Norms(msgspec.Struct, frozen=True, array_like=True, tag="norms"):
-    """Gradient norms of all parameters from the sender's visit to the tail, in parameter order, a tensor for each run of
-    one dtype."""
+class Norms(NodeMessage, frozen=True, tag="norms"):
+    """Gradient norms of every parameter from the sender's visit to the tail, in order, a tensor for each run of one dtype."""
 
     RULE: ClassVar = between(TENSOR, AFTER)
     turn: int
@@ -61,14 +60,14 @@ class Norms(msgspec.Struct, frozen=True, array_like=True, tag="norms"):
     tensors: Specs = ()
 
 
-class Scale(msgspec.Struct, frozen=True, array_like=True, tag="scale"):
+class Scale(NodeMessage, frozen=True, tag="scale"):
     RULE: ClassVar = between(TENSOR, BEFORE)
     turn: int
     visit: int
     tensors: Specs = ()
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class Hello(NodeMessage, frozen=True, tag="hello"):
     RULE: ClassVar = reported(CONTROL, MEETING)
     pid: int
     torch: str
@@ -76,7 +75,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every parcel it has
 
 
-class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+class Setup(NodeMessage, frozen=True, tag="setup"):
     RULE: ClassVar = told(CONTROL, MEETING)
     route: Route
     recipe: Recipe
@@ -85,14 +84,16 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     step: int  # steps already done
     addresses: dict[int, Address]  # of the receiver's neighbours
     detailed_steps: int
-    crossings: dict[int, tuple[Crossing, ...]] = {}  # what enters each visit but the first
+    crossings: dict[int, tuple[Crossing, ...]] = field(default_factory=dict)  # what enters each visit but the first
     recompute: str = "none"  # or all, auto: compute activations again instead of storing them
     wire: str = "float32"
     keep: str = "off"  # or auto, memory, disk: where snapshots are kept
-    lines: dict[int, float] = {}  # bytes per second from a node to the one behind it, where that is known
+    lines: dict[int, float] = field(
+        default_factory=dict
+    )  # bytes per second from a node to the one behind it, where that is known
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
+class Place(NodeMessage, frozen=True, tag="place"):
     """A layer moves in: its graph, its tensors in the graph's order, then optimizer state as (parameter, key). To a worker
     of a data-parallel strategy the layer behind the last is a loss of the user's own."""
 
@@ -103,26 +104,26 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
     tensors: Specs = ()
 
 
-class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+class Placed(NodeMessage, frozen=True, tag="placed"):
     RULE: ClassVar = reported(BULK, PLAN)
     layer: int
 
 
-class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+class Fetch(NodeMessage, frozen=True, tag="fetch"):
     RULE: ClassVar = told(BULK, PLAN)
     layer: int
     step: int  # answered when every update before this step has been made
     whole: bool = True  # with parameters and optimizer state, not only what belongs to the asked node alone
 
 
-class LayerState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+class LayerState(NodeMessage, frozen=True, tag="state"):
     RULE: ClassVar = reported(BULK, PLAN)
     layer: int
     state: tuple[tuple[str, str], ...]
     tensors: Specs = ()
 
 
-class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+class Keep(NodeMessage, frozen=True, tag="keep"):
     """A piece of a layer's state on its way to the neighbour that holds it."""
 
     RULE: ClassVar = between(BULK, BEFORE)
@@ -134,7 +135,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
     tensors: Specs = ()
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+class Held(NodeMessage, frozen=True, tag="held"):
     """A layer of a snapshot has arrived whole at its holder; or why it was not kept."""
 
     RULE: ClassVar = reported(CONTROL, PLAN)
@@ -146,21 +147,21 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     trouble: str = ""
 
 
-class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
+class Whole(NodeMessage, frozen=True, tag="whole"):
     """Every layer of the snapshot is held: older ones may go."""
 
     RULE: ClassVar = told(CONTROL, PLAN)
     step: int
 
 
-class Void(msgspec.Struct, frozen=True, array_like=True, tag="void"):
+class Void(NodeMessage, frozen=True, tag="void"):
     """Somebody has no room for its part of the snapshot: what there is of it only takes up room."""
 
     RULE: ClassVar = told(CONTROL, PLAN)
     step: int
 
 
-class Recall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
+class Recall(NodeMessage, frozen=True, tag="recall"):
     """Send a layer as it was before a step; the answer is LayerState or Missing."""
 
     RULE: ClassVar = told(BULK, PLAN)
@@ -168,7 +169,7 @@ class Recall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
     layer: int
 
 
-class Restore(msgspec.Struct, frozen=True, array_like=True, tag="restore"):
+class Restore(NodeMessage, frozen=True, tag="restore"):
     """A layer moves in from the receiver's own snapshots; the answer is Placed or Missing."""
 
     RULE: ClassVar = told(BULK, PLAN)
@@ -177,20 +178,20 @@ class Restore(msgspec.Struct, frozen=True, array_like=True, tag="restore"):
     graph: bytes
 
 
-class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
+class Missing(NodeMessage, frozen=True, tag="missing"):
     RULE: ClassVar = reported(CONTROL, PLAN)
     layer: int
     why: str
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+class Report(NodeMessage, frozen=True, tag="report"):
     """Events of the sender, encoded as in events.jsonl."""
 
     RULE: ClassVar = reported(CONTROL, PLAN)
     events: tuple[bytes, ...]
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
+class Sample(NodeMessage, frozen=True, tag="sample"):
     """A layer to run for a while, on made-up tensors: how fast is this device? As many copies as it would hold, and as many
     microbatches between forward and backward, so that caches are as full as they will be."""
 
@@ -202,7 +203,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
     held: int = 1
 
 
-class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
+class Timed(NodeMessage, frozen=True, tag="timed"):
     """One run of the sample took so long; of this much memory in all the process has taken so much by now; it may use this
     many cores in every period (None: as many as it likes)."""
 
@@ -214,7 +215,7 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
     period_s: float | None = None
 
 
-class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
+class Echo(NodeMessage, frozen=True, tag="echo"):
     """Bytes to try a line with; the answer brings `back` bytes."""
 
     RULE: ClassVar = between(BULK, ANYONE, NODE, ALWAYS)
@@ -223,20 +224,20 @@ class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
     tensors: Specs = ()
 
 
-class Echoed(msgspec.Struct, frozen=True, array_like=True, tag="echoed"):
+class Echoed(NodeMessage, frozen=True, tag="echoed"):
     RULE: ClassVar = between(BULK, NODE, ANYONE, ALWAYS)
     number: int  # of what it answers
     tensors: Specs = ()
 
 
-class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
+class Meet(NodeMessage, frozen=True, tag="meet"):
     """Others whose line to the receiver will be tried."""
 
     RULE: ClassVar = told(CONTROL, MEETING)
     addresses: dict[int, Address]
 
 
-class Try(msgspec.Struct, frozen=True, array_like=True, tag="try"):
+class Try(NodeMessage, frozen=True, tag="try"):
     """How fast is the line from you to this one? Given up after the limit."""
 
     RULE: ClassVar = told(CONTROL, MEETING)
@@ -244,7 +245,7 @@ class Try(msgspec.Struct, frozen=True, array_like=True, tag="try"):
     limit_s: float
 
 
-class Tried(msgspec.Struct, frozen=True, array_like=True, tag="tried"):
+class Tried(NodeMessage, frozen=True, tag="tried"):
     RULE: ClassVar = reported(CONTROL, ALWAYS)
     peer: int
     there_bytes_per_s: float
@@ -252,7 +253,7 @@ class Tried(msgspec.Struct, frozen=True, array_like=True, tag="tried"):
     latency_s: float
 
 
-class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
+class Enlist(NodeMessage, frozen=True, tag="enlist"):
     """The plan of a data-parallel strategy; who does what follows from the settings and the number of nodes."""
 
     RULE: ClassVar = told(CONTROL, MEETING)
@@ -268,7 +269,7 @@ class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
     detailed_steps: int
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
+class Work(NodeMessage, frozen=True, tag="work"):
     """A worker's share of a batch. Samples it has seen are named, the others come along: inputs, then targets."""
 
     RULE: ClassVar = told(BULK, PLAN, WORKER)
@@ -282,7 +283,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
 
 
-class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
+class Did(NodeMessage, frozen=True, tag="did"):
     RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     step: int
     loss: float  # mean over the worker's samples
@@ -290,7 +291,7 @@ class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
     skipped: bool = False  # the others had gone on: nothing was computed
 
 
-class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
+class Scored(NodeMessage, frozen=True, tag="scored"):
     RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     loss_sum: float
     samples: int
@@ -298,7 +299,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
     guesses: int
 
 
-class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+class Store(NodeMessage, frozen=True, tag="store"):
     """A key moves in: its values, then optimizer state by name."""
 
     RULE: ClassVar = told(BULK, PLAN, SERVER)
@@ -307,14 +308,14 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     tensors: Specs = ()
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+class Kept(NodeMessage, frozen=True, tag="kept"):
     RULE: ClassVar = reported(BULK, PLAN, SERVER)
     key: int
     state: tuple[str, ...]
     tensors: Specs = ()
 
 
-class Push(msgspec.Struct, frozen=True, array_like=True, tag="push"):
+class Push(NodeMessage, frozen=True, tag="push"):
     RULE: ClassVar = between(TENSOR, WORKER, SERVER)
     key: int
     step: int
@@ -323,7 +324,7 @@ class Push(msgspec.Struct, frozen=True, array_like=True, tag="push"):
     tensors: Specs = ()
 
 
-class Pull(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
+class Pull(NodeMessage, frozen=True, tag="pull"):
     """The key's values, when they are new enough for `step`; `exact`: with every update before it."""
 
     RULE: ClassVar = between(TENSOR, WORKER, SERVER)
@@ -332,7 +333,7 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
     exact: bool = False
 
 
-class Pulled(msgspec.Struct, frozen=True, array_like=True, tag="pulled"):
+class Pulled(NodeMessage, frozen=True, tag="pulled"):
     RULE: ClassVar = between(TENSOR, SERVER, WORKER)
     key: int
     step: int  # the one they were asked for
@@ -341,7 +342,7 @@ class Pulled(msgspec.Struct, frozen=True, array_like=True, tag="pulled"):
     tensors: Specs = ()
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
+class Copy(NodeMessage, frozen=True, tag="copy"):
     """An update for the replica to repeat: the gradient that was applied."""
 
     RULE: ClassVar = between(TENSOR, SERVER, SERVER)
@@ -352,18 +353,18 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
     tensors: Specs = ()
 
 
-class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
+class Copied(NodeMessage, frozen=True, tag="copied"):
     RULE: ClassVar = between(TENSOR, SERVER, SERVER)
     key: int
     updates: int
 
 
-class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+class Lost(NodeMessage, frozen=True, tag="lost"):
     RULE: ClassVar = told(BULK, PLAN)
     node: int
 
 
-class Squares(msgspec.Struct, frozen=True, array_like=True, tag="squares"):
+class Squares(NodeMessage, frozen=True, tag="squares"):
     """The sum of squares of all gradients on one server, for clipping."""
 
     RULE: ClassVar = between(TENSOR, SERVER, SERVER)
@@ -372,13 +373,13 @@ class Squares(msgspec.Struct, frozen=True, array_like=True, tag="squares"):
     servers: int  # how many there are, as far as the sender knows
 
 
-class Total(msgspec.Struct, frozen=True, array_like=True, tag="total"):
+class Total(NodeMessage, frozen=True, tag="total"):
     RULE: ClassVar = between(TENSOR, SERVER, SERVER)
     step: int
     norm: float
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+class Part(NodeMessage, frozen=True, tag="part"):
     """A chunk of a gradient on its way: being summed up, or summed up and on its way to everyone."""
 
     RULE: ClassVar = between(TENSOR, WORKER, WORKER)
@@ -390,27 +391,27 @@ class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     tensors: Specs = ()
 
 
-class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
+class Inspect(NodeMessage, frozen=True, tag="inspect"):
     """Which visits hold values that are not finite, and who does not answer you?"""
 
     RULE: ClassVar = told(CONTROL, PLAN)
     microbatch: int
 
 
-class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
+class Inspected(NodeMessage, frozen=True, tag="inspected"):
     RULE: ClassVar = reported(CONTROL, PLAN)
     bad: tuple[int, ...]
     unheard: tuple[int, ...] = ()
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class Failed(NodeMessage, frozen=True, tag="failed"):
     RULE: ClassVar = reported(CONTROL, ALWAYS)
     step: int
     error: str
     traceback: str
 
 
-class Accused(msgspec.Struct, frozen=True, array_like=True, tag="accused"):
+class Accused(NodeMessage, frozen=True, tag="accused"):
     """Another node broke the protocol: the sender does not listen to it any more."""
 
     RULE: ClassVar = reported(CONTROL, ALWAYS)
@@ -418,19 +419,19 @@ class Accused(msgspec.Struct, frozen=True, array_like=True, tag="accused"):
     why: str
 
 
-class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+class Bye(NodeMessage, frozen=True, tag="bye"):
     """The answer to Stop: the sender's last event."""
 
     RULE: ClassVar = reported(CONTROL, END)
     event: bytes
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+class Stop(NodeMessage, frozen=True, tag="stop"):
     RULE: ClassVar = told(CONTROL, ALWAYS)
     reason: str
 
 
-class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+class Renew(NodeMessage, frozen=True, tag="renew"):
     """Everyone's part in the run so far is over; the process lives on. Said in the generation that ends."""
 
     RULE: ClassVar = told(CONTROL, ALWAYS)

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
 
 from ringtmp.wire.channel import Channel
 
@@ -73,6 +75,19 @@ class Rule:
 
 def _words(group: tuple[Who, ...]) -> str:
     return " or ".join(who.value for who in group)
+
+
+class NodeMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What every message is: a class that does not say who may send it, when and on which channel cannot be defined."""
+
+    RULE: ClassVar[Rule]
+
+    def __init_subclass__(cls) -> None:
+        rule = vars(cls).get("RULE")
+        if not isinstance(rule, Rule):
+            raise TypeError(f"{cls.__name__} has no RULE: say its channel, who sends it, who receives it and when")
+        if rule.channel is CONTROL and "tensors" in cls.__annotations__:
+            raise TypeError(f"{cls.__name__} has tensors, which do not travel on the control channel")
 
 
 ANYONE = (Who.MASTER, Who.NODE)

@@ -1,7 +1,5 @@
-"""The number of the protocol and the names of its wires, apart from the rest: they are named without loading torch."""
+"""The number of the protocol, apart from the rest: it is named without loading torch."""
 
 from __future__ import annotations
 
 PROTOCOL = 6
-#: How float32 tensors may travel; see lossy.py.
-WIRES = ("float32", "bfloat16", "float16", "int8")

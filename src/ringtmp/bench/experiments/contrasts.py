@@ -14,6 +14,7 @@ from ringtmp.bench import statistics
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.bench.statistics import Centre, Interval, Step
 from ringtmp.report.page_content import Holds, Verdict
+from ringtmp.wire.formats import wire_format
 
 #: So much more is as good.
 MARGIN = 0.05
@@ -75,7 +76,7 @@ def contrast(found: Sequence[Sampled], seed: int) -> Contrast | None:
 
 def both(found: Sequence[Sampled], seed: int) -> list[tuple[str, Contrast]]:
     """At the same wire precision (and no delay), and each at its best."""
-    plain = [each for each in found if each.way.wire == "float32" and not each.way.delayed]
+    plain = [each for each in found if wire_format(each.way.wire).exact and not each.way.delayed]
     same, best = contrast(plain, seed), contrast(found, seed)
     if same is not None and same == best:
         return [("same precision and each at its best", same)]

@@ -17,6 +17,7 @@ from ringtmp.bench.reading import RUN
 from ringtmp.bench.record import Record, from_facts
 from ringtmp.bench.workloads import Workload, train_flags
 from ringtmp.lab.devices_file import Device
+from ringtmp.lab.devices_file import toml as toml
 
 EXPERIMENT = "run"
 DEVICES = "devices.toml"
@@ -34,22 +35,6 @@ class Cell(msgspec.Struct, frozen=True):
     work: Workload
     job: Job
     label: str = ""
-
-
-def toml(devices: Sequence[Device]) -> str:
-    """For `ringtmp lab`; the first device is the master."""
-    tables = []
-    for device in devices:
-        lines = [f'name = "{device.name}"']
-        # A preset also says how much of it one thread may use.
-        lines += [f'preset = "{device.preset}"'] if device.preset else [f"cpu = {device.cpu:g}"]
-        lines += [f"memory_mb = {device.memory_mb:g}", f"link_mbps = {device.link_mbps:g}"]
-        if device.latency_ms:
-            lines.append(f"latency_ms = {device.latency_ms:g}")
-        watts = {key: getattr(device, key) for key in ("idle_w", "busy_w", "nj_per_byte")}
-        lines += [f"{key} = {value:g}" for key, value in watts.items() if value is not None]
-        tables.append("\n".join(["[[device]]", *lines, ""]))
-    return "\n".join(tables)
 
 
 def lab(choices: Choices, emulated: bool) -> list[str]:

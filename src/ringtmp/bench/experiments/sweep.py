@@ -15,6 +15,7 @@ from ringtmp.bench.experiments.choices import Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, local
 from ringtmp.bench.experiments.ways import Way
 from ringtmp.report.page_content import Table
+from ringtmp.wire.formats import wire_format
 
 RATES = {True: (0.0007, 0.002), False: (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)}
 EPOCHS = {True: 1, False: 4}
@@ -65,7 +66,7 @@ def table(choices: Choices, measured: Measured) -> Table:
 def _as_tried(choices: Choices, way: Way) -> tuple[Way, int]:
     if way.like_one_process:
         return Way("one process", "ring"), 1
-    if way.strategy == "ring" and way.wire == "float32":
+    if way.strategy == "ring" and wire_format(way.wire).exact:
         return Way(f"one process, staleness {way.staleness}", "ring", {}, {"staleness": way.staleness}), 1
     return way, choices.nodes
 

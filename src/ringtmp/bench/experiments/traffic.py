@@ -21,13 +21,13 @@ from ringtmp.bench.record import Track
 from ringtmp.bench.workloads import Workload
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
+from ringtmp.wire.formats import wire_format
 
 AIM = "There is less communication than with a parameter server"
 BOTTLENECK = "Only neighbours communicate, so no link is a bottleneck"
 BATCH_SIZES = tuple(2**power for power in range(11))
 EPOCH = 60_000
 VALUE_BYTES = 4
-_WIRE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Of the runs that hold the arithmetic to account.
 SHAPE_BATCH, SHAPE_STEPS = 64, 8
 PROTOTYPE = Workload("prototype", "mlp", {"depth": 2, "width": 50}, "random:784x10", 1, 1, steps=12)
@@ -235,7 +235,8 @@ def _checked(main: Sequence[Cell], measured: Measured) -> Table:
     """Measured bytes per step beside the arithmetic, for every way whose wire it knows."""
     rows = []
     for each in main:
-        width = _WIRE_BYTES.get(each.way.wire)
+        wire = wire_format(each.way.wire)
+        width = None if wire.block else wire.value_bytes
         for record in measured.records(each.job)[:1]:
             moved = quantities.sent_bytes(record, each.job.warm_up)
             seen = sum(moved) / max(1, len(moved))

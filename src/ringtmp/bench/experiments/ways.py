@@ -14,6 +14,7 @@ import msgspec
 from ringtmp.bench.statistics import Centre
 from ringtmp.errors import UsageError, unknown
 from ringtmp.strategies import registry
+from ringtmp.wire.formats import PLAIN, wire_format
 
 #: Flags of `ringtmp train` that may differ from way to way.
 TRAIN_KEYS = ("staleness", "wire", "schedule", "window", "laps", "route", "recompute", "microbatches", "protect")
@@ -29,7 +30,7 @@ class Way(msgspec.Struct, frozen=True):
 
     @property
     def wire(self) -> str:
-        return str(self.flags.get("wire", "float32"))
+        return str(self.flags.get("wire", PLAIN.name))
 
     @property
     def staleness(self) -> int:
@@ -52,7 +53,7 @@ class Way(msgspec.Struct, frozen=True):
     @property
     def like_one_process(self) -> bool:
         """The same weights as one process, to rounding: then what one process learns, it learns."""
-        return not self.delayed and self.wire == "float32" and "quorum" not in self.settings
+        return not self.delayed and wire_format(self.wire).exact and "quorum" not in self.settings
 
     def words(self) -> list[str]:
         found = ["--strategy", self.strategy]
@@ -124,9 +125,7 @@ def _number(value: str) -> Any:
 
 
 def _check_flags(text: str, flags: dict[str, int | str]) -> None:
-    wires = ("float32", "bfloat16", "float16", "int8")
-    if flags.get("wire", "float32") not in wires:
-        raise unknown("wire", str(flags["wire"]), wires)
+    wire_format(str(flags.get("wire", PLAIN.name)))
     for key in ("staleness", "window", "laps", "microbatches"):
         value = flags.get(key, 1)
         if not isinstance(value, int) or value < (0 if key == "staleness" else 1):

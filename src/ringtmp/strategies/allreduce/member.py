@@ -38,7 +38,7 @@ from ringtmp.strategies.data_parallel.message_checks import PartScrutiny, is_a
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.trainer import Trainer
 from ringtmp.strategies.ps.settings import AllReduceSettings, Roles
-from ringtmp.wire import formats
+from ringtmp.wire.formats import ErrorFeedback, wire_format
 from ringtmp.wire.messages import Enlist, Part
 
 #: Layers are exchanged together until they have this many values: a message has its price.
@@ -198,23 +198,16 @@ class Sender:
 
     def __init__(self, endpoint: Endpoint, wire: str, recorder: Recorder) -> None:
         self.me = endpoint.node
-        self.wire = wire
+        self.wire = wire_format(wire)
         self._endpoint = endpoint
         self._recorder = recorder
-        self._residuals: dict[tuple[int, int, bool], torch.Tensor] = {}
+        self._feedback = ErrorFeedback(self.wire)
 
     def encode(self, part: Part, values: torch.Tensor) -> list[torch.Tensor]:
-        if self.wire != "int8":
-            return formats.encode(self.wire, values)
-        name = (part.bucket, part.chunk, part.summed)
-        residual = self._residuals.get(name)
-        wanted = values if residual is None else values + residual
-        sent = formats.encode(self.wire, wanted)
-        self._residuals[name] = wanted - formats.decode(self.wire, sent)
-        return sent
+        return self._feedback.encode((part.bucket, part.chunk, part.summed), values)
 
     def decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return formats.decode(self.wire, tensors)
+        return self.wire.decode(tensors)
 
     def post(self, peer: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
         self._recorder.count_sent(sum(each.nbytes for each in tensors))
@@ -262,7 +255,7 @@ class RingReduce:
         sent = self._sender.encode(following, mine)
         self._sender.post(self._next, following, sent)
         if not onward:
-            if self._sender.wire != "float32":
+            if not self._sender.wire.exact:
                 mine.copy_(self._sender.decode(sent))  # the total is what everyone else gets
             self._arrive(part)
 

@@ -11,6 +11,7 @@ from ringtmp.runtime import reply_checks
 from ringtmp.runtime.optimizers import STATE_KEYS
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.ps.settings import Roles
+from ringtmp.wire.formats import PLAIN, WireFormat, wire_format
 from ringtmp.wire.message_parts import Crossing, fits
 from ringtmp.wire.messages import Copied, Copy, Kept, Message, Part, Pull, Pulled, Push, Specs, Squares, Total
 from ringtmp.wire.permissions import Who
@@ -35,7 +36,7 @@ class KeyScrutiny:
         """`servers`: how many there were at the beginning."""
         self._table = table
         self._servers = servers
-        self._wire = wire
+        self._wire = wire_format(wire)
         self._step = step
 
     def __call__(self, sender: int, message: Message) -> None:
@@ -49,15 +50,14 @@ class KeyScrutiny:
             self._tensor(message.key, message.tensors, self._wire)
         elif isinstance(message, Copy):
             untrusted.whole(message.worker, "the number of a worker", -1)
-            self._tensor(message.key, message.tensors, "float32")
+            self._tensor(message.key, message.tensors, PLAIN)
         elif isinstance(message, Pulled):
             untrusted.whole(message.oldest, "the age of parameters", 0, self._step() + MOST_AHEAD)
-            if message.change and self._wire != "int8":
+            if message.change and not self._wire.carries_error:
                 raise ProtocolError(f"sent a change of key {message.key} instead of its values")
-            # On an int8 wire the first answer is whole, and the others say what has changed.
-            self._tensor(
-                message.key, message.tensors, self._wire if self._wire != "int8" or message.change else "float32"
-            )
+            # Of a coarse format the first answer is whole, and the others say what has changed.
+            whole = self._wire.carries_error and not message.change
+            self._tensor(message.key, message.tensors, PLAIN if whole else self._wire)
         elif isinstance(message, Copied):
             untrusted.whole(message.updates, "the number of updates")
         elif isinstance(message, Squares):
@@ -65,13 +65,13 @@ class KeyScrutiny:
             if message.value < 0:  # what is not finite comes of gradients that are not, and is found out as such
                 raise ProtocolError(f"sent {message.value:.6g} as a sum of squares")
 
-    def _tensor(self, key: int, specs: Specs, wire: str) -> None:
+    def _tensor(self, key: int, specs: Specs, wire: WireFormat) -> None:
         flat(specs, self._table[key].size, wire)
 
 
-def flat(specs: Specs, size: int, wire: str) -> None:
+def flat(specs: Specs, size: int, wire: WireFormat) -> None:
     """A vector of so many float32 values, as this wire carries it."""
-    if not specs or specs[0] is None or not fits((Crossing("float32", (size,), False),), specs, wire):
+    if not specs or specs[0] is None or not fits((Crossing(PLAIN.name, (size,), False),), specs, wire):
         raise ProtocolError(f"sent {specs} for {size} values")
 
 
@@ -79,11 +79,11 @@ def kept(message: Kept, table: Sequence[Key]) -> None:
     """A key's values and optimizer state on their way to the master."""
     untrusted.whole(message.key, "the number of a key", 0, len(table) - 1)
     size = table[message.key].size
-    if len(message.tensors) != 1 + len(message.state) or not set(message.state) <= set(STATE_KEYS):
+    if len(message.tensors) != 1 + len(message.state) or not set(message.state) <= STATE_KEYS:
         raise ProtocolError(f"sent key {message.key} with {len(message.tensors)} tensors")
     if len(set(message.state)) != len(message.state):
         raise ProtocolError(f"sent key {message.key} with one state twice")
-    flat(message.tensors[:1], size, "float32")
+    flat(message.tensors[:1], size, PLAIN)
     for name, spec in zip(message.state, message.tensors[1:], strict=True):
         reply_checks.state_tensor(name, spec, (size,))
 
@@ -95,7 +95,7 @@ class PartScrutiny:
     def __init__(self, due: Callable[[int, Part], int], buckets: int, wire: str, step: Callable[[], int]) -> None:
         self._due = due
         self._buckets = buckets
-        self._wire = wire
+        self._wire = wire_format(wire)
         self._step = step
         self._first = step()
         self._last: dict[tuple[int, int, int, bool, int], int] = {}  # by part and sender: the step it came of

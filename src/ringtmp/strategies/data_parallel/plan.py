@@ -25,6 +25,7 @@ from ringtmp.strategies.data_parallel.loss import exported
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.ps.settings import Roles, fitted
+from ringtmp.wire.formats import PLAIN
 from ringtmp.wire.messages import Enlist
 
 
@@ -67,8 +68,10 @@ def plan(brief: Brief) -> ParallelPlan:
     roles = registry.roles(name, settings, nodes)
     for layer in brief.layers:
         for each in layer.tensors:
-            if each.trainable and each.dtype != "float32":
-                raise UsageError(f"{layer.name}.{each.name} is {each.dtype}: {name} exchanges float32 parameters only")
+            if each.trainable and each.dtype != PLAIN.name:
+                raise UsageError(
+                    f"{layer.name}.{each.name} is {each.dtype}: {name} exchanges {PLAIN.name} parameters only"
+                )
     sizes = tuple(layer_flat(layer).size for layer in brief.layers)
     table: tuple[Key, ...] = ()
     owners: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ringtmp.plan.devices import Device, LayerCost, Paths
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.simulated_clocks import Lines, Processor
-from ringtmp.plan.simulation import NodeStep, Simulated, Span, joules, line_bytes
+from ringtmp.plan.simulation import NodeStep, Simulated, Span, line_bytes
 
 #: Reading two float32 arrays and writing their sum, one thread.
 ADD_BYTES_PER_S = 4e9
@@ -91,12 +91,10 @@ class Crew:
             held_back = min(waits[node] / steps if waits else 0.0, idle)
             causes = {"gradients" if node < servers else "parameters": idle - held_back, "slowest worker": held_back}
             nodes.append(
-                NodeStep(
-                    device.name, busy, idle, {cause: length for cause, length in causes.items() if length > 0},
-                    sent[node], received[node], sent[node] / device.link.up_bytes_per_s,
-                    received[node] / device.link.down_bytes_per_s, memory_bytes[node], (),
-                    joules(device, busy, idle, sent[node] + received[node]),
-                    node < servers,
+                NodeStep.of(
+                    device, busy, step_s, {cause: length for cause, length in causes.items() if length > 0},
+                    sent_bytes=sent[node], received_bytes=received[node], memory_bytes=memory_bytes[node],
+                    server=node < servers,
                 )
             )  # fmt: skip
         spans = tuple(

@@ -22,7 +22,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.checkpoint import StateName
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.losses import LOSSES, Score, next_byte
+from ringtmp.runtime.losses import LOSSES, LossFunction, Score, is_of_bytes
 from ringtmp.runtime.segment_edges import detached
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica
@@ -90,7 +90,7 @@ class Trainer:
         self.emit: Callable[[events.Event], None]
         self._plan = plan
         self._exchange = exchange
-        self._loss = LOSSES.get(plan.loss, not_there)
+        self._loss: LossFunction = LOSSES.get(plan.loss, not_there)
         self._rows = Rows()
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
@@ -227,7 +227,7 @@ class Trainer:
         task.values = []
 
     def _score(self, task: _Task) -> None:
-        score = Score(bytes_model=self._loss is next_byte)
+        score = Score(bytes_model=is_of_bytes(self._plan.loss))
         with torch.no_grad():
             for position in range(len(task.microbatches)):
                 outputs, targets = self._nested(task, position), task.targets[position]

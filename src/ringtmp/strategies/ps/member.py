@@ -47,7 +47,7 @@ from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.trainer import Trainer
 from ringtmp.strategies.ps.server import Server, following
 from ringtmp.strategies.ps.settings import PsSettings, Roles
-from ringtmp.wire import formats
+from ringtmp.wire.formats import ErrorFeedback, wire_format
 from ringtmp.wire.messages import Enlist, Lost, Pull, Pulled, Push
 
 #: What a worker may have pushed to a server without an answer, where answers do not wait for all gradients.
@@ -160,7 +160,8 @@ class Client:
         self._answered = dict.fromkeys(range(len(table)), -1)  # the step a key's newest answer is for
         self._versions = dict.fromkeys(range(len(table)), -1)  # every update before this step is in it
         self._incoming: dict[int, list[tuple[bool, torch.Tensor]]] = {}
-        self._residuals: dict[int, torch.Tensor] = {}
+        self._wire = wire_format(plan.wire)
+        self._feedback = ErrorFeedback(self._wire)
         self._used: list[int] = []
         self._unconfirmed: dict[int, list[tuple[Push, list[torch.Tensor]]]] = {key.number: [] for key in table}
         self._fresh = False
@@ -228,7 +229,7 @@ class Client:
                 self._send_pushes()
         self._answered[key.number] = max(self._answered[key.number], message.step)
         self._versions[key.number] = max(self._versions[key.number], message.oldest)
-        tensor = formats.decode(self._plan.wire, mail.present())
+        tensor = self._wire.decode(mail.present())
         queue = self._incoming.setdefault(key.number, [])
         if not message.change:
             queue.clear()
@@ -275,7 +276,7 @@ class Client:
 
     def _push(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         for key in self._layers[layer]:
-            tensors = self._encode(key, gradient[key.start : key.stop])
+            tensors = self._feedback.encode(key.number, gradient[key.start : key.stop])
             self._to_push.append((key, Push(key.number, step, share, self._fresh), tensors))
         self._send_pushes()
 
@@ -301,15 +302,6 @@ class Client:
             if not self._layerwise:
                 self._ask(key, push.step + 1 + self._settings.lag)
         self._to_push = held
-
-    def _encode(self, key: Key, gradient: torch.Tensor) -> list[torch.Tensor]:
-        if self._plan.wire != "int8":
-            return formats.encode(self._plan.wire, gradient)
-        residual = self._residuals.get(key.number)
-        wanted = gradient if residual is None else gradient + residual
-        sent = formats.encode("int8", wanted)
-        self._residuals[key.number] = wanted - formats.decode("int8", sent)
-        return sent
 
     def _clip_and_push(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         """Each gradient is an update of its own, so each is clipped on its own, when the whole of it is known."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import make_optimizer
-from ringtmp.runtime.update_rules import learning_rate
 from ringtmp.strategies.data_parallel.parameter_keys import Key
-from ringtmp.wire import formats
+from ringtmp.wire.formats import WireFormat
 from ringtmp.wire.messages import Recipe
 
 
@@ -43,7 +43,7 @@ class Slot:
         self.arrived: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}  # step -> worker -> gradient, share
         self.summed: torch.Tensor | None = None  # of step `updates`, waiting for the norm of all gradients
         self._published: tuple[int, Answer] | None = None
-        self._known: dict[int, torch.Tensor] = {}  # int8: what a worker (-1: every worker) has of the values
+        self._known: dict[int, torch.Tensor] = {}  # what a worker (-1: every worker) has of the values
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ class Slot:
         self.values.grad = None
         self.applied += 1
 
-    def answer(self, wire: str, worker: int, shared: bool) -> Answer:
+    def answer(self, wire: WireFormat, worker: int, shared: bool) -> Answer:
         """The values as they are now. `shared`: every worker gets every version once, so one encoding serves all."""
         if shared and self._published is not None and self._published[0] == self.applied:
             return self._published[1]
@@ -79,19 +79,19 @@ class Slot:
             self._published = (self.applied, made)
         return made
 
-    def _encode(self, wire: str, worker: int, shared: bool) -> Answer:
-        if wire == "int8":
+    def _encode(self, wire: WireFormat, worker: int, shared: bool) -> Answer:
+        if wire.carries_error:
             known = self._known.get(worker)
             if known is None:
                 self._known[worker] = self.values.clone()
                 return Answer([self._known[worker].clone()], change=False)
-            sent = formats.encode(wire, self.values - known)
-            known.add_(formats.decode(wire, sent))  # what was rounded away is part of the next change
+            sent = wire.encode(self.values - known)
+            known.add_(wire.decode(sent))  # what was rounded away is part of the next change
             return Answer(sent, change=True)
-        if wire == "float32":
+        if wire.exact:
             # Strictly in step nobody changes them before everyone has them; else a slow link would send half of each.
             return Answer([self.values if shared else self.values.clone()], change=False)
-        return Answer(formats.encode(wire, self.values), change=False)
+        return Answer(wire.encode(self.values), change=False)
 
     def leave_out(self, worker: int) -> None:
         """It is gone: nobody waits for its clock, and its gradients of steps to come do not count."""

@@ -18,7 +18,7 @@ from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.ps.served_key import Slot
 from ringtmp.strategies.ps.settings import PsSettings, Roles
 from ringtmp.transport.base import Channel
-from ringtmp.wire import formats
+from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Copied, Copy, Enlist, Fetch, Kept, Pull, Pulled, Push, Squares, Store, Total
 
 #: Answers handed to a worker's link at once; the rest wait here, where their order can still change.
@@ -42,6 +42,7 @@ class Server:
         self.step = plan.step
         self.emit: Callable[[events.Event], None] | None = None  # a worker on the same node reports for both
         self._plan = plan
+        self._wire = wire_format(plan.wire)
         self._settings = settings
         self._roles = roles
         self._table = table
@@ -79,7 +80,7 @@ class Server:
             self._recorder.received(
                 self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes
             )
-            self._pushed(mail.sender, message, formats.decode(self._plan.wire, mail.present()))
+            self._pushed(mail.sender, message, self._wire.decode(mail.present()))
         elif isinstance(message, Pull):
             self._waiting.append((mail.sender, message))
         elif isinstance(message, Store):
@@ -220,7 +221,7 @@ class Server:
         sent = False
         while queue and self.endpoint.in_flight_bytes(worker, Channel.TENSOR) < CREDIT_BYTES:
             step, key, _, oldest = heapq.heappop(queue)
-            answer = self._slots[key].answer(self._plan.wire, worker, self._settings.deterministic)
+            answer = self._slots[key].answer(self._wire, worker, self._settings.deterministic)
             if worker != self.me:
                 self._recorder.count_sent(sum(each.nbytes for each in answer.tensors))
             self.endpoint.post(worker, Pulled(key, step, oldest, answer.change), answer.tensors)

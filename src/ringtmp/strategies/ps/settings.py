@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.wire.formats import wire_format
 
 
 class Roles(msgspec.Struct, frozen=True):
@@ -85,8 +86,8 @@ def checked_ps(given: Mapping[str, Any], nodes: int, wire: str) -> None:
         raise UsageError(
             "fetch=layerwise needs consistency=bsp without a quorum: a layer fetched again must still be the same"
         )
-    if settings.fetch == "layerwise" and wire == "int8":
-        raise UsageError("fetch=layerwise keeps no weights an int8 change could be added to: use --wire bfloat16")
+    if settings.fetch == "layerwise" and wire_format(wire).carries_error:
+        raise UsageError(f"fetch=layerwise keeps no weights an {wire} change could be added to: use --wire bfloat16")
 
 
 def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.leader import WAIT_S, Crew, Lead
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.node_reports import Reports
+from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
@@ -65,7 +66,7 @@ REMEMBERED_PASSES = 3
 def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
     """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
     weights, and the latter two once more as the bytes of a file."""
-    state = (1 if recipe.optimizer == "sgd" else 2) + recipe.staleness
+    state = state_tensors(recipe.optimizer, recipe.optimizer_settings) + recipe.staleness
     return max(layer.parameters for layer in layers) * 4 * (1 + 2 * state)
 
 

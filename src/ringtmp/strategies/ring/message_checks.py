@@ -17,7 +17,9 @@ from ringtmp.plan.route import holder_of
 from ringtmp.runtime.layer_snapshot import Label
 from ringtmp.strategies.ring.node_snapshots import MOST_PIECE_BYTES
 from ringtmp.strategies.ring.visit import Pass, VisitState
-from ringtmp.wire.messages import Activations, Gradients, Keep, Message, Norms, Scale, Setup, Specs, fits
+from ringtmp.wire.formats import wire_format
+from ringtmp.wire.message_parts import fits
+from ringtmp.wire.messages import Activations, Gradients, Keep, Message, Norms, Scale, Setup, Specs
 from ringtmp.wire.permissions import Who
 from ringtmp.wire.tensors import TensorSpec, check
 
@@ -39,7 +41,7 @@ class Scrutiny:
         self._visits = visits
         self._limit_bytes = limit_bytes
         self._expects = expects
-        self._width = 2 if setup.wire == "int8" else 1
+        self._wire = wire_format(setup.wire)
         self._last: dict[int, Activations] = {}  # by visit
         self._wants: dict[int, Any] = {}
         self._holes: dict[int, Any] = {}
@@ -102,7 +104,7 @@ class Scrutiny:
             self._next_step[visit] += message.training
         if len(self._visits[visit].activations) > 2 * self._setup.window:
             raise ProtocolError("sent more microbatches than the window admits")
-        if len(message.tensors) != self._width * len(message.wants) or not self._holes_explained(message):
+        if len(message.tensors) != self._wire.width * len(message.wants) or not self._holes_explained(message):
             raise ProtocolError(f"sent {len(message.tensors)} tensors of which {len(message.wants)} may want gradients")
         self._same(self._wants, visit, message.training, (message.wants, message.same), "wants gradients for")
         self._fit(message, visit)
@@ -111,7 +113,7 @@ class Scrutiny:
 
     def _holes_explained(self, message: Activations) -> bool:
         """A tensor is missing just where it is said to be the same as one before it."""
-        heads = message.tensors[:: self._width]
+        heads = message.tensors[:: self._wire.width]
         same = message.same or range(len(heads))
         if len(same) != len(heads):
             return False
@@ -130,14 +132,14 @@ class Scrutiny:
         if not (message.microbatch == current.returned < current.forwarded and message.step == current.step):
             raise ProtocolError(f"sent a gradient for pass {message.turn}, microbatch {message.microbatch} out of turn")
         self._fit(message, message.visit + 1)
-        holes = [each is None for each in message.tensors[:: self._width]]
+        holes = [each is None for each in message.tensors[:: self._wire.width]]
         self._same(self._holes, message.visit, True, holes, "sent gradients of")
         current.returned += 1
 
     def _fit(self, message: Activations | Gradients, visit: int) -> None:
         """Tensors are what the plan says crosses the cut before a visit."""
         wanted = self._setup.crossings.get(visit)
-        if wanted is None or fits(wanted, message.tensors, self._setup.wire):
+        if wanted is None or fits(wanted, message.tensors, self._wire):
             return
         name = type(message).__name__
         raise ProtocolError(f"sent {name} for visit {message.visit} that are {message.tensors}; the plan says {wanted}")

@@ -17,10 +17,12 @@ from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
 from ringtmp.metrics import events, this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
-from ringtmp.plan.next_action import Action, Schedule, next_action, places
+from ringtmp.plan.next_action import Action, next_action
+from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.segment_edges import detached, once_each, whole
 from ringtmp.runtime.stage import Stage
 from ringtmp.runtime.worker import farewell, report
@@ -29,7 +31,7 @@ from ringtmp.strategies.ring.message_checks import Scrutiny
 from ringtmp.strategies.ring.node_snapshots import Keeping
 from ringtmp.strategies.ring.visit import Pass, VisitState
 from ringtmp.system.resources import free_memory_bytes, mind_memory
-from ringtmp.wire import formats
+from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import (
     Activations,
     Echo,
@@ -48,8 +50,6 @@ from ringtmp.wire.messages import (
     Setup,
 )  # fmt: skip
 
-#: Kept free per byte of parameters when deciding what to recompute: its gradient and up to two of optimizer state.
-ROOM_PER_PARAMETER = 3
 #: A neighbour that acknowledges nothing for so long is busy, or cannot be reached: the master finds out which.
 UNHEARD_S = 10.0
 
@@ -79,9 +79,10 @@ class Node:
         self.step = setup.step  # steps done by every visit here
         power = this_device.power(setup.recipe.threads)
         self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, this_device.meter(), power)
-        self._schedule = cast(Schedule, setup.rule)
-        self._places = places(setup.window, self._schedule)
-        defer = self._schedule == "zero-bubble"
+        self._wire = wire_format(setup.wire)
+        self._schedule = schedule_named(setup.rule)
+        self._places = self._schedule.places(setup.window)
+        defer = self._schedule.defers_weights
         recipe = setup.recipe
         recompute = None if setup.recompute == "none" else self._recompute
         self._clip = recipe.clip_norm is not None
@@ -135,8 +136,8 @@ class Node:
         message = mail.message
         self._news = True
         self.recorder.heard(mail.arrived_at)
-        if self.setup.wire != "float32" and mail.sender != self.me and isinstance(message, Activations | Gradients):
-            mail = mail._replace(tensors=formats.unpack(self.setup.wire, mail.tensors))
+        if not self._wire.exact and mail.sender != self.me and isinstance(message, Activations | Gradients):
+            mail = mail._replace(tensors=self._wire.unpack(mail.tensors))
         if isinstance(message, Activations):
             self._expect(message.visit, mail).activations.append(mail)
             if mail.payload_bytes and message.training:
@@ -366,15 +367,16 @@ class Node:
         if self.setup.recompute != "auto":
             return self.setup.recompute == "all"
         parameters = sum(state.stage.parameter_bytes for state in self.visits.values())
-        room = free_memory_bytes() - ROOM_PER_PARAMETER * parameters
+        recipe = self.setup.recipe  # gradients and optimizer state are still to come
+        room = free_memory_bytes() - (1 + state_tensors(recipe.optimizer, recipe.optimizer_settings)) * parameters
         return saved_bytes * (self._places - 1) * len(self.visits) > room // 2
 
     # -- small things -------------------------------------------------------------------------------------------------
 
     def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
         peer = self.route.node(visit)
-        if peer != self.me and self.setup.wire != "float32" and isinstance(message, Activations | Gradients):
-            tensors = formats.pack(self.setup.wire, tensors)
+        if peer != self.me and not self._wire.exact and isinstance(message, Activations | Gradients):
+            tensors = self._wire.pack(tensors)
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.recorder.sending()

@@ -29,7 +29,7 @@ from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts
 from ringtmp.runtime.checkpoint import Checkpoint
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import Crew
-from ringtmp.runtime.update_rules import delay_warning
+from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import Brief, Share
 from ringtmp.strategies.ring.device_trials import Scout, sample_of
 from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
@@ -37,7 +37,7 @@ from ringtmp.strategies.ring.master import Master
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
 from ringtmp.system.resources import peak_rss_bytes
 from ringtmp.units import bytes_text
-from ringtmp.wire.formats import wire_bytes
+from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Setup
 
 
@@ -184,7 +184,7 @@ def plan_options(
         ring.window,
         ring.schedule,
         training.clip_norm is not None,
-        wire_bytes(training.wire, 1024) / 4096,
+        wire_format(training.wire).payload_bytes(1024) / 4096,
         keep_all=keep_all,
         cuts=None if ring.cuts is None else tuple(parse_cuts(ring.cuts, layers, nodes, visits)),
         staleness=training.staleness,

@@ -101,8 +101,9 @@ class VisitState:
         deferred = self.stage.deferred
         return Ready(
             self.visit.index, self.visit.index == 0, forward, backward,
-            answering.forwarded if answering else 0, in_flight, answering.microbatches if answering else 0,
-            update, deferred, self.stage.held + deferred, closing,
+            forwarded=answering.forwarded if answering else 0, in_flight=in_flight,
+            microbatches=answering.microbatches if answering else 0, update=update, deferred=deferred,
+            stored=self.stage.held + deferred, closing=closing,
         )  # fmt: skip
 
     def _may_go_forward(self, message: Activations) -> bool:
