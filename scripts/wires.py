@@ -21,6 +21,7 @@ from ringtmp.bench.experiments.quantities import sent_bytes, step_s
 from ringtmp.bench.record import Record, record
 from ringtmp.bench.settings import Setting, devices_file
 from ringtmp.metrics import events
+from ringtmp.metrics.run_parts import parts_of
 from ringtmp.units import bytes_text, seconds_text
 
 WIRES = ("float32", "bfloat16", "float16", "int8")
@@ -43,7 +44,7 @@ def run(model: str, wire: str, seed: int, mbps: float) -> tuple[Record, dict[str
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
         if done.returncode:
             raise SystemExit(f"{model} with {wire}: {done.stderr.strip()}")
-        return record(events.read(Path(folder) / "run" / "events.jsonl")), json.loads(done.stdout)
+        return record(parts_of(events.read(Path(folder) / "run" / "events.jsonl"))[-1]), json.loads(done.stdout)
 
 
 def row(model: str, mbps: float, wire: str, runs: list[tuple[Record, dict[str, Any]]]) -> str:

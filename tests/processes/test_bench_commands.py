@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from invented import run_events
 from ringtmp.bench import harness, machine, process, statistics
 from ringtmp.bench.jobs import PYTHON, Job, digest, interleaved, time_left_s
 from ringtmp.bench.machine import Environment
@@ -23,6 +24,7 @@ from ringtmp.bench.measurements import Measurement, Store
 from ringtmp.bench.reading import step_times
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import CheckpointSaved, Evaluated, StepDone
+from ringtmp.metrics.run_parts import parts_of
 
 ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)
 #: What a peer prints: five steps of four samples that end a tenth of a second apart.
@@ -137,6 +139,7 @@ def test_a_step_counts_from_the_end_of_the_one_before_it() -> None:
         return StepDone(at, number, epoch, 0.0, 0.1, samples, 0.001)  # its own wall_s leaves out what lies between
 
     stream = [
+        *run_events(0.5, steps=0)[:1],
         step(0, 10.0), step(1, 15.0),  # to warm up
         step(2, 16.0), step(3, 18.0),
         step(4, 18.5, samples=3),  # the rest of an epoch
@@ -145,7 +148,8 @@ def test_a_step_counts_from_the_end_of_the_one_before_it() -> None:
         CheckpointSaved(40.0, 7, 7.0, 100),
         step(7, 41.0, epoch=1), step(8, 44.0, epoch=1),
     ]  # fmt: skip
-    assert step_times(stream, batch_size=8, warm_up=2) == (1.0, 2.0, 1.5, 3.0)
+    (part,) = parts_of(stream)
+    assert step_times(part.steps, part.pauses, batch_size=8, warm_up=2) == (1.0, 2.0, 1.5, 3.0)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

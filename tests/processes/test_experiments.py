@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from invented import ENVIRONMENT, choices, run_events
+from invented import ENVIRONMENT, choices, record_of, run_events
 from ringtmp.bench import harness, progress, record, statistics
 from ringtmp.bench.experiments import (
     CATALOG,
@@ -32,11 +32,13 @@ from ringtmp.bench.experiments.runs import Measured
 from ringtmp.bench.experiments.ways import parse, parse_all
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.measurements import Result, Store
+from ringtmp.bench.reading import step_times
 from ringtmp.bench.runners import largest, removal
 from ringtmp.bench.statistics import Interval
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events
+from ringtmp.metrics.run_parts import parts_of
 from ringtmp.plan.route import parse_cuts
 
 needs_isolation = pytest.mark.skipif(
@@ -92,7 +94,7 @@ def test_a_way_that_cannot_run_is_skipped_with_its_reason_and_never_silently() -
 
 
 def test_known_idleness_bytes_and_joules_come_back_exactly() -> None:
-    made = record.record(run_events(idle_s=0.25))
+    made = record_of(run_events(idle_s=0.25))
     assert quantities.idle_times(made, 2) == [(0.5, 2.0)] * 4
     assert quantities.step_s(made, 2) == [1.0] * 4
     assert quantities.sent_bytes(made, 2) == [2000.0] * 4
@@ -114,7 +116,7 @@ def test_joules_of_some_steps_are_of_these_alone() -> None:
         else each
         for each in run_events(idle_s=0.25)
     ]
-    made = record.record(stream)
+    made = record_of(stream)
     # Two nodes; a second has 2 J idle, 4 J more while busy and 2 J for bytes.
     assert sum(load.joules for load in quantities.run_loads(made, 0, 3)) == pytest.approx(3 * 2 * 7)
     assert sum(load.joules for load in quantities.run_loads(made, 2)) == pytest.approx(2 * 2 * 7 + 2 * 2 * 5)
@@ -122,7 +124,7 @@ def test_joules_of_some_steps_are_of_these_alone() -> None:
 
 def test_a_long_step_counts_for_more_of_the_idle_share_and_of_the_speed() -> None:
     """Idle time over training time, seconds over samples: not the mean of what single steps say."""
-    made = record.record(run_events(idle_s=0.25))
+    made = record_of(run_events(idle_s=0.25))
     long = [
         msgspec.structs.replace(each, busy_s=(0.25, *each.busy_s[1:]), idle_s=(9.75, *each.idle_s[1:]))
         for each in made.tracks
@@ -138,13 +140,13 @@ def test_a_long_step_counts_for_more_of_the_idle_share_and_of_the_speed() -> Non
 
 
 def test_devices_that_were_slowed_are_told_in_their_own_time() -> None:
-    made = msgspec.structs.replace(record.record(run_events(0.25)), scale=0.5)
+    made = msgspec.structs.replace(record_of(run_events(0.25)), scale=0.5)
     assert quantities.step_s(made, 2) == [0.5] * 4
     assert quantities.sample_times(made, 2) == [(0.5, 10.0)] * 4
 
 
 def test_a_record_is_the_same_read_from_its_file() -> None:
-    made = record.record(run_events(0.5))
+    made = record_of(run_events(0.5))
     track = msgspec.structs.replace(made.tracks[0], sent_to={1: 1000, 2: 5})
     made = msgspec.structs.replace(made, tracks=(track, *made.tracks[1:]))
     kept = {"record": msgspec.to_builtins(made, str_keys=True)}
@@ -154,7 +156,7 @@ def test_a_record_is_the_same_read_from_its_file() -> None:
 
 def test_busy_time_of_steps_that_overlap_is_not_cut_off_step_by_step() -> None:
     """A node's record of a step may be of another time than the master's: only over all of them must it fit."""
-    plain = record.record(run_events(0.5))
+    plain = record_of(run_events(0.5))
     uneven = msgspec.structs.replace(
         plain, took_s=tuple(sum(plain.took_s) / len(plain.took_s) * factor for factor in (0.1, 1.9) * 3)
     )
@@ -165,14 +167,23 @@ def test_a_dedicated_server_is_in_no_workers_share() -> None:
     stream = run_events(0.25, server=True)
     lazy = [msgspec.structs.replace(each, busy_s=0.0, idle_s=1.0) if isinstance(each, events.NodeStep) and each.node == 0
             else each for each in stream]  # fmt: skip
-    assert quantities.idle_times(record.record(lazy), 0) == [(0.25, 1.0)] * 6
+    assert quantities.idle_times(record_of(lazy), 0) == [(0.25, 1.0)] * 6
 
 
-def test_a_step_done_again_counts_once() -> None:
-    stream = run_events(0.25, steps=3)
-    again = [*stream[:8], *stream[3:]]  # the first steps twice
-    assert record.record(again).steps == (0, 1, 2)
-    assert sum(quantities.sent_bytes(record.record(again), 0)) == 6000
+def test_what_a_healed_run_did_again_counts_once_in_its_record_and_in_its_step_times() -> None:
+    """Two steps, a test and half a third, a loss, and from the second step on all of it again, ten seconds later."""
+    early = [*run_events(0.25, steps=2), *run_events(0.25, steps=3)[9:11]]
+    lost = events.Regrouped(11.0, 1, 1, "lost", 2, 0.5, (1,), 0.2, 1, "snapshot")
+    again = [msgspec.structs.replace(each, at=each.at + 11.0) if hasattr(each, "at") else each
+             for each in run_events(0.25, steps=3)[6:]]  # fmt: skip
+    (part,) = parts_of([*early, lost, *again])
+    made = record_of([*early, lost, *again])
+    assert made.steps == (0, 1, 2)
+    assert made.ended_s == (1.0, 13.0, 14.0)
+    assert sum(quantities.sent_bytes(made, 0)) == 3 * 2000
+    assert [each.at_s for each in made.scores] == [14.5]
+    # From the end of step 1 to that of step 2, each as it was done last; step 1 follows the loss.
+    assert step_times(part.steps, part.pauses, batch_size=10, warm_up=0) == (1.0,)
 
 
 def test_a_target_is_reached_where_the_mean_of_the_last_steps_is_below_it() -> None:
@@ -236,7 +247,7 @@ def test_a_loss_is_timed_from_the_moment_of_removal() -> None:
     stream = run_events(0.25, steps=4)
     lost = events.Regrouped(7.0, 3, 2, "lost", 2, 1.5, (1,), 0.2, 1, "snapshot")
     after = [events.StepDone(8.0 + step, 3 + step, 0, 1.0, 0.1, 10, 1.0) for step in range(2)]
-    facts = removal.describe([*stream, lost, *after], 5.0, 0, "")
+    facts = removal.describe(parts_of([*stream, lost, *after]), 5.0, 0, "")
     assert facts["notice_s"] == pytest.approx(0.5), "laid out at 7, noticed 1.5 s before, removed at 5"
     assert facts["again_s"] == pytest.approx(3.0)
     assert (facts["repeated"], facts["source"], facts["removed"]) == (1, "snapshot", True)
@@ -249,13 +260,13 @@ def test_who_goes_on_without_a_new_start_trains_again_after_the_longest_pause() 
         *run_events(0.25, steps=0),
         *(events.StepDone(at, step, 0, 1.0, 0.1, 10, 1.0) for step, at in enumerate(ends)),
     ]
-    facts = removal.describe(stream, 2.4, 0, "")
+    facts = removal.describe(parts_of(stream), 2.4, 0, "")
     assert (facts["notice_s"], facts["pause_s"], facts["repeated"]) == (None, 3.0, 0)
     assert facts["again_s"] == pytest.approx(3.1)
 
 
 def test_a_run_that_ends_with_the_loss_is_a_result_with_its_reason() -> None:
-    facts = removal.describe(run_events(0.25, steps=2), 1.5, 4, "warning\nringtmp: lost node 1\n")
+    facts = removal.describe(parts_of(run_events(0.25, steps=2)), 1.5, 4, "warning\nringtmp: lost node 1\n")
     assert (facts["code"], facts["error"]) == (4, "ringtmp: lost node 1")
     assert facts["again_s"] == pytest.approx(0.5)
     assert not resilience.survived([facts])

@@ -16,6 +16,7 @@ from ringtmp.bench.measurements import SCHEMA, Measurement, Result
 from ringtmp.bench.runners import largest, removal
 from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power, Watts
+from ringtmp.metrics.run_parts import parts_of
 from ringtmp.report.page_content import Page
 
 ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)
@@ -60,6 +61,11 @@ def run_events(idle_s: float, steps: int = 6, sent: int = 1000, server: bool = F
     return found
 
 
+def record_of(stream: list[events.Event]) -> record.Record:
+    """Of the run's last start, as the bench makes it."""
+    return record.record(parts_of(stream)[-1])
+
+
 def measurement(job: Job, repeat: int, result: Result) -> Measurement:
     return Measurement(
         SCHEMA, job, repeat, digest(job, ENVIRONMENT), ENVIRONMENT, "", 1.0, 0.0, 0.0, 0.0, "measured", None, result
@@ -71,14 +77,14 @@ def invented(asked: Choices) -> list[Measurement]:
     found = []
     for repeat, job in [*conduct.sweep_plan(asked), *conduct.plan(asked)]:
         if job.experiment == "resilience":
-            facts: dict[str, Any] = removal.describe(run_events(0.25), 3.5, 0, "")
+            facts: dict[str, Any] = removal.describe(parts_of(run_events(0.25)), 3.5, 0, "")
         elif job.experiment == "capacity":
             size = 9 if "ring" in job.case else 3
             tries = [largest.Try(size, 2048, size * 10**6, "fits", "", (10**8,) * 3),
                      largest.Try(size + 1, 2048, (size + 1) * 10**6, "refused", "too large")]  # fmt: skip
             facts = {"tries": msgspec.to_builtins(tries)}
         else:
-            made = record.record(run_events(0.25 if "ring" in job.case else 0.5))
+            made = record_of(run_events(0.25 if "ring" in job.case else 0.5))
             facts = {"record": msgspec.to_builtins(made), "test_loss": 0.5, "accuracy": 0.9, "weights_sha256": "ab"}
         found.append(measurement(job, repeat, Result((1.0,) * 4, facts)))
     return found

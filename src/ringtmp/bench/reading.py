@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ringtmp.bench.jobs import Job
 from ringtmp.bench.measurements import Result
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
+from ringtmp.metrics.run_parts import parts_of
 
 #: Where a job's command keeps its run, inside its folder.
 RUN = "run"
@@ -40,15 +42,15 @@ def read(job: Job, out: str, folder: Path) -> Result:
             return msgspec.json.decode(said[-1], type=Result)
         if job.output != "peer":
             facts = msgspec.json.decode(said[-1], type=dict[str, Any])
-            stream = list(events.read(folder / RUN / "events.jsonl"))
-            if not any(isinstance(each, events.RunEnded) for each in stream):
+            parts = parts_of(events.read(folder / RUN / "events.jsonl"))
+            if not parts or parts[-1].ended is None:
                 raise RingError("its events have no end: part of them could not be written")
-            step_s = step_times(stream, job.batch_size, job.warm_up)
+            step_s = step_times(parts[-1].steps, parts[-1].pauses, job.batch_size, job.warm_up)
             # As it will be read from the measurement's file, where every key is text.
-            facts["record"] = msgspec.to_builtins(record.record(stream), str_keys=True)
+            facts["record"] = msgspec.to_builtins(record.record(parts[-1]), str_keys=True)
         else:
             peer = msgspec.json.decode(said[-1], type=PeerSteps)
-            facts, step_s = peer.facts, step_times(_as_events(peer), job.batch_size, job.warm_up)
+            facts, step_s = peer.facts, step_times(_as_steps(peer), (), job.batch_size, job.warm_up)
     except (msgspec.DecodeError, OSError) as error:
         raise RingError(f"what it left cannot be read: {error}") from error
     if not step_s:
@@ -58,23 +60,25 @@ def read(job: Job, out: str, folder: Path) -> Result:
     return Result(step_s, facts)
 
 
-def step_times(stream: Iterable[events.Event], batch_size: int, warm_up: int) -> tuple[float, ...]:
+def step_times(
+    steps: Sequence[events.StepDone], pauses: Sequence[float], batch_size: int, warm_up: int
+) -> tuple[float, ...]:
     """Seconds from the end of one step to the end of the next, so that nothing between them goes uncounted.
 
-    Left out: the first `warm_up` steps, steps of fewer samples, and those that follow an evaluation or a checkpoint.
+    Left out: the first `warm_up` steps, steps of fewer samples, and those that follow one of the run's `pauses`.
     """
-    found = []
-    last: events.StepDone | None = None
-    for event in stream:
-        if isinstance(event, events.StepDone):
-            if last is not None and event.step >= warm_up and event.samples == batch_size and event.epoch == last.epoch:
-                found.append(event.at - last.at)
-            last = event
-        elif isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped | events.RunStarted):
-            last = None
-    return tuple(found)
+    return tuple(
+        each.at - before.at
+        for before, each in pairwise(steps)
+        if each.step >= warm_up
+        and each.samples == batch_size
+        and each.epoch == before.epoch
+        and not any(before.at < at <= each.at for at in pauses)
+    )
 
 
-def _as_events(peer: PeerSteps) -> Iterable[events.Event]:
-    for step, (at, samples, epoch) in enumerate(zip(peer.ended_s, peer.samples, peer.epochs, strict=True)):
-        yield events.StepDone(at, step, epoch, 0.0, 0.0, samples, 0.0)
+def _as_steps(peer: PeerSteps) -> list[events.StepDone]:
+    moments = zip(peer.ended_s, peer.samples, peer.epochs, strict=True)
+    return [
+        events.StepDone(at, step, epoch, 0.0, 0.0, samples, 0.0) for step, (at, samples, epoch) in enumerate(moments)
+    ]

@@ -1,4 +1,4 @@
-"""What a run did, step by step and node by node, as a measurement keeps it. Pure: events in, Record out.
+"""What a run did, step by step and node by node, as a measurement keeps it. Pure: the fold of its events in, Record out.
 
 Everything an experiment says of time, idleness, bytes and joules comes from here, so that a run is measured once and
 every experiment reads from it what it needs.
@@ -6,16 +6,15 @@ every experiment reads from it what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power
-
-#: Kinds of span that are computing; sends and receives overlap them and each other.
-_COMPUTE = ("forward", "backward", "weights", "update", "serialise", "mail")
+from ringtmp.metrics.events import NodeStarted, NodeStep
+from ringtmp.metrics.run_parts import Part
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):
@@ -78,43 +77,20 @@ class Record(msgspec.Struct, frozen=True):
         return [track for track in self.tracks if not track.server] or list(self.tracks)
 
 
-def record(stream: Iterable[events.Event]) -> Record:
-    """Of the last start. A step that was done again counts once, as it was done last."""
-    nodes: dict[int, events.NodeStarted] = {}
-    ends: dict[int, events.NodeEnded] = {}
-    done: dict[int, events.StepDone] = {}
-    parts: dict[int, dict[int, events.NodeStep]] = {}
-    scores: list[events.Evaluated] = []
-    scale = 1.0
-    for event in stream:
-        if isinstance(event, events.RunStarted):
-            nodes, ends, done, parts, scores = {}, {}, {}, {}, []
-            scale = event.facts.get("lab_scale", 1.0)
-        elif isinstance(event, events.NodeStarted):
-            nodes[event.node] = event
-        elif isinstance(event, events.NodeEnded):
-            ends[event.node] = event
-        elif isinstance(event, events.StepDone):
-            done[event.step] = event
-        elif isinstance(event, events.NodeStep):
-            parts.setdefault(event.node, {})[event.step] = event
-        elif isinstance(event, events.Evaluated):
-            scores.append(event)
-    steps = sorted(done)
-    if not steps:
+def record(part: Part) -> Record:
+    if not part.steps:
         return Record((), (), (), (), (), ())
-    origin = done[steps[0]].at - done[steps[0]].wall_s
-    tracks = tuple(_track(nodes[node], steps, parts.get(node, {}), ends.get(node)) for node in sorted(nodes))
+    origin = part.steps[0].at - part.steps[0].wall_s
     return Record(
-        steps=tuple(steps),
-        ended_s=tuple(done[step].at - origin for step in steps),
-        took_s=tuple(done[step].wall_s for step in steps),
-        loss=tuple(done[step].loss for step in steps),
-        samples=tuple(done[step].samples for step in steps),
-        tracks=tracks,
-        scores=tuple(Score(each.step, each.at - origin, each.loss, each.accuracy) for each in scores),
-        bars=_bars(parts, steps),
-        scale=scale,
+        steps=tuple(each.step for each in part.steps),
+        ended_s=tuple(each.at - origin for each in part.steps),
+        took_s=tuple(each.wall_s for each in part.steps),
+        loss=tuple(each.loss for each in part.steps),
+        samples=tuple(each.samples for each in part.steps),
+        tracks=tuple(_track(part, part.nodes[node]) for node in sorted(part.nodes)),
+        scores=tuple(Score(each.step, each.at - origin, each.loss, each.accuracy) for each in part.evaluations),
+        bars=_bars(part.typical_step()),
+        scale=part.started.facts.get("lab_scale", 1.0),
     )
 
 
@@ -123,39 +99,33 @@ def from_facts(facts: dict[str, Any]) -> Record:
     return msgspec.convert(facts["record"], Record, str_keys=True)
 
 
-def _track(
-    start: events.NodeStarted, steps: list[int], parts: dict[int, events.NodeStep], end: events.NodeEnded | None
-) -> Track:
-    mine = [parts.get(step) for step in steps]
-    causes: dict[str, float] = {}
-    for part in mine:
-        for cause, seconds in (part.idle if part else {}).items():
-            causes[cause] = causes.get(cause, 0.0) + seconds
+def _track(part: Part, start: NodeStarted) -> Track:
+    by_step = {each.step: each for each in part.node_steps.get(start.node, ())}
+    mine = [by_step.get(each.step) for each in part.steps]
+    causes: Counter[str] = Counter()
+    for each in filter(None, mine):
+        causes.update(each.idle)
+    end = part.ends.get(start.node)
     return Track(
         start.node,
         start.role,
         start.parameters,
-        tuple(part.busy_s if part else 0.0 for part in mine),
-        tuple(part.idle_s if part else 0.0 for part in mine),
-        tuple(part.sent_bytes if part else 0 for part in mine),
-        tuple(part.received_bytes if part else 0 for part in mine),
-        causes,
+        tuple(each.busy_s if each else 0.0 for each in mine),
+        tuple(each.idle_s if each else 0.0 for each in mine),
+        tuple(each.sent_bytes if each else 0 for each in mine),
+        tuple(each.received_bytes if each else 0 for each in mine),
+        dict(causes),
         end.peak_rss_bytes if end else None,
-        end.power if end else None,
+        part.powers.get(start.node),
         end.sent_to if end else {},
     )
 
 
-def _bars(parts: dict[int, dict[int, events.NodeStep]], steps: list[int]) -> tuple[Bar, ...]:
-    """Of one step in the middle of those whose every span was kept on every node."""
-    whole = [step for step in steps if parts and all(mine.get(step) and mine[step].spans for mine in parts.values())]
-    if not whole:
-        return ()
-    chosen = [mine[whole[len(whole) // 2]] for mine in parts.values()]
-    origin = min(part.start for part in chosen)
+def _bars(done: Sequence[NodeStep]) -> tuple[Bar, ...]:
+    origin = min((each.start for each in done), default=0.0)
     return tuple(
-        Bar(part.node, span.kind, span.start - origin, span.end - origin)
-        for part in chosen
-        for span in part.spans
-        if span.kind in _COMPUTE and span.end >= part.start
+        Bar(each.node, span.kind, span.start - origin, span.end - origin)
+        for each in done
+        for span in each.spans
+        if span.kind not in ("send", "receive")  # they overlap computing and each other
     )

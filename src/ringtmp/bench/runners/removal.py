@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,8 @@ from ringtmp.bench.reading import RUN
 from ringtmp.bench.runners.children import end
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
-from ringtmp.metrics.summary import summarise
+from ringtmp.metrics.run_parts import Part, parts_of
+from ringtmp.metrics.summary import of_parts
 
 LOOK_S = 0.02
 #: No run here needs longer to reach the step; the bench has a limit of its own above this.
@@ -68,13 +70,14 @@ def perform(removal: Removal, run: Path) -> Result:
     finally:
         if process.poll() is None:
             end(process)
-    stream = list(events.read(run / "events.jsonl"))
-    return Result(_step_s(stream), describe(stream, removed_at, process.returncode, err.decode(errors="replace")))
+    parts = parts_of(events.read(run / "events.jsonl"))
+    step_s = tuple(each.wall_s for part in parts for each in part.steps)
+    return Result(step_s, describe(parts, removed_at, process.returncode, err.decode(errors="replace")))
 
 
-def describe(stream: list[events.Event], removed_at: float | None, code: int, err: str) -> dict[str, Any]:
-    """What the events say of it. Pure. Times in seconds from the removal."""
-    summary = summarise(stream, "")
+def describe(parts: Sequence[Part], removed_at: float | None, code: int, err: str) -> dict[str, Any]:
+    """What the run's events say of it. Pure. Times in seconds from the removal."""
+    summary = of_parts(parts, "") if parts else None
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     facts: dict[str, Any] = {
         "code": code,
@@ -88,11 +91,11 @@ def describe(stream: list[events.Event], removed_at: float | None, code: int, er
     }
     if removed_at is None:
         return facts
-    done = [event for event in stream if isinstance(event, events.StepDone)]
+    done = [each for part in parts for each in part.every_step]
     before = [event for event in done if event.at <= removed_at]
     facts["timeline"] = [(event.at - removed_at, event.step) for event in done]
-    losses = [event for event in stream if isinstance(event, events.Regrouped) and event.at > removed_at and event.lost]
-    starts = [event for event in stream if isinstance(event, events.RunStarted) and event.at > removed_at]
+    losses = [each for part in parts for each in part.recoveries if each.at > removed_at and each.lost]
+    starts = [part.started for part in parts if part.started.at > removed_at]
     reached = max((event.step for event in before), default=-1) + 1
     if losses:
         laid_out = losses[0].at
@@ -166,10 +169,6 @@ def _targets(removal: Removal, process: subprocess.Popen[bytes], run: Path) -> l
 def _process(node: int, run: Path) -> psutil.Process:
     started = [each for each in events.read(run / "events.jsonl") if isinstance(each, events.NodeStarted)]
     return psutil.Process(next(each.pid for each in reversed(started) if each.node == node))
-
-
-def _step_s(stream: list[events.Event]) -> tuple[float, ...]:
-    return tuple(event.wall_s for event in stream if isinstance(event, events.StepDone))
 
 
 if __name__ == "__main__":
