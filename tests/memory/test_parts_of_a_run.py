@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_report import ended, figures_of, known_events, node_step, started, step
 
+from known_run import ended, figures_of, known_events, node_step, started, step
 from ringtmp import Result
 from ringtmp.errors import RingError
 from ringtmp.metrics.events import (
