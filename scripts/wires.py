@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ringtmp.bench.experiments.quantities import sent_bytes, step_s
-from ringtmp.bench.record import Record, record
-from ringtmp.bench.settings import Setting, devices_file
+from ringtmp.bench.analysis.per_step_values import sent_bytes, step_s
+from ringtmp.bench.measuring.run_record import Record, record
+from ringtmp.bench.training_runs.device_setups import Setting, devices_file
 from ringtmp.metrics import events
 from ringtmp.metrics.run_parts import parts_of
 from ringtmp.units import bytes_text, seconds_text

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from test_lab import begin, device, devices_file, finish, needs_isolation
 
-from ringtmp.bench import forecast
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import SCHEMA, Measurement, Result
+from ringtmp.bench.experiments import plan_accuracy
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import SCHEMA, Measurement, Result
 
 CAP_MB = 420
 
@@ -87,7 +87,7 @@ def measured(job: Job, step_s: list[float], predicted_s: float, memory: list[tup
 
 
 def test_ten_rings_differ_in_devices_speeds_links_caps_and_models() -> None:
-    beds = forecast.BEDS
+    beds = plan_accuracy.BEDS
     assert len({bed.name for bed in beds}) == 10
     assert {len(bed.devices) for bed in beds} >= {2, 3, 4, 5, 6}
     ratios = [max(d.cpu for d in bed.devices) / min(d.cpu for d in bed.devices) for bed in beds]
@@ -99,9 +99,9 @@ def test_ten_rings_differ_in_devices_speeds_links_caps_and_models() -> None:
 
 
 def test_errors_are_told_per_ring_and_over_all() -> None:
-    beds = forecast.BEDS[:2]
-    jobs = forecast.jobs(beds, [], steps=3, warm_up=1)
-    found = forecast.rows(
+    beds = plan_accuracy.BEDS[:2]
+    jobs = plan_accuracy.jobs(beds, [], steps=3, warm_up=1)
+    found = plan_accuracy.rows(
         beds,
         [
             measured(jobs[0], [1.0, 1.0, 4.0], 1.1, [(95.0, 100.0), (120.0, 100.0)]),
@@ -113,30 +113,30 @@ def test_errors_are_told_per_ring_and_over_all() -> None:
     assert found[0].spread == pytest.approx(0.2 / 1.1)
     assert found[0].memory_error == pytest.approx(0.2)
     assert found[1].step_error == pytest.approx(-0.1)
-    total = forecast.verdict(found)
+    total = plan_accuracy.verdict(found)
     assert total is not None
     assert (total.step_median, total.memory_worst) == (pytest.approx(0.075), pytest.approx(0.2))
-    page = forecast.markdown(found, [], "ringtmp bench plan", "today")
+    page = plan_accuracy.markdown(found, [], "ringtmp bench plan", "today")
     assert "| +5.0% | 18.2% | +20.0% |" in page
 
 
 def test_a_contrast_is_the_plan_against_equal_parts_and_against_one() -> None:
-    (bed, wanted), _ = forecast.CONTRASTS
-    jobs = forecast.jobs([], [bed], steps=3, warm_up=1)
-    assert [job.case for job in jobs] == list(forecast.WAYS)
+    (bed, wanted), _ = plan_accuracy.CONTRASTS
+    jobs = plan_accuracy.jobs([], [bed], steps=3, warm_up=1)
+    assert [job.case for job in jobs] == list(plan_accuracy.WAYS)
     assert jobs[2].files["devices.toml"].count("[[device]]") == 1
     taken = [measured(job, [step], 1.0, []) for job, step in zip(jobs, (1.0, 6.0, 1.5), strict=True)]
-    (found,) = forecast.contrasts([(bed, wanted)], taken)
+    (found,) = plan_accuracy.contrasts([(bed, wanted)], taken)
     assert (found.over_equal, found.over_alone, found.left_out) == (6.0, 1.5, ("n3",))
-    assert "6.0 (wanted 5) | 1.50 (wanted 1)" in forecast.markdown([], [found], "ringtmp bench plan", "today")
+    assert "6.0 (wanted 5) | 1.50 (wanted 1)" in plan_accuracy.markdown([], [found], "ringtmp bench plan", "today")
 
 
 def test_a_ring_that_failed_is_told_and_leaves_the_others() -> None:
-    bed = forecast.BEDS[0]
-    (row,) = forecast.rows([bed], [])
+    bed = plan_accuracy.BEDS[0]
+    (row,) = plan_accuracy.rows([bed], [])
     assert row.error == "not measured"
-    assert forecast.verdict([row]) is None
-    assert "failed" in forecast.markdown([row], [], "ringtmp bench plan", "today")
+    assert plan_accuracy.verdict([row]) is None
+    assert "failed" in plan_accuracy.markdown([row], [], "ringtmp bench plan", "today")
 
 
 @needs_isolation

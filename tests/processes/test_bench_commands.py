@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from invented import run_events
-from ringtmp.bench import harness, machine, process, statistics
-from ringtmp.bench.jobs import PYTHON, Job, digest, interleaved, time_left_s
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import Measurement, Store
-from ringtmp.bench.reading import step_times
+from ringtmp.bench.analysis import intervals
+from ringtmp.bench.measuring import machine, measure_jobs, run_command
+from ringtmp.bench.measuring.jobs import PYTHON, Job, digest, interleaved, time_left_s
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import Measurement, Store
+from ringtmp.bench.measuring.read_output import step_times
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import CheckpointSaved, Evaluated, StepDone
 from ringtmp.metrics.run_parts import parts_of
@@ -44,7 +45,7 @@ class Nobody:
 def perform(folder: Path, *jobs: Job, limit_s: float = 60.0) -> list[Measurement]:
     store = Store(folder)
     try:
-        return list(harness.perform([(0, each) for each in jobs], store, ENVIRONMENT, limit_s, Nobody()))
+        return list(measure_jobs.perform([(0, each) for each in jobs], store, ENVIRONMENT, limit_s, Nobody()))
     finally:
         store.close()
 
@@ -54,22 +55,22 @@ def perform(folder: Path, *jobs: Job, limit_s: float = 60.0) -> list[Measurement
 
 def test_the_figure_is_the_median_over_repeats_of_their_centres() -> None:
     repeats = [[1.0, 2.0, 30.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
-    assert statistics.interval(repeats, "median", 0).middle == 5.0
-    assert statistics.interval(repeats, "mean", 0).middle == 8.0  # of 11, 5 and 8
+    assert intervals.interval(repeats, "median", 0).middle == 5.0
+    assert intervals.interval(repeats, "mean", 0).middle == 8.0  # of 11, 5 and 8
 
 
 def test_two_repeats_of_one_step_give_an_interval_from_one_to_the_other() -> None:
     """Of the four pairs drawn from {1, 3} one has median 1, two have 2 and one has 3: each end has a quarter."""
-    assert statistics.interval([[1.0], [3.0]], "median", 0) == statistics.Interval(2.0, 1.0, 3.0)
+    assert intervals.interval([[1.0], [3.0]], "median", 0) == intervals.Interval(2.0, 1.0, 3.0)
 
 
 def test_samples_without_spread_have_no_width() -> None:
-    assert statistics.interval([[2.0] * 4] * 3, "median", 0) == statistics.Interval(2.0, 2.0, 2.0)
+    assert intervals.interval([[2.0] * 4] * 3, "median", 0) == intervals.Interval(2.0, 2.0, 2.0)
 
 
 def test_a_slow_repeat_widens_the_interval_as_more_steps_would_not() -> None:
-    steady = statistics.interval([[1.0, 1.1]] * 5, "median", 0)
-    one_slow = statistics.interval([[1.0, 1.1]] * 4 + [[2.0, 2.1]], "median", 0)
+    steady = intervals.interval([[1.0, 1.1]] * 5, "median", 0)
+    one_slow = intervals.interval([[1.0, 1.1]] * 4 + [[2.0, 2.1]], "median", 0)
     assert steady.high <= 1.1
     assert one_slow.high > 1.1
     assert one_slow.middle == steady.middle
@@ -77,17 +78,17 @@ def test_a_slow_repeat_widens_the_interval_as_more_steps_would_not() -> None:
 
 def test_the_same_seed_gives_the_same_interval() -> None:
     repeats = [[1 + (37 * step + 11 * repeat) % 101 / 100 for step in range(20)] for repeat in range(4)]
-    assert statistics.interval(repeats, "mean", 7) == statistics.interval(repeats, "mean", 7)
-    assert statistics.interval(repeats, "mean", 7) != statistics.interval(repeats, "mean", 8)
+    assert intervals.interval(repeats, "mean", 7) == intervals.interval(repeats, "mean", 7)
+    assert intervals.interval(repeats, "mean", 7) != intervals.interval(repeats, "mean", 8)
 
 
 def test_a_planted_difference_of_a_tenth_is_found_and_none_is_not() -> None:
     base = [[1.00, 1.01, 0.99, 1.02]] * 5
     slower = [[each * 1.1 for each in steps] for steps in base]
-    found = statistics.ratio(slower, "median", base, "median", 0)
+    found = intervals.ratio(slower, "median", base, "median", 0)
     assert found.middle == pytest.approx(1.1)
     assert 1.05 < found.low <= found.high < 1.15
-    none = statistics.ratio(base, "median", base, "median", 0)
+    none = intervals.ratio(base, "median", base, "median", 0)
     assert none.low <= 1 <= none.high
 
 
@@ -196,7 +197,7 @@ def test_what_a_command_has_started_has_time_to_tidy_up_though_the_command_is_go
         "signal.signal(signal.SIGTERM, tidy); pathlib.Path('there').touch(); signal.pause()"
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
-    ended = process.run([sys.executable, "-c", parent], tmp_path, (), limit_s=3.0)
+    ended = run_command.run([sys.executable, "-c", parent], tmp_path, (), limit_s=3.0)
     assert ended.timed_out
     assert (tmp_path / "there").exists(), "it never came to be"
     assert (tmp_path / "tidy").exists()
@@ -292,7 +293,7 @@ def test_a_case_over_its_limit_is_ended_with_all_it_started(tmp_path: Path) -> N
 
 
 def test_who_does_not_heed_the_signal_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "STOP_LIMIT_S", 0.5)
+    monkeypatch.setattr(run_command, "STOP_LIMIT_S", 0.5)
     assert perform(tmp_path, job("deaf", endless(tmp_path, deaf=True)), limit_s=2.0)[0].outcome == "timed out"
     assert sleepers(tmp_path) == []
 
@@ -301,10 +302,10 @@ BENCH = """
 import sys
 from pathlib import Path
 import msgspec
-from ringtmp.bench import harness, process
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import Store
+from ringtmp.bench.measuring import measure_jobs, run_command
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import Store
 class Nobody:
     def begin(self, repeat, job): ...
     def done(self, measurement, reused): ...
@@ -312,8 +313,8 @@ folder = Path(sys.argv[1])
 plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=list[tuple[int, Job]])
 environment = msgspec.json.decode((folder / "environment.json").read_bytes(), type=Environment)
 try:
-    with process.interruptible():
-        list(harness.perform(plan, Store(folder), environment, 600.0, Nobody()))
+    with run_command.interruptible():
+        list(measure_jobs.perform(plan, Store(folder), environment, 600.0, Nobody()))
 except KeyboardInterrupt:
     sys.exit(130)
 """

@@ -15,16 +15,16 @@ import pytest
 from click.testing import CliRunner
 
 from ringtmp.bench import figure, table
-from ringtmp.bench.cases import ALONE, CASES, job, stage_ranks
-from ringtmp.bench.ideal import Sizes, busiest_cuts, ideal_s, limit_s
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import SCHEMA, Measurement, Result
+from ringtmp.bench.analysis.step_time_bounds import Sizes, busiest_cuts, ideal_s, limit_s
+from ringtmp.bench.experiments.speed import analyse, chosen, jobs, require_room
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import SCHEMA, Measurement, Result
 from ringtmp.bench.peers.pipelining import even_ends
-from ringtmp.bench.settings import SETTINGS
-from ringtmp.bench.settings import devices_file as devices_text
-from ringtmp.bench.speed import analyse, chosen, jobs, require_room
-from ringtmp.bench.workloads import QUICK, WORKLOADS
+from ringtmp.bench.training_runs.device_setups import SETTINGS
+from ringtmp.bench.training_runs.device_setups import devices_file as devices_text
+from ringtmp.bench.training_runs.speed_cases import ALONE, CASES, job, stage_ranks
+from ringtmp.bench.training_runs.workloads import QUICK, WORKLOADS
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
 from ringtmp.lab import devices_file

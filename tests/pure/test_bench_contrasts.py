@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from ringtmp.bench.experiments import contrasts
-from ringtmp.bench.experiments.contrasts import Sampled
-from ringtmp.bench.experiments.ways import parse
+from ringtmp.bench.analysis import ring_against_server
+from ringtmp.bench.analysis.ring_against_server import Sampled
+from ringtmp.bench.training_runs.strategy_variants import parse
 
 
 def noisy(way: str, centre: float, seed: int) -> Sampled:
@@ -17,46 +17,46 @@ def noisy(way: str, centre: float, seed: int) -> Sampled:
 
 
 def test_a_planted_difference_of_a_tenth_is_found() -> None:
-    found = contrasts.both([noisy("ring", 0.9, 1), noisy("ps:bsp", 1.0, 1), noisy("ps:async", 1.5, 1)], 0)
+    found = ring_against_server.both([noisy("ring", 0.9, 1), noisy("ps:bsp", 1.0, 1), noisy("ps:async", 1.5, 1)], 0)
     assert [(name, each.server.way.label, each.holds) for name, each in found] == [
         ("same precision and each at its best", "ps:bsp", "yes")
     ]
     assert found[0][1].ratio.low < 0.9 < found[0][1].ratio.high
-    verdict = contrasts.verdict("aim", "seconds", {"ring": "0.9 s", "ps:bsp": "1 s"}, found)
+    verdict = ring_against_server.verdict("aim", "seconds", {"ring": "0.9 s", "ps:bsp": "1 s"}, found)
     assert verdict.holds == "yes"
     assert "ring 0.9 s against ps:bsp 1 s: 1.1" in verdict.sentence
-    worse = contrasts.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
-    assert contrasts.verdict("aim", "seconds", {}, worse).holds == "no", "losses are said like wins"
+    worse = ring_against_server.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
+    assert ring_against_server.verdict("aim", "seconds", {}, worse).holds == "no", "losses are said like wins"
 
 
 def test_a_planted_difference_of_nothing_is_reported_as_none() -> None:
-    found = contrasts.both([noisy("ring", 1.0, 2), noisy("ps:bsp", 1.0, 2)], 0)
-    verdict = contrasts.verdict("aim", "seconds", {}, found)
+    found = ring_against_server.both([noisy("ring", 1.0, 2), noisy("ps:bsp", 1.0, 2)], 0)
+    verdict = ring_against_server.verdict("aim", "seconds", {}, found)
     assert verdict.holds == "open"
     assert "no difference found" in verdict.sentence
 
 
 def test_to_be_as_good_is_less_than_to_be_better() -> None:
     same = Sampled(parse("ring"), ((32.0,),) * 5), Sampled(parse("ps:bsp"), ((32.0,),) * 5)
-    found = contrasts.both(same, 0)
-    assert contrasts.verdict("aim", "steps", {}, found).holds == "open"
-    equal = contrasts.verdict("aim", "steps", {}, found, as_good=True)
+    found = ring_against_server.both(same, 0)
+    assert ring_against_server.verdict("aim", "steps", {}, found).holds == "open"
+    equal = ring_against_server.verdict("aim", "steps", {}, found, as_good=True)
     assert (equal.holds, "as good, within 5%" in equal.sentence) == ("yes", True)
-    worse = contrasts.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
-    assert contrasts.verdict("aim", "seconds", {}, worse, as_good=True).holds == "no"
-    once = contrasts.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((1.0,),))], 0)
-    assert contrasts.verdict("aim", "seconds", {}, once, as_good=True).holds == "open"
+    worse = ring_against_server.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
+    assert ring_against_server.verdict("aim", "seconds", {}, worse, as_good=True).holds == "no"
+    once = ring_against_server.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((1.0,),))], 0)
+    assert ring_against_server.verdict("aim", "seconds", {}, once, as_good=True).holds == "open"
 
 
 def test_what_was_measured_once_decides_nothing() -> None:
-    found = contrasts.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((2.0,),))], 0)
-    assert contrasts.verdict("aim", "seconds", {}, found).holds == "open"
+    found = ring_against_server.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((2.0,),))], 0)
+    assert ring_against_server.verdict("aim", "seconds", {}, found).holds == "open"
     assert "no interval" in found[0][1].ratio_text
 
 
 def test_false_alarms_are_rare() -> None:
     alarms = sum(
-        contrasts.both([noisy("ring", 1.0, seed), noisy("ps:bsp", 1.0, seed)], 0)[0][1].holds != "open"
+        ring_against_server.both([noisy("ring", 1.0, seed), noisy("ps:bsp", 1.0, seed)], 0)[0][1].holds != "open"
         for seed in range(10)
     )
     assert alarms <= 2, "five repeats give intervals that are a little too narrow, not more"
@@ -64,7 +64,7 @@ def test_false_alarms_are_rare() -> None:
 
 def test_the_best_of_a_side_may_have_another_wire_only_where_each_is_at_its_best() -> None:
     plain, lossy = noisy("ring", 1.0, 3), noisy("ring:wire=bfloat16", 0.5, 3)
-    found = dict(contrasts.both([plain, lossy, noisy("ps:bsp", 1.0, 3)], 0))
+    found = dict(ring_against_server.both([plain, lossy, noisy("ps:bsp", 1.0, 3)], 0))
     assert found["same precision"].ring.way.label == "ring"
     assert found["each at its best"].ring.way.label == "ring:wire=bfloat16"
 
@@ -76,11 +76,14 @@ def test_delay_is_no_part_of_the_same_precision_on_either_side() -> None:
         noisy("ps:bsp", 1.0, 4),
         noisy("ps:async", 0.5, 4),
     ]
-    found = dict(contrasts.both(sides, 0))
+    found = dict(ring_against_server.both(sides, 0))
     same, best = found["same precision"], found["each at its best"]
     assert (same.ring.way.label, same.server.way.label) == ("ring", "ps:bsp")
     assert (best.ring.way.label, best.server.way.label) == ("ring:staleness=1", "ps:async")
 
 
 def test_without_a_parameter_server_nothing_is_claimed() -> None:
-    assert contrasts.verdict("aim", "seconds", {}, contrasts.both([noisy("ring", 1.0, 4)], 0)).holds == "open"
+    assert (
+        ring_against_server.verdict("aim", "seconds", {}, ring_against_server.both([noisy("ring", 1.0, 4)], 0)).holds
+        == "open"
+    )

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtmp.bench.cases import ALONE
-from ringtmp.bench.settings import SETTINGS
-from ringtmp.bench.speed import Row
+from ringtmp.bench.experiments.speed import Row
+from ringtmp.bench.training_runs.device_setups import SETTINGS
+from ringtmp.bench.training_runs.speed_cases import ALONE
 
 MISSING = "no figure: matplotlib is not installed (pip install 'ringtmp[plots]')"
 #: Three hues that stay apart for colour-blind eyes (Okabe and Ito 2008): the ring, our other strategies, peers.

@@ -10,10 +10,10 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from ringtmp.bench.cases import ALONE
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.settings import SETTINGS
-from ringtmp.bench.speed import Row
+from ringtmp.bench.experiments.speed import Row
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.training_runs.device_setups import SETTINGS
+from ringtmp.bench.training_runs.speed_cases import ALONE
 
 HEADER = (
     "case",

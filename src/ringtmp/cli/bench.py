@@ -12,8 +12,8 @@ from ringtmp.cli import bench_messages, bench_plan
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
-    from ringtmp.bench.machine import Environment
-    from ringtmp.bench.speed import Row
+    from ringtmp.bench.experiments.speed import Row
+    from ringtmp.bench.measuring.machine import Environment
 
 QUICK_NOTE = "Tiny models (--quick): these figures show that the cases work, not how fast they are."
 PARTIAL_NOTE = "Interrupted: not every repeat was measured."
@@ -30,7 +30,7 @@ class _Names(click.Group):
         return "", experiments, args
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from ringtmp.bench.experiments import CATALOG, EVERY
+        from ringtmp.bench.catalogue import CATALOG, EVERY
 
         with formatter.section("Experiments, any number of them (ringtmp bench idle --help for their options)"):
             formatter.write_dl([(each.name, each.title) for each in CATALOG.values()] + list(EVERY.items()))
@@ -86,12 +86,12 @@ def speed(
     """
     import msgspec
 
-    from ringtmp.bench import harness, machine, process, progress
-    from ringtmp.bench import speed as experiment
-    from ringtmp.bench.jobs import interleaved
-    from ringtmp.bench.measurements import Store
-    from ringtmp.bench.settings import SETTINGS
-    from ringtmp.bench.workloads import QUICK, WORKLOADS
+    from ringtmp.bench.experiments import speed as experiment
+    from ringtmp.bench.measuring import machine, measure_jobs, progress_bar, run_command
+    from ringtmp.bench.measuring.jobs import interleaved
+    from ringtmp.bench.measuring.measurement_files import Store
+    from ringtmp.bench.training_runs.device_setups import SETTINGS
+    from ringtmp.bench.training_runs.workloads import QUICK, WORKLOADS
     from ringtmp.cli.experiments import can_emulate
     from ringtmp.launch.device_facts import usable_cores
 
@@ -107,8 +107,8 @@ def speed(
     store = Store(out)
     measured = []
     try:
-        with process.interruptible(), progress.telling(plan, quiet) as teller:
-            for each in harness.perform(plan, store, environment, limit_s, teller):
+        with run_command.interruptible(), progress_bar.telling(plan, quiet) as teller:
+            for each in measure_jobs.perform(plan, store, environment, limit_s, teller):
                 measured.append(each)
     except KeyboardInterrupt:
         print(

@@ -25,14 +25,20 @@ def command(size_bytes: int, count: int, rounds: int, as_json: bool) -> None:
 
     import msgspec
 
-    from ringtmp.bench import process
-    from ringtmp.bench.measurements import Result
+    from ringtmp.bench.measuring import run_command
+    from ringtmp.bench.measuring.measurement_files import Result
     from ringtmp.cli.show import print_json
 
     exchange = {"size_bytes": size_bytes, "count": count, "rounds": rounds}
-    words = [sys.executable, "-P", "-m", "ringtmp.bench.runners.messages", msgspec.json.encode(exchange).decode()]
-    with process.interruptible(), tempfile.TemporaryDirectory(prefix="rtbench-") as folder:
-        finished = process.run(words, Path(folder), (), LIMIT_S)
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ringtmp.bench.programs.message_round_trip",
+        msgspec.json.encode(exchange).decode(),
+    ]
+    with run_command.interruptible(), tempfile.TemporaryDirectory(prefix="rtbench-") as folder:
+        finished = run_command.run(words, Path(folder), (), LIMIT_S)
     if finished.code or finished.timed_out:
         raise RingError(f"the two processes came to no end: {finished.err.strip()[-300:] or 'nothing was said'}")
     result = msgspec.json.decode(finished.out, type=Result)

@@ -31,15 +31,16 @@ def command(
 
     import msgspec
 
-    from ringtmp.bench import forecast, harness, machine, process, progress
-    from ringtmp.bench.jobs import interleaved
-    from ringtmp.bench.measurements import Store
+    from ringtmp.bench.experiments import plan_accuracy
+    from ringtmp.bench.measuring import machine, measure_jobs, progress_bar, run_command
+    from ringtmp.bench.measuring.jobs import interleaved
+    from ringtmp.bench.measuring.measurement_files import Store
     from ringtmp.cli.experiments import can_emulate
     from ringtmp.cli.show import print_json
 
     if not can_emulate():
         raise UsageError("bench plan needs the lab, which needs root on Linux, ip and tc: sudo ringtmp bench plan …")
-    beds, contrasts = list(forecast.BEDS), list(forecast.CONTRASTS)
+    beds, contrasts = list(plan_accuracy.BEDS), list(plan_accuracy.CONTRASTS)
     if names:
         wanted = [name.strip() for name in names.split(",")]
         known = [bed.name for bed in beds] + [bed.name for bed, _ in contrasts]
@@ -48,19 +49,19 @@ def command(
                 raise unknown("ring of devices", name, known)
         beds = [bed for bed in beds if bed.name in wanted]
         contrasts = [each for each in contrasts if each[0].name in wanted]
-    plan = interleaved(forecast.jobs(beds, [bed for bed, _ in contrasts], steps, warm_up), repeats, 0)
+    plan = interleaved(plan_accuracy.jobs(beds, [bed for bed, _ in contrasts], steps, warm_up), repeats, 0)
     store, measured = Store(out), []
     try:
-        with process.interruptible(), progress.telling(plan, quiet) as teller:
-            for each in harness.perform(plan, store, machine.look(), limit_s, teller):
+        with run_command.interruptible(), progress_bar.telling(plan, quiet) as teller:
+            for each in measure_jobs.perform(plan, store, machine.look(), limit_s, teller):
                 measured.append(each)
     finally:
         store.close()
-        rows, contrasted = forecast.rows(beds, measured), forecast.contrasts(contrasts, measured)
+        rows, contrasted = plan_accuracy.rows(beds, measured), plan_accuracy.contrasts(contrasts, measured)
         words = ["ringtmp bench plan", *([f"--beds {names}"] if names else []), f"--repeats {repeats} --steps {steps}"]
-        page = forecast.markdown(rows, contrasted, " ".join(words), date.today().isoformat())
+        page = plan_accuracy.markdown(rows, contrasted, " ".join(words), date.today().isoformat())
         (out / "results.md").write_text(page)
-        results = {"rows": rows, "contrasts": contrasted, "verdict": forecast.verdict(rows)}
+        results = {"rows": rows, "contrasts": contrasted, "verdict": plan_accuracy.verdict(rows)}
         (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
     if as_json:
         print_json(results)

@@ -13,8 +13,8 @@ import click
 from ringtmp.errors import RingError, UsageError
 
 if TYPE_CHECKING:
-    from ringtmp.bench.experiments.choices import Choices
-    from ringtmp.bench.measurements import Measurement, Store
+    from ringtmp.bench.measuring.measurement_files import Measurement, Store
+    from ringtmp.bench.user_choices import Choices
     from ringtmp.lab.devices_file import Device
     from ringtmp.report.page_content import Page
 
@@ -47,17 +47,17 @@ def command(
     A measurement is a file in OUT: interrupt it as you like, the same command goes on from there. What fails or cannot
     run is in the report, with its reason.
     """
-    from ringtmp.bench import experiments
-    from ringtmp.bench.experiments import choices as chosen
-    from ringtmp.bench.experiments import ways
-    from ringtmp.bench.measurements import Store
+    from ringtmp.bench import catalogue
+    from ringtmp.bench import user_choices as chosen
+    from ringtmp.bench.measuring.measurement_files import Store
+    from ringtmp.bench.training_runs import strategy_variants
     from ringtmp.launch.device_facts import usable_cores
 
     _refuse_mixed(listen, joined, file, no_isolation)
-    wanted, small = experiments.named(names)
+    wanted, small = catalogue.named(names)
     choices = chosen.Choices(
         names=wanted,
-        ways=ways.parse_all(strategies) if strategies is not None else chosen.default_ways(small),
+        ways=strategy_variants.parse_all(strategies) if strategies is not None else chosen.default_ways(small),
         devices=_devices(file),
         isolated=not listen and _isolated(no_isolation, small),
         repeats=repeats or (1 if small else 5),
@@ -79,23 +79,24 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool, given:
     """Whatever ends it, what was measured becomes a report."""
     import msgspec
 
-    from ringtmp.bench import harness, machine, process, progress
-    from ringtmp.bench.experiments import conduct, sweep
-    from ringtmp.bench.experiments.runs import Measured
+    from ringtmp.bench import jobs_and_page
+    from ringtmp.bench.measuring import machine, measure_jobs, progress_bar, run_command
+    from ringtmp.bench.training_runs import learning_rate_sweep
+    from ringtmp.bench.training_runs.train_commands import Measured
 
     environment = machine.look()
     measured: list[Measurement] = []
     complete = False
     try:
-        with process.interruptible():
-            first = conduct.sweep_plan(choices)
-            with progress.telling(first, quiet) as teller:
-                for each in harness.perform(first, store, environment, limit_s, teller):
+        with run_command.interruptible():
+            first = jobs_and_page.sweep_plan(choices)
+            with progress_bar.telling(first, quiet) as teller:
+                for each in measure_jobs.perform(first, store, environment, limit_s, teller):
                     measured.append(each)
-            choices = msgspec.structs.replace(choices, rates=sweep.rates(choices, Measured(measured)))
-            plan = conduct.plan(choices)
-            with progress.telling(plan, quiet) as teller:
-                for each in harness.perform(plan, store, environment, limit_s, teller):
+            choices = msgspec.structs.replace(choices, rates=learning_rate_sweep.rates(choices, Measured(measured)))
+            plan = jobs_and_page.plan(choices)
+            with progress_bar.telling(plan, quiet) as teller:
+                for each in measure_jobs.perform(plan, store, environment, limit_s, teller):
                     measured.append(each)
             complete = True
     except KeyboardInterrupt:
@@ -107,7 +108,7 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool, given:
     finally:
         from datetime import date
 
-        page = conduct.page(choices, measured, environment, given, date.today().isoformat(), not complete)
+        page = jobs_and_page.page(choices, measured, environment, given, date.today().isoformat(), not complete)
         _write(page, choices, store.folder)
     _refuse_nothing(measured[-len(plan) :] if plan else [], store.folder)
     return page
@@ -123,14 +124,14 @@ def _refuse_nothing(runs: list[Measurement], folder: Path) -> None:
 def _write(page: Page, choices: Choices, out: Path) -> None:
     import msgspec
 
-    from ringtmp.bench.experiments import markdown
     from ringtmp.report import page as paper
+    from ringtmp.report import page_text
     from ringtmp.system.files import write_atomic
 
     try:
         results = {"page": page, "learning_rates": choices.rates, "repeats": choices.repeats, "seed": choices.seed}
         write_atomic(out / "results.json", msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-        write_atomic(out / "results.md", markdown.markdown(page).encode())
+        write_atomic(out / "results.md", page_text.markdown(page).encode())
         paper.write(page, out)
     except OSError as error:
         print(f"ringtmp bench: the results cannot be written to {out}: {error.strerror}", file=sys.stderr)

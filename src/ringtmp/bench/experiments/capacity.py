@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Measured, lab, toml
-from ringtmp.bench.experiments.ways import Way, parse
-from ringtmp.bench.jobs import PYTHON, Job
-from ringtmp.bench.runners.largest import Search, Try
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.programs.largest_model import Search, Try
+from ringtmp.bench.training_runs.strategy_variants import Way, parse
+from ringtmp.bench.training_runs.train_commands import DEVICES, RINGTMP, Measured, lab, toml
+from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text, count_text
 
@@ -69,7 +69,7 @@ def job(choices: Choices, way: Way) -> Job:
         workload=f"mlp w{WIDTH}",
         setting=f"{len(devices)} devices {cap_mb(choices):g}MiB",
         case=way.label,
-        command=(PYTHON, "-P", "-m", "ringtmp.bench.runners.largest", msgspec.json.encode(search).decode()),
+        command=(PYTHON, "-P", "-m", "ringtmp.bench.programs.largest_model", msgspec.json.encode(search).decode()),
         files={DEVICES: toml(devices)},
         output="told",
         batch_size=32,

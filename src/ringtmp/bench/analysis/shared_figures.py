@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ringtmp.bench.experiments import quantities
-from ringtmp.bench.experiments.contrasts import Sampled, both
-from ringtmp.bench.experiments.runs import Cell, Measured
-from ringtmp.bench.record import Record
-from ringtmp.bench.statistics import Centre, Interval, Step, interval
+from ringtmp.bench.analysis import per_step_values
+from ringtmp.bench.analysis.intervals import Centre, Interval, Step, interval
+from ringtmp.bench.analysis.ring_against_server import Sampled, both
+from ringtmp.bench.measuring.run_record import Record
+from ringtmp.bench.training_runs.train_commands import Cell, Measured
 from ringtmp.report.page_content import Figure, Series, Span, Table
 from ringtmp.units import bytes_text, seconds_text
 
@@ -102,11 +102,11 @@ def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int)
         records, warm_up = measured.records(each.job), each.job.warm_up
         if not records:
             continue
-        times = interval([quantities.step_s(record, warm_up) for record in records], each.way.centre, seed)
-        idle = interval([quantities.idle_times(record, warm_up) for record in records], "ratio", seed)
-        moved = interval([quantities.sent_bytes(record, warm_up) for record in records], "mean", seed)
-        busiest = interval([quantities.busiest_step_bytes(record, warm_up) for record in records], "mean", seed)
-        spent = [quantities.step_joules(record, warm_up) for record in records]
+        times = interval([per_step_values.step_s(record, warm_up) for record in records], each.way.centre, seed)
+        idle = interval([per_step_values.idle_times(record, warm_up) for record in records], "ratio", seed)
+        moved = interval([per_step_values.sent_bytes(record, warm_up) for record in records], "mean", seed)
+        busiest = interval([per_step_values.busiest_step_bytes(record, warm_up) for record in records], "mean", seed)
+        spent = [per_step_values.step_joules(record, warm_up) for record in records]
         joules = ranged(interval(spent, "mean", seed), lambda value: f"{value:.3g}") if all(spent) else ""
         rows.append(
             (
@@ -132,11 +132,11 @@ def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int)
 def against_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int) -> Table:
     """The best ring against the best parameter server, cost by cost, at the same precision and each at its best."""
     costs: tuple[tuple[str, PerStep, Centre, Callable[[float], str]], ...] = (
-        ("time per step", quantities.step_s, "mean", seconds_text),
-        ("idle share of workers", quantities.idle_times, "ratio", share_text),
-        ("bytes per step", quantities.sent_bytes, "mean", bytes_text),
-        ("busiest link, bytes per step", quantities.busiest_step_bytes, "mean", bytes_text),
-        ("modelled joules per step", quantities.step_joules, "mean", lambda value: f"{value:.3g}"),
+        ("time per step", per_step_values.step_s, "mean", seconds_text),
+        ("idle share of workers", per_step_values.idle_times, "ratio", share_text),
+        ("bytes per step", per_step_values.sent_bytes, "mean", bytes_text),
+        ("busiest link, bytes per step", per_step_values.busiest_step_bytes, "mean", bytes_text),
+        ("modelled joules per step", per_step_values.step_joules, "mean", lambda value: f"{value:.3g}"),
     )
     rows = []
     for what, values, centre, text in costs:

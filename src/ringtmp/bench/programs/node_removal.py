@@ -24,10 +24,10 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
-from ringtmp.bench.measurements import Result
-from ringtmp.bench.process import MARK
-from ringtmp.bench.reading import RUN
-from ringtmp.bench.runners.children import end
+from ringtmp.bench.measuring.measurement_files import Result
+from ringtmp.bench.measuring.read_output import RUN
+from ringtmp.bench.measuring.run_command import MARK
+from ringtmp.bench.programs.stop_child import end
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
 from ringtmp.metrics.run_parts import Part, parts_of

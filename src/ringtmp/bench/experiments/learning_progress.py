@@ -12,12 +12,13 @@ from statistics import median
 
 import msgspec
 
-from ringtmp.bench.experiments import contrasts, grid, quantities
-from ringtmp.bench.experiments.choices import ALONE, Choices
-from ringtmp.bench.experiments.contrasts import Sampled
-from ringtmp.bench.experiments.runs import Cell, Measured, cell
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.record import Record
+from ringtmp.bench.analysis import per_step_values, ring_against_server
+from ringtmp.bench.analysis.ring_against_server import Sampled
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.run_record import Record
+from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.train_commands import Cell, Measured, cell
+from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import bytes_text, seconds_text
 
@@ -47,7 +48,7 @@ NEVER = Costs(math.inf, math.inf, math.inf, math.inf)
 
 
 def cells(choices: Choices) -> list[Cell]:
-    return [alone(choices), *grid.task_cells(choices)]
+    return [alone(choices), *shared_runs.task_cells(choices)]
 
 
 def alone(choices: Choices) -> Cell:
@@ -73,7 +74,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(_verdicts(choices, every, costs)),
         tuple(_figures(records)),
         (_table(every, measured, costs),),
-        (*grid.refused(choices), *grid.missing(cells(choices), measured)),
+        (*shared_runs.refused(choices), *shared_runs.missing(cells(choices), measured)),
     )
 
 
@@ -98,12 +99,12 @@ def target_loss(records: Sequence[Record]) -> float:
 
 
 def to_target(record: Record, target: float) -> Costs:
-    at = quantities.reached(record.loss, target, min(WINDOW, len(record.loss)))
+    at = per_step_values.reached(record.loss, target, min(WINDOW, len(record.loss)))
     if at is None:
         return NEVER
-    moved = sum(quantities.sent_bytes(record, 0)[: at + 1])
-    spent = sum(quantities.step_joules(record, 0)[: at + 1]) if quantities.modelled(record) else math.nan
-    return Costs(at + 1.0, sum(quantities.step_s(record, 0)[: at + 1]), moved, spent)
+    moved = sum(per_step_values.sent_bytes(record, 0)[: at + 1])
+    spent = sum(per_step_values.step_joules(record, 0)[: at + 1]) if per_step_values.modelled(record) else math.nan
+    return Costs(at + 1.0, sum(per_step_values.step_s(record, 0)[: at + 1]), moved, spent)
 
 
 def smooth(loss: Sequence[float]) -> list[float]:
@@ -117,11 +118,11 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
     there = {way.strategy for way in shared if all(math.isfinite(cost.steps) for cost in costs[way.label])}
     for key, what, text in _COSTS:
         known = spent(every, costs, key)
-        said = {label: text(value.middle) for label, value in contrasts.figures(known, choices.seed).items()}
+        said = {label: text(value.middle) for label, value in ring_against_server.figures(known, choices.seed).items()}
         aim = f"{AIM} per {key.removesuffix('s')}"
         one_sided = _one_sided(aim, {way.strategy for way in shared}, there)
-        pairs = contrasts.both(known, choices.seed)
-        found.append(one_sided or contrasts.verdict(aim, what, said, pairs, as_good=True))
+        pairs = ring_against_server.both(known, choices.seed)
+        found.append(one_sided or ring_against_server.verdict(aim, what, said, pairs, as_good=True))
     return found
 
 
@@ -147,7 +148,7 @@ def _one_sided(aim: str, measured: set[str], reached: set[str]) -> Verdict | Non
 
 
 def _figures(records: dict[str, list[Record]]) -> list[Figure]:
-    known = all(quantities.modelled(group[0]) for group in records.values())
+    known = all(per_step_values.modelled(group[0]) for group in records.values())
     axes = [("iteration", "iterations"), ("second", "seconds"), ("byte", "bytes")] + [
         ("joule", "modelled joules")
     ] * known
@@ -169,9 +170,9 @@ def _axis(name: str, record: Record) -> list[float]:
     if name == "iteration":
         return [float(step + 1) for step in record.steps]
     values = {
-        "second": lambda: quantities.step_s(record, 0),
-        "byte": lambda: quantities.sent_bytes(record, 0),
-        "joule": lambda: quantities.step_joules(record, 0),
+        "second": lambda: per_step_values.step_s(record, 0),
+        "byte": lambda: per_step_values.sent_bytes(record, 0),
+        "joule": lambda: per_step_values.step_joules(record, 0),
     }[name]()
     return list(accumulate(values))
 

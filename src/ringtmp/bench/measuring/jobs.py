@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.statistics import Centre
+from ringtmp.bench.analysis.intervals import Centre
+from ringtmp.bench.measuring.machine import Environment
 
 #: Stands for the interpreter in a command, so that a record names no path of one machine.
 PYTHON = "python"

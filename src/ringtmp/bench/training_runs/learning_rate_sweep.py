@@ -11,9 +11,9 @@ import math
 
 import msgspec
 
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import Cell, Measured, local
-from ringtmp.bench.experiments.ways import Way
+from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.train_commands import Cell, Measured, local
+from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Table
 
 RATES = {True: (0.0007, 0.002), False: (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)}

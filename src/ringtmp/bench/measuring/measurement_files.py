@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.machine import Environment
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.machine import Environment
 from ringtmp.errors import RingError, UsageError
 from ringtmp.system.files import write_atomic
 

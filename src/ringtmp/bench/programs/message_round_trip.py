@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ringtmp.bench.measurements import Result
+from ringtmp.bench.measuring.measurement_files import Result
 from ringtmp.launch.compute_process import WAIT_S
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.transport.encryption import new_key_pair
@@ -55,7 +55,7 @@ def measure(exchange: Exchange) -> Result:
     endpoint = _neighbour(Endpoint(transport, "messages", 1))
     with tempfile.TemporaryDirectory(prefix="rtbench-") as folder:
         exchange = msgspec.structs.replace(exchange, meet=f"{folder}/meet", master=transport.address)
-        command = [sys.executable, "-P", "-m", "ringtmp.bench.runners.messages"]
+        command = [sys.executable, "-P", "-m", "ringtmp.bench.programs.message_round_trip"]
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert other.stdin is not None

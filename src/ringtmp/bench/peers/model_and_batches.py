@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringtmp.bench.reading import PeerSteps
-from ringtmp.bench.workloads import Workload
+from ringtmp.bench.measuring.read_output import PeerSteps
+from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.data import by_name
 from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Source

@@ -16,9 +16,9 @@ from ringtmp.system.resources import fingerprint
 
 LOOK_S = 0.5
 _STAT = Path("/proc/stat")
-_RUN_BY_JOBS = ("peers", "runners")
-_READ_FROM_JOBS = ("reading.py", "record.py")  # they make what a measurement keeps
-_REPORTING = (("cli", "bench.py"), ("cli", "experiments.py"), ("cli", "report.py"))
+#: What of the bench runs while a job is measured, or makes what a measurement keeps.
+_MEASURES = ("bench/peers/", "bench/programs/", "bench/measuring/read_output.py", "bench/measuring/run_record.py")
+_REPORTS = ("bench/", "report/", "cli/bench.py", "cli/experiments.py", "cli/report.py")
 _STEAL = 8  # position in the first line of /proc/stat: cpu user nice system idle iowait irq softirq steal
 
 
@@ -53,14 +53,9 @@ def code_sha256(root: Path) -> str:
     """Over the package's source, but for what only plans and reports: a new column is no reason to measure again."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if (
-            (parts[0] == "bench" and parts[1] not in (*_RUN_BY_JOBS, *_READ_FROM_JOBS))
-            or parts[0] == "report"
-            or parts in _REPORTING
-        ):
-            continue
-        digest.update("/".join(parts).encode() + b"\0" + path.read_bytes() + b"\0")
+        name = path.relative_to(root).as_posix()
+        if name.startswith(_MEASURES) or not name.startswith(_REPORTS):
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ringtmp.bench.jobs import PYTHON, Job
-from ringtmp.bench.measurements import Measurement
-from ringtmp.bench.reading import RUN
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.measurement_files import Measurement
+from ringtmp.bench.measuring.read_output import RUN
 from ringtmp.metrics.summary import Forecast
 
 EXPERIMENT = "plan"

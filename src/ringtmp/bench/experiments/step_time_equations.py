@@ -14,14 +14,14 @@ from statistics import median
 
 import msgspec
 
-from ringtmp.bench import statistics
-from ringtmp.bench.experiments import draw, grid, quantities
-from ringtmp.bench.experiments.choices import LINK_MBPS, Choices
-from ringtmp.bench.experiments.runs import Cell, Measured, cell
-from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.record import Record
-from ringtmp.bench.statistics import Interval
+from ringtmp.bench.analysis import intervals, per_step_values, shared_figures
+from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.run_record import Record
+from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.train_commands import Cell, Measured, cell
+from ringtmp.bench.user_choices import LINK_MBPS, Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import seconds_text
 
@@ -56,7 +56,7 @@ def cells(choices: Choices) -> list[Cell]:
             # On a slow link a step of the parameter server takes half a minute, and each is as long as the one before.
             steps = 6 if choices.quick or rate < SLOW_MBPS else 16
             # The usual rate is that of a run which is there already.
-            work = grid.tuned(choices, way, None if rate == LINK_MBPS and choices.quick else steps)
+            work = shared_runs.tuned(choices, way, None if rate == LINK_MBPS and choices.quick else steps)
             found.append(cell(choices, way, work, choices.place(choices.nodes, link_mbps=rate), f"{rate:g} Mbit/s"))
     return found
 
@@ -83,9 +83,9 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(figures),
         (Table("Step time by link rate", columns, tuple(rows)),),
         (
-            *grid.refused(choices),
-            *grid.not_chosen(choices, _ways(choices)),
-            *grid.missing(cells(choices), measured),
+            *shared_runs.refused(choices),
+            *shared_runs.not_chosen(choices, _ways(choices)),
+            *shared_runs.missing(cells(choices), measured),
         ),
     )
 
@@ -100,11 +100,9 @@ def curve(group: list[Cell], measured: Measured, seed: int) -> list[Point]:
     found = []
     for rate, each in known:
         records = measured.records(each.job)
-        times = [quantities.step_s(record, each.job.warm_up) for record in records]
-        moved = median(quantities.busiest_bytes(record, each.job.warm_up) for record in records)
-        found.append(
-            Point(rate, statistics.interval(times, each.way.centre, seed), compute_s, moved * 8 / (rate * 1e6))
-        )
+        times = [per_step_values.step_s(record, each.job.warm_up) for record in records]
+        moved = median(per_step_values.busiest_bytes(record, each.job.warm_up) for record in records)
+        found.append(Point(rate, intervals.interval(times, each.way.centre, seed), compute_s, moved * 8 / (rate * 1e6)))
     return found
 
 
@@ -116,7 +114,7 @@ def busiest_s(record: Record, warm_up: int) -> float:
 
 def _ways(choices: Choices) -> list[Way]:
     some = choices.some_of(QUICK_WAYS if choices.quick else FULL_WAYS)
-    return [way for way in some if way.refusal(choices.nodes, grid.layers(choices.task())) is None]
+    return [way for way in some if way.refusal(choices.nodes, shared_runs.layers(choices.task())) is None]
 
 
 def _rate(each: Cell) -> float:
@@ -124,13 +122,15 @@ def _rate(each: Cell) -> float:
 
 
 def _figure(way: Way, points: list[Point]) -> Figure:
-    measured = draw.lines("", "", "", "", {"measured": [(point.mbps, point.measured_s) for point in points]}).series
+    measured = shared_figures.lines(
+        "", "", "", "", {"measured": [(point.mbps, point.measured_s) for point in points]}
+    ).series
     x = tuple(point.mbps for point in points)
     lines = tuple(
         Series(name, x, tuple(point.predicted_s[index] for point in points))
         for index, name in enumerate(("(1) T", "(2) c + T", "(3) max(c, T)"))
     )
-    name, title = f"equations-{draw.slug(way.label)}", f"Step time of {way.label} by link rate"
+    name, title = f"equations-{shared_figures.slug(way.label)}", f"Step time of {way.label} by link rate"
     return Figure(name, title, "lines", "Mbit/s", "seconds per step",
                   (*measured, *lines), log_x=True, log_y=True, caption="Slow links to the left.")  # fmt: skip
 
@@ -140,7 +140,7 @@ def _row(way: Way, point: Point) -> tuple[str, ...]:
     return (
         way.label,
         f"{point.mbps:g}",
-        draw.ranged(point.measured_s, seconds_text),
+        shared_figures.ranged(point.measured_s, seconds_text),
         *(seconds_text(each) for each in times),
         f"{point.measured_s.middle / point.predicted_s[2]:.2f}",
     )

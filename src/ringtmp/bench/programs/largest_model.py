@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ringtmp.bench.measurements import Result
-from ringtmp.bench.runners.children import end
+from ringtmp.bench.measuring.measurement_files import Result
+from ringtmp.bench.programs.stop_child import end
 
 Outcome = Literal["fits", "refused", "failed", "timed out"]
 TRY_LIMIT_S = 240.0

@@ -11,11 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from ringtmp.bench.jobs import PYTHON, Job
-from ringtmp.bench.reading import RUN
-from ringtmp.bench.settings import Setting, devices_file
-from ringtmp.bench.statistics import Centre
-from ringtmp.bench.workloads import Workload, train_flags
+from ringtmp.bench.analysis.intervals import Centre
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.read_output import RUN
+from ringtmp.bench.training_runs.device_setups import Setting, devices_file
+from ringtmp.bench.training_runs.workloads import Workload, train_flags
 
 EXPERIMENT = "speed"
 #: The base of "ideal" has a setting of its own: it is measured once, not once per setting.
@@ -72,7 +72,7 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
     count = _microbatches(case, work, setting, microbatches)
     files = {}
     if case.family == "one":
-        command = _peer("one", work, [])
+        command = _peer("one_process", work, [])
     elif case.group == "peer":
         schedule = ["--schedule", case.schedule, "--layout", case.layout, "--microbatches", str(count)]
         inner = _peer(case.family, work, ["--meet", "meet", *(schedule if case.family == "pipelining" else [])])

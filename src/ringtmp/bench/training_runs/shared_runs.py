@@ -7,10 +7,10 @@ from statistics import median
 
 import msgspec
 
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import Cell, Measured, cell
-from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.workloads import Workload
+from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.train_commands import Cell, Measured, cell
+from ringtmp.bench.training_runs.workloads import Workload
+from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Skipped
 
 ANCHOR_STEPS = 8

@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench import statistics
-from ringtmp.bench.cases import ALONE, CASES, Case, job, pipelined
-from ringtmp.bench.experiments.quantities import idle_times
-from ringtmp.bench.ideal import Sizes, ideal_s, limit_s
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.measurements import Measurement
-from ringtmp.bench.record import from_facts
-from ringtmp.bench.settings import SETTINGS, Setting
-from ringtmp.bench.statistics import Interval
-from ringtmp.bench.workloads import Workload
+from ringtmp.bench.analysis import intervals
+from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.analysis.per_step_values import idle_times
+from ringtmp.bench.analysis.step_time_bounds import Sizes, ideal_s, limit_s
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measurement
+from ringtmp.bench.measuring.run_record import from_facts
+from ringtmp.bench.training_runs.device_setups import SETTINGS, Setting
+from ringtmp.bench.training_runs.speed_cases import ALONE, CASES, Case, job, pipelined
+from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.errors import UsageError, unknown
 
 
@@ -135,7 +135,7 @@ def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measu
         repeats=len(taken),
         failed=len(bad),
         error=bad[0].error if bad else None,
-        step_s=statistics.interval(taken, first.centre, seed) if taken else None,
+        step_s=intervals.interval(taken, first.centre, seed) if taken else None,
         ideal_s=ideal_s(sizes, setting) if sizes and setting is not ALONE else None,
         limit_s=limit_s(_case(first.case), sizes, setting) if sizes and setting is not ALONE else None,
         one_device_s=sizes.one_s / setting.share if sizes and setting is not ALONE else None,
@@ -143,7 +143,7 @@ def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measu
         simulated_s=_forecast(group, lambda said: said["step_s"]),
         idle_share=_idle_share(group),
         over_best_peer=(
-            statistics.ratio(taken, first.centre, samples(peer), peer[0].job.centre, seed)
+            intervals.ratio(taken, first.centre, samples(peer), peer[0].job.centre, seed)
             if taken and peer and own
             else None
         ),
@@ -165,7 +165,7 @@ def _idle_share(group: Sequence[Measurement]) -> float | None:
     """Idle time over all time of its workers, the middle over repeats; torch's own do not say."""
     known = [each.result.facts for each in group if each.result is not None and "record" in each.result.facts]
     times = [found for facts in known if (found := idle_times(from_facts(facts), group[0].job.warm_up))]
-    return statistics.middle(times, "ratio") if times else None
+    return intervals.middle(times, "ratio") if times else None
 
 
 def _forecast(group: Sequence[Measurement], value: Callable[[dict[str, Any]], float]) -> float | None:
@@ -180,7 +180,7 @@ def _sizes(alone: Sequence[Measurement]) -> Sizes | None:
     if not taken:
         return None
     facts = next(each.result.facts for each in alone if each.result is not None)
-    one_s = statistics.interval(taken, "median", 0).middle
+    one_s = intervals.interval(taken, "median", 0).middle
     return Sizes(one_s, facts["parameters"], facts["cut_values"], alone[0].job.batch_size)
 
 
@@ -189,7 +189,7 @@ def _best_peers(groups: dict[tuple[str, str, str], list[Measurement]]) -> dict[t
     best: dict[tuple[str, str], tuple[float, list[Measurement]]] = {}
     for (workload, setting, _), group in groups.items():
         if group[0].job.group == "peer" and samples(group):
-            step_s = statistics.interval(samples(group), group[0].job.centre, 0).middle
+            step_s = intervals.interval(samples(group), group[0].job.centre, 0).middle
             if (workload, setting) not in best or step_s < best[workload, setting][0]:
                 best[workload, setting] = (step_s, group)
     return {key: group for key, (_, group) in best.items()}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
-from ringtmp.bench.experiments import CATALOG, sweep
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import Measured
-from ringtmp.bench.jobs import Job, interleaved
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import Measurement
+from ringtmp.bench.catalogue import CATALOG
+from ringtmp.bench.measuring.jobs import Job, interleaved
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import Measurement
+from ringtmp.bench.training_runs import learning_rate_sweep
+from ringtmp.bench.training_runs.train_commands import Measured
+from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Page, Section, Skipped
 
 #: What others may use of the machine before its figures need a warning.
@@ -19,7 +21,7 @@ Plan = list[tuple[int, Job]]
 
 
 def sweep_plan(choices: Choices) -> Plan:
-    return interleaved([each.job for each in sweep.cells(choices)], 1, choices.seed)
+    return interleaved([each.job for each in learning_rate_sweep.cells(choices)], 1, choices.seed)
 
 
 def plan(choices: Choices) -> Plan:
@@ -27,12 +29,16 @@ def plan(choices: Choices) -> Plan:
     often: dict[str, Job] = {}
     once: dict[str, Job] = {}
     for name in [each for each in choices.names if _possible(choices, each)]:
-        found = importlib.import_module(f"ringtmp.bench.experiments.{name}").jobs(choices)
+        found = _module(name).jobs(choices)
         for job in found:
             (once if CATALOG[name].once else often).setdefault(job.file_stem, job)
     return interleaved(list(often.values()), choices.repeats, choices.seed) + interleaved(
         list(once.values()), 1, choices.seed
     )
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"ringtmp.bench.experiments.{CATALOG[name].module or name}")
 
 
 def _possible(choices: Choices, name: str) -> bool:
@@ -47,7 +53,7 @@ def sections(choices: Choices, measured: Measured) -> list[Section]:
             found.append(_left_out(name, why))
             continue
         try:
-            found.append(importlib.import_module(f"ringtmp.bench.experiments.{name}").section(choices, measured))
+            found.append(_module(name).section(choices, measured))
         except Exception as error:  # hours of measurements: one section less, and why, instead of no page
             why = f"its measurements could not be made into a section: {type(error).__name__}: {error}"
             found.append(_left_out(name, why))
@@ -125,6 +131,10 @@ def method(choices: Choices, measured: Measured) -> Section:
         "Asynchronous servers take the ways of the clock into their weights; all other runs give the same losses every time.",
         (),
         (),
-        (sweep.table(choices, measured),),
-        tuple(Skipped(each.job.name, why) for each in sweep.cells(choices) if (why := measured.problem(each.job))),
+        (learning_rate_sweep.table(choices, measured),),
+        tuple(
+            Skipped(each.job.name, why)
+            for each in learning_rate_sweep.cells(choices)
+            if (why := measured.problem(each.job))
+        ),
     )

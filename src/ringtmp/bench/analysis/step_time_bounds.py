@@ -19,8 +19,8 @@ from itertools import pairwise
 
 import msgspec
 
-from ringtmp.bench.cases import Case, stage_ranks, workers
-from ringtmp.bench.settings import Setting
+from ringtmp.bench.training_runs.device_setups import Setting
+from ringtmp.bench.training_runs.speed_cases import Case, stage_ranks, workers
 
 VALUE_BYTES = 4
 

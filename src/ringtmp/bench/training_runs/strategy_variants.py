@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench.statistics import Centre
+from ringtmp.bench.analysis.intervals import Centre
 from ringtmp.errors import UsageError, unknown
 from ringtmp.strategies import registry
 

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from ringtmp.bench import machine, process, reading
-from ringtmp.bench.jobs import PYTHON, Job, digest
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import SCHEMA, Measurement, Outcome, Store
+from ringtmp.bench.measuring import machine, read_output, run_command
+from ringtmp.bench.measuring.jobs import PYTHON, Job, digest
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import SCHEMA, Measurement, Outcome, Store
 from ringtmp.errors import RingError
 
 #: Of what a failed command said, its last characters.
@@ -57,7 +57,7 @@ def measure(job: Job, repeat: int, environment: Environment, limit_s: float) -> 
         command = [sys.executable if word == PYTHON else word for word in job.command]
         meter = machine.Meter()
         processors = machine.processors(job.processors) if job.processors else ()
-        finished = process.run(command, folder, processors, limit_s)
+        finished = run_command.run(command, folder, processors, limit_s)
         stolen_s = meter.stolen_s()
         result, error = None, None
         if finished.timed_out:
@@ -66,7 +66,7 @@ def measure(job: Job, repeat: int, environment: Environment, limit_s: float) -> 
             error = f"exit code {finished.code}\n{_last_words(finished.err)}"
         else:
             try:
-                result = reading.read(job, finished.out, folder)
+                result = read_output.read(job, finished.out, folder)
             except RingError as problem:
                 error = f"{problem}\n{_last_words(finished.err)}"
     outcome: Outcome = "measured" if result else "timed out" if finished.timed_out else "failed"

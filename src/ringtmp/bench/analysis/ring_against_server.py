@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ringtmp.bench import statistics
-from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.statistics import Centre, Interval, Step
+from ringtmp.bench.analysis import intervals
+from ringtmp.bench.analysis.intervals import Centre, Interval, Step
+from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.report.page_content import Holds, Verdict
 
 #: So much more is as good.
@@ -28,7 +28,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
     @property
     def middle(self) -> float:
-        return statistics.middle(self.samples, self.centre)
+        return intervals.middle(self.samples, self.centre)
 
 
 class Contrast(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ def contrast(found: Sequence[Sampled], seed: int) -> Contrast | None:
     under = server.middle
     if under == 0:  # nothing to divide by: as good as it gets
         return Contrast(ring, server, Interval(1.0, 1.0, 1.0) if ring.middle == 0 else Interval(9e9, 9e9, 9e9))
-    ratio = statistics.ratio(ring.samples, ring.centre, server.samples, server.centre, seed)
+    ratio = intervals.ratio(ring.samples, ring.centre, server.samples, server.centre, seed)
     return Contrast(ring, server, ratio)
 
 
@@ -111,7 +111,7 @@ def verdict(
 
 
 def figures(found: Sequence[Sampled], seed: int) -> dict[str, Interval]:
-    return {each.way.label: statistics.interval(each.samples, each.centre, seed) for each in found if each.samples}
+    return {each.way.label: intervals.interval(each.samples, each.centre, seed) for each in found if each.samples}
 
 
 def _times(ratio: float) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench import record
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.measurements import Result
+from ringtmp.bench.measuring import run_record
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Result
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
 from ringtmp.metrics.run_parts import parts_of
@@ -47,7 +47,7 @@ def read(job: Job, out: str, folder: Path) -> Result:
                 raise RingError("its events have no end: part of them could not be written")
             step_s = step_times(parts[-1].steps, parts[-1].pauses, job.batch_size, job.warm_up)
             # As it will be read from the measurement's file, where every key is text.
-            facts["record"] = msgspec.to_builtins(record.record(parts[-1]), str_keys=True)
+            facts["record"] = msgspec.to_builtins(run_record.record(parts[-1]), str_keys=True)
         else:
             peer = msgspec.json.decode(said[-1], type=PeerSteps)
             facts, step_s = peer.facts, step_times(_as_steps(peer), (), job.batch_size, job.warm_up)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ringtmp.bench.jobs import Job, time_left_s
-from ringtmp.bench.measurements import Measurement
+from ringtmp.bench.measuring.jobs import Job, time_left_s
+from ringtmp.bench.measuring.measurement_files import Measurement
 from ringtmp.units import seconds_text
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ringtmp.bench.experiments import ways
-from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.workloads import WORKLOADS, Workload
+from ringtmp.bench.training_runs import strategy_variants
+from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.workloads import WORKLOADS, Workload
 from ringtmp.lab.devices_file import Device
 from ringtmp.metrics.energy import PRESETS
 
@@ -113,4 +113,4 @@ class Choices(msgspec.Struct, frozen=True):
 
 
 def default_ways(quick: bool) -> tuple[Way, ...]:
-    return ways.parse_all(QUICK_WAYS if quick else FULL_WAYS)
+    return strategy_variants.parse_all(QUICK_WAYS if quick else FULL_WAYS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ringtmp.bench.peers.work import Steps, Task, arguments, optimizer
+from ringtmp.bench.peers.model_and_batches import Steps, Task, arguments, optimizer
 
 
 def main() -> None:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ringtmp.bench.experiments.choices import ALONE, Choices
-from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.jobs import PYTHON, Job
-from ringtmp.bench.measurements import Measurement
-from ringtmp.bench.reading import RUN
-from ringtmp.bench.record import Record, from_facts
-from ringtmp.bench.workloads import Workload, train_flags
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.measurement_files import Measurement
+from ringtmp.bench.measuring.read_output import RUN
+from ringtmp.bench.measuring.run_record import Record, from_facts
+from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.workloads import Workload, train_flags
+from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.lab.devices_file import Device
 
 EXPERIMENT = "run"

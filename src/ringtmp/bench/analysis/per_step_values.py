@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ringtmp.bench.record import Record, Track
+from ringtmp.bench.measuring.run_record import Record, Track
 from ringtmp.metrics.energy import Load
 
 
