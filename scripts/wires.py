@@ -19,7 +19,7 @@ from typing import Any
 
 from ringtmp.bench.analysis.per_step_values import sent_bytes, step_s
 from ringtmp.bench.measuring.run_record import Record, record
-from ringtmp.bench.training_runs.device_setups import Setting, devices_file
+from ringtmp.bench.training_runs.device_setups import Setting, toml
 from ringtmp.metrics import events
 from ringtmp.metrics.run_parts import parts_of
 from ringtmp.units import bytes_text, seconds_text
@@ -37,7 +37,7 @@ WARM_UP = 2
 def run(model: str, wire: str, seed: int, mbps: float) -> tuple[Record, dict[str, Any]]:
     """What one training did step by step, and its summary."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "devices.toml").write_text(devices_file(Setting("wires", 4, 0.45, mbps, emulated=True)))
+        (Path(folder) / "devices.toml").write_text(toml(Setting("wires", 4, 0.45, mbps, emulated=True).devices))
         command = f"lab --devices devices.toml -- train {WORKS[model]} --wire {wire} --seed {seed}"
         options = "--all-devices --no-rebalance --protect off --run-dir run --json --quiet"
         words = [sys.executable, "-m", "ringtmp", *command.split(), *options.split()]

@@ -10,11 +10,11 @@ import pytest
 from browser import Browser, chromium, legible
 from invented import choices, invented, measurement, page
 from ringtmp.bench import jobs_and_page
-from ringtmp.bench.catalogue import CATALOG
+from ringtmp.bench.catalogue import COMPARISONS
 from ringtmp.bench.experiments import energy, idle, resilience, traffic
-from ringtmp.bench.measuring.measurement_files import Result
+from ringtmp.bench.measuring.measurement_files import Measured, Result
 from ringtmp.bench.training_runs import learning_rate_sweep
-from ringtmp.bench.training_runs.train_commands import Measured, toml
+from ringtmp.bench.training_runs.device_setups import toml
 from ringtmp.lab import devices_file
 from ringtmp.report import page_text
 from ringtmp.report.page import write
@@ -24,7 +24,7 @@ from ringtmp.report.page import write
 def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool) -> None:
     asked = choices(quick, rates={"ring": 0.002})
     made = page(asked, invented(asked))
-    assert [section.name for section in made.sections] == [*CATALOG, "method"]
+    assert [section.name for section in made.sections] == [*COMPARISONS, "method"]
     said = {verdict.aim: verdict for verdict in made.verdicts}
     for module in (idle, energy, traffic, resilience):
         assert any(aim.startswith(module.AIM) for aim in said), module.AIM
@@ -91,7 +91,7 @@ def test_a_run_several_experiments_read_is_measured_once_per_repeat() -> None:
     plan = jobs_and_page.plan(asked)
     stems = [(repeat, job.file_stem) for repeat, job in plan]
     assert len(set(stems)) == len(stems)
-    wanted = sum(len({each.file_stem for each in jobs_and_page._module(name).jobs(asked)}) for name in asked.names)
+    wanted = sum(len({each.file_stem for each in jobs_and_page.module_of(name).jobs(asked)}) for name in asked.names)
     assert len({stem for _, stem in stems}) < wanted
     assert [repeat for repeat, job in plan if job.experiment == "capacity"] == [0, 0], "a size is found once"
 
@@ -146,7 +146,7 @@ def test_devices_that_joined_are_used_as_they_are_and_what_would_change_them_is_
     assert all("--nodes" in text and "--all-devices" in text for text in there)
     assert not [job for job in jobs if " lab " in job.text]
     made = page(asked, invented(asked))
-    assert [section.name for section in made.sections] == [*CATALOG, "method"]
+    assert [section.name for section in made.sections] == [*COMPARISONS, "method"]
     assert not made.emulated
     for name, why in (("capacity", "memory caps"), ("resilience", "takes devices away"), ("equations", "link rates")):
         assert why in next(each for each in made.sections if each.name == name).skipped[0].why

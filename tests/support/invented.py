@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.bench import jobs_and_page
-from ringtmp.bench.catalogue import CATALOG
+from ringtmp.bench.catalogue import COMPARISONS
 from ringtmp.bench.measuring import run_record
 from ringtmp.bench.measuring.jobs import Job, digest
 from ringtmp.bench.measuring.machine import Environment
@@ -27,7 +27,7 @@ FACTS = {"data": "digits", "batch_size": 10, "microbatches": 1, "threads": 1}
 
 
 def choices(quick: bool = True, strategies: str = "ring,ring:staleness=1,ps:bsp,ps:async", **changes: Any) -> Choices:
-    made = Choices(tuple(CATALOG), parse_all(strategies), (), True, 3, 0, quick, 2)
+    made = Choices(COMPARISONS, parse_all(strategies), (), True, 3, 0, quick, 2)
     return msgspec.structs.replace(made, **changes)
 
 
@@ -92,4 +92,6 @@ def invented(asked: Choices) -> list[Measurement]:
 
 
 def page(asked: Choices, measurements: list[Measurement]) -> Page:
-    return jobs_and_page.page(asked, measurements, ENVIRONMENT, "ringtmp bench", "2026-01-01", partial=False)
+    return jobs_and_page.page(
+        asked, measurements, ENVIRONMENT, command="ringtmp bench", date="2026-01-01", partial=False
+    )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ringtmp.bench.catalogue import CATALOG
 from ringtmp.bench.training_runs import strategy_variants
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.workloads import WORKLOADS, Workload
@@ -45,13 +46,26 @@ class Choices(msgspec.Struct, frozen=True):
     ways: tuple[Way, ...]
     devices: tuple[Device, ...]  # of --devices; empty: those described here
     isolated: bool  # devices of their own may be emulated, with root; else plain processes
-    repeats: int
+    repeats: int | None  # None: as often as each experiment is by itself
     seed: int
     quick: bool
     cores: int
     rates: dict[str, float] = {}  # way's label -> the learning rate of its sweep
     listen: str = ""  # where devices of their own wait to be used; empty: the bench starts its own
     joined: int = 0  # how many, the master included
+    # Of speed, and the first two of plan:
+    steps: int = 10  # that count
+    warm_up: int = 2  # before them
+    cases: str = "*"
+    workloads: str = "gpt,mlp"
+    settings: str = "two,lab-fast,lab-100"
+    microbatches: str = ""
+    # Of plan:
+    beds: str = ""
+    # Of messages:
+    size_bytes: int = 1024
+    count: int = 1000
+    rounds: int = 7
 
     @property
     def nodes(self) -> int:
@@ -62,6 +76,15 @@ class Choices(msgspec.Struct, frozen=True):
     def emulated(self) -> bool:
         """A small bench has no time to start devices at a share of a core; it emulates them only where a cap is asked."""
         return self.isolated and not self.quick and not self.listen
+
+    @property
+    def slowed(self) -> bool:
+        """A file may describe more than this machine has; then all of it is slowed by one factor, and the run says so."""
+        return self.emulated and bool(self.devices)
+
+    @property
+    def comparisons(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if CATALOG[name].compares)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from ringtmp.bench.analysis import per_step_values
 from ringtmp.bench.analysis.intervals import Centre, Interval, Step, interval
 from ringtmp.bench.analysis.ring_against_server import Sampled, both
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
-from ringtmp.bench.training_runs.train_commands import Cell, Measured
+from ringtmp.bench.training_runs.train_commands import Cell
 from ringtmp.report.page_content import Figure, Series, Span, Table
 from ringtmp.units import bytes_text, seconds_text
 

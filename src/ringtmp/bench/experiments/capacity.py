@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.largest_model import Search, Try
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, toml
 from ringtmp.bench.training_runs.strategy_variants import Way, parse
-from ringtmp.bench.training_runs.train_commands import DEVICES, RINGTMP, Measured, lab, toml
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text, count_text
@@ -55,7 +56,7 @@ def job(choices: Choices, way: Way) -> Job:
     ]
     protect = [] if "protect" in way.flags else ["--protect", "off"]
     words = [
-        *lab(choices, emulated=True)[len(RINGTMP) :],
+        *lab(scale=bool(choices.devices))[len(RINGTMP) :],
         "train", "--model", "mlp", "--data", "digits", "--optimizer", "sgd", "--lr", "0.01",
         "--batch-size", "32", "--microbatches", "4" if way.strategy == "ring" else str(way.workers(nodes(choices))),
         "--steps", "2", "--seed", str(choices.seed), *way.words(), *protect, "--all-devices", "--json", "--quiet",

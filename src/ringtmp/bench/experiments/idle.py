@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.training_runs import shared_runs
-from ringtmp.bench.training_runs.train_commands import Cell, Measured, cell
+from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Section, Skipped, Table, Verdict
 from ringtmp.units import bytes_text

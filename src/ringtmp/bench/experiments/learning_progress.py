@@ -15,9 +15,10 @@ import msgspec
 from ringtmp.bench.analysis import per_step_values, ring_against_server
 from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
 from ringtmp.bench.training_runs import shared_runs
-from ringtmp.bench.training_runs.train_commands import Cell, Measured, cell
+from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import bytes_text, seconds_text

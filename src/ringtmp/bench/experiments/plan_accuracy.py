@@ -1,40 +1,39 @@
-"""How true plans are: rings of emulated devices, each trained with the plan's own forecast on record. Pure.
+"""plan: how true are plans, and what do they gain?
 
-Beds in, jobs out; measurements in, rows out. A bed says which devices there are and what they train. What `train` forecast
-before its first step (step time, peak memory of every node) is held against what came. Two beds of unequal devices are
-trained three times: as planned, cut into equal parts, and on the best single device.
+Rings of emulated devices, each trained with the plan's own forecast on record. What `train` forecast before its first step
+(step time, peak memory of every node) is held against what came. Two rings of unequal devices are trained three times: as
+planned, cut into equal parts, and on the best single device.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from ringtmp.bench.measuring.jobs import PYTHON, Job
-from ringtmp.bench.measuring.measurement_files import Measurement
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured, Measurement
 from ringtmp.bench.measuring.read_output import RUN
+from ringtmp.bench.training_runs.device_setups import DEVICES, equal_devices, lab, toml
+from ringtmp.bench.user_choices import Choices
+from ringtmp.errors import UsageError, unknown
+from ringtmp.lab.devices_file import Device
 from ringtmp.metrics.summary import Forecast
+from ringtmp.report.page_content import Section, Skipped, Table, Verdict
 
-EXPERIMENT = "plan"
+AIM = "Plans foretell step time and memory"
 #: What is asked of a plan: the middle and the ninth decile of the step's error, and the memory's.
 STEP_MEDIAN, STEP_P90, MEMORY = 0.07, 0.15, 0.10
 
 
-class Lent(msgspec.Struct, frozen=True):
-    """One emulated device."""
-
-    cpu: float
-    link_mbps: float
-    memory_mb: int = 1500
-    latency_ms: float = 0.0
-
-
 class Bed(msgspec.Struct, frozen=True):
+    """Which devices there are, and what they train."""
+
     name: str
-    devices: tuple[Lent, ...]
+    devices: tuple[Device, ...]
     model: str
     settings: dict[str, int]
     data: str
@@ -45,22 +44,22 @@ class Bed(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         cpus = ":".join(f"{device.cpu:g}" for device in self.devices)
-        rates = sorted({device.link_mbps for device in self.devices})
-        caps = sorted({device.memory_mb for device in self.devices})
+        rates = "/".join(f"{each:g}" for each in sorted({device.link_mbps for device in self.devices}))
+        caps = "/".join(f"{each:g}" for each in sorted({device.memory_mb for device in self.devices}))
         late = max(device.latency_ms for device in self.devices)
         sizes = " ".join(f"{key} {value}" for key, value in self.settings.items())
         return (
-            f"{self.model} {sizes}, {self.batch_size} samples; {cpus} core, {'/'.join(f'{each:g}' for each in rates)} Mbit/s"
-            f"{f', {late:g} ms' if late else ''}, {'/'.join(map(str, caps))} MiB"
+            f"{self.model} {sizes}, {self.batch_size} samples; {cpus} core, {rates} Mbit/s"
+            f"{f', {late:g} ms' if late else ''}, {caps} MiB"
         )
 
 
-def _same(count: int, cpu: float, link_mbps: float, memory_mb: int = 1500) -> tuple[Lent, ...]:
-    return (Lent(cpu, link_mbps, memory_mb),) * count
+def _same(count: int, cpu: float, link_mbps: float, memory_mb: float = 1500.0) -> tuple[Device, ...]:
+    return equal_devices(count, cpu, link_mbps, memory_mb)
 
 
-def _unequal(cpus: Sequence[float], link_mbps: float, latency_ms: float = 0.0) -> tuple[Lent, ...]:
-    return tuple(Lent(cpu, link_mbps, latency_ms=latency_ms) for cpu in cpus)
+def _unequal(cpus: Sequence[float], link_mbps: float, latency_ms: float = 0.0) -> tuple[Device, ...]:
+    return tuple(Device(f"n{index}", cpu, cpu, 1500.0, link_mbps, latency_ms) for index, cpu in enumerate(cpus))
 
 
 _GPT = {"depth": 8, "width": 256, "heads": 4, "context": 128}
@@ -92,37 +91,58 @@ EQUAL_CUTS = "0-2,3-7,8-12,13-16,17"
 WAYS = ("planned", "equal parts", "best alone")
 
 
-def jobs(beds: Sequence[Bed], contrasts: Sequence[Bed], steps: int, warm_up: int) -> list[Job]:
-    found = [_job(bed, "forecast", bed.devices, bed.flags, steps, warm_up) for bed in beds]
-    for bed in contrasts:
-        found.append(_job(bed, "planned", bed.devices, (), steps, warm_up))
-        equal = ("--all-devices", "--cuts", EQUAL_CUTS)
-        found.append(_job(bed, "equal parts", bed.devices, equal, steps, warm_up))
-        fastest = max(bed.devices, key=lambda device: device.cpu)
-        found.append(_job(bed, "best alone", (fastest,), (), steps, warm_up))
-    return found
+def _wanted(choices: Choices) -> tuple[list[Bed], list[tuple[Bed, float]]]:
+    if not choices.isolated:
+        raise UsageError("bench plan needs the lab, which needs root on Linux, ip and tc: sudo ringtmp bench plan …")
+    names = [name.strip() for name in choices.beds.split(",") if name.strip()]
+    known = [bed.name for bed in (*BEDS, *(bed for bed, _ in CONTRASTS))]
+    for name in names:
+        if name not in known:
+            raise unknown("ring of devices", name, known)
+    wanted = names or known
+    return [bed for bed in BEDS if bed.name in wanted], [each for each in CONTRASTS if each[0].name in wanted]
 
 
-def _job(bed: Bed, case: str, devices: Sequence[Lent], flags: Sequence[str], steps: int, warm_up: int) -> Job:
+def jobs(choices: Choices) -> list[Job]:
+    beds, contrasted = _wanted(choices)
+    return [
+        *(forecast_job(choices, bed) for bed in beds),
+        *(each for bed, _ in contrasted for each in contrast_jobs(choices, bed).values()),
+    ]
+
+
+def forecast_job(choices: Choices, bed: Bed) -> Job:
+    return _job(choices, bed, "forecast", bed.devices, bed.flags)
+
+
+def contrast_jobs(choices: Choices, bed: Bed) -> dict[str, Job]:
+    """By way, as WAYS has them."""
+    fastest = max(bed.devices, key=lambda device: device.cpu)
+    equal = ("--all-devices", "--cuts", EQUAL_CUTS)
+    return {
+        "planned": _job(choices, bed, "planned", bed.devices, ()),
+        "equal parts": _job(choices, bed, "equal parts", bed.devices, equal),
+        "best alone": _job(choices, bed, "best alone", (fastest,), ()),
+    }
+
+
+def _job(choices: Choices, bed: Bed, case: str, devices: Sequence[Device], flags: Sequence[str]) -> Job:
     sizes = [word for key, value in bed.settings.items() for word in ("--set", f"{key}={value}")]
     train = [
         "train", "--model", bed.model, *sizes, "--data", bed.data, "--batch-size", str(bed.batch_size),
-        "--microbatches", str(bed.microbatches), "--steps", str(warm_up + steps), *flags,
+        "--microbatches", str(bed.microbatches), "--steps", str(choices.warm_up + choices.steps), *flags,
         "--protect", "off", "--run-dir", RUN, "--json", "--quiet",
     ]  # fmt: skip
-    command = [PYTHON, "-P", "-m", "ringtmp", "lab", "--devices", "devices.toml", "--", *train]
-    files = {"devices.toml": devices_file(devices)}
     return Job(
-        EXPERIMENT, bed.model, bed.name, case, tuple(command), files, "run", bed.batch_size, warm_up
-    )  # fmt: skip
-
-
-def devices_file(devices: Sequence[Lent]) -> str:
-    """For `ringtmp lab`; the first device is the master."""
-    return "\n".join(
-        f'[[device]]\nname = "n{index}"\ncpu = {device.cpu}\nmemory_mb = {device.memory_mb}\n'
-        f"link_mbps = {device.link_mbps}\nlatency_ms = {device.latency_ms}\n"
-        for index, device in enumerate(devices)
+        experiment="plan",
+        workload=bed.model,
+        setting=bed.name,
+        case=case,
+        command=(*lab(), *train),
+        files={DEVICES: toml(devices)},
+        output="run",
+        batch_size=bed.batch_size,
+        warm_up=choices.warm_up,
     )
 
 
@@ -135,12 +155,11 @@ class Row(msgspec.Struct, frozen=True):
     bed: str
     text: str
     repeats: int
-    error: str | None = None  # of the first that failed
-    predicted_s: float | None = None
-    measured_s: float | None = None
-    step_error: float | None = None
-    spread: float | None = None  # (longest - shortest) / middle of the repeats' steps
-    memory_error: float | None = None  # of the node where it is largest
+    predicted_s: float
+    measured_s: float
+    step_error: float
+    spread: float  # (longest - shortest) / middle of the repeats' steps
+    memory_error: float | None  # of the node where it is largest
 
 
 class Contrast(msgspec.Struct, frozen=True):
@@ -149,68 +168,93 @@ class Contrast(msgspec.Struct, frozen=True):
     step_s: dict[str, float]  # by way
     left_out: tuple[str, ...]
 
-    @property
-    def over_equal(self) -> float | None:
-        """How many times as fast as equal parts."""
-        return _ratio(self.step_s, "equal parts")
-
-    @property
-    def over_alone(self) -> float | None:
-        return _ratio(self.step_s, "best alone")
+    def over(self, way: str) -> float | None:
+        """How many times as fast as this way."""
+        return self.step_s[way] / self.step_s["planned"] if {"planned", way} <= set(self.step_s) else None
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Errors(msgspec.Struct, frozen=True):
+    """Over all beds, whichever way they were wrong."""
+
     step_median: float
     step_p90: float
     memory_median: float
     memory_worst: float
 
+    @property
+    def small(self) -> bool:
+        return self.step_median <= STEP_MEDIAN and self.step_p90 <= STEP_P90 and self.memory_worst <= MEMORY
 
-def rows(beds: Sequence[Bed], measurements: Sequence[Measurement]) -> list[Row]:
+    @property
+    def text(self) -> str:
+        return (
+            f"Step: median error {self.step_median:.1%} (wanted {STEP_MEDIAN:.0%}), ninth decile {self.step_p90:.1%} "
+            f"(wanted {STEP_P90:.0%}). Memory: median {self.memory_median:.1%}, worst {self.memory_worst:.1%} "
+            f"(wanted {MEMORY:.0%})."
+        )
+
+
+def results(choices: Choices, measured: Measured) -> dict[str, Any]:
+    found = rows(choices, measured)
+    return {"rows": found, "contrasts": contrasts(choices, measured), "verdict": errors(found)}
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    found = rows(choices, measured)
+    total = errors(found)
+    said = (total.text, "yes" if total.small else "no") if total else ("Open: nothing was measured.", "open")
+    tables = (_forecast_table(found), _contrast_table(contrasts(choices, measured)))
+    return Section(
+        "plan",
+        "Plans",
+        (__doc__ or "").partition("\n\n")[2].strip(),
+        (Verdict(AIM, *said),) if _wanted(choices)[0] else (),  # type: ignore[arg-type]
+        (),
+        tuple(table for table in tables if table.rows),
+        tuple(Skipped(each.name, why) for each in jobs(choices) if (why := measured.problem(each))),
+    )
+
+
+def rows(choices: Choices, measured: Measured) -> list[Row]:
     found = []
-    for bed in beds:
-        group = [each for each in measurements if each.job.setting == bed.name and each.job.case == "forecast"]
-        taken = [each for each in group if each.result is not None]
-        failed = next((each.error for each in group if each.outcome != "measured"), None)
+    for bed in _wanted(choices)[0]:
+        taken = measured.of(forecast_job(choices, bed))
         if not taken:
-            found.append(Row(bed.name, bed.text, 0, failed or "not measured"))
             continue
-        measured = [_step_s(each) for each in taken]
-        predicted = statistics.median(_forecast(each).step_s for each in taken)
-        middle = statistics.median(measured)
-        # Every run is held against its own forecast: both know the same machine.
-        errors = [_forecast(each).step_s / _step_s(each) - 1 for each in taken]
-        memory = [error for each in taken for error in memory_errors(each)]
+        steps = [_step_s(each) for each in taken]
+        middle = statistics.median(steps)
         found.append(
             Row(
-                bed.name, bed.text, len(taken), failed, predicted, middle, statistics.median(errors),
-                (max(measured) - min(measured)) / middle, max(memory, key=abs, default=None),
+                bed=bed.name,
+                text=bed.text,
+                repeats=len(taken),
+                predicted_s=statistics.median(_forecast(each).step_s for each in taken),
+                measured_s=middle,
+                # Every run is held against its own forecast: both know the same machine.
+                step_error=statistics.median(_forecast(each).step_s / _step_s(each) - 1 for each in taken),
+                spread=(max(steps) - min(steps)) / middle,
+                memory_error=max((error for each in taken for error in memory_errors(each)), key=abs, default=None),
             )
-        )  # fmt: skip
+        )
     return found
 
 
-def contrasts(beds: Sequence[tuple[Bed, float]], measurements: Sequence[Measurement]) -> list[Contrast]:
+def contrasts(choices: Choices, measured: Measured) -> list[Contrast]:
     found = []
-    for bed, wanted in beds:
-        group = [each for each in measurements if each.job.setting == bed.name and each.result is not None]
-        steps = {
-            way: statistics.median(times)
-            for way in WAYS
-            if (times := [_step_s(each) for each in group if each.job.case == way])
-        }
-        gone = next((_forecast(each).left_out for each in group if each.job.case == "planned"), ())
+    for bed, wanted in _wanted(choices)[1]:
+        taken = {way: measured.of(job) for way, job in contrast_jobs(choices, bed).items()}
+        steps = {way: statistics.median(map(_step_s, group)) for way, group in taken.items() if group}
+        gone = next((_forecast(each).left_out for each in taken["planned"]), ())
         found.append(Contrast(bed.name, wanted, steps, tuple(gone)))
     return found
 
 
-def verdict(found: Sequence[Row]) -> Verdict | None:
-    steps = [abs(row.step_error) for row in found if row.step_error is not None]
+def errors(found: Sequence[Row]) -> Errors | None:
+    steps = [abs(row.step_error) for row in found]
     memory = [abs(row.memory_error) for row in found if row.memory_error is not None]
     if not steps or not memory:
         return None
-    p90 = float(np.quantile(steps, 0.9))
-    return Verdict(statistics.median(steps), p90, statistics.median(memory), max(memory))
+    return Errors(statistics.median(steps), float(np.quantile(steps, 0.9)), statistics.median(memory), max(memory))
 
 
 def memory_errors(measurement: Measurement) -> list[float]:
@@ -232,44 +276,37 @@ def _step_s(measurement: Measurement) -> float:
     return statistics.median(measurement.result.step_s)
 
 
-def _ratio(step_s: dict[str, float], other: str) -> float | None:
-    return step_s[other] / step_s["planned"] if {"planned", other} <= set(step_s) else None
-
-
-def markdown(found: Sequence[Row], contrasted: Sequence[Contrast], command: str, date: str) -> str:
-    lines = [
-        f"`{command}`, {date}.",
-        "",
-        "| ring | predicted | measured | error | run to run | memory, worst node |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in found:
-        if row.predicted_s is None or row.measured_s is None:
-            lines.append(f"| {row.bed}: {row.text} | | failed | | | |")
-            continue
-        lines.append(
-            f"| {row.bed}: {row.text} | {row.predicted_s * 1000:.0f} ms | {row.measured_s * 1000:.0f} ms | "
-            f"{row.step_error:+.1%} | {row.spread:.1%} | {row.memory_error:+.1%} |"
+def _forecast_table(found: Sequence[Row]) -> Table:
+    columns = ("ring", "predicted", "measured", "error", "run to run", "memory, worst node")
+    cells = tuple(
+        (
+            f"{row.bed}: {row.text}",
+            _ms(row.predicted_s),
+            _ms(row.measured_s),
+            f"{row.step_error:+.1%}",
+            f"{row.spread:.1%}",
+            "" if row.memory_error is None else f"{row.memory_error:+.1%}",
         )
-    if (total := verdict(found)) is not None:
-        lines += [
-            "",
-            f"Step: median error {total.step_median:.1%} (wanted {STEP_MEDIAN:.0%}), ninth decile {total.step_p90:.1%} "
-            f"(wanted {STEP_P90:.0%}). Memory: median {total.memory_median:.1%}, worst {total.memory_worst:.1%} "
-            f"(wanted {MEMORY:.0%}).",
-        ]
-    lines += [
-        "",
-        "| devices | planned | equal parts | best alone | x equal parts | x best alone |",
-        "|---|---|---|---|---|---|",
-    ]
-    for each in contrasted:
-        cells = [f"{each.step_s[way] * 1000:.0f} ms" if way in each.step_s else "" for way in WAYS]
-        ratios = [
-            "" if each.over_equal is None else f"{each.over_equal:.1f} (wanted {each.wanted:g})",
-            "" if each.over_alone is None else f"{each.over_alone:.2f} (wanted 1)",
-        ]
-        gone = f", left out: {', '.join(each.left_out)}" if each.left_out else ""
-        lines.append(f"| {each.bed}{gone} | {' | '.join([*cells, *ratios])} |")
-    failed = [f"- {row.bed}: {row.error}" for row in found if row.error]
-    return "\n".join([*lines, *(["", *failed] if failed else []), ""])
+        for row in found
+    )
+    return Table("Predicted and measured", columns, cells)
+
+
+def _contrast_table(found: Sequence[Contrast]) -> Table:
+    rows = []
+    for each in found:
+        equal, alone = each.over("equal parts"), each.over("best alone")
+        rows.append(
+            (
+                each.bed + (f", left out: {', '.join(each.left_out)}" if each.left_out else ""),
+                *(_ms(each.step_s[way]) if way in each.step_s else "" for way in WAYS),
+                "" if equal is None else f"{equal:.1f} (wanted {each.wanted:g})",
+                "" if alone is None else f"{alone:.2f} (wanted 1)",
+            )
+        )
+    columns = ("devices", *WAYS, "x equal parts", "x best alone")
+    return Table("What a plan gains on unequal devices", columns, tuple(rows))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms"

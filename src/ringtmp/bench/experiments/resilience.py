@@ -16,20 +16,12 @@ import msgspec
 
 from ringtmp.bench.analysis import shared_figures
 from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.node_removal import Removal
 from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, toml
 from ringtmp.bench.training_runs.strategy_variants import Way, parse
-from ringtmp.bench.training_runs.train_commands import (
-    DEVICES,
-    RINGTMP,
-    Cell,
-    Measured,
-    cell,
-    lab,
-    local,
-    toml,
-    train_words,
-)
+from ringtmp.bench.training_runs.train_commands import Cell, cell, local, train_words
 from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Holds, Mark, Section, Series, Skipped, Table, Verdict
@@ -102,7 +94,7 @@ def job(choices: Choices, loss: Loss) -> Job:
     files, device = {}, ""
     if loss.what in ("device", "pause"):
         devices = choices.place(loss.nodes)
-        words = [*lab(choices, choices.emulated)[len(RINGTMP) :], *words, "--all-devices"]
+        words = [*lab(choices.emulated, choices.slowed)[len(RINGTMP) :], *words, "--all-devices"]
         # The master is where the file says; where the others are is the order of joining.
         files, device = {DEVICES: toml(devices)}, devices[0].name if loss.node == 0 else ""
     else:

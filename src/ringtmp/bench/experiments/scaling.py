@@ -13,9 +13,10 @@ from ringtmp.bench.analysis import intervals, per_step_values, ring_against_serv
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.training_runs import shared_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
-from ringtmp.bench.training_runs.train_commands import Cell, Measured, cell
+from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table

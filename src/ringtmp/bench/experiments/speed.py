@@ -1,9 +1,14 @@
-"""`ringtmp bench speed`: which jobs there are, and what their measurements say. Pure."""
+"""speed: milliseconds per step of every way to train, against the ideal max(c, T) and against torch's own.
+
+The same model, weights, batches and plain SGD in the ring, the parameter server, all-reduce, torch's
+DistributedDataParallel and pipelining, and in one process alone, which is the base of all ratios.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -11,18 +16,44 @@ import msgspec
 from ringtmp.bench.analysis import intervals
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.analysis.per_step_values import idle_times
+from ringtmp.bench.analysis.shared_figures import bars, slug
 from ringtmp.bench.analysis.step_time_bounds import Sizes, ideal_s, limit_s
 from ringtmp.bench.measuring.jobs import Job
-from ringtmp.bench.measuring.measurement_files import Measurement
+from ringtmp.bench.measuring.machine import QUIET
+from ringtmp.bench.measuring.measurement_files import Measured, Measurement
 from ringtmp.bench.measuring.run_record import from_facts
 from ringtmp.bench.training_runs.device_setups import SETTINGS, Setting
 from ringtmp.bench.training_runs.speed_cases import ALONE, CASES, Case, job, pipelined
-from ringtmp.bench.training_runs.workloads import Workload
+from ringtmp.bench.training_runs.workloads import QUICK, WORKLOADS, Workload
+from ringtmp.bench.user_choices import Choices
 from ringtmp.errors import UsageError, unknown
+from ringtmp.report.page_content import Figure, Section, Skipped, Table
+
+COLUMNS = (
+    "case", "microbatches", "ms per step", "95 % interval", "x ideal", "x one device", "own limit", "x limit", "stage",
+    "simulated", "idle", "x best peer", "stolen",
+)  # fmt: skip
+LEGEND = (
+    "Ideal: max(c, T), with T one process, one thread, whole batch, divided by all cores, and c one cut's activations over "
+    "the link. One device: the step of one such device alone over this one; above 1 is faster. Own limit: max(c, T) for "
+    "what this case computes on and sends through its busiest device. Stage, simulated: the ring's own forecast before its "
+    "first step, for the slowest stage alone and for the whole step with fill and drain. Idle: share of the time of all "
+    "nodes that compute, without warm-up. Best peer: the fastest of torch's own in the same setting; below 1 is faster. "
+    "Stolen: CPU time the machine's host gave to others, in the worst repeat."
+)
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One case in one setting, and the job that times it."""
+
+    case: Case
+    work: Workload
+    setting: Setting
+    job: Job
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One case in one setting. Times in seconds; None where there is nothing to compare with."""
+    """What was measured of a trial. Times in seconds; None where there is nothing to compare with."""
 
     workload: str
     setting: str
@@ -57,7 +88,39 @@ class Row(msgspec.Struct, frozen=True):
         return self.step_s.middle / self.limit_s if self.step_s and self.limit_s else None
 
 
-def chosen(kind: str, text: str, known: dict[str, Setting] | dict[str, Workload]) -> list[str]:
+# -- what is measured ---------------------------------------------------------------------------------------------------
+
+
+def jobs(choices: Choices) -> list[Job]:
+    return [each.job for each in trials(choices)]
+
+
+def trials(choices: Choices) -> list[Trial]:
+    """One process alone is always among them: nothing can be said of a step without it."""
+    settings = [SETTINGS[name] for name in _chosen("setting", choices.settings, SETTINGS)]
+    _require_room(settings, choices)
+    patterns = [each.strip() for each in choices.cases.split(",")]
+    cases = [case for case in CASES if any(fnmatchcase(case.name, each) for each in patterns)]
+    if not cases:
+        raise unknown("case", choices.cases, [case.name for case in CASES])
+    found = []
+    for name in _chosen("workload", choices.workloads, WORKLOADS):
+        work = msgspec.structs.replace(
+            (QUICK if choices.quick else WORKLOADS)[name], seed=choices.seed, steps=choices.warm_up + choices.steps
+        )
+        found.append(Trial(CASES[0], work, ALONE, job(CASES[0], work, ALONE, choices.warm_up)))
+        for setting in settings:
+            for case in cases:
+                found += [
+                    Trial(case, work, setting, job(case, work, setting, choices.warm_up, count))
+                    for count in (_counts(choices.microbatches) if pipelined(case) else [None])
+                    if case.family != "one"
+                ]
+    # Numbers below what a schedule wants become the same number.
+    return list({each.job.file_stem: each for each in found}.values())
+
+
+def _chosen(kind: str, text: str, known: Mapping[str, Any]) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:
@@ -65,87 +128,86 @@ def chosen(kind: str, text: str, known: dict[str, Setting] | dict[str, Workload]
     return list(dict.fromkeys(names)) or list(known)
 
 
-def jobs(
-    works: Sequence[Workload], settings: Sequence[Setting], pattern: str, warm_up: int, microbatches: Sequence[int]
-) -> list[Job]:
-    """One process alone is always among them: nothing can be said of a step without it."""
-    cases = [case for case in CASES if any(fnmatchcase(case.name, each.strip()) for each in pattern.split(","))]
-    if not cases:
-        raise unknown("case", pattern, [case.name for case in CASES])
-    found = []
-    for work in works:
-        found.append(job(CASES[0], work, ALONE, warm_up))
-        for setting in settings:
-            for case in cases:
-                if case.family == "one":
-                    continue
-                counts = microbatches if microbatches and pipelined(case) else [None]
-                found += [job(case, work, setting, warm_up, count) for count in counts]
-    # Numbers below what a schedule wants become the same number.
-    return list({each.file_stem: each for each in found}.values())
+def _counts(text: str) -> Sequence[int | None]:
+    """None: what suits the work."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise UsageError(f"--microbatches {text!r}: give numbers from 1, with commas between them")
+    return [int(word) for word in words] or [None]
 
 
-def require_room(settings: Sequence[Setting], processors: int, can_emulate: bool) -> None:
+def _require_room(settings: Sequence[Setting], choices: Choices) -> None:
     """Refuse at once what every measurement would be refused for."""
     emulated = [setting.name for setting in settings if setting.emulated]
-    if emulated and not can_emulate:
+    if emulated and not choices.isolated:
         raise UsageError(
             f"{' and '.join(emulated)} need the lab, which needs root on Linux, ip and tc: "
             "sudo ringtmp bench speed …, or --settings two"
         )
     for setting in settings:
-        if setting.cores > processors:
-            raise UsageError(f"{setting.name} needs {setting.cores:g} cores, and this machine has {processors}")
+        if setting.cores > choices.cores:
+            raise UsageError(f"{setting.name} needs {setting.cores:g} cores, and this machine has {choices.cores}")
 
 
-def analyse(measurements: Sequence[Measurement], seed: int) -> list[Row]:
-    """Rows in the order of workloads, settings and cases, whatever order they were measured in."""
-    groups: dict[tuple[str, str, str], list[Measurement]] = {}
-    for each in measurements:
-        groups.setdefault((each.job.workload, each.job.setting, each.job.case), []).append(each)
-    sizes = {workload: _sizes(group) for (workload, setting, _), group in groups.items() if setting == ALONE.name}
-    peers = _best_peers(groups)
-    rows = []
-    for (workload, setting, _), group in groups.items():
-        rows.append(_row(group, sizes.get(workload), peers.get((workload, setting)), seed))
-    order = {name: rank for rank, name in enumerate([ALONE.name, *SETTINGS])}
-    cases = {case.name: rank for rank, case in enumerate(CASES)}
-    works = list(dict.fromkeys(sorted(row.workload for row in rows)))
-    return sorted(
-        rows,
-        key=lambda row: (works.index(row.workload), order[row.setting], cases[_plain(row.case)], row.microbatches),
-    )
+# -- what came of it ----------------------------------------------------------------------------------------------------
 
 
-def samples(group: Sequence[Measurement]) -> list[tuple[float, ...]]:
-    return [each.result.step_s for each in group if each.result is not None]
+def results(choices: Choices, measured: Measured) -> dict[str, Any]:
+    return {"rows": rows(choices, measured)}
 
 
-def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measurement] | None, seed: int) -> Row:
-    first, taken = group[0].job, samples(group)
-    setting = SETTINGS.get(first.setting, ALONE)
-    own = first.group == "ours"
-    bad = [each for each in group if each.outcome != "measured"]
+def rows(choices: Choices, measured: Measured) -> list[Row]:
+    """By workload, setting and case, in the order they were asked for."""
+    known = [(each, measured.every(each.job)) for each in trials(choices) if measured.every(each.job)]
+    sizes = {each.work.name: _sizes(group) for each, group in known if each.setting is ALONE}
+    found = []
+    for each, group in known:
+        here = [other for trial, other in known if (trial.work, trial.setting) == (each.work, each.setting)]
+        found.append(_row(each, group, sizes.get(each.work.name), _best_peer(here), choices.seed))
+    return found
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    made = rows(choices, measured)
+    alone = {row.workload: row.step_s for row in made if row.setting == ALONE.name}
+    tables, figures = [], []
+    for (workload, setting), found in groupby(made, key=lambda row: (row.workload, row.setting)):
+        group = [row for row in found if row.step_s is not None]
+        if setting == ALONE.name or not group:
+            continue
+        title = f"{workload}, {SETTINGS[setting].text}"
+        tables.append(Table(title, COLUMNS, tuple(map(_cells, group)), _note(group, alone.get(workload))))
+        figures.append(_figure(title, group))
+    problems = {each.job.name: measured.problem(each.job) for each in trials(choices)}
+    skipped = tuple(Skipped(name, why) for name, why in problems.items() if why)
+    return Section("speed", "Speed", LEGEND, (), tuple(figures), tuple(tables), skipped)
+
+
+def _row(
+    trial: Trial, group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measurement], seed: int
+) -> Row:
+    taken, bad = _samples(group), [each for each in group if each.result is None]
+    centre = trial.job.centre
+    known = sizes if trial.setting is not ALONE else None
+    against = peer if taken and peer and trial.case.group == "ours" else ()
     return Row(
-        workload=first.workload,
-        setting=first.setting,
-        case=first.case,
-        group=first.group,
+        workload=trial.work.name,
+        setting=trial.setting.name,
+        case=trial.job.case,
+        group=trial.case.group,
         microbatches=_microbatches(group),
         repeats=len(taken),
         failed=len(bad),
         error=bad[0].error if bad else None,
-        step_s=intervals.interval(taken, first.centre, seed) if taken else None,
-        ideal_s=ideal_s(sizes, setting) if sizes and setting is not ALONE else None,
-        limit_s=limit_s(_case(first.case), sizes, setting) if sizes and setting is not ALONE else None,
-        one_device_s=sizes.one_s / setting.share if sizes and setting is not ALONE else None,
+        step_s=intervals.interval(taken, centre, seed) if taken else None,
+        ideal_s=ideal_s(known, trial.setting) if known else None,
+        limit_s=limit_s(trial.case, known, trial.setting) if known else None,
+        one_device_s=known.one_s / trial.setting.share if known else None,
         stage_s=_forecast(group, lambda said: max(node["busy_s"] for node in said["per_node"])),
         simulated_s=_forecast(group, lambda said: said["step_s"]),
         idle_share=_idle_share(group),
         over_best_peer=(
-            intervals.ratio(taken, first.centre, samples(peer), peer[0].job.centre, seed)
-            if taken and peer and own
-            else None
+            intervals.ratio(taken, centre, _samples(against), against[0].job.centre, seed) if against else None
         ),
         best_peer=peer[0].job.case if peer else None,
         stolen_share=max(each.stolen_share for each in group),
@@ -153,53 +215,100 @@ def _row(group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measu
     )
 
 
+def _samples(group: Sequence[Measurement]) -> list[tuple[float, ...]]:
+    return [each.result.step_s for each in group if each.result is not None]
+
+
+def _facts(group: Sequence[Measurement]) -> list[dict[str, Any]]:
+    return [each.result.facts for each in group if each.result is not None]
+
+
 def _microbatches(group: Sequence[Measurement]) -> int:
     """As asked for; where the plan chose, its choice (0: nothing was measured)."""
     asked = group[0].job.options["microbatches"]
-    if asked != "auto":
-        return int(asked)
-    return next((int(each.result.facts["microbatches"]) for each in group if each.result is not None), 0)
+    return int(asked) if asked != "auto" else next((int(facts["microbatches"]) for facts in _facts(group)), 0)
 
 
 def _idle_share(group: Sequence[Measurement]) -> float | None:
     """Idle time over all time of its workers, the middle over repeats; torch's own do not say."""
-    known = [each.result.facts for each in group if each.result is not None and "record" in each.result.facts]
-    times = [found for facts in known if (found := idle_times(from_facts(facts), group[0].job.warm_up))]
+    records = [from_facts(facts) for facts in _facts(group) if "record" in facts]
+    times = [found for record in records if (found := idle_times(record, group[0].job.warm_up))]
     return intervals.middle(times, "ratio") if times else None
 
 
 def _forecast(group: Sequence[Measurement], value: Callable[[dict[str, Any]], float]) -> float | None:
-    """Of what runs said of themselves before they began, the middle."""
-    said = [each.result.facts.get("forecast") for each in group if each.result is not None]
-    found = sorted(value(each) for each in said if each)
+    """The middle of what runs said before they began."""
+    found = sorted(value(said) for facts in _facts(group) if (said := facts.get("forecast")))
     return found[len(found) // 2] if found else None
 
 
 def _sizes(alone: Sequence[Measurement]) -> Sizes | None:
-    taken = samples(alone)
+    taken = _samples(alone)
     if not taken:
         return None
-    facts = next(each.result.facts for each in alone if each.result is not None)
-    one_s = intervals.interval(taken, "median", 0).middle
-    return Sizes(one_s, facts["parameters"], facts["cut_values"], alone[0].job.batch_size)
+    facts = _facts(alone)[0]
+    return Sizes(
+        intervals.middle(taken, "median"), facts["parameters"], facts["cut_values"], alone[0].job.batch_size
+    )  # fmt: skip
 
 
-def _best_peers(groups: dict[tuple[str, str, str], list[Measurement]]) -> dict[tuple[str, str], list[Measurement]]:
-    """Per workload and setting, the measurements of the peer with the shortest step."""
-    best: dict[tuple[str, str], tuple[float, list[Measurement]]] = {}
-    for (workload, setting, _), group in groups.items():
-        if group[0].job.group == "peer" and samples(group):
-            step_s = intervals.interval(samples(group), group[0].job.centre, 0).middle
-            if (workload, setting) not in best or step_s < best[workload, setting][0]:
-                best[workload, setting] = (step_s, group)
-    return {key: group for key, (_, group) in best.items()}
+def _best_peer(here: Sequence[Sequence[Measurement]]) -> Sequence[Measurement]:
+    """The measurements of the peer with the shortest step; empty where none was measured."""
+    peers = [group for group in here if group[0].job.group == "peer" and _samples(group)]
+    return min(peers, key=lambda group: intervals.middle(_samples(group), group[0].job.centre), default=())
 
 
-def _case(name: str) -> Case:
-    return next(case for case in CASES if case.name == _plain(name))
+# -- how it is shown ----------------------------------------------------------------------------------------------------
 
 
-def _plain(name: str) -> str:
-    """Without the number of microbatches that --microbatches adds."""
-    stem, _, end = name.rpartition(":m")
-    return stem if stem and end.isdigit() else name
+def _note(group: Sequence[Row], alone: Interval | None) -> str:
+    parts = [f"one process {_ms(alone.middle)} ms" if alone else "one process: not measured"]
+    if group[0].ideal_s is not None:
+        parts.append(f"ideal {_ms(group[0].ideal_s)} ms")
+    if group[0].best_peer is not None:
+        parts.append(f"best peer {group[0].best_peer}")
+    busy = max(row.busy_before for row in group)
+    if busy > QUIET:
+        parts.append(f"NOT A QUIET MACHINE: others used up to {busy:.0%} of it just before a measurement")
+    return "; ".join(parts)
+
+
+def _figure(title: str, group: Sequence[Row]) -> Figure:
+    times = {row.case: row.step_s for row in group if row.step_s is not None}
+    milliseconds = {
+        case: Interval(*(1e3 * value for value in (step_s.middle, step_s.low, step_s.high)))
+        for case, step_s in times.items()
+    }
+    made = bars(slug(f"speed-{group[0].workload}-{group[0].setting}"), title, "ms per step", milliseconds)
+    ideal = group[0].ideal_s
+    return made if ideal is None else msgspec.structs.replace(made, line=1e3 * ideal, line_label="ideal: max(c, T)")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    assert row.step_s is not None
+    best = row.over_best_peer
+    return (
+        row.case + (f" ({row.failed} failed)" if row.failed else ""),
+        str(row.microbatches),
+        _ms(row.step_s.middle),
+        f"{_ms(row.step_s.low)}–{_ms(row.step_s.high)}",
+        _ratio(row.over_ideal),
+        _ratio(row.speed_up),
+        _ms(row.limit_s),
+        _ratio(row.over_limit),
+        _ms(row.stage_s),
+        _ms(row.simulated_s),
+        f"{row.idle_share:.1%}" if row.idle_share is not None else "",
+        f"{best.middle:.2f} ({best.low:.2f}–{best.high:.2f})" if best else "",
+        f"{row.stolen_share:.1%}",
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

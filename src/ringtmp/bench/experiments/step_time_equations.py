@@ -17,10 +17,11 @@ import msgspec
 from ringtmp.bench.analysis import intervals, per_step_values, shared_figures
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
 from ringtmp.bench.training_runs import shared_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
-from ringtmp.bench.training_runs.train_commands import Cell, Measured, cell
+from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import LINK_MBPS, Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import seconds_text

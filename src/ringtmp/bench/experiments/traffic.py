@@ -14,10 +14,11 @@ import msgspec
 from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures, traffic_formulas
 from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, Family, Net
 from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Track
 from ringtmp.bench.training_runs import shared_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
-from ringtmp.bench.training_runs.train_commands import Cell, Measured, local
+from ringtmp.bench.training_runs.train_commands import Cell, local
 from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict

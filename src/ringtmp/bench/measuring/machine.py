@@ -15,10 +15,12 @@ from ringtmp.launch.device_facts import cpu_name, usable_cores
 from ringtmp.system.resources import fingerprint
 
 LOOK_S = 0.5
+#: What others may use of the machine before its figures need a warning.
+QUIET = 0.1
 _STAT = Path("/proc/stat")
 #: What of the bench runs while a job is measured, or makes what a measurement keeps.
 _MEASURES = ("bench/peers/", "bench/programs/", "bench/measuring/read_output.py", "bench/measuring/run_record.py")
-_REPORTS = ("bench/", "report/", "cli/bench.py", "cli/experiments.py", "cli/report.py")
+_REPORTS = ("bench/", "report/", "cli/bench.py", "cli/report.py")
 _STEAL = 8  # position in the first line of /proc/stat: cpu user nice system idle iowait irq softirq steal
 
 

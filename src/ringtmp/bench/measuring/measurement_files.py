@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import msgspec
 
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.run_record import Record, from_facts
 from ringtmp.errors import RingError, UsageError
 from ringtmp.system.files import write_atomic
 
@@ -89,3 +91,42 @@ class Store:
                 f"{path} cannot be written: {error.strerror}; what was measured before is kept, and the same command "
                 "goes on from there"
             ) from error
+
+
+class Measured:
+    """Measurements by what they measured."""
+
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self._by_stem: dict[str, list[Measurement]] = {}
+        self._records: dict[str, list[Record]] = {}  # several sections ask for the same
+        for each in measurements:
+            self._by_stem.setdefault(each.job.file_stem, []).append(each)
+
+    def every(self, job: Job) -> list[Measurement]:
+        """Its repeats, failed ones too."""
+        return self._by_stem.get(job.file_stem, [])
+
+    def of(self, job: Job) -> list[Measurement]:
+        """The repeats that were measured."""
+        return [each for each in self.every(job) if each.result is not None]
+
+    def records(self, job: Job) -> list[Record]:
+        if job.file_stem not in self._records:
+            found = [from_facts(each.result.facts) for each in self.of(job) if each.result is not None]
+            self._records[job.file_stem] = found
+        return self._records[job.file_stem]
+
+    def facts(self, job: Job) -> list[Mapping[str, object]]:
+        return [each.result.facts for each in self.of(job) if each.result is not None]
+
+    def problem(self, job: Job) -> str | None:
+        """Why there is nothing to see, or less than there should be."""
+        known = self.every(job)
+        failed = [each for each in known if each.result is None]
+        if not known:
+            return "not measured: the bench was interrupted before it"
+        if not failed:
+            return None
+        lines = [line.strip() for line in (failed[0].error or "").splitlines() if line.strip()]
+        why = f"{failed[0].outcome}: {lines[-1][:300] if lines else 'nothing was said'}"
+        return why if len(failed) == len(known) else f"{len(failed)} of {len(known)} repeats are missing, {why}"

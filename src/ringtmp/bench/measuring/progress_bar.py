@@ -48,8 +48,11 @@ class Teller:
         count = self._total - len(self._waiting)
         if measurement.result is not None:
             steps = sorted(measurement.result.step_s)
-            # A search for a size has no steps to tell.
-            said = f"{seconds_text(steps[len(steps) // 2])} a step" if steps else seconds_text(measurement.wall_s)
+            # What a program of ours found may be a size, or a message's way, and no step.
+            step = measurement.job.output != "told"
+            said = (
+                f"{seconds_text(steps[len(steps) // 2])} a step" if step else f"took {seconds_text(measurement.wall_s)}"
+            )
         else:
             said = f"[red]{measurement.outcome}[/red]: {_reason(measurement.error)}"
         place = f"{count}/{self._total}  {measurement.job.name}, repeat {measurement.repeat + 1}"

@@ -1,11 +1,23 @@
-"""Where `speed` measures: two nodes of this machine, or emulated devices behind links of a rate."""
+"""Where jobs run: on nodes of this machine, or on emulated devices, whose file is written here. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from ringtmp.bench.measuring.jobs import PYTHON
+from ringtmp.lab.devices_file import Device
+
+#: The name of the devices file beside a job's command.
+DEVICES = "devices.toml"
+#: -P: nothing in the folder it runs in can be imported by accident.
+RINGTMP = (PYTHON, "-P", "-m", "ringtmp")
 
 
 class Setting(msgspec.Struct, frozen=True):
+    """Equal nodes, as `speed` has them."""
+
     name: str
     nodes: int
     share: float  # of a core, per node
@@ -20,6 +32,10 @@ class Setting(msgspec.Struct, frozen=True):
     @property
     def link_bytes_per_s(self) -> float:
         return float("inf") if self.link_mbps is None else self.link_mbps * 1e6 / 8
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return equal_devices(self.nodes, self.share, self.link_mbps or 1000.0, self.memory_mb)
 
     @property
     def text(self) -> str:
@@ -40,11 +56,27 @@ SETTINGS = {
 }
 
 
-def devices_file(setting: Setting) -> str:
-    """For `ringtmp lab`; the first device is the master."""
-    tables = [
-        f'[[device]]\nname = "n{index}"\ncpu = {setting.share}\nmemory_mb = {setting.memory_mb}\n'
-        f"link_mbps = {setting.link_mbps or 1000.0}\n"
-        for index in range(setting.nodes)
-    ]
+def equal_devices(count: int, cpu: float, link_mbps: float, memory_mb: float) -> tuple[Device, ...]:
+    return tuple(Device(f"n{index}", cpu, cpu, memory_mb, link_mbps) for index in range(count))
+
+
+def toml(devices: Sequence[Device]) -> str:
+    """The file for `ringtmp lab`; the first device is the master."""
+    tables = []
+    for device in devices:
+        lines = [f'name = "{device.name}"']
+        # A preset also says how much of it one thread may use.
+        lines += [f'preset = "{device.preset}"'] if device.preset else [f"cpu = {device.cpu:g}"]
+        lines += [f"memory_mb = {device.memory_mb:g}", f"link_mbps = {device.link_mbps:g}"]
+        if device.latency_ms:
+            lines.append(f"latency_ms = {device.latency_ms:g}")
+        watts = {key: getattr(device, key) for key in ("idle_w", "busy_w", "nj_per_byte")}
+        lines += [f"{key} = {value:g}" for key, value in watts.items() if value is not None]
+        tables.append("\n".join(["[[device]]", *lines, ""]))
     return "\n".join(tables)
+
+
+def lab(isolated: bool = True, scale: bool = False, execute: bool = False) -> list[str]:
+    """`execute`: any command on the devices of the file; otherwise a verb of ringtmp."""
+    words = ["exec"] * execute + ["--no-isolation"] * (not isolated) + ["--scale"] * scale
+    return [*RINGTMP, "lab", *words, "--devices", DEVICES, "--"]

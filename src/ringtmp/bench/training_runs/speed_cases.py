@@ -6,7 +6,6 @@ worker. Asynchronous servers, and steps that overlap, end in bursts, so they are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 from ringtmp.bench.analysis.intervals import Centre
 from ringtmp.bench.measuring.jobs import PYTHON, Job
 from ringtmp.bench.measuring.read_output import RUN
-from ringtmp.bench.training_runs.device_setups import Setting, devices_file
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, Setting, lab, toml
 from ringtmp.bench.training_runs.workloads import Workload, train_flags
 
 EXPERIMENT = "speed"
@@ -70,41 +69,26 @@ CASES = (
 def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches: int | None = None) -> Job:
     """`work` says how many steps there are in all. `microbatches` overrides what suits a pipeline."""
     count = _microbatches(case, work, setting, microbatches)
-    files = {}
     if case.family == "one":
-        command = _peer("one_process", work, [])
+        command = _peer("one_process", work)
     elif case.group == "peer":
         schedule = ["--schedule", case.schedule, "--layout", case.layout, "--microbatches", str(count)]
-        inner = _peer(case.family, work, ["--meet", "meet", *(schedule if case.family == "pipelining" else [])])
-        isolation = [] if setting.emulated else ["--no-isolation"]
-        command = [*_ringtmp("lab", "exec"), *isolation, "--devices", "devices.toml", "--", *inner]
-        files = {"devices.toml": devices_file(setting)}
+        peer = _peer(case.family, work, "--meet", "meet", *(schedule if case.family == "pipelining" else []))
+        command = [*lab(setting.emulated, execute=True), *peer]
     else:
         train = [
-            "train",
-            *train_flags(work, count),
-            "--all-devices",
-            "--protect",
-            "off",
-            "--no-rebalance",
-            *case.flags,
-            "--run-dir",
-            RUN,
-            "--json",
-            "--quiet",
-        ]
-        if setting.emulated:
-            command = [*_ringtmp("lab", "--devices", "devices.toml"), "--", *train]
-            files = {"devices.toml": devices_file(setting)}
-        else:
-            command = _ringtmp(*train, "--nodes", str(setting.nodes), "--threads", "1")
+            "train", *train_flags(work, count), "--all-devices", "--protect", "off", "--no-rebalance", *case.flags,
+            "--run-dir", RUN, "--json", "--quiet",
+        ]  # fmt: skip
+        nodes = ["--nodes", str(setting.nodes), "--threads", "1"]
+        command = [*lab(), *train] if setting.emulated else [*RINGTMP, *train, *nodes]
     return Job(
         experiment=EXPERIMENT,
         workload=work.name,
         setting=setting.name,
         case=case.name if microbatches is None else f"{case.name}:m{count}",
         command=tuple(command),
-        files=files,
+        files={DEVICES: toml(setting.devices)} if DEVICES in command else {},
         output="run" if case.group == "ours" else "peer",
         batch_size=work.batch_size,
         warm_up=warm_up,
@@ -148,10 +132,5 @@ def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | No
     return min(max(wanted or work.pipeline_microbatches, least), work.batch_size)
 
 
-def _ringtmp(*words: str) -> list[str]:
-    # -P: nothing in the folder it runs in can be imported by accident.
-    return [PYTHON, "-P", "-m", "ringtmp", *words]
-
-
-def _peer(name: str, work: Workload, words: Sequence[str]) -> list[str]:
+def _peer(name: str, work: Workload, *words: str) -> list[str]:
     return [PYTHON, "-P", "-m", f"ringtmp.bench.peers.{name}", msgspec.json.encode(work).decode(), *words]
