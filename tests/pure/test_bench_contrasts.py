@@ -9,6 +9,10 @@ from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.training_runs.strategy_variants import parse
 
 
+def unsaid(side: Sampled) -> str:
+    return ""
+
+
 def noisy(way: str, centre: float, seed: int) -> Sampled:
     """Five repeats of twenty steps, two percent of noise between repeats and five between steps."""
     draw = random.Random(f"{way} {seed}")
@@ -22,16 +26,18 @@ def test_a_planted_difference_of_a_tenth_is_found() -> None:
         ("same precision and each at its best", "ps:bsp", "yes")
     ]
     assert found[0][1].ratio.low < 0.9 < found[0][1].ratio.high
-    verdict = ring_against_server.verdict("aim", "seconds", {"ring": "0.9 s", "ps:bsp": "1 s"}, found)
+    verdict = ring_against_server.verdict(
+        "aim", "seconds", lambda side: {"ring": "0.9 s"}.get(side.way.label, "1 s"), found
+    )
     assert verdict.holds == "yes"
     assert "ring 0.9 s against ps:bsp 1 s: 1.1" in verdict.sentence
     worse = ring_against_server.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
-    assert ring_against_server.verdict("aim", "seconds", {}, worse).holds == "no", "losses are said like wins"
+    assert ring_against_server.verdict("aim", "seconds", unsaid, worse).holds == "no", "losses are said like wins"
 
 
 def test_a_planted_difference_of_nothing_is_reported_as_none() -> None:
     found = ring_against_server.both([noisy("ring", 1.0, 2), noisy("ps:bsp", 1.0, 2)], 0)
-    verdict = ring_against_server.verdict("aim", "seconds", {}, found)
+    verdict = ring_against_server.verdict("aim", "seconds", unsaid, found)
     assert verdict.holds == "open"
     assert "no difference found" in verdict.sentence
 
@@ -39,18 +45,18 @@ def test_a_planted_difference_of_nothing_is_reported_as_none() -> None:
 def test_to_be_as_good_is_less_than_to_be_better() -> None:
     same = Sampled(parse("ring"), ((32.0,),) * 5), Sampled(parse("ps:bsp"), ((32.0,),) * 5)
     found = ring_against_server.both(same, 0)
-    assert ring_against_server.verdict("aim", "steps", {}, found).holds == "open"
-    equal = ring_against_server.verdict("aim", "steps", {}, found, as_good=True)
+    assert ring_against_server.verdict("aim", "steps", unsaid, found).holds == "open"
+    equal = ring_against_server.verdict("aim", "steps", unsaid, found, as_good=True)
     assert (equal.holds, "as good, within 5%" in equal.sentence) == ("yes", True)
     worse = ring_against_server.both([noisy("ring", 1.1, 1), noisy("ps:bsp", 1.0, 1)], 0)
-    assert ring_against_server.verdict("aim", "seconds", {}, worse, as_good=True).holds == "no"
+    assert ring_against_server.verdict("aim", "seconds", unsaid, worse, as_good=True).holds == "no"
     once = ring_against_server.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((1.0,),))], 0)
-    assert ring_against_server.verdict("aim", "seconds", {}, once, as_good=True).holds == "open"
+    assert ring_against_server.verdict("aim", "seconds", unsaid, once, as_good=True).holds == "open"
 
 
 def test_what_was_measured_once_decides_nothing() -> None:
     found = ring_against_server.both([Sampled(parse("ring"), ((1.0,),)), Sampled(parse("ps:bsp"), ((2.0,),))], 0)
-    assert ring_against_server.verdict("aim", "seconds", {}, found).holds == "open"
+    assert ring_against_server.verdict("aim", "seconds", unsaid, found).holds == "open"
     assert "no interval" in found[0][1].ratio_text
 
 
@@ -84,6 +90,8 @@ def test_delay_is_no_part_of_the_same_precision_on_either_side() -> None:
 
 def test_without_a_parameter_server_nothing_is_claimed() -> None:
     assert (
-        ring_against_server.verdict("aim", "seconds", {}, ring_against_server.both([noisy("ring", 1.0, 4)], 0)).holds
+        ring_against_server.verdict(
+            "aim", "seconds", unsaid, ring_against_server.both([noisy("ring", 1.0, 4)], 0)
+        ).holds
         == "open"
     )

@@ -9,7 +9,8 @@ import pytest
 
 from invented import choices, page
 from invented import measurement as measured_job
-from ringtmp.bench.analysis.step_time_bounds import Sizes, busiest_cuts, ideal_s, limit_s
+from ringtmp.bench.analysis.step_time_bounds import Sizes, ideal_s, limit_s
+from ringtmp.bench.analysis.traffic_formulas import busiest_sent
 from ringtmp.bench.experiments import speed
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement, Result
@@ -121,7 +122,7 @@ def test_stages_lie_where_the_schedules_expect_them() -> None:
     ],
 )
 def test_the_busiest_device_sends_this_many_cuts(ranks: list[int], cuts: int) -> None:
-    assert busiest_cuts(ranks) == cuts
+    assert busiest_sent(ranks, [1] * (len(ranks) - 1)) == cuts
 
 
 def test_ideal_and_limits_by_hand() -> None:

@@ -177,9 +177,11 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
 
 def _refuse_nothing(runs: list[Measurement], folder: Path) -> None:
     """A page of nothing but errors is no answer."""
+    from ringtmp.bench.measuring.run_command import last_line
+
     if runs and all(each.result is None for each in runs):
-        said = [line for line in (runs[0].error or "").splitlines() if line.strip()] or ["nothing was said"]
-        raise RingError(f"nothing could be measured, {said[-1].strip()[:300]}; {folder}/measurements has every error")
+        why = last_line(runs[0].error)
+        raise RingError(f"nothing could be measured, {why}; {folder}/measurements has every error")
 
 
 def _write(page: Page, results: dict[str, Any], choices: Choices, out: Path) -> None:
@@ -212,7 +214,7 @@ def _print(page: Page, results: dict[str, Any], choices: Choices, out: Path, as_
         show.print_json(results | {"page": page, "out": str(out)})
         return
     # No emoji: rich would make a ring of the end of 'allreduce:ring:'.
-    console = Console(width=None if sys.stdout.isatty() else 130, emoji=False)
+    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
     # The tables of comparisons are long, and in the report.
     page_text.show(page, console, set(choices.names) - set(choices.comparisons))
     print(f"{out}/report.html, results.md, results.json, measurements/")

@@ -6,7 +6,7 @@ difference was found, and that is what is said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -84,17 +84,17 @@ def both(found: Sequence[Sampled], seed: int) -> list[tuple[str, Contrast]]:
 
 
 def verdict(
-    aim: str, what: str, text: Mapping[str, str], pairs: Sequence[tuple[str, Contrast]], as_good: bool = False
+    aim: str, what: str, text: Callable[[Sampled], str], pairs: Sequence[tuple[str, Contrast]], *, as_good: bool = False
 ) -> Verdict:
-    """`what` is the cost in words, `text` a figure with its unit for every way that can be named. `as_good`: the aim is to be
-    as good, and holds where the ring certainly costs no more than a little more."""
+    """`what` is the cost in words, `text` the figure of a side with its unit. `as_good`: the aim is to be as good, and holds
+    where the ring certainly costs no more than a little more."""
     if not pairs:
         return Verdict(
             aim, f"Open: the ring or the parameter server was not measured, so {what} cannot be compared.", "open"
         )
     parts = []
     for name, each in pairs:
-        ring, server = each.ring.way.label, each.server.way.label
+        ring, server = (f"{side.way.label} {text(side)}" for side in (each.ring, each.server))
         said = {
             "yes": f"{_times(1 / each.ratio.middle) if each.ratio.middle else 'infinitely'} less",
             "no": f"{_times(each.ratio.middle)} more",
@@ -102,9 +102,7 @@ def verdict(
         }[each.holds]
         if as_good and each.as_good and each.holds != "yes":
             said = f"as good, within {MARGIN:.0%}"
-        parts.append(
-            f"{name}, {ring} {text.get(ring, '')} against {server} {text.get(server, '')}: {said}, ratio {each.ratio_text}"
-        )
+        parts.append(f"{name}, {ring} against {server}: {said}, ratio {each.ratio_text}")
     answers: set[Holds] = {"yes" if as_good and each.as_good else each.holds for _, each in pairs}
     holds: Holds = answers.pop() if len(answers) == 1 else "mixed"
     return Verdict(aim, f"{what[0].upper()}{what[1:]}: {'; '.join(parts)}.", holds, pairs[0][1].ratio_text)

@@ -96,51 +96,34 @@ def sampled(cells: Sequence[Cell], measured: Measured, values: PerStep, centre: 
     return found
 
 
+#: What a step costs: in words, a value per step, how steps are averaged, as text.
+_COSTS: tuple[tuple[str, PerStep, Centre, Callable[[float], str]], ...] = (
+    ("time per step", per_step_values.step_s, "mean", seconds_text),
+    ("idle share of workers", per_step_values.idle_times, "ratio", lambda value: share_text(value)),
+    ("bytes per step", per_step_values.sent_bytes, "mean", bytes_text),
+    ("busiest link, bytes per step", per_step_values.busiest_step_bytes, "mean", bytes_text),
+    ("modelled joules per step", per_step_values.step_joules, "mean", lambda value: f"{value:.3g}"),
+)
+
+
 def cost_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int) -> Table:
     """Time, idle share, bytes and joules per step, each with its interval."""
     rows = []
     for each in cells:
-        records, warm_up = measured.records(each.job), each.job.warm_up
-        if not records:
-            continue
-        times = interval([per_step_values.step_s(record, warm_up) for record in records], each.way.centre, seed)
-        idle = interval([per_step_values.idle_times(record, warm_up) for record in records], "ratio", seed)
-        moved = interval([per_step_values.sent_bytes(record, warm_up) for record in records], "mean", seed)
-        busiest = interval([per_step_values.busiest_step_bytes(record, warm_up) for record in records], "mean", seed)
-        spent = [per_step_values.step_joules(record, warm_up) for record in records]
-        joules = ranged(interval(spent, "mean", seed), lambda value: f"{value:.3g}") if all(spent) else ""
-        rows.append(
-            (
-                each.way.label,
-                ranged(times, seconds_text),
-                ranged(idle, share_text),
-                ranged(moved, bytes_text),
-                ranged(busiest, bytes_text),
-                joules,
-            )
-        )
-    columns = (
-        "strategy",
-        "time per step",
-        "idle share of workers",
-        "bytes per step",
-        "busiest link",
-        "modelled joules per step",
-    )
+        records, found = measured.records(each.job), []
+        for _, values, centre, text in _COSTS if records else ():
+            repeats = [values(record, each.job.warm_up) for record in records]
+            usual = each.way.centre if values is per_step_values.step_s else centre
+            found.append(ranged(interval(repeats, usual, seed), text) if all(repeats) else "")
+        rows += [(each.way.label, *found)] if found else []
+    columns = ("strategy", *(what for what, *_ in _COSTS))
     return Table(title, columns, tuple(rows), "In brackets 95 % intervals over repeats and steps.")
 
 
 def against_table(title: str, cells: Sequence[Cell], measured: Measured, seed: int) -> Table:
     """The best ring against the best parameter server, cost by cost, at the same precision and each at its best."""
-    costs: tuple[tuple[str, PerStep, Centre, Callable[[float], str]], ...] = (
-        ("time per step", per_step_values.step_s, "mean", seconds_text),
-        ("idle share of workers", per_step_values.idle_times, "ratio", share_text),
-        ("bytes per step", per_step_values.sent_bytes, "mean", bytes_text),
-        ("busiest link, bytes per step", per_step_values.busiest_step_bytes, "mean", bytes_text),
-        ("modelled joules per step", per_step_values.step_joules, "mean", lambda value: f"{value:.3g}"),
-    )
     rows = []
-    for what, values, centre, text in costs:
+    for what, values, centre, text in _COSTS:
         for kind, each in both(sampled(cells, measured, values, centre), seed):
             sides = (f"{side.way.label} {text(side.middle)}" for side in (each.ring, each.server))
             rows.append((what, kind, *sides, each.ratio_text))

@@ -14,11 +14,9 @@ n nodes work, P parameters, b samples per step, w values per sample at a cut, fo
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise
-
 import msgspec
 
+from ringtmp.bench.analysis.traffic_formulas import busiest_sent, exchanged_values
 from ringtmp.bench.training_runs.device_setups import Setting
 from ringtmp.bench.training_runs.speed_cases import Case, stage_ranks, workers
 
@@ -50,18 +48,6 @@ def busiest_values(case: Case, sizes: Sizes, nodes: int) -> float:
         return 0.0
     if case.family in ("ring", "pipelining"):
         # The ring's master holds the front and the tail.
-        ranks = [*range(nodes), 0] if case.family == "ring" else stage_ranks(case.layout, nodes)
-        return busiest_cuts(ranks) * sizes.batch_size * sizes.cut_values
-    if case.servers == "one":
-        return (nodes - 1.0) * sizes.parameters
-    return 2.0 * sizes.parameters * (nodes - 1) / nodes
-
-
-def busiest_cuts(ranks: list[int]) -> int:
-    """How many cuts' worth of tensors the busiest node sends in a step; `ranks` has the holder of each stage in order."""
-    sent: Counter[int] = Counter()
-    for before, after in pairwise(ranks):
-        if before != after:
-            sent[before] += 1  # activations
-            sent[after] += 1  # gradients
-    return max(sent.values(), default=0)
+        holders = [*range(nodes), 0] if case.family == "ring" else stage_ranks(case.layout, nodes)
+        return float(busiest_sent(holders, [sizes.cut_values] * (len(holders) - 1)) * sizes.batch_size)
+    return exchanged_values(sizes.parameters, nodes, case.servers == "one")

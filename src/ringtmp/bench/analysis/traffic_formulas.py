@@ -14,6 +14,8 @@ Busiest device, the fuller direction, per step: ring b (w_in + w_out); one serve
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -106,12 +108,24 @@ def epoch_values(
 def busiest_values(net: Net, family: Family, nodes: int, batch_size: int) -> float:
     """Per step, what the busiest device sends (or receives: the two are alike)."""
     if family == "ring":
-        cuts = even_cuts(net, nodes)
-        around = zip(cuts, cuts[1:] + cuts[:1], strict=True)  # a worker sends what enters it back, as gradients
-        return batch_size * float(max(a + b for a, b in around))
-    if family == "ps":
-        return float(net.size * (nodes - 1))
-    return 2.0 * net.size * (nodes - 1) / nodes
+        return float(batch_size * busiest_sent([*range(nodes), 0], even_cuts(net, nodes)))
+    return exchanged_values(net.size, nodes, one_server=family == "ps")
+
+
+def busiest_sent(holders: Sequence[int], cuts: Sequence[int]) -> int:
+    """Values per sample that the busiest node of a pipeline sends; `holders` has the node of each stage in order, `cuts` the
+    values between it and the next."""
+    sent: Counter[int] = Counter()
+    for (before, after), values in zip(pairwise(holders), cuts, strict=True):
+        if before != after:
+            sent[before] += values  # activations
+            sent[after] += values  # gradients
+    return max(sent.values(), default=0)
+
+
+def exchanged_values(parameters: int, nodes: int, one_server: bool) -> float:
+    """Per step, through the busiest device, where workers exchange the model: by one server, or spread over all."""
+    return float(parameters * (nodes - 1)) if one_server else 2.0 * parameters * (nodes - 1) / nodes
 
 
 def break_even(net: Net, nodes: int) -> float:

@@ -39,13 +39,12 @@ def section(choices: Choices, measured: Measured) -> Section:
     every = [each for each in cells(choices) if measured.records(each.job)]
     found = [each for each in (per_sample(each, measured) for each in every) if each is not None]
     per_way = ring_against_server.figures(found, choices.seed)
-    text = {label: f"{1e3 * each.middle:.3g} mJ a sample" for label, each in per_way.items()}
     fair, behind = shared_runs.learned([each for each in every if each.way.label != ALONE.label], measured)
     labels = [each.way.label for each in fair]
     shared = [each for each in found if each.way.label in labels]
     pairs = ring_against_server.both(shared, choices.seed)
     source = _source(every, measured)
-    verdicts = [ring_against_server.verdict(AIM, f"{source} joules per sample", text, pairs)]
+    verdicts = [ring_against_server.verdict(AIM, f"{source} joules per sample", _millijoules, pairs)]
     tables = [_nodes(every, measured)]
     if source == "modelled" and all(
         per_step_values.modelled(record) for each in every for record in measured.records(each.job)
@@ -79,6 +78,10 @@ def section(choices: Choices, measured: Measured) -> Section:
             *shared_runs.missing(cells(choices), measured),
         ),
     )
+
+
+def _millijoules(side: Sampled) -> str:
+    return f"{1e3 * side.middle:.3g} mJ a sample"
 
 
 def per_sample(each: Cell, measured: Measured) -> Sampled | None:

@@ -38,9 +38,7 @@ def section(choices: Choices, measured: Measured) -> Section:
     main = shared_runs.task_cells(choices)
     found = _idle(main, measured)
     fair, behind = shared_runs.learned(main, measured)
-    pairs = ring_against_server.both(_idle(fair, measured), choices.seed)
     shares = ring_against_server.figures(found, choices.seed)
-    text = {label: shared_figures.share_text(each.middle) for label, each in shares.items()}
     records = {each.way.label: measured.records(each.job) for each in main if measured.records(each.job)}
     figures = [
         shared_figures.causes_figure("idle-causes", f"What workers wait for, {choices.nodes} nodes", records),
@@ -57,7 +55,7 @@ def section(choices: Choices, measured: Measured) -> Section:
     anchors = shared_runs.anchor_cells(choices)
     task = shared_figures.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
     tables = [task, _workers(main, measured)]
-    verdicts = [ring_against_server.verdict(AIM, "idle share of workers", text, pairs)]
+    verdicts = [_verdict(AIM, "idle share of workers", fair, choices, measured)]
     for name, group in shared_runs.by_label(anchors).items():
         title = f"{name}, {choices.nodes} devices"
         tables.append(shared_figures.cost_table(title, group, measured, choices.seed))
@@ -66,7 +64,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         tables.append(
             shared_figures.against_table(f"{title}: the ring against the server", learned, measured, choices.seed)
         )
-        verdicts.append(_anchor_verdict(name, learned, choices, measured))
+        verdicts.append(_verdict(f"{AIM} ({name})", f"idle share of workers, {name}", learned, choices, measured))
     return Section(
         "idle",
         "Idle time",
@@ -165,12 +163,6 @@ def _workers(main: Sequence[Cell], measured: Measured) -> Table:
     return Table("Every node, first repeat", columns, tuple(rows), "Dedicated servers count in no worker's share.")
 
 
-def _anchor_verdict(name: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Verdict:
-    found = _idle(group, measured)
-    text = {
-        label: shared_figures.share_text(each.middle)
-        for label, each in ring_against_server.figures(found, choices.seed).items()
-    }
-    return ring_against_server.verdict(
-        f"{AIM} ({name})", f"idle share of workers, {name}", text, ring_against_server.both(found, choices.seed)
-    )
+def _verdict(aim: str, what: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Verdict:
+    pairs = ring_against_server.both(_idle(group, measured), choices.seed)
+    return ring_against_server.verdict(aim, what, lambda side: shared_figures.share_text(side.middle), pairs)

@@ -118,13 +118,15 @@ def _verdicts(choices: Choices, every: Sequence[Cell], costs: dict[str, list[Cos
     shared = [each.way for each in every if each.way is not ALONE]
     there = {way.strategy for way in shared if all(math.isfinite(cost.steps) for cost in costs[way.label])}
     for key, what, text in _COSTS:
-        known = spent(every, costs, key)
-        said = {label: text(value.middle) for label, value in ring_against_server.figures(known, choices.seed).items()}
         aim = f"{AIM} per {key.removesuffix('s')}"
         one_sided = _one_sided(aim, {way.strategy for way in shared}, there)
-        pairs = ring_against_server.both(known, choices.seed)
-        found.append(one_sided or ring_against_server.verdict(aim, what, said, pairs, as_good=True))
+        found.append(one_sided or _verdict(aim, what, text, spent(every, costs, key), choices.seed))
     return found
+
+
+def _verdict(aim: str, what: str, text: Callable[[float], str], known: list[Sampled], seed: int) -> Verdict:
+    pairs = ring_against_server.both(known, seed)
+    return ring_against_server.verdict(aim, what, lambda side: text(side.middle), pairs, as_good=True)
 
 
 def spent(every: Sequence[Cell], costs: dict[str, list[Costs]], key: str) -> list[Sampled]:

@@ -15,7 +15,7 @@ from ringtmp.bench.measuring.jobs import PYTHON, Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs import message_round_trip
 from ringtmp.bench.user_choices import Choices
-from ringtmp.report.page_content import Section, Skipped, Table
+from ringtmp.report.page_content import Section, Table
 
 
 def jobs(choices: Choices) -> list[Job]:
@@ -53,5 +53,5 @@ def section(choices: Choices, measured: Measured) -> Section:
     )
     title = f"{choices.size_bytes} bytes, one way, {choices.rounds} rounds of {choices.count}"
     table = Table(title, ("path", "median", "least", "most"), rows)
-    skipped = tuple(Skipped(each.name, why) for each in jobs(choices) if (why := measured.problem(each)))
-    return Section("messages", "Messages", (__doc__ or "").partition("\n\n")[2].strip(), (), (), (table,), skipped)
+    missing = measured.missing(jobs(choices))
+    return Section("messages", "Messages", (__doc__ or "").partition("\n\n")[2].strip(), (), (), (table,), missing)

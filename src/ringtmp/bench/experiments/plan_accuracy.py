@@ -22,7 +22,7 @@ from ringtmp.bench.user_choices import Choices
 from ringtmp.errors import UsageError, unknown
 from ringtmp.lab.devices_file import Device
 from ringtmp.metrics.summary import Forecast
-from ringtmp.report.page_content import Section, Skipped, Table, Verdict
+from ringtmp.report.page_content import Section, Table, Verdict
 
 AIM = "Plans foretell step time and memory"
 #: What is asked of a plan: the middle and the ninth decile of the step's error, and the memory's.
@@ -211,7 +211,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         (Verdict(AIM, *said),) if _wanted(choices)[0] else (),  # type: ignore[arg-type]
         (),
         tuple(table for table in tables if table.rows),
-        tuple(Skipped(each.name, why) for each in jobs(choices) if (why := measured.problem(each))),
+        measured.missing(jobs(choices)),
     )
 
 

@@ -19,7 +19,7 @@ from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.bench.user_choices import ALONE, Choices
-from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table
+from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "RingTMP is at least as scalable"
@@ -45,15 +45,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         base = next((each for each in group if each.way is ALONE), None)
         if base is None or not measured.records(base.job):
             continue
-        most = max(each.nodes for each in group)
-        largest = [each for each in group if each.nodes == most]
-        compared = shared_runs.not_behind(largest, choices, measured)
-        found = shared_figures.sampled(compared, measured, per_step_values.sample_times, "ratio")
-        speedups = {each.way.label: _speedup(each, base, measured, choices.seed) for each in largest}
-        text = {label: f"{value.middle:.2f} times one device" for label, value in speedups.items() if value}
-        pairs = ring_against_server.both(found, choices.seed)
-        what = f"time per sample on {most} devices"
-        verdicts.append(ring_against_server.verdict(f"{AIM} ({kind})", what, text, pairs, as_good=True))
+        verdicts.append(_verdict(kind, group, base, choices, measured))
         figures += _figures(kind, group, base, measured, choices)
         tables.append(_table(kind, group, base, measured, choices.seed))
     return Section(
@@ -69,6 +61,20 @@ def section(choices: Choices, measured: Measured) -> Section:
             *shared_runs.learned(shared_runs.task_cells(choices), measured)[1],
             *shared_runs.missing(cells(choices), measured),
         ),
+    )
+
+
+def _verdict(kind: str, group: Sequence[Cell], base: Cell, choices: Choices, measured: Measured) -> Verdict:
+    most = max(each.nodes for each in group)
+    compared = shared_runs.not_behind([each for each in group if each.nodes == most], choices, measured)
+    (alone,) = shared_figures.sampled([base], measured, per_step_values.sample_times, "ratio")
+    found = shared_figures.sampled(compared, measured, per_step_values.sample_times, "ratio")
+    return ring_against_server.verdict(
+        f"{AIM} ({kind})",
+        f"time per sample on {most} devices",
+        lambda side: f"{alone.middle / side.middle:.2f} times one device",
+        ring_against_server.both(found, choices.seed),
+        as_good=True,
     )
 
 

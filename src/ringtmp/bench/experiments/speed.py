@@ -27,7 +27,7 @@ from ringtmp.bench.training_runs.speed_cases import ALONE, CASES, Case, job, pip
 from ringtmp.bench.training_runs.workloads import QUICK, WORKLOADS, Workload
 from ringtmp.bench.user_choices import Choices
 from ringtmp.errors import UsageError, unknown
-from ringtmp.report.page_content import Figure, Section, Skipped, Table
+from ringtmp.report.page_content import Figure, Section, Table
 
 COLUMNS = (
     "case", "microbatches", "ms per step", "95 % interval", "x ideal", "x one device", "own limit", "x limit", "stage",
@@ -178,9 +178,8 @@ def section(choices: Choices, measured: Measured) -> Section:
         title = f"{workload}, {SETTINGS[setting].text}"
         tables.append(Table(title, COLUMNS, tuple(map(_cells, group)), _note(group, alone.get(workload))))
         figures.append(_figure(title, group))
-    problems = {each.job.name: measured.problem(each.job) for each in trials(choices)}
-    skipped = tuple(Skipped(name, why) for name, why in problems.items() if why)
-    return Section("speed", "Speed", LEGEND, (), tuple(figures), tuple(tables), skipped)
+    missing = measured.missing(jobs(choices))
+    return Section("speed", "Speed", LEGEND, (), tuple(figures), tuple(tables), missing)
 
 
 def _row(

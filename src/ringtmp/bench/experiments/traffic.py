@@ -12,6 +12,7 @@ from statistics import median
 import msgspec
 
 from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures, traffic_formulas
+from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, Family, Net
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
@@ -73,9 +74,11 @@ def section(choices: Choices, measured: Measured) -> Section:
     main = shared_runs.task_cells(choices)
     found = shared_figures.sampled(main, measured, per_step_values.sent_bytes)
     fair, behind = shared_runs.learned(main, measured)
-    pairs = ring_against_server.both(shared_figures.sampled(fair, measured, per_step_values.sent_bytes), choices.seed)
     per_step = ring_against_server.figures(found, choices.seed)
-    text = {label: f"{bytes_text(each.middle)} a step" for label, each in per_step.items()}
+    sent, busiest = (
+        ring_against_server.both(shared_figures.sampled(fair, measured, values), choices.seed)
+        for values in (per_step_values.sent_bytes, per_step_values.busiest_step_bytes)
+    )
     batch = choices.task().batch_size
     figures = [
         *(_epoch_figure(net, nodes) for net in NETS),
@@ -92,8 +95,8 @@ def section(choices: Choices, measured: Measured) -> Section:
         "every strategy which exchanges the model with the steps: so the larger the batch, the worse for the ring. "
         f"Predictions are for {nodes} nodes and float32.",
         (
-            ring_against_server.verdict(AIM, f"bytes sent in all at batch {batch}", text, pairs),
-            _bottleneck_verdict(fair, measured, choices.seed),
+            ring_against_server.verdict(AIM, f"bytes sent in all at batch {batch}", _bytes_a_step, sent),
+            ring_against_server.verdict(BOTTLENECK, "bytes through the busiest link", _bytes_a_step, busiest),
             _break_even_verdict(nodes),
         ),
         tuple(figures),
@@ -159,14 +162,8 @@ def _map(name: str, title: str, nodes: int, busiest: bool) -> Figure:
     )  # fmt: skip
 
 
-def _bottleneck_verdict(fair: Sequence[Cell], measured: Measured, seed: int) -> Verdict:
-    found = shared_figures.sampled(fair, measured, per_step_values.busiest_step_bytes)
-    text = {
-        label: f"{bytes_text(each.middle)} a step" for label, each in ring_against_server.figures(found, seed).items()
-    }
-    return ring_against_server.verdict(
-        BOTTLENECK, "bytes through the busiest link", text, ring_against_server.both(found, seed)
-    )
+def _bytes_a_step(side: Sampled) -> str:
+    return f"{bytes_text(side.middle)} a step"
 
 
 def _break_even_verdict(nodes: int) -> Verdict:

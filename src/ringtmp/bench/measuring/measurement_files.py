@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +11,10 @@ import msgspec
 
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.run_command import last_line
 from ringtmp.bench.measuring.run_record import Record, from_facts
 from ringtmp.errors import RingError, UsageError
+from ringtmp.report.page_content import Skipped
 from ringtmp.system.files import write_atomic
 
 SCHEMA = 1
@@ -119,6 +121,10 @@ class Measured:
     def facts(self, job: Job) -> list[Mapping[str, object]]:
         return [each.result.facts for each in self.of(job) if each.result is not None]
 
+    def missing(self, jobs: Iterable[Job]) -> tuple[Skipped, ...]:
+        """Those with a problem, and which."""
+        return tuple(Skipped(each.name, why) for each in jobs if (why := self.problem(each)))
+
     def problem(self, job: Job) -> str | None:
         """Why there is nothing to see, or less than there should be."""
         known = self.every(job)
@@ -127,6 +133,5 @@ class Measured:
             return "not measured: the bench was interrupted before it"
         if not failed:
             return None
-        lines = [line.strip() for line in (failed[0].error or "").splitlines() if line.strip()]
-        why = f"{failed[0].outcome}: {lines[-1][:300] if lines else 'nothing was said'}"
+        why = f"{failed[0].outcome}: {last_line(failed[0].error)}"
         return why if len(failed) == len(known) else f"{len(failed)} of {len(known)} repeats are missing, {why}"

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ringtmp.bench.measuring.jobs import Job, time_left_s
 from ringtmp.bench.measuring.measurement_files import Measurement
+from ringtmp.bench.measuring.run_command import last_line
 from ringtmp.units import seconds_text
 
 
@@ -54,7 +56,7 @@ class Teller:
                 f"{seconds_text(steps[len(steps) // 2])} a step" if step else f"took {seconds_text(measurement.wall_s)}"
             )
         else:
-            said = f"[red]{measurement.outcome}[/red]: {_reason(measurement.error)}"
+            said = f"[red]{measurement.outcome}[/red]: {escape(last_line(measurement.error, 200))}"
         place = f"{count}/{self._total}  {measurement.job.name}, repeat {measurement.repeat + 1}"
         left = f"  ({self._left()})" if self._progress is None and self._waiting else ""
         self._console.print(f"{place}: {said}{left}", highlight=False, soft_wrap=True)
@@ -79,9 +81,3 @@ def telling(plan: Sequence[tuple[int, Job]], quiet: bool) -> Iterator[Teller]:
         with Progress(*columns, console=console, transient=True) as progress:
             yield (teller := Teller(plan, console, progress))
     teller.end()
-
-
-def _reason(error: str | None) -> str:
-    """What failed in one line: the last one that was said, without rich's markup."""
-    lines = [line for line in (error or "").splitlines() if line.strip()]
-    return lines[-1].strip()[:200].replace("[", r"\[") if lines else "nothing was said"

@@ -61,6 +61,12 @@ def run(command: Sequence[str], folder: Path, processors: Sequence[int], limit_s
     )
 
 
+def last_line(said: str | None, most: int = 300) -> str:
+    """What a command said last, which is why it failed."""
+    lines = [line.strip() for line in (said or "").splitlines() if line.strip()]
+    return lines[-1][:most] if lines else "nothing was said"
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """SIGTERM and SIGHUP end a bench as Ctrl-C does."""

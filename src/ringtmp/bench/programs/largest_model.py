@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from ringtmp.bench.measuring.measurement_files import Result
+from ringtmp.bench.measuring.run_command import last_line
 from ringtmp.bench.programs.stop_child import end
 
 Outcome = Literal["fits", "refused", "failed", "timed out"]
@@ -117,9 +118,9 @@ def attempt(search: Search, depth: int, width: int) -> Try:
     if process.returncode == 0:
         summary = msgspec.json.decode(out.splitlines()[-1])
         return Try(depth, width, count, "fits", "", tuple(node["peak_rss_bytes"] or 0 for node in summary["per_node"]))
-    lines = [line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("ringtmp: ")] or lines or ["nothing was said"]
-    return Try(depth, width, count, "refused" if process.returncode == REFUSED else "failed", said[-1][:300])
+    said = err.decode(errors="replace")
+    ours = "\n".join(line for line in said.splitlines() if line.startswith("ringtmp: "))
+    return Try(depth, width, count, "refused" if process.returncode == REFUSED else "failed", last_line(ours or said))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import psutil
 
 from ringtmp.bench.measuring.measurement_files import Result
 from ringtmp.bench.measuring.read_output import RUN
-from ringtmp.bench.measuring.run_command import MARK
+from ringtmp.bench.measuring.run_command import MARK, last_line
 from ringtmp.bench.programs.stop_child import end
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
@@ -78,11 +78,10 @@ def perform(removal: Removal, run: Path) -> Result:
 def describe(parts: Sequence[Part], removed_at: float | None, code: int, err: str) -> dict[str, Any]:
     """What the run's events say of it. Pure. Times in seconds from the removal."""
     summary = of_parts(parts, "") if parts else None
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
     facts: dict[str, Any] = {
         "code": code,
         "outcome": summary.outcome if summary else "never began",
-        "error": None if code == 0 else (lines[-1][:300] if lines else "nothing was said"),
+        "error": None if code == 0 else last_line(err),
         "accuracy": summary.accuracy if summary else None,
         "weights_sha256": summary.weights_sha256 if summary else None,
         "steps": summary.steps if summary else 0,
