@@ -135,7 +135,7 @@ def losses(folder: Path) -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.long  # messages and the harness below and in test_bench
+@pytest.mark.long  # the same command with nothing run, above
 @pytest.mark.timeout(300)  # eight processes that load torch, on whatever machine
 def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path: Path) -> None:
     words = ("--workloads", "mlp", "--settings", "two", "--cases", "ring,ddp", "--steps", "3")
