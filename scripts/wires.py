@@ -17,10 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ringtmp.bench.experiments.quantities import sent_bytes, step_s
-from ringtmp.bench.record import Record, record
-from ringtmp.bench.settings import Setting, devices_file
+from ringtmp.bench.analysis.per_step_values import sent_bytes, step_s
+from ringtmp.bench.measuring.run_record import Record, record
+from ringtmp.bench.training_runs.device_setups import Setting
+from ringtmp.lab.devices_file import toml
 from ringtmp.metrics import events
+from ringtmp.metrics.run_parts import parts_of
 from ringtmp.units import bytes_text, seconds_text
 
 WIRES = ("float32", "bfloat16", "float16", "int8")
@@ -36,14 +38,14 @@ WARM_UP = 2
 def run(model: str, wire: str, seed: int, mbps: float) -> tuple[Record, dict[str, Any]]:
     """What one training did step by step, and its summary."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "devices.toml").write_text(devices_file(Setting("wires", 4, 0.45, mbps, emulated=True)))
+        (Path(folder) / "devices.toml").write_text(toml(Setting("wires", 4, 0.45, mbps, emulated=True).devices))
         command = f"lab --devices devices.toml -- train {WORKS[model]} --wire {wire} --seed {seed}"
         options = "--all-devices --no-rebalance --protect off --run-dir run --json --quiet"
         words = [sys.executable, "-m", "ringtmp", *command.split(), *options.split()]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
         if done.returncode:
             raise SystemExit(f"{model} with {wire}: {done.stderr.strip()}")
-        return record(events.read(Path(folder) / "run" / "events.jsonl")), json.loads(done.stdout)
+        return record(parts_of(events.read(Path(folder) / "run" / "events.jsonl"))[-1]), json.loads(done.stdout)
 
 
 def row(model: str, mbps: float, wire: str, runs: list[tuple[Record, dict[str, Any]]]) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from browser import Browser, chromium, legible
 from invented import choices, invented, measurement, page
-from ringtmp.bench.experiments import CATALOG, conduct, energy, idle, markdown, resilience, sweep, traffic
-from ringtmp.bench.experiments.runs import Measured, toml
-from ringtmp.bench.measurements import Result
+from ringtmp.bench import jobs_and_page
+from ringtmp.bench.catalogue import COMPARISONS
+from ringtmp.bench.experiments import energy, idle, resilience, traffic
+from ringtmp.bench.measuring.measurement_files import Measured, Result
+from ringtmp.bench.training_runs import learning_rate_sweep
 from ringtmp.lab import devices_file
+from ringtmp.lab.devices_file import toml
+from ringtmp.report import page_text
 from ringtmp.report.page import write
 
 
@@ -22,7 +24,7 @@ from ringtmp.report.page import write
 def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool) -> None:
     asked = choices(quick, rates={"ring": 0.002})
     made = page(asked, invented(asked))
-    assert [section.name for section in made.sections] == [*CATALOG, "method"]
+    assert [section.name for section in made.sections] == [*COMPARISONS, "method"]
     said = {verdict.aim: verdict for verdict in made.verdicts}
     for module in (idle, energy, traffic, resilience):
         assert any(aim.startswith(module.AIM) for aim in said), module.AIM
@@ -53,7 +55,7 @@ def test_every_experiment_has_its_section_and_every_aim_its_verdict(quick: bool)
         ("ps:bsp", "4.1 MiB", "2.0 KiB", "0.000", "2.1 MiB", "1000 B", "0.000"),
     }
     assert {row[1:] for row in shaped if row[0] == "narrow and deep"} == (set() if quick else wanted)
-    text = markdown.markdown(made)
+    text = page_text.markdown(made)
     assert f"| {idle.AIM} | yes | Idle share of workers: " in text
     assert all(f"## {section.title}" in text for section in made.sections)
     assert all(section.skipped == () or all(each.why for each in section.skipped) for section in made.sections)
@@ -86,16 +88,12 @@ def test_with_nothing_measured_the_report_says_so_and_claims_nothing() -> None:
 
 def test_a_run_several_experiments_read_is_measured_once_per_repeat() -> None:
     asked = choices()
-    plan = conduct.plan(asked)
+    plan = jobs_and_page.plan(asked)
     stems = [(repeat, job.file_stem) for repeat, job in plan]
     assert len(set(stems)) == len(stems)
-    wanted = sum(len({each.file_stem for each in _module(name).jobs(asked)}) for name in asked.names)
+    wanted = sum(len({each.file_stem for each in jobs_and_page.module_of(name).jobs(asked)}) for name in asked.names)
     assert len({stem for _, stem in stems}) < wanted
     assert [repeat for repeat, job in plan if job.experiment == "capacity"] == [0, 0], "a size is found once"
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"ringtmp.bench.experiments.{name}")
 
 
 def test_every_way_gets_the_rate_that_was_best_for_it() -> None:
@@ -108,12 +106,12 @@ def test_every_way_gets_the_rate_that_was_best_for_it() -> None:
     }
     found = [
         measurement(each.job, 0, Result((1.0,), {"test_loss": losses[each.way.label, each.work.lr]}))
-        for each in sweep.cells(asked)
+        for each in learning_rate_sweep.cells(asked)
         if (each.way.label, each.work.lr) in losses
     ]
-    rates = sweep.rates(asked, Measured(found))
+    rates = learning_rate_sweep.rates(asked, Measured(found))
     assert rates == {"ring": 0.002, "ps:bsp": 0.002, "ps:async": 0.0007}, "staleness 1 was not measured"
-    table = sweep.table(msgspec.structs.replace(asked, rates=rates), Measured(found))
+    table = learning_rate_sweep.table(msgspec.structs.replace(asked, rates=rates), Measured(found))
     assert [row[-1] for row in table.rows] == ["0.002", "none", "0.002", "0.0007"]
 
 
@@ -133,22 +131,22 @@ def test_without_isolation_capacity_is_left_out_with_its_reason() -> None:
     made = page(asked, [])
     section = next(each for each in made.sections if each.name == "capacity")
     assert "needs the lab" in section.skipped[0].why
-    assert not [job for _, job in conduct.plan(asked) if job.experiment == "capacity"]
-    labs = [job.text for _, job in conduct.plan(asked) if "devices.toml" in job.text]
+    assert not [job for _, job in jobs_and_page.plan(asked) if job.experiment == "capacity"]
+    labs = [job.text for _, job in jobs_and_page.plan(asked) if "devices.toml" in job.text]
     assert labs
     assert all("--no-isolation" in text and "--all-devices" in text for text in labs), "none is left out as too slow"
 
 
 def test_devices_that_joined_are_used_as_they_are_and_what_would_change_them_is_left_out_with_its_reason() -> None:
     asked = choices(listen="192.0.2.1:47100", joined=3, rates={"ring": 0.002})
-    jobs = [job for _, job in conduct.plan(asked)]
+    jobs = [job for _, job in jobs_and_page.plan(asked)]
     assert asked.node_counts == (1, 2, 3)
     there = [job.text for job in jobs if "--listen 192.0.2.1:47100" in job.text]
     assert there
     assert all("--nodes" in text and "--all-devices" in text for text in there)
     assert not [job for job in jobs if " lab " in job.text]
     made = page(asked, invented(asked))
-    assert [section.name for section in made.sections] == [*CATALOG, "method"]
+    assert [section.name for section in made.sections] == [*COMPARISONS, "method"]
     assert not made.emulated
     for name, why in (("capacity", "memory caps"), ("resilience", "takes devices away"), ("equations", "link rates")):
         assert why in next(each for each in made.sections if each.name == name).skipped[0].why

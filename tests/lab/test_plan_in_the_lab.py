@@ -1,4 +1,4 @@
-"""Plans held against emulated devices with real memory caps, and the bench that holds forecasts against measurements."""
+"""Plans held against emulated devices with real memory caps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from typing import Any
 
 import pytest
 from test_lab import begin, device, devices_file, finish, needs_isolation
-
-from ringtmp.bench import forecast
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import SCHEMA, Measurement, Result
 
 CAP_MB = 420
 
@@ -64,79 +59,6 @@ def test_the_widest_model_a_plan_accepts_runs_under_its_cap_and_a_little_wider_i
     assert code == 0, said
     log = (tmp_path / "disk" / "run" / "events.jsonl").read_text()
     assert '"type":"snapshot"' in log, "no snapshot became whole"
-
-
-# -- the bench, on paper --------------------------------------------------------------------------------------------------
-
-
-def measured(job: Job, step_s: list[float], predicted_s: float, memory: list[tuple[float, float]]) -> Measurement:
-    facts = {
-        "forecast": {
-            "step_s": predicted_s, "idle_fraction": 0.1, "left_out": ["n3"],
-            "per_node": [
-                {"node": node, "device": f"n{node}", "memory_bytes": said, "free_bytes": None, "busy_s": 0.1}
-                for node, (said, _) in enumerate(memory)
-            ],
-        },
-        "per_node": [{"node": node, "peak_rss_bytes": came} for node, (_, came) in enumerate(memory)],
-    }  # fmt: skip
-    here = Environment("1", "x", "2", "avx2", "3.11", "linux", "cpu", 2)
-    return Measurement(
-        SCHEMA, job, 0, "digest", here, "now", 1.0, 0.0, 0.0, None, "measured", None, Result(tuple(step_s), facts)
-    )
-
-
-def test_ten_rings_differ_in_devices_speeds_links_caps_and_models() -> None:
-    beds = forecast.BEDS
-    assert len({bed.name for bed in beds}) == 10
-    assert {len(bed.devices) for bed in beds} >= {2, 3, 4, 5, 6}
-    ratios = [max(d.cpu for d in bed.devices) / min(d.cpu for d in bed.devices) for bed in beds]
-    assert (min(ratios), max(ratios)) == (1.0, pytest.approx(10.0))
-    rates = {device.link_mbps for bed in beds for device in bed.devices}
-    assert (min(rates), max(rates)) == (10, 1000)
-    assert {bed.model for bed in beds} == {"gpt", "mlp", "convnet"}
-    assert all(sum(device.cpu for device in bed.devices) <= 1.9 for bed in beds), "they run side by side on two cores"
-
-
-def test_errors_are_told_per_ring_and_over_all() -> None:
-    beds = forecast.BEDS[:2]
-    jobs = forecast.jobs(beds, [], steps=3, warm_up=1)
-    found = forecast.rows(
-        beds,
-        [
-            measured(jobs[0], [1.0, 1.0, 4.0], 1.1, [(95.0, 100.0), (120.0, 100.0)]),
-            measured(jobs[0], [1.2, 1.2, 1.2], 1.2, [(100.0, 100.0)]),
-            measured(jobs[1], [2.0], 1.8, [(100.0, 100.0)]),
-        ],
-    )
-    assert found[0].step_error == pytest.approx(0.05)
-    assert found[0].spread == pytest.approx(0.2 / 1.1)
-    assert found[0].memory_error == pytest.approx(0.2)
-    assert found[1].step_error == pytest.approx(-0.1)
-    total = forecast.verdict(found)
-    assert total is not None
-    assert (total.step_median, total.memory_worst) == (pytest.approx(0.075), pytest.approx(0.2))
-    page = forecast.markdown(found, [], "ringtmp bench plan", "today")
-    assert "| +5.0% | 18.2% | +20.0% |" in page
-
-
-def test_a_contrast_is_the_plan_against_equal_parts_and_against_one() -> None:
-    (bed, wanted), _ = forecast.CONTRASTS
-    jobs = forecast.jobs([], [bed], steps=3, warm_up=1)
-    assert [job.case for job in jobs] == list(forecast.WAYS)
-    assert jobs[2].files["devices.toml"].count("[[device]]") == 1
-    taken = [measured(job, [step], 1.0, []) for job, step in zip(jobs, (1.0, 6.0, 1.5), strict=True)]
-    (found,) = forecast.contrasts([(bed, wanted)], taken)
-    assert (found.over_equal, found.over_alone, found.left_out) == (6.0, 1.5, ("n3",))
-    assert "6.0 (wanted 5) | 1.50 (wanted 1)" in forecast.markdown([], [found], "ringtmp bench plan", "today")
-
-
-def test_a_ring_that_failed_is_told_and_leaves_the_others() -> None:
-    bed = forecast.BEDS[0]
-    (row,) = forecast.rows([bed], [])
-    assert row.error == "not measured"
-    assert forecast.verdict([row]) is None
-    assert "failed" in forecast.markdown([row], [], "ringtmp bench plan", "today")
 
 
 @needs_isolation

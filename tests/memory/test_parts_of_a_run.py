@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_report import ended, figures_of, known_events, node_step, started, step
 
+from known_run import ended, figures_of, known_events, node_step, started, step
 from ringtmp import Result
 from ringtmp.errors import RingError
 from ringtmp.metrics.events import (
@@ -21,7 +21,7 @@ from ringtmp.metrics.events import (
 )
 from ringtmp.metrics.history import history_of
 from ringtmp.metrics.run_parts import parts_of
-from ringtmp.metrics.summary import Summary, summarise
+from ringtmp.metrics.summary import Summary, of_parts
 from ringtmp.report import learning_curves, run_page, run_timeline
 from ringtmp.report.page_content import Figure, Mark
 from test_training_loop import resume, train
@@ -54,9 +54,7 @@ def cut_and_resumed() -> list[Event]:
 
 
 def whole(events: list[Event]) -> Summary:
-    found = summarise(events, "run")
-    assert found is not None
-    return found
+    return of_parts(parts_of(events), "run")
 
 
 A_STEP_J = (4.0 + 3.0 + 1.5) + (4.0 + 2.0 + 1.5)

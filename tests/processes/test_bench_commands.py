@@ -1,4 +1,4 @@
-"""The harness: intervals by hand, every round complete, nothing measured twice, nothing lost, nothing left running."""
+"""Measuring commands: nothing measured twice, nothing lost, nothing left running."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ import msgspec
 import psutil
 import pytest
 
-from ringtmp.bench import harness, machine, process, statistics
-from ringtmp.bench.jobs import PYTHON, Job, digest, interleaved, time_left_s
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import Measurement, Store
-from ringtmp.bench.reading import step_times
+from ringtmp.bench.measuring import measure_jobs, run_command
+from ringtmp.bench.measuring.jobs import PYTHON, Job, digest
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import Measurement, Store
 from ringtmp.errors import UsageError
-from ringtmp.metrics.events import CheckpointSaved, Evaluated, StepDone
 
 ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)
 #: What a peer prints: five steps of four samples that end a tenth of a second apart.
@@ -42,110 +40,9 @@ class Nobody:
 def perform(folder: Path, *jobs: Job, limit_s: float = 60.0) -> list[Measurement]:
     store = Store(folder)
     try:
-        return list(harness.perform([(0, each) for each in jobs], store, ENVIRONMENT, limit_s, Nobody()))
+        return list(measure_jobs.perform([(0, each) for each in jobs], store, ENVIRONMENT, limit_s, Nobody()))
     finally:
         store.close()
-
-
-# -- statistics -------------------------------------------------------------------------------------------------------
-
-
-def test_the_figure_is_the_median_over_repeats_of_their_centres() -> None:
-    repeats = [[1.0, 2.0, 30.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
-    assert statistics.interval(repeats, "median", 0).middle == 5.0
-    assert statistics.interval(repeats, "mean", 0).middle == 8.0  # of 11, 5 and 8
-
-
-def test_two_repeats_of_one_step_give_an_interval_from_one_to_the_other() -> None:
-    """Of the four pairs drawn from {1, 3} one has median 1, two have 2 and one has 3: each end has a quarter."""
-    assert statistics.interval([[1.0], [3.0]], "median", 0) == statistics.Interval(2.0, 1.0, 3.0)
-
-
-def test_samples_without_spread_have_no_width() -> None:
-    assert statistics.interval([[2.0] * 4] * 3, "median", 0) == statistics.Interval(2.0, 2.0, 2.0)
-
-
-def test_a_slow_repeat_widens_the_interval_as_more_steps_would_not() -> None:
-    steady = statistics.interval([[1.0, 1.1]] * 5, "median", 0)
-    one_slow = statistics.interval([[1.0, 1.1]] * 4 + [[2.0, 2.1]], "median", 0)
-    assert steady.high <= 1.1
-    assert one_slow.high > 1.1
-    assert one_slow.middle == steady.middle
-
-
-def test_the_same_seed_gives_the_same_interval() -> None:
-    repeats = [[1 + (37 * step + 11 * repeat) % 101 / 100 for step in range(20)] for repeat in range(4)]
-    assert statistics.interval(repeats, "mean", 7) == statistics.interval(repeats, "mean", 7)
-    assert statistics.interval(repeats, "mean", 7) != statistics.interval(repeats, "mean", 8)
-
-
-def test_a_planted_difference_of_a_tenth_is_found_and_none_is_not() -> None:
-    base = [[1.00, 1.01, 0.99, 1.02]] * 5
-    slower = [[each * 1.1 for each in steps] for steps in base]
-    found = statistics.ratio(slower, "median", base, "median", 0)
-    assert found.middle == pytest.approx(1.1)
-    assert 1.05 < found.low <= found.high < 1.15
-    none = statistics.ratio(base, "median", base, "median", 0)
-    assert none.low <= 1 <= none.high
-
-
-# -- order and time ---------------------------------------------------------------------------------------------------
-
-
-def test_every_round_has_every_job_once_in_an_order_of_its_own() -> None:
-    jobs = [job(name) for name in "abcdef"]
-    plan = interleaved(jobs, 4, seed=1)
-    rounds = [[each.case for repeat, each in plan if repeat == number] for number in range(4)]
-    assert [repeat for repeat, _ in plan] == sorted(repeat for repeat, _ in plan)
-    assert all(sorted(each) == list("abcdef") for each in rounds)
-    assert len({tuple(each) for each in rounds}) > 1
-    assert plan == interleaved(jobs, 4, seed=1)
-    assert plan != interleaved(jobs, 4, seed=2)
-
-
-def test_the_time_left_is_what_jobs_took_before() -> None:
-    assert time_left_s({}, ["a"]) is None
-    # a takes 3 on average, b took 10, c is unknown: the mean of 2, 4 and 10.
-    assert time_left_s({"a": [2.0, 4.0], "b": [10.0]}, ["a", "b", "c"]) == pytest.approx(3 + 10 + 16 / 3)
-    assert time_left_s({"a": [2.0]}, []) == 0
-
-
-def test_stolen_time_is_read_from_its_field() -> None:
-    assert machine.stolen_ticks("cpu  1 2 3 4 5 6 7 42 9 10\ncpu0 1 1 1 1 1 1 1 1 1 1\n") == 42
-    with pytest.raises(ValueError, match="no line"):
-        machine.stolen_ticks("cpu 1 2 3\n")
-
-
-def test_what_only_plans_and_reports_is_no_reason_to_measure_again(tmp_path: Path) -> None:
-    for name in ("strategies/ring/node.py", "bench/table.py", "bench/peers/ddp.py", "cli/bench.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("1")
-    before = machine.code_sha256(tmp_path)
-    for name, same in (("bench/table.py", True), ("cli/bench.py", True), ("strategies/ring/node.py", False)):
-        (tmp_path / name).write_text("2")
-        assert (machine.code_sha256(tmp_path) == before) is same, name
-    before = machine.code_sha256(tmp_path)
-    (tmp_path / "bench/peers/ddp.py").write_text("2")
-    assert machine.code_sha256(tmp_path) != before
-
-
-# -- which steps count ------------------------------------------------------------------------------------------------
-
-
-def test_a_step_counts_from_the_end_of_the_one_before_it() -> None:
-    def step(number: int, at: float, samples: int = 8, epoch: int = 0) -> StepDone:
-        return StepDone(at, number, epoch, 0.0, 0.1, samples, 0.001)  # its own wall_s leaves out what lies between
-
-    stream = [
-        step(0, 10.0), step(1, 15.0),  # to warm up
-        step(2, 16.0), step(3, 18.0),
-        step(4, 18.5, samples=3),  # the rest of an epoch
-        Evaluated(30.0, 5, 0, 100, 0.0, None, None),
-        step(5, 31.0, epoch=1), step(6, 32.5, epoch=1),
-        CheckpointSaved(40.0, 7, 7.0, 100),
-        step(7, 41.0, epoch=1), step(8, 44.0, epoch=1),
-    ]  # fmt: skip
-    assert step_times(stream, batch_size=8, warm_up=2) == (1.0, 2.0, 1.5, 3.0)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -192,7 +89,7 @@ def test_what_a_command_has_started_has_time_to_tidy_up_though_the_command_is_go
         "signal.signal(signal.SIGTERM, tidy); pathlib.Path('there').touch(); signal.pause()"
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
-    ended = process.run([sys.executable, "-c", parent], tmp_path, (), limit_s=3.0)
+    ended = run_command.run([sys.executable, "-c", parent], tmp_path, (), limit_s=3.0)
     assert ended.timed_out
     assert (tmp_path / "there").exists(), "it never came to be"
     assert (tmp_path / "tidy").exists()
@@ -288,7 +185,7 @@ def test_a_case_over_its_limit_is_ended_with_all_it_started(tmp_path: Path) -> N
 
 
 def test_who_does_not_heed_the_signal_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "STOP_LIMIT_S", 0.5)
+    monkeypatch.setattr(run_command, "STOP_LIMIT_S", 0.5)
     assert perform(tmp_path, job("deaf", endless(tmp_path, deaf=True)), limit_s=2.0)[0].outcome == "timed out"
     assert sleepers(tmp_path) == []
 
@@ -297,17 +194,19 @@ BENCH = """
 import sys
 from pathlib import Path
 import msgspec
-from ringtmp.bench import harness, process
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import Store
-from test_bench_commands import Nobody
+from ringtmp.bench.measuring import measure_jobs, run_command
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import Store
+class Nobody:
+    def begin(self, repeat, job): ...
+    def done(self, measurement, reused): ...
 folder = Path(sys.argv[1])
 plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=list[tuple[int, Job]])
 environment = msgspec.json.decode((folder / "environment.json").read_bytes(), type=Environment)
 try:
-    with process.interruptible():
-        list(harness.perform(plan, Store(folder), environment, 600.0, Nobody()))
+    with run_command.interruptible():
+        list(measure_jobs.perform(plan, Store(folder), environment, 600.0, Nobody()))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -320,10 +219,7 @@ def test_ctrl_c_leaves_nothing_running_and_keeps_what_was_measured(tmp_path: Pat
     plan = [(0, job("good")), (0, job("slow", endless(tmp_path))), (0, job("never"))]
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
     (tmp_path / "environment.json").write_bytes(msgspec.json.encode(ENVIRONMENT))
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    bench = subprocess.Popen(
-        [sys.executable, "-c", BENCH, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}, start_new_session=True
-    )
+    bench = subprocess.Popen([sys.executable, "-c", BENCH, str(tmp_path)], start_new_session=True)
     wait_until((tmp_path / "started").exists, bench)
     wait_until(lambda: len(sleepers(tmp_path)) >= 2, bench)
     bench.send_signal(number)

@@ -6,16 +6,18 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench import record
-from ringtmp.bench.experiments import CATALOG, conduct
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.ways import parse_all
-from ringtmp.bench.jobs import Job, digest
-from ringtmp.bench.machine import Environment
-from ringtmp.bench.measurements import SCHEMA, Measurement, Result
-from ringtmp.bench.runners import largest, removal
+from ringtmp.bench import jobs_and_page
+from ringtmp.bench.catalogue import COMPARISONS
+from ringtmp.bench.measuring import run_record
+from ringtmp.bench.measuring.jobs import Job, digest
+from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.measurement_files import SCHEMA, Measurement, Result
+from ringtmp.bench.programs import largest_model, node_removal
+from ringtmp.bench.training_runs.strategy_variants import parse_all
+from ringtmp.bench.user_choices import Choices
 from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power, Watts
+from ringtmp.metrics.run_parts import parts_of
 from ringtmp.report.page_content import Page
 
 ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)
@@ -25,7 +27,7 @@ FACTS = {"data": "digits", "batch_size": 10, "microbatches": 1, "threads": 1}
 
 
 def choices(quick: bool = True, strategies: str = "ring,ring:staleness=1,ps:bsp,ps:async", **changes: Any) -> Choices:
-    made = Choices(tuple(CATALOG), parse_all(strategies), (), True, 3, 0, quick, 2)
+    made = Choices(COMPARISONS, parse_all(strategies), (), True, 3, 0, quick, 2)
     return msgspec.structs.replace(made, **changes)
 
 
@@ -60,6 +62,11 @@ def run_events(idle_s: float, steps: int = 6, sent: int = 1000, server: bool = F
     return found
 
 
+def record_of(stream: list[events.Event]) -> run_record.Record:
+    """Of the run's last start, as the bench makes it."""
+    return run_record.record(parts_of(stream)[-1])
+
+
 def measurement(job: Job, repeat: int, result: Result) -> Measurement:
     return Measurement(
         SCHEMA, job, repeat, digest(job, ENVIRONMENT), ENVIRONMENT, "", 1.0, 0.0, 0.0, 0.0, "measured", None, result
@@ -69,20 +76,22 @@ def measurement(job: Job, repeat: int, result: Result) -> Measurement:
 def invented(asked: Choices) -> list[Measurement]:
     """As if everything had been measured: the ring idles for a quarter of its time, everything else for a half."""
     found = []
-    for repeat, job in [*conduct.sweep_plan(asked), *conduct.plan(asked)]:
+    for repeat, job in [*jobs_and_page.sweep_plan(asked), *jobs_and_page.plan(asked)]:
         if job.experiment == "resilience":
-            facts: dict[str, Any] = removal.describe(run_events(0.25), 3.5, 0, "")
+            facts: dict[str, Any] = node_removal.describe(parts_of(run_events(0.25)), 3.5, 0, "")
         elif job.experiment == "capacity":
             size = 9 if "ring" in job.case else 3
-            tries = [largest.Try(size, 2048, size * 10**6, "fits", "", (10**8,) * 3),
-                     largest.Try(size + 1, 2048, (size + 1) * 10**6, "refused", "too large")]  # fmt: skip
+            tries = [largest_model.Try(size, 2048, size * 10**6, "fits", "", (10**8,) * 3),
+                     largest_model.Try(size + 1, 2048, (size + 1) * 10**6, "refused", "too large")]  # fmt: skip
             facts = {"tries": msgspec.to_builtins(tries)}
         else:
-            made = record.record(run_events(0.25 if "ring" in job.case else 0.5))
+            made = record_of(run_events(0.25 if "ring" in job.case else 0.5))
             facts = {"record": msgspec.to_builtins(made), "test_loss": 0.5, "accuracy": 0.9, "weights_sha256": "ab"}
         found.append(measurement(job, repeat, Result((1.0,) * 4, facts)))
     return found
 
 
 def page(asked: Choices, measurements: list[Measurement]) -> Page:
-    return conduct.page(asked, measurements, ENVIRONMENT, "ringtmp bench", "2026-01-01", partial=False)
+    return jobs_and_page.page(
+        asked, measurements, ENVIRONMENT, command="ringtmp bench", date="2026-01-01", partial=False
+    )

@@ -2,182 +2,290 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringtmp.cli import bench_messages, bench_plan
-from ringtmp.errors import UsageError
+from ringtmp.errors import RingError, UsageError
 
 if TYPE_CHECKING:
-    from ringtmp.bench.machine import Environment
-    from ringtmp.bench.speed import Row
-
-QUICK_NOTE = "Tiny models (--quick): these figures show that the cases work, not how fast they are."
-PARTIAL_NOTE = "Interrupted: not every repeat was measured."
-
-
-class _Names(click.Group):
-    """`speed`, `messages` and `plan` are commands of their own; any other name is an experiment, and several go together."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[0] in self.commands:
-            return super().resolve_command(ctx, args)
-        from ringtmp.cli.experiments import command as experiments
-
-        return "", experiments, args
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from ringtmp.bench.experiments import CATALOG, EVERY
-
-        with formatter.section("Experiments, any number of them (ringtmp bench idle --help for their options)"):
-            formatter.write_dl([(each.name, each.title) for each in CATALOG.values()] + list(EVERY.items()))
-        with formatter.section("Against others"):
-            formatter.write_dl(
-                [
-                    ("speed", "milliseconds per step of every way to train, torch's own included"),
-                    ("messages", "microseconds of a small message, node to node, beside Gloo"),
-                    ("plan", "what plans predict against what is measured, on ten rings of emulated devices"),
-                ]
-            )
+    from ringtmp.bench.measuring.measurement_files import Measurement, Store
+    from ringtmp.bench.user_choices import Choices
+    from ringtmp.lab.devices_file import Device
+    from ringtmp.report.page_content import Page
 
 
-@click.group(
-    "bench",
-    cls=_Names,
-    subcommand_metavar="NAME… | quick | all | speed | messages | plan",
-    short_help="Measure in one run.",
-)
-def command() -> None:
-    """Experiments that measure. A measurement is a file: what is there is not measured again."""
+class _Bench(click.Command):
+    """Its help has the catalogue, and says of every option which experiments take it."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from ringtmp.bench.catalogue import CATALOG, EVERY
+
+        for title, compares in (
+            ("Comparisons of the ring with the parameter server", True),
+            ("Measured by itself", False),
+        ):
+            rows = [(each.name, each.title) for each in CATALOG.values() if each.compares is compares]
+            with formatter.section(title):
+                formatter.write_dl(rows + list(EVERY.items()) * compares)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx)[1:]:  # the first are the names
+            if (record := option.get_help_record(ctx)) is not None:
+                sections.setdefault(_taken_by(option), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
-command.add_command(bench_plan.command)
-command.add_command(bench_messages.command)
+def _taken_by(option: click.Parameter) -> str:
+    from ringtmp.bench.catalogue import CATALOG
+
+    who = [each for each in CATALOG.values() if option.opts[0] in each.options]
+    return f"Options of {'comparisons' if any(each.compares for each in who) else _names(who)}" if who else "Options"
 
 
-@command.command("speed", short_help="Milliseconds per step of every way to train.")
-@click.option("--cases", default="*", show_default=True, metavar="GLOB", help="Of the cases, e.g. 'ring,ps:*'.")
-@click.option("--workloads", default="gpt,mlp", show_default=True, help="What is trained.")
-@click.option("--settings", default="two,lab-fast,lab-100", show_default=True, help="Where; lab-… need root on Linux.")
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Of every case, interleaved.")
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps that count, per repeat.")
-@click.option("--warm-up", type=click.IntRange(1), default=2, show_default=True, help="Steps before them.")
-@click.option("--microbatches", metavar="M,M", default="", help="For pipelines, each of these.  [what suits the work]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights, batches, order and intervals.")
-@click.option("--limit", "limit_s", type=click.FloatRange(1), default=900.0, show_default=True, metavar="S",
-              help="Seconds a measurement may take in all.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench-speed"), show_default=True,
-              help="Where measurements, table and figure go.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="Tiny models: does every case work?")
+def _names(experiments: list[Any]) -> str:
+    return " and ".join(each.name for each in experiments)
+
+
+@click.command("bench", cls=_Bench, no_args_is_help=True, short_help="Measure in one run.")
+@click.argument("names", nargs=-1, required=True, metavar="NAME… | quick | all")
+@click.option("--repeats", type=click.IntRange(1), help="Repeats of every run, interleaved.  [5; quick: 1; plan: 2]")
+@click.option("--seed", type=int, default=0, show_default=True,
+              help="Random seed for weights, batches, the order of runs and intervals.")  # fmt: skip
+@click.option("--limit", "limit_s", type=click.FloatRange(1), metavar="S",
+              help="Seconds a measurement may take in all.  [1800; speed: 900; plan: 600]")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path),
+              help="Folder for measurements and the report.  [runs/bench, runs/bench-speed, …]")  # fmt: skip
+@click.option("--quick", "small", is_flag=True, help="Small sizes: does everything work? The same as the name quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-def speed(
-    cases: str, workloads: str, settings: str, repeats: int, steps: int, warm_up: int, microbatches: str, seed: int,
-    limit_s: float, out: Path, quick: bool, as_json: bool, quiet: bool,
+@click.option("--devices", "file", type=click.Path(path_type=Path), metavar="FILE.toml",
+              help="One [[device]] table each, the master first.  [4 x 0.45 core, 100 Mbit/s]")  # fmt: skip
+@click.option("--strategies", metavar="STRATEGY,…",
+              help="E.g. ring,ring:staleness=1,ps:ssp:3,ps:bsp:servers=workers:wire=int8.  [the usual ones]")  # fmt: skip
+@click.option("--no-isolation", is_flag=True,
+              help="Plain processes, not emulated devices: no root, no CPU shares, no memory caps.")  # fmt: skip
+@click.option("--listen", default="", metavar="ADDRESS[:PORT]",
+              help="Use devices that joined here (ringtmp node), not emulated ones; with --nodes.")  # fmt: skip
+@click.option("--nodes", "joined", type=click.IntRange(2), help="With --listen: how many, this one included.")
+@click.option("--cases", default="*", show_default=True, metavar="GLOB", help="Which cases, e.g. 'ring,ps:*'.")
+@click.option("--workloads", default="gpt,mlp", show_default=True, help="What is trained.")
+@click.option("--settings", default="two,lab-fast,lab-100", show_default=True,
+              help="On which devices; lab-… need root on Linux.")  # fmt: skip
+@click.option("--microbatches", metavar="M,M", default="",
+              help="Measure every pipeline with each of these.  [what suits the work]")  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps that count, per repeat.")
+@click.option("--warm-up", type=click.IntRange(1), default=2, show_default=True, help="Steps before them.")
+@click.option("--beds", default="", metavar="NAME,NAME", help="Some of the rings.  [all of them]")
+@click.option("--size", "size_bytes", type=click.IntRange(4, 2**20), default=1024, show_default=True, metavar="BYTES",
+              help="Size of a message.")  # fmt: skip
+@click.option("--count", type=click.IntRange(1), default=1000, show_default=True, help="Messages of a round.")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of each, in turns.")
+def command(
+    names: tuple[str, ...], repeats: int | None, seed: int, limit_s: float | None, out: Path | None, small: bool,
+    as_json: bool, quiet: bool, file: Path | None, strategies: str | None, no_isolation: bool, listen: str,
+    joined: int | None, **others: Any,
 ) -> None:  # fmt: skip
-    """Seconds per step of the ring, the parameter server, all-reduce, torch's DistributedDataParallel and pipelining, and
-    one process alone, on the same work: against the ideal max(c, T) and against the best peer.
+    """Measure: experiments that end in one report with tables, figures and a verdict per aim.
 
-    Cases are interleaved, so that noise hits all alike. Interrupt it as you like: the same command goes on from there. A
-    case that fails is recorded with its error, and tried again the next time.
+    A measurement is a file in OUT: what is there is not measured again, so interrupt it as you like, and the same command
+    goes on from there. What fails or cannot run is in the report, with its reason, and is tried again the next time.
     """
-    import msgspec
-
-    from ringtmp.bench import harness, machine, process, progress
-    from ringtmp.bench import speed as experiment
-    from ringtmp.bench.jobs import interleaved
-    from ringtmp.bench.measurements import Store
-    from ringtmp.bench.settings import SETTINGS
-    from ringtmp.bench.workloads import QUICK, WORKLOADS
-    from ringtmp.cli.experiments import can_emulate
+    from ringtmp.bench import catalogue, jobs_and_page, user_choices
+    from ringtmp.bench.measuring.measurement_files import Store
+    from ringtmp.bench.training_runs import strategy_variants
     from ringtmp.launch.device_facts import usable_cores
 
-    works = [
-        msgspec.structs.replace((QUICK if quick else WORKLOADS)[name], seed=seed, steps=warm_up + steps)
-        for name in experiment.chosen("workload", workloads, WORKLOADS)
-    ]
-    places = [SETTINGS[name] for name in experiment.chosen("setting", settings, SETTINGS)]
-    planned = experiment.jobs(works, places, cases, warm_up, _counts(microbatches))
-    experiment.require_room(places, usable_cores(), can_emulate())
-    plan = interleaved(planned, repeats, seed)
-    environment = machine.look()
-    store = Store(out)
-    measured = []
+    wanted, quick = catalogue.named((*names, "quick") if small else names)
+    _refuse_mixed(listen, joined, file, no_isolation)
+    _refuse_foreign(wanted)
+    choices = user_choices.Choices(
+        names=wanted,
+        ways=(strategy_variants.parse_all(strategies) if strategies is not None else user_choices.default_ways(quick)),
+        devices=_devices(file),
+        isolated=can_emulate() and not listen and not no_isolation,
+        repeats=repeats,
+        seed=seed,
+        quick=quick,
+        cores=usable_cores(),
+        listen=listen,
+        joined=joined or 0,
+        **others,
+    )
+    if choices.comparisons and not (choices.isolated or listen or no_isolation):
+        _say_what_isolation_needs(quick)
+    jobs_and_page.plan(choices)  # whatever cannot be measured is refused before anything is written
+    folder = out or Path("runs", "-".join(["bench", *(wanted if not choices.comparisons else ())]))
+    store = Store(folder)
     try:
-        with process.interruptible(), progress.telling(plan, quiet) as teller:
-            for each in harness.perform(plan, store, environment, limit_s, teller):
-                measured.append(each)
-    except KeyboardInterrupt:
-        print(
-            f"ringtmp bench: {len(measured)} of {len(plan)} measurements are in {out}; the same command goes on from there",
-            file=sys.stderr,
-        )
-        raise
+        limit = limit_s or max(catalogue.CATALOG[name].limit_s for name in wanted)
+        page, results = _measure(choices, store, limit, quiet)
     finally:
         store.close()
-        if measured:
-            rows = experiment.analyse(measured, seed)
-            note = " ".join([QUICK_NOTE] * quick + [PARTIAL_NOTE] * (len(measured) < len(plan)))
-            _write(rows, out, environment, repeats, note)
-    _print(rows, as_json, out)
-    if all(row.step_s is None for row in rows):
-        sys.exit(1)
+    _print(page, results, choices, folder, as_json)
 
 
-def _counts(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words:
-        if not word.isdigit() or int(word) < 1:
-            raise UsageError(f"--microbatches {text!r}: give numbers from 1, with commas between them")
-    return [int(word) for word in words]
-
-
-def _write(rows: list[Row], out: Path, environment: Environment, repeats: int, note: str) -> None:
-    """results.md, results.json and the figure; whatever stands in the way of the figure is said and no more."""
+def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tuple[Page, dict[str, Any]]:
+    """Whatever ends it, what was measured becomes a report."""
     from datetime import date
 
     import msgspec
 
-    from ringtmp.bench import figure, table
+    from ringtmp.bench import jobs_and_page
+    from ringtmp.bench.measuring import machine, measure_jobs, progress_bar, run_command
+    from ringtmp.bench.measuring.measurement_files import Measured
+    from ringtmp.bench.training_runs import learning_rate_sweep
+
+    environment = machine.look()
+    measured: list[Measurement] = []
+    runs: list[Measurement] = []
+    complete = False
+
+    def perform(plan: jobs_and_page.Plan, found: list[Measurement]) -> None:
+        with progress_bar.telling(plan, quiet) as teller:
+            for each in measure_jobs.perform(plan, store, environment, limit_s, teller):
+                found.append(each)
 
     try:
-        page = table.markdown(rows, environment, _given(), date.today().isoformat(), repeats, note)
-        (out / "results.md").write_text(page)
-        (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
-        figure.draw(rows, out, note)
-    except ImportError:
-        print(f"ringtmp bench: {figure.MISSING}", file=sys.stderr)
+        with run_command.interruptible():
+            perform(jobs_and_page.sweep_plan(choices), measured)
+            choices = msgspec.structs.replace(choices, rates=learning_rate_sweep.rates(choices, Measured(measured)))
+            perform(jobs_and_page.plan(choices), runs)
+            complete = True
+    except KeyboardInterrupt:
+        print(
+            f"ringtmp bench: what was measured is in {store.folder}; the same command goes on from there",
+            file=sys.stderr,
+        )
+        raise
+    finally:
+        measured += runs
+        page = jobs_and_page.page(
+            choices, measured, environment, command=_given(), date=date.today().isoformat(), partial=not complete
+        )
+        results = jobs_and_page.results(choices, Measured(measured))
+        _write(page, results, choices, store.folder)
+    _refuse_nothing(runs, store.folder)
+    return page, results
+
+
+def _refuse_nothing(runs: list[Measurement], folder: Path) -> None:
+    """A page of nothing but errors is no answer."""
+    from ringtmp.bench.measuring.run_command import last_line
+
+    if runs and all(each.result is None for each in runs):
+        why = last_line(runs[0].error)
+        raise RingError(f"nothing could be measured, {why}; {folder}/measurements has every error")
+
+
+def _write(page: Page, results: dict[str, Any], choices: Choices, out: Path) -> None:
+    import msgspec
+
+    from ringtmp.bench import jobs_and_page
+    from ringtmp.report import page as paper
+    from ringtmp.report import page_text
+    from ringtmp.system.files import write_atomic
+
+    try:
+        repeats = max(jobs_and_page.repeats(choices))
+        asked = {"page": page, "learning_rates": choices.rates, "repeats": repeats, "seed": choices.seed}
+        write_atomic(out / "results.json", msgspec.json.format(msgspec.json.encode(results | asked)) + b"\n")
+        write_atomic(out / "results.md", page_text.markdown(page).encode())
+        paper.write(page, out)
     except OSError as error:
         print(f"ringtmp bench: the results cannot be written to {out}: {error.strerror}", file=sys.stderr)
+    except RingError as error:  # no matplotlib, a full disk: what was measured is kept, and that is what counts
+        print(f"ringtmp bench: {error}", file=sys.stderr)
 
 
-def _print(rows: list[Row], as_json: bool, out: Path) -> None:
+def _print(page: Page, results: dict[str, Any], choices: Choices, out: Path, as_json: bool) -> None:
     from rich.console import Console
 
-    from ringtmp.bench import table
     from ringtmp.cli import show
+    from ringtmp.report import page_text
 
     if as_json:
-        show.print_json({"rows": rows, "out": str(out)})
+        show.print_json(results | {"page": page, "out": str(out)})
         return
     # No emoji: rich would make a ring of the end of 'allreduce:ring:'.
-    table.show(rows, Console(width=None if sys.stdout.isatty() else 130, emoji=False))
-    print(f"{out}/results.md, results.json, measurements/")
+    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
+    # The tables of comparisons are long, and in the report.
+    page_text.show(page, console, set(choices.names) - set(choices.comparisons))
+    print(f"{out}/report.html, results.md, results.json, measurements/")
+
+
+def _devices(file: Path | None) -> tuple[Device, ...]:
+    from ringtmp.lab import devices_file
+
+    if file is None:
+        return ()
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
+    found = devices_file.parse(text, str(file))
+    if len(found) < 2:
+        raise UsageError(f"{file} has one device; to compare ways to share work there must be two or more")
+    return found
+
+
+def _refuse_mixed(listen: str, joined: int | None, file: Path | None, no_isolation: bool) -> None:
+    if bool(listen) != (joined is not None):
+        raise UsageError("--listen and --nodes go together: where devices join, and how many there are with this one")
+    if listen and (file is not None or no_isolation):
+        raise UsageError("with --listen the devices are those that joined: leave out --devices and --no-isolation")
+
+
+def _refuse_foreign(wanted: tuple[str, ...]) -> None:
+    """An option that none of the experiments takes would do nothing."""
+    from ringtmp.bench.catalogue import CATALOG
+
+    for option in _options_given():
+        who = [each for each in CATALOG.values() if option.opts[0] in each.options]
+        if who and not any(each.name in wanted for each in who):
+            raise UsageError(
+                f"{option.opts[0]} is an option of {_names(who)}, and {' and '.join(wanted)} does not take it"
+            )
+
+
+def can_emulate() -> bool:
+    return bool(sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"))
+
+
+def _say_what_isolation_needs(quick: bool) -> None:
+    if not quick:
+        raise UsageError(
+            "the experiments need emulated devices, which need root on Linux, ip and tc: sudo ringtmp bench …, or "
+            "--no-isolation for plain processes, whose speeds say nothing about such devices"
+        )
+    print(
+        "ringtmp bench: emulated devices need root on Linux, ip and tc; going on with plain processes (--no-isolation), "
+        "without what needs a memory cap",
+        file=sys.stderr,
+    )
+
+
+def _options_given() -> list[click.Parameter]:
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    return [
+        each for each in context.command.params
+        if each.opts[0].startswith("-") and context.get_parameter_source(str(each.name)) is not default
+    ]  # fmt: skip
 
 
 def _given() -> str:
     """The command as it was given, but for --out: a folder of one machine is no part of how to repeat it."""
     context = click.get_current_context()
-    words = ["ringtmp", "bench", str(context.info_name)]
-    for option in context.command.params:
-        name = str(option.name)
-        given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-        if given and name not in ("out", "as_json", "quiet"):
-            value = context.params[name]
+    words = ["ringtmp", "bench", *context.params["names"]]
+    for option in _options_given():
+        if option.name not in ("out", "as_json", "quiet"):
+            value = context.params[str(option.name)]
             words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
-    import shlex
-
     return shlex.join(words)

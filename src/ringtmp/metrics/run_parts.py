@@ -47,7 +47,8 @@ class Part(msgspec.Struct, frozen=True):
     lost_steps: int  # finished, and done again by a later part
     seconds: float
     before_s: float  # seconds of the parts before
-    strayed: tuple[StreamStrayed, ...] = ()
+    strayed: tuple[StreamStrayed, ...]
+    pauses: tuple[float, ...]  # when an evaluation, a checkpoint or a new generation was done, by the master's clock
 
     @property
     def first_step(self) -> int:
@@ -56,6 +57,20 @@ class Part(msgspec.Struct, frozen=True):
     def run_s(self, at: float) -> float:
         """A moment of the master's clock as seconds since the run first began."""
         return self.before_s + at - self.started.at
+
+    def typical_step(self) -> tuple[NodeStep, ...]:
+        """By node: the step of median length among those whose every span was kept on every node, the first step left out if
+        possible. Empty where there is none."""
+        kept: dict[int, list[NodeStep]] = {}
+        for node in sorted(self.nodes):
+            for each in self.node_steps.get(node, ()):
+                if each.spans:
+                    kept.setdefault(each.step, []).append(each)
+        lengths = sorted(
+            (each.wall_s, each.step) for each in self.steps if len(kept.get(each.step, ())) == len(self.nodes)
+        )
+        lengths = [each for each in lengths if each[1] != self.steps[0].step] or lengths
+        return tuple(kept[lengths[(len(lengths) - 1) // 2][1]]) if lengths else ()
 
 
 def parts_of(stream: Iterable[Event]) -> tuple[Part, ...]:
@@ -101,6 +116,7 @@ class _Tally:
         self._recoveries: list[Regrouped] = []
         self._lost = 0
         self._strayed: list[StreamStrayed] = []
+        self._pauses: list[float] = []
         self.evaluations: dict[int, Evaluated] = {}
         self.ended: RunEnded | None = None
 
@@ -132,6 +148,8 @@ class _Tally:
             assert isinstance(event, CheckpointSaved | SnapshotWhole | LineTried)
         if isinstance(event, StepDone | Evaluated | CheckpointSaved | Regrouped | RunEnded):
             self._last_at = event.at
+        if isinstance(event, Evaluated | CheckpointSaved | Regrouped):
+            self._pauses.append(event.at)
 
     def resume_from(self, step: int) -> None:
         """A later part begins with this step."""
@@ -152,5 +170,5 @@ class _Tally:
             self._started, self.ended, self._nodes, self._ends, self._powers, tuple(self._steps), tuple(self._every_step),
             {node: tuple(done) for node, done in self._node_steps.items()}, tuple(self.evaluations.values()),
             tuple(self._recoveries), tuple(self._warnings), self._lost, self._last_at - self._started.at, before_s,
-            tuple(self._strayed),
+            tuple(self._strayed), tuple(self._pauses),
         )  # fmt: skip

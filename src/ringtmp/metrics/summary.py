@@ -10,8 +10,8 @@ import msgspec
 
 from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
-from ringtmp.metrics.events import Event, NodeEnded, NodeStarted, NodeStep, Regrouped
-from ringtmp.metrics.run_parts import Part, parts_of
+from ringtmp.metrics.events import NodeEnded, NodeStarted, NodeStep, Regrouped
+from ringtmp.metrics.run_parts import Part
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
@@ -147,12 +147,6 @@ class Summary(msgspec.Struct, frozen=True):
     def loads(self) -> tuple[Load, ...]:
         """What the energy model is applied to, for `sensitivity`: nodes whose device is known."""
         return tuple(loads_of(self.per_node, self.lab_scale).values())
-
-
-def summarise(stream: Iterable[Event], run_dir: str) -> Summary | None:
-    """None when nothing was started."""
-    parts = parts_of(stream)
-    return of_parts(parts, run_dir) if parts else None
 
 
 def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from ringtmp.metrics.energy import Load
-from ringtmp.metrics.events import NodeStep, Regrouped
+from ringtmp.metrics.events import Regrouped
 from ringtmp.metrics.summary import NodeSummary, Summary, loads_of
 from ringtmp.report import learning_curves
 from ringtmp.report.page_content import Figure, Mark, Page, Section, Series, Span, Table
@@ -107,28 +107,14 @@ def _part(node: NodeSummary, seconds: float) -> float:
 
 
 def median_step(run: Run) -> tuple[int, tuple[Span, ...]] | None:
-    """The step of median length among those whose every piece of work was recorded, the first left out if it can be. Of the
-    last part that has one."""
-    for part, nodes in zip(reversed(run.parts), reversed(run.nodes), strict=True):
-        recorded: dict[int, list[NodeStep]] = {}
-        for node in nodes:
-            for each in part.node_steps.get(node, ()):
-                if each.spans:
-                    recorded.setdefault(each.step, []).append(each)
-        whole = {step: done for step, done in recorded.items() if len(done) == len(nodes)}
-        walls = sorted((each.wall_s, each.step) for each in part.steps if each.step in whole)
-        if walls:
-            later = [each for each in walls if each[1] != part.steps[0].step] or walls
-            step = later[(len(later) - 1) // 2][1]
-            return step, _spans(run.summary, whole[step])
-    return None
-
-
-def _spans(summary: Summary, done: list[NodeStep]) -> tuple[Span, ...]:
+    """Of the last part that has one recorded in full."""
+    done = next((found for part in reversed(run.parts) if (found := part.typical_step())), ())
+    if not done:
+        return None
     begin = min(each.start for each in done)
-    return tuple(
-        Span(summary.name_of(each.node), span.kind, span.start - begin, span.end - begin)
-        for each in sorted(done, key=lambda each: each.node)
+    return done[0].step, tuple(
+        Span(run.summary.name_of(each.node), span.kind, span.start - begin, span.end - begin)
+        for each in done
         for span in each.spans
         if span.kind not in ("send", "receive")
     )

@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Measured, lab, toml
-from ringtmp.bench.experiments.ways import Way, parse
-from ringtmp.bench.jobs import PYTHON, Job
-from ringtmp.bench.runners.largest import Search, Try
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.programs.largest_model import Search, Try
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
+from ringtmp.bench.training_runs.strategy_variants import Way, parse
+from ringtmp.bench.user_choices import Choices
+from ringtmp.lab.devices_file import toml
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text, count_text
 
@@ -55,7 +57,7 @@ def job(choices: Choices, way: Way) -> Job:
     ]
     protect = [] if "protect" in way.flags else ["--protect", "off"]
     words = [
-        *lab(choices, emulated=True)[len(RINGTMP) :],
+        *lab(scale=bool(choices.devices))[len(RINGTMP) :],
         "train", "--model", "mlp", "--data", "digits", "--optimizer", "sgd", "--lr", "0.01",
         "--batch-size", "32", "--microbatches", "4" if way.strategy == "ring" else str(way.workers(nodes(choices))),
         "--steps", "2", "--seed", str(choices.seed), *way.words(), *protect, "--all-devices", "--json", "--quiet",
@@ -69,7 +71,7 @@ def job(choices: Choices, way: Way) -> Job:
         workload=f"mlp w{WIDTH}",
         setting=f"{len(devices)} devices {cap_mb(choices):g}MiB",
         case=way.label,
-        command=(PYTHON, "-P", "-m", "ringtmp.bench.runners.largest", msgspec.json.encode(search).decode()),
+        command=(PYTHON, "-P", "-m", "ringtmp.bench.programs.largest_model", msgspec.json.encode(search).decode()),
         files={DEVICES: toml(devices)},
         output="told",
         batch_size=32,

@@ -11,12 +11,15 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench.experiments import contrasts, draw, grid, progress, quantities
-from ringtmp.bench.experiments.choices import ALONE, DIGITS_SAMPLES, Choices
-from ringtmp.bench.experiments.contrasts import Contrast, Sampled
-from ringtmp.bench.experiments.runs import Cell, Measured
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.record import Record
+from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures
+from ringtmp.bench.analysis.ring_against_server import Contrast, Sampled
+from ringtmp.bench.experiments import learning_progress
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.measuring.run_record import Record
+from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.train_commands import Cell
+from ringtmp.bench.user_choices import ALONE, DIGITS_SAMPLES, Choices
 from ringtmp.metrics.energy import Sensitivity, sensitivity
 from ringtmp.report.page_content import Figure, Section, Series, Table, Verdict
 
@@ -25,7 +28,7 @@ VARIED = 0.5
 
 
 def cells(choices: Choices) -> list[Cell]:
-    return [progress.alone(choices), *grid.task_cells(choices)]
+    return [learning_progress.alone(choices), *shared_runs.task_cells(choices)]
 
 
 def jobs(choices: Choices) -> list[Job]:
@@ -35,17 +38,16 @@ def jobs(choices: Choices) -> list[Job]:
 def section(choices: Choices, measured: Measured) -> Section:
     every = [each for each in cells(choices) if measured.records(each.job)]
     found = [each for each in (per_sample(each, measured) for each in every) if each is not None]
-    per_way = contrasts.figures(found, choices.seed)
-    text = {label: f"{1e3 * each.middle:.3g} mJ a sample" for label, each in per_way.items()}
-    fair, behind = grid.learned([each for each in every if each.way.label != ALONE.label], measured)
+    per_way = ring_against_server.figures(found, choices.seed)
+    fair, behind = shared_runs.learned([each for each in every if each.way.label != ALONE.label], measured)
     labels = [each.way.label for each in fair]
     shared = [each for each in found if each.way.label in labels]
-    pairs = contrasts.both(shared, choices.seed)
+    pairs = ring_against_server.both(shared, choices.seed)
     source = _source(every, measured)
-    verdicts = [contrasts.verdict(AIM, f"{source} joules per sample", text, pairs)]
+    verdicts = [ring_against_server.verdict(AIM, f"{source} joules per sample", _millijoules, pairs)]
     tables = [_nodes(every, measured)]
     if source == "modelled" and all(
-        quantities.modelled(record) for each in every for record in measured.records(each.job)
+        per_step_values.modelled(record) for each in every for record in measured.records(each.job)
     ):
         varied = [
             Conclusion("joules per sample", name, pair, vary(fair, measured, pair, counted)) for name, pair in pairs
@@ -60,7 +62,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         "busy, and nanojoules per byte at each end. No device here has a meter of its own unless the table says measured.",
         tuple(verdicts),
         (
-            draw.bars(
+            shared_figures.bars(
                 "joules-per-sample",
                 "Joules per sample",
                 f"joules ({source})",
@@ -71,11 +73,15 @@ def section(choices: Choices, measured: Measured) -> Section:
         ),
         tuple(tables),
         (
-            *grid.refused(choices),
+            *shared_runs.refused(choices),
             *behind,
-            *grid.missing(cells(choices), measured),
+            *shared_runs.missing(cells(choices), measured),
         ),
     )
+
+
+def _millijoules(side: Sampled) -> str:
+    return f"{1e3 * side.middle:.3g} mJ a sample"
 
 
 def per_sample(each: Cell, measured: Measured) -> Sampled | None:
@@ -85,7 +91,7 @@ def per_sample(each: Cell, measured: Measured) -> Sampled | None:
         return Sampled(each.way, tuple((float(value or 0.0),) for value in metered))
     repeats = []
     for record in measured.records(each.job):
-        spent = quantities.step_joules(record, each.job.warm_up)
+        spent = per_step_values.step_joules(record, each.job.warm_up)
         # By the mean number of samples, not each step's own: their mean is then all joules over all samples.
         samples = record.samples[each.job.warm_up :]
         usual = sum(samples) / max(1, len(samples))
@@ -127,7 +133,7 @@ def vary(
         [
             load
             for record in measured.records(job)[:repeats]
-            for load in quantities.run_loads(record, *steps(job, record))
+            for load in per_step_values.run_loads(record, *steps(job, record))
         ]
         for job in sides
     )
@@ -141,11 +147,13 @@ def counted(job: Job, _: Record) -> tuple[int, int | None]:
 
 def _to_target(choices: Choices, measured: Measured) -> list[Conclusion]:
     """What `progress` says of joules."""
-    every, records, target = progress.trained(choices, measured)
-    pairs = contrasts.both(progress.spent(every, progress.costs_of(records, target), "joules"), choices.seed)
+    every, records, target = learning_progress.trained(choices, measured)
+    pairs = ring_against_server.both(
+        learning_progress.spent(every, learning_progress.costs_of(records, target), "joules"), choices.seed
+    )
 
     def until(_: Job, record: Record) -> tuple[int, int]:
-        return 0, int(progress.to_target(record, target).steps)
+        return 0, int(learning_progress.to_target(record, target).steps)
 
     return [Conclusion("joules to the target", name, pair, vary(every, measured, pair, until)) for name, pair in pairs]
 
@@ -153,9 +161,11 @@ def _to_target(choices: Choices, measured: Measured) -> list[Conclusion]:
 def _larger(choices: Choices, measured: Measured) -> list[Conclusion]:
     """What `idle` says of joules in its tables of the larger models, where they were measured."""
     found = []
-    anchors = grid.not_behind(grid.anchor_cells(choices), choices, measured)
-    for label, group in grid.by_label(anchors).items():
-        pairs = contrasts.both(draw.sampled(group, measured, quantities.step_joules), choices.seed)
+    anchors = shared_runs.not_behind(shared_runs.anchor_cells(choices), choices, measured)
+    for label, group in shared_runs.by_label(anchors).items():
+        pairs = ring_against_server.both(
+            shared_figures.sampled(group, measured, per_step_values.step_joules), choices.seed
+        )
         found += [
             Conclusion(f"joules per step, {label}", name, pair, vary(group, measured, pair, counted))
             for name, pair in pairs
@@ -212,10 +222,10 @@ def _varied_table(each: Conclusion) -> Table:
 def _by_node(every: Sequence[Cell], measured: Measured) -> list[Figure]:
     shares: dict[int, dict[str, float]] = {}
     for each in every:
-        for record in filter(quantities.modelled, measured.records(each.job)[:1]):
+        for record in filter(per_step_values.modelled, measured.records(each.job)[:1]):
             samples = max(1, sum(record.samples))
             for track in record.tracks:
-                joules = quantities.node_load(record, track, 0).joules
+                joules = per_step_values.node_load(record, track, 0).joules
                 shares.setdefault(track.node, {})[each.way.label] = joules / samples
     labels = tuple(dict.fromkeys(label for each in shares.values() for label in each))
     series = tuple(
@@ -245,7 +255,7 @@ def _nodes(every: Sequence[Cell], measured: Measured) -> Table:
                 source = sources.get(track.node, {}).get("energy_source") or "modelled"
                 joules = sources.get(track.node, {}).get("energy_j") if source != "modelled" else None
                 if joules is None and track.power is not None:
-                    joules = quantities.node_load(record, track, 0).joules
+                    joules = per_step_values.node_load(record, track, 0).joules
                 if joules is None:
                     continue
                 per_sample_j = joules / samples

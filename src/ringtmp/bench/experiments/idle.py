@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringtmp.bench.experiments import contrasts, draw, grid, quantities
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import Cell, Measured, cell
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.statistics import Interval
+from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures
+from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.train_commands import Cell, cell
+from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Section, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
@@ -24,35 +26,45 @@ def jobs(choices: Choices) -> list[Job]:
 
 
 def cells(choices: Choices) -> list[Cell]:
-    return [*grid.task_cells(choices), *_by_nodes(choices), *_by_batch(choices), *grid.anchor_cells(choices)]
+    return [
+        *shared_runs.task_cells(choices),
+        *_by_nodes(choices),
+        *_by_batch(choices),
+        *shared_runs.anchor_cells(choices),
+    ]
 
 
 def section(choices: Choices, measured: Measured) -> Section:
-    main = grid.task_cells(choices)
+    main = shared_runs.task_cells(choices)
     found = _idle(main, measured)
-    fair, behind = grid.learned(main, measured)
-    pairs = contrasts.both(_idle(fair, measured), choices.seed)
-    shares = contrasts.figures(found, choices.seed)
-    text = {label: draw.share_text(each.middle) for label, each in shares.items()}
+    fair, behind = shared_runs.learned(main, measured)
+    shares = ring_against_server.figures(found, choices.seed)
     records = {each.way.label: measured.records(each.job) for each in main if measured.records(each.job)}
     figures = [
-        draw.causes_figure("idle-causes", f"What workers wait for, {choices.nodes} nodes", records),
-        draw.bars("idle-share", f"Idle share of workers, {choices.nodes} nodes", "share of time in steps", shares),
+        shared_figures.causes_figure("idle-causes", f"What workers wait for, {choices.nodes} nodes", records),
+        shared_figures.bars(
+            "idle-share", f"Idle share of workers, {choices.nodes} nodes", "share of time in steps", shares
+        ),
         _lines("idle-by-nodes", "nodes", [*_by_nodes(choices), *main], choices, measured),
         _lines("idle-by-batch", "samples per step", [*_by_batch(choices), *main], choices, measured),
-        *(draw.gantt(f"gantt-{draw.slug(label)}", f"One step of {label}", each[0]) for label, each in records.items()),
+        *(
+            shared_figures.gantt(f"gantt-{shared_figures.slug(label)}", f"One step of {label}", each[0])
+            for label, each in records.items()
+        ),
     ]
-    anchors = grid.anchor_cells(choices)
-    task = draw.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
+    anchors = shared_runs.anchor_cells(choices)
+    task = shared_figures.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
     tables = [task, _workers(main, measured)]
-    verdicts = [contrasts.verdict(AIM, "idle share of workers", text, pairs)]
-    for name, group in grid.by_label(anchors).items():
+    verdicts = [_verdict(AIM, "idle share of workers", fair, choices, measured)]
+    for name, group in shared_runs.by_label(anchors).items():
         title = f"{name}, {choices.nodes} devices"
-        tables.append(draw.cost_table(title, group, measured, choices.seed))
+        tables.append(shared_figures.cost_table(title, group, measured, choices.seed))
         # A way that does not learn the task is compared nowhere.
-        learned = grid.not_behind(group, choices, measured)
-        tables.append(draw.against_table(f"{title}: the ring against the server", learned, measured, choices.seed))
-        verdicts.append(_anchor_verdict(name, learned, choices, measured))
+        learned = shared_runs.not_behind(group, choices, measured)
+        tables.append(
+            shared_figures.against_table(f"{title}: the ring against the server", learned, measured, choices.seed)
+        )
+        verdicts.append(_verdict(f"{AIM} ({name})", f"idle share of workers, {name}", learned, choices, measured))
     return Section(
         "idle",
         "Idle time",
@@ -61,12 +73,12 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(verdicts),
         tuple(each for each in figures if each is not None),
         tuple(tables),
-        (*grid.refused(choices), *behind, *grid.missing(cells(choices), measured), *_left_out(choices)),
+        (*shared_runs.refused(choices), *behind, *shared_runs.missing(cells(choices), measured), *_left_out(choices)),
     )
 
 
-def _idle(group: Sequence[Cell], measured: Measured) -> list[contrasts.Sampled]:
-    return draw.sampled(group, measured, quantities.idle_times, "ratio")
+def _idle(group: Sequence[Cell], measured: Measured) -> list[ring_against_server.Sampled]:
+    return shared_figures.sampled(group, measured, per_step_values.idle_times, "ratio")
 
 
 def _some(choices: Choices) -> list[str]:
@@ -80,7 +92,7 @@ def _left_out(choices: Choices) -> list[Skipped]:
     """Of the runs with fewer nodes or other batch sizes."""
     small = [way.label for way in choices.ways if way.label not in _some(choices)]
     left = [Skipped(f"{', '.join(small)}: fewer nodes, other batch sizes", "small sizes; ringtmp bench idle has them")]
-    return left * bool(small) + [each for count in _fewer(choices) for each in grid.refused(choices, count)]
+    return left * bool(small) + [each for count in _fewer(choices) for each in shared_runs.refused(choices, count)]
 
 
 def _fewer(choices: Choices) -> list[int]:
@@ -89,20 +101,22 @@ def _fewer(choices: Choices) -> list[int]:
 
 def _by_nodes(choices: Choices) -> list[Cell]:
     return [
-        cell(choices, way, grid.tuned(choices, way, steps=_steps(choices)), choices.place(count), f"{count} nodes")
+        cell(
+            choices, way, shared_runs.tuned(choices, way, steps=_steps(choices)), choices.place(count), f"{count} nodes"
+        )
         for way in choices.ways
         if way.label in _some(choices)
         for count in _fewer(choices)
-        if way.refusal(count, grid.layers(choices.task())) is None
+        if way.refusal(count, shared_runs.layers(choices.task())) is None
     ]
 
 
 def _by_batch(choices: Choices) -> list[Cell]:
     devices = choices.place(choices.nodes)
     return [
-        cell(choices, way, grid.tuned(choices, way, _steps(choices), size), devices, f"batch {size}")
+        cell(choices, way, shared_runs.tuned(choices, way, _steps(choices), size), devices, f"batch {size}")
         for way in choices.ways
-        if way.label in _some(choices) and way.refusal(len(devices), grid.layers(choices.task())) is None
+        if way.label in _some(choices) and way.refusal(len(devices), shared_runs.layers(choices.task())) is None
         for size in choices.batch_sizes
     ]
 
@@ -117,12 +131,12 @@ def _lines(name: str, label: str, group: Sequence[Cell], choices: Choices, measu
         for way in _idle([each], measured):
             at = each.nodes if label == "nodes" else each.work.batch_size
             points.setdefault(way.way.label, []).append(
-                (float(at), contrasts.figures([way], choices.seed)[way.way.label])
+                (float(at), ring_against_server.figures([way], choices.seed)[way.way.label])
             )
     several = {key: each for key, each in points.items() if len(each) > 1}
     if not several:
         return None
-    return draw.lines(
+    return shared_figures.lines(
         name, f"Idle share by {label}", label, "idle share of workers", several, log_x=label != "nodes",
         caption="Bands are 95 % intervals over repeats and steps.",
     )  # fmt: skip
@@ -139,7 +153,7 @@ def _workers(main: Sequence[Cell], measured: Measured) -> Table:
                     (
                         each.way.label,
                         f"{track.node} {track.role}",
-                        draw.share_text(track.idle_share),
+                        shared_figures.share_text(track.idle_share),
                         causes,
                         bytes_text(sum(track.sent_bytes)),
                         bytes_text(track.peak_rss_bytes or 0),
@@ -149,9 +163,6 @@ def _workers(main: Sequence[Cell], measured: Measured) -> Table:
     return Table("Every node, first repeat", columns, tuple(rows), "Dedicated servers count in no worker's share.")
 
 
-def _anchor_verdict(name: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Verdict:
-    found = _idle(group, measured)
-    text = {label: draw.share_text(each.middle) for label, each in contrasts.figures(found, choices.seed).items()}
-    return contrasts.verdict(
-        f"{AIM} ({name})", f"idle share of workers, {name}", text, contrasts.both(found, choices.seed)
-    )
+def _verdict(aim: str, what: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Verdict:
+    pairs = ring_against_server.both(_idle(group, measured), choices.seed)
+    return ring_against_server.verdict(aim, what, lambda side: shared_figures.share_text(side.middle), pairs)

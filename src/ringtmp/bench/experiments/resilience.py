@@ -14,13 +14,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from ringtmp.bench.experiments import draw, grid
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import DEVICES, RINGTMP, Cell, Measured, cell, lab, local, toml, train_words
-from ringtmp.bench.experiments.ways import Way, parse
-from ringtmp.bench.jobs import PYTHON, Job
-from ringtmp.bench.runners.removal import Removal
-from ringtmp.bench.workloads import Workload
+from ringtmp.bench.analysis import shared_figures
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.programs.node_removal import Removal
+from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
+from ringtmp.bench.training_runs.strategy_variants import Way, parse
+from ringtmp.bench.training_runs.train_commands import Cell, cell, local, train_words
+from ringtmp.bench.training_runs.workloads import Workload
+from ringtmp.bench.user_choices import Choices
+from ringtmp.lab.devices_file import toml
 from ringtmp.report.page_content import Figure, Holds, Mark, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import seconds_text
 
@@ -91,7 +95,7 @@ def job(choices: Choices, loss: Loss) -> Job:
     files, device = {}, ""
     if loss.what in ("device", "pause"):
         devices = choices.place(loss.nodes)
-        words = [*lab(choices, choices.emulated)[len(RINGTMP) :], *words, "--all-devices"]
+        words = [*lab(choices.emulated, choices.slowed)[len(RINGTMP) :], *words, "--all-devices"]
         # The master is where the file says; where the others are is the order of joining.
         files, device = {DEVICES: toml(devices)}, devices[0].name if loss.node == 0 else ""
     else:
@@ -102,7 +106,7 @@ def job(choices: Choices, loss: Loss) -> Job:
         workload=f"{work.name} s{work.steps}",
         setting=f"{loss.what} {loss.role} of {loss.nodes}" + ("" if choices.emulated else " processes"),
         case=loss.way.label,
-        command=(PYTHON, "-P", "-m", "ringtmp.bench.runners.removal", msgspec.json.encode(removal).decode()),
+        command=(PYTHON, "-P", "-m", "ringtmp.bench.programs.node_removal", msgspec.json.encode(removal).decode()),
         files=files,
         output="told",
         batch_size=work.batch_size,
@@ -162,7 +166,7 @@ def section(choices: Choices, measured: Measured) -> Section:
 def _work(choices: Choices, way: Way) -> Workload:
     """The task, at the rate of the plain way that trains alike."""
     plain = next((each for each in choices.ways if each.strategy == way.strategy and each.like_one_process), way)
-    return grid.tuned(choices, plain)
+    return shared_runs.tuned(choices, plain)
 
 
 def _number(facts: Sequence[Any], key: str) -> float | None:
@@ -256,7 +260,7 @@ def _figure(loss: Loss, facts: Sequence[Any]) -> Figure | None:
     times = [at for at, _ in line]
     middles = tuple((a + b) / 2 for a, b in pairwise(times))
     speeds = tuple(1 / max(1e-6, b - a) for a, b in pairwise(times))
-    name = draw.slug(f"{loss.way.label}-{loss.what}-{loss.role}")
+    name = shared_figures.slug(f"{loss.way.label}-{loss.what}-{loss.role}")
     return Figure(
         f"around-{name}", f"Steps per second around the loss: {loss.way.label}, {loss.text}", "lines",
         "seconds since the removal", "steps per second", (Series(loss.way.label, middles, speeds),),

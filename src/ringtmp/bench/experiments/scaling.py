@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ringtmp.bench import statistics
-from ringtmp.bench.experiments import contrasts, draw, grid, progress, quantities
-from ringtmp.bench.experiments.choices import ALONE, Choices
-from ringtmp.bench.experiments.runs import Cell, Measured, cell
-from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.statistics import Interval
-from ringtmp.bench.workloads import Workload
-from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table
+from ringtmp.bench.analysis import intervals, per_step_values, ring_against_server, shared_figures
+from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.experiments import learning_progress
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.train_commands import Cell, cell
+from ringtmp.bench.training_runs.workloads import Workload
+from ringtmp.bench.user_choices import ALONE, Choices
+from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "RingTMP is at least as scalable"
@@ -43,15 +45,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         base = next((each for each in group if each.way is ALONE), None)
         if base is None or not measured.records(base.job):
             continue
-        most = max(each.nodes for each in group)
-        largest = [each for each in group if each.nodes == most]
-        compared = grid.not_behind(largest, choices, measured)
-        found = draw.sampled(compared, measured, quantities.sample_times, "ratio")
-        speedups = {each.way.label: _speedup(each, base, measured, choices.seed) for each in largest}
-        text = {label: f"{value.middle:.2f} times one device" for label, value in speedups.items() if value}
-        pairs = contrasts.both(found, choices.seed)
-        what = f"time per sample on {most} devices"
-        verdicts.append(contrasts.verdict(f"{AIM} ({kind})", what, text, pairs, as_good=True))
+        verdicts.append(_verdict(kind, group, base, choices, measured))
         figures += _figures(kind, group, base, measured, choices)
         tables.append(_table(kind, group, base, measured, choices.seed))
     return Section(
@@ -64,9 +58,23 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(tables),
         (
             *_skipped(choices),
-            *grid.learned(grid.task_cells(choices), measured)[1],
-            *grid.missing(cells(choices), measured),
+            *shared_runs.learned(shared_runs.task_cells(choices), measured)[1],
+            *shared_runs.missing(cells(choices), measured),
         ),
+    )
+
+
+def _verdict(kind: str, group: Sequence[Cell], base: Cell, choices: Choices, measured: Measured) -> Verdict:
+    most = max(each.nodes for each in group)
+    compared = shared_runs.not_behind([each for each in group if each.nodes == most], choices, measured)
+    (alone,) = shared_figures.sampled([base], measured, per_step_values.sample_times, "ratio")
+    found = shared_figures.sampled(compared, measured, per_step_values.sample_times, "ratio")
+    return ring_against_server.verdict(
+        f"{AIM} ({kind})",
+        f"time per sample on {most} devices",
+        lambda side: f"{alone.middle / side.middle:.2f} times one device",
+        ring_against_server.both(found, choices.seed),
+        as_good=True,
     )
 
 
@@ -76,7 +84,7 @@ def _kind(choices: Choices, kind: str) -> list[Cell]:
     for count in counts:
         devices = choices.place(count, most=max(counts))
         for way in _ways(choices) if count > 1 else [ALONE]:
-            if way.refusal(count, grid.layers(choices.scaled())) is None:
+            if way.refusal(count, shared_runs.layers(choices.scaled())) is None:
                 found.append(cell(choices, way, _work(choices, kind, count, way), devices, kind))
     return found
 
@@ -92,7 +100,7 @@ def _work(choices: Choices, kind: str, nodes: int, way: Way) -> Workload:
         return msgspec.structs.replace(work, batch_size=SAMPLES_PER_DEVICE * nodes if kind == WEAK else work.batch_size)
     # In a small bench the smallest and the largest are runs that are there already.
     shared = nodes in (1, choices.nodes)
-    work = progress.alone(choices).work if way is ALONE else grid.tuned(choices, way)
+    work = learning_progress.alone(choices).work if way is ALONE else shared_runs.tuned(choices, way)
     return work if shared else msgspec.structs.replace(work, steps=12)
 
 
@@ -100,9 +108,9 @@ def _speedup(each: Cell, base: Cell, measured: Measured, seed: int) -> Interval 
     records, alone = measured.records(each.job), measured.records(base.job)
     if not records or not alone:
         return None
-    over = [quantities.sample_times(record, base.job.warm_up) for record in alone]
-    under = [quantities.sample_times(record, each.job.warm_up) for record in records]
-    return statistics.ratio(over, "ratio", under, "ratio", seed)
+    over = [per_step_values.sample_times(record, base.job.warm_up) for record in alone]
+    under = [per_step_values.sample_times(record, each.job.warm_up) for record in records]
+    return intervals.ratio(over, "ratio", under, "ratio", seed)
 
 
 def _figures(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, choices: Choices) -> list[Figure]:
@@ -113,17 +121,17 @@ def _figures(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, c
         if speedup is None or each.way is ALONE:
             continue
         points.setdefault(each.way.label, [(1.0, Interval(1.0, 1.0, 1.0))]).append((float(each.nodes), speedup))
-        moved = [quantities.busiest_bytes(record, each.job.warm_up) for record in measured.records(each.job)]
+        moved = [per_step_values.busiest_bytes(record, each.job.warm_up) for record in measured.records(each.job)]
         middle = sum(moved) / len(moved)
         busiest.setdefault(each.way.label, []).append((float(each.nodes), Interval(middle, min(moved), max(moved))))
     if not points:
         return []
-    made = draw.lines(f"speed-up-{kind}", f"Speed-up, {kind} scaling", "devices", "times one device", points)
+    made = shared_figures.lines(f"speed-up-{kind}", f"Speed-up, {kind} scaling", "devices", "times one device", points)
     counts = tuple(float(count) for count in choices.node_counts)
     ideal = Series("ideal", counts, counts)
     made = Figure(made.name, made.title, "lines", made.x_label, made.y_label, (*made.series, ideal),
                   caption="Bands are 95 % intervals; the ideal line is one device's speed times devices.")  # fmt: skip
-    link = draw.lines(f"busiest-link-{kind}", f"Bytes per step through the busiest link, {kind} scaling", "devices",
+    link = shared_figures.lines(f"busiest-link-{kind}", f"Bytes per step through the busiest link, {kind} scaling", "devices",
                       "bytes per step", busiest, log_y=True)  # fmt: skip
     return [made, link]
 
@@ -134,16 +142,16 @@ def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, see
         speedup = _speedup(each, base, measured, seed)
         if speedup is None:
             continue
-        moved = max(quantities.busiest_bytes(record, each.job.warm_up) for record in measured.records(each.job))
-        times = [quantities.sample_times(record, each.job.warm_up) for record in measured.records(each.job)]
-        rate = statistics.interval(times, "ratio", seed)
+        moved = max(per_step_values.busiest_bytes(record, each.job.warm_up) for record in measured.records(each.job))
+        times = [per_step_values.sample_times(record, each.job.warm_up) for record in measured.records(each.job)]
+        rate = intervals.interval(times, "ratio", seed)
         rows.append(
             (
                 each.way.label,
                 str(each.nodes),
                 str(each.work.batch_size),
                 f"{1 / rate.middle:.0f}",
-                draw.ranged(speedup, lambda value: f"{value:.2f}"),
+                shared_figures.ranged(speedup, lambda value: f"{value:.2f}"),
                 f"{speedup.middle / each.nodes:.0%}",
                 bytes_text(moved),
             )
@@ -153,8 +161,8 @@ def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, see
 
 
 def _skipped(choices: Choices) -> list[Skipped]:
-    found = [each for count in choices.node_counts if count > 1 for each in grid.refused(choices, count)]
-    found += grid.not_chosen(choices, _ways(choices))
+    found = [each for count in choices.node_counts if count > 1 for each in shared_runs.refused(choices, count)]
+    found += shared_runs.not_chosen(choices, _ways(choices))
     if choices.quick:
         found.append(Skipped("weak scaling, larger rings", "small sizes; ringtmp bench scaling measures them"))
     elif choices.devices:

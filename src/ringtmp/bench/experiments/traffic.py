@@ -11,14 +11,17 @@ from statistics import median
 
 import msgspec
 
-from ringtmp.bench.experiments import contrasts, draw, grid, quantities, shapes
-from ringtmp.bench.experiments.choices import Choices
-from ringtmp.bench.experiments.runs import Cell, Measured, local
-from ringtmp.bench.experiments.shapes import FAMILIES, NETS, Family, Net
-from ringtmp.bench.experiments.ways import Way
-from ringtmp.bench.jobs import Job
-from ringtmp.bench.record import Track
-from ringtmp.bench.workloads import Workload
+from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures, traffic_formulas
+from ringtmp.bench.analysis.ring_against_server import Sampled
+from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, Family, Net
+from ringtmp.bench.measuring.jobs import Job
+from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.measuring.run_record import Track
+from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.train_commands import Cell, local
+from ringtmp.bench.training_runs.workloads import Workload
+from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 from ringtmp.wire.formats import wire_format
@@ -36,7 +39,7 @@ PROTOTYPE = Workload("prototype", "mlp", {"depth": 2, "width": 50}, "random:784x
 def prototype_cells(choices: Choices) -> list[Cell]:
     """As it was: three nodes, a sample at a time; the parameter server's two workers take one each."""
     work = msgspec.structs.replace(PROTOTYPE, seed=choices.seed)
-    nodes = shapes.PROTOTYPE_NODES
+    nodes = traffic_formulas.PROTOTYPE_NODES
     return [
         local(Way("ring", "ring"), work, nodes, "the prototype's ring", ("--cuts", "0,1,2,-")),
         local(Way("ps:bsp", "ps"), msgspec.structs.replace(work, batch_size=2), nodes, "the prototype's server"),
@@ -49,9 +52,9 @@ def shape_cells(choices: Choices) -> list[tuple[Net, Family, Cell]]:
     for net in () if choices.quick else NETS:
         name = net.name.replace(" ", "-")
         work = Workload(name, net.model, net.settings, net.data, SHAPE_BATCH, 4, seed=choices.seed, steps=SHAPE_STEPS)
-        cuts = ("--cuts", shapes.cuts_text(net, choices.nodes))
+        cuts = ("--cuts", traffic_formulas.cuts_text(net, choices.nodes))
         ring, server = Way("ring", "ring"), Way("ps:bsp", "ps")
-        if shapes.can_cut(net, choices.nodes):
+        if traffic_formulas.can_cut(net, choices.nodes):
             found.append((net, "ring", local(ring, work, choices.nodes, net.name, cuts)))
         found.append((net, "ps", local(server, work, choices.nodes, net.name)))
     return found
@@ -63,23 +66,25 @@ def jobs(choices: Choices) -> list[Job]:
 
 def cells(choices: Choices) -> list[Cell]:
     shaped = [each for _, _, each in shape_cells(choices)]
-    return [*grid.task_cells(choices), *prototype_cells(choices), *shaped]
+    return [*shared_runs.task_cells(choices), *prototype_cells(choices), *shaped]
 
 
 def section(choices: Choices, measured: Measured) -> Section:
     nodes = choices.nodes
-    main = grid.task_cells(choices)
-    found = draw.sampled(main, measured, quantities.sent_bytes)
-    fair, behind = grid.learned(main, measured)
-    pairs = contrasts.both(draw.sampled(fair, measured, quantities.sent_bytes), choices.seed)
-    per_step = contrasts.figures(found, choices.seed)
-    text = {label: f"{bytes_text(each.middle)} a step" for label, each in per_step.items()}
+    main = shared_runs.task_cells(choices)
+    found = shared_figures.sampled(main, measured, per_step_values.sent_bytes)
+    fair, behind = shared_runs.learned(main, measured)
+    per_step = ring_against_server.figures(found, choices.seed)
+    sent, busiest = (
+        ring_against_server.both(shared_figures.sampled(fair, measured, values), choices.seed)
+        for values in (per_step_values.sent_bytes, per_step_values.busiest_step_bytes)
+    )
     batch = choices.task().batch_size
     figures = [
         *(_epoch_figure(net, nodes) for net in NETS),
         _map("break-even-total", "Bytes in all", nodes, busiest=False),
         _map("break-even-busiest", "Bytes on the busiest device's link", nodes, busiest=True),
-        *([draw.bars("bytes-per-step", f"Bytes per step as measured, batch {batch}", "bytes", per_step, log=True)]
+        *([shared_figures.bars("bytes-per-step", f"Bytes per step as measured, batch {batch}", "bytes", per_step, log=True)]
           if per_step else []),
         *_links(main, measured),
     ]  # fmt: skip
@@ -90,8 +95,8 @@ def section(choices: Choices, measured: Measured) -> Section:
         "every strategy which exchanges the model with the steps: so the larger the batch, the worse for the ring. "
         f"Predictions are for {nodes} nodes and float32.",
         (
-            contrasts.verdict(AIM, f"bytes sent in all at batch {batch}", text, pairs),
-            _bottleneck_verdict(fair, measured, choices.seed),
+            ring_against_server.verdict(AIM, f"bytes sent in all at batch {batch}", _bytes_a_step, sent),
+            ring_against_server.verdict(BOTTLENECK, "bytes through the busiest link", _bytes_a_step, busiest),
             _break_even_verdict(nodes),
         ),
         tuple(figures),
@@ -102,14 +107,14 @@ def section(choices: Choices, measured: Measured) -> Section:
             *([_shapes_table(choices, measured)] if not choices.quick else []),
         ),
         (
-            *grid.refused(choices),
+            *shared_runs.refused(choices),
             *behind,
-            *grid.missing(cells(choices), measured),
+            *shared_runs.missing(cells(choices), measured),
             *([Skipped("the three shapes, measured", "small sizes; ringtmp bench traffic has them")] * choices.quick),
             *(
                 Skipped(f"ring, {nodes} nodes, {net.name}", f"it has {len(net.outputs)} layers, fewer than nodes")
                 for net in NETS
-                if not shapes.can_cut(net, nodes)
+                if not traffic_formulas.can_cut(net, nodes)
             ),
         ),
     )
@@ -120,12 +125,12 @@ def _epoch_figure(net: Net, nodes: int) -> Figure:
         Series(
             family,
             tuple(float(size) for size in BATCH_SIZES),
-            tuple(VALUE_BYTES * shapes.epoch_values(net, family, nodes, size, EPOCH) for size in BATCH_SIZES),
+            tuple(VALUE_BYTES * traffic_formulas.epoch_values(net, family, nodes, size, EPOCH) for size in BATCH_SIZES),
         )
         for family in FAMILIES
         if family in ("ring", "ps", "allreduce")
     )
-    at = shapes.break_even(net, nodes)
+    at = traffic_formulas.break_even(net, nodes)
     return Figure(
         f"epoch-{net.name.replace(' ', '-')}", f"Bytes per epoch of {EPOCH:,} samples, {net.name} ({net.text})", "lines",
         "samples per step", "bytes per epoch", series, log_x=True, log_y=True,
@@ -143,9 +148,11 @@ def _map(name: str, title: str, nodes: int, busiest: bool) -> Figure:
             ratios = []
             for size in BATCH_SIZES:
                 if busiest:
-                    ring, server = (shapes.busiest_values(net, each, nodes, size) for each in ("ring", other))
+                    ring, server = (traffic_formulas.busiest_values(net, each, nodes, size) for each in ("ring", other))
                 else:
-                    ring, server = (shapes.epoch_values(net, each, nodes, size, EPOCH) for each in ("ring", other))
+                    ring, server = (
+                        traffic_formulas.epoch_values(net, each, nodes, size, EPOCH) for each in ("ring", other)
+                    )
                 ratios.append(ring / server)
             label = f"{net.name} / {other}" if busiest else net.name
             rows.append(Series(label, tuple(str(size) for size in BATCH_SIZES), tuple(ratios)))
@@ -155,29 +162,33 @@ def _map(name: str, title: str, nodes: int, busiest: bool) -> Figure:
     )  # fmt: skip
 
 
-def _bottleneck_verdict(fair: Sequence[Cell], measured: Measured, seed: int) -> Verdict:
-    found = draw.sampled(fair, measured, quantities.busiest_step_bytes)
-    text = {label: f"{bytes_text(each.middle)} a step" for label, each in contrasts.figures(found, seed).items()}
-    return contrasts.verdict(BOTTLENECK, "bytes through the busiest link", text, contrasts.both(found, seed))
+def _bytes_a_step(side: Sampled) -> str:
+    return f"{bytes_text(side.middle)} a step"
 
 
 def _break_even_verdict(nodes: int) -> Verdict:
-    parts = [f"{net.name} below {shapes.break_even(net, nodes):.0f}" for net in NETS]
+    parts = [f"{net.name} below {traffic_formulas.break_even(net, nodes):.0f}" for net in NETS]
     return Verdict(
         f"{AIM} (over shapes and batch sizes)",
         f"With {nodes} nodes the ring sends less in all while a step has few samples: {', '.join(parts)}; above, the "
         "parameter server sends less.",
         "mixed",
-        ", ".join(f"{shapes.break_even(net, nodes):.0f}" for net in NETS),
+        ", ".join(f"{traffic_formulas.break_even(net, nodes):.0f}" for net in NETS),
     )
 
 
 def _break_even_table(nodes: int) -> Table:
     rows = []
     for net in NETS:
-        cuts = shapes.even_cuts(net, nodes)
+        cuts = traffic_formulas.even_cuts(net, nodes)
         rows.append(
-            (net.name, net.text, f"{net.size:,}", " ".join(map(str, cuts)), f"{shapes.break_even(net, nodes):.1f}")
+            (
+                net.name,
+                net.text,
+                f"{net.size:,}",
+                " ".join(map(str, cuts)),
+                f"{traffic_formulas.break_even(net, nodes):.1f}",
+            )
         )
     columns = (
         "shape",
@@ -192,7 +203,7 @@ def _break_even_table(nodes: int) -> Table:
 def _prototype_table(choices: Choices, measured: Measured) -> Table:
     """Values per epoch: reported then, by arithmetic, and as our nodes send them."""
     ring, server = (_values_per_sample(each, measured) for each in prototype_cells(choices))
-    said = [f"{each * shapes.PROTOTYPE_SAMPLES:.5g}" if each else "not measured" for each in (ring, server)]
+    said = [f"{each * traffic_formulas.PROTOTYPE_SAMPLES:.5g}" if each else "not measured" for each in (ring, server)]
     return Table(
         "The prototype of 2021: 784-50-50-10, loss-only tail, batch 1, three nodes, 60,000 samples",
         (
@@ -205,15 +216,15 @@ def _prototype_table(choices: Choices, measured: Measured) -> Table:
         (
             (
                 "ring",
-                f"{shapes.PROTOTYPE_RING:.5g}",
-                f"{shapes.prototype_ring():.5g}",
+                f"{traffic_formulas.PROTOTYPE_RING:.5g}",
+                f"{traffic_formulas.prototype_ring():.5g}",
                 said[0],
                 "60,000 samples x 2 directions x (50 + 50 + 10) values at the three cuts",
             ),
             (
                 "parameter server",
-                f"{shapes.PROTOTYPE_SERVER:.5g}",
-                f"{shapes.prototype_server():.5g}",
+                f"{traffic_formulas.PROTOTYPE_SERVER:.5g}",
+                f"{traffic_formulas.prototype_server():.5g}",
                 said[1],
                 "60,000 samples x (push + pull) x 42,310 parameters: every sample is a worker's whole batch",
             ),
@@ -228,7 +239,7 @@ def _values_per_sample(each: Cell, measured: Measured) -> float | None:
     if not records:
         return None
     # The median step: what leaves a server at the turn of two steps may be counted to either.
-    return median(quantities.sent_bytes(records[0], each.job.warm_up)) / VALUE_BYTES / each.work.batch_size
+    return median(per_step_values.sent_bytes(records[0], each.job.warm_up)) / VALUE_BYTES / each.work.batch_size
 
 
 def _checked(main: Sequence[Cell], measured: Measured) -> Table:
@@ -238,7 +249,7 @@ def _checked(main: Sequence[Cell], measured: Measured) -> Table:
         wire = wire_format(each.way.wire)
         width = None if wire.block else wire.value_bytes
         for record in measured.records(each.job)[:1]:
-            moved = quantities.sent_bytes(record, each.job.warm_up)
+            moved = per_step_values.sent_bytes(record, each.job.warm_up)
             seen = sum(moved) / max(1, len(moved))
             samples = sum(record.samples[each.job.warm_up :]) / max(1, len(moved))
             predicted = width * _step_values(each, samples) if width else None
@@ -266,12 +277,12 @@ def _shapes_table(choices: Choices, measured: Measured) -> Table:
             cells = []
             for predicted, seen in (
                 (
-                    VALUE_BYTES * shapes.epoch_values(net, family, choices.nodes, SHAPE_BATCH, SHAPE_BATCH),
-                    median(quantities.sent_bytes(record, warm_up)),
+                    VALUE_BYTES * traffic_formulas.epoch_values(net, family, choices.nodes, SHAPE_BATCH, SHAPE_BATCH),
+                    median(per_step_values.sent_bytes(record, warm_up)),
                 ),
                 (
-                    VALUE_BYTES * shapes.busiest_values(net, family, choices.nodes, SHAPE_BATCH),
-                    median(quantities.busiest_step_bytes(record, warm_up)),
+                    VALUE_BYTES * traffic_formulas.busiest_values(net, family, choices.nodes, SHAPE_BATCH),
+                    median(per_step_values.busiest_step_bytes(record, warm_up)),
                 ),
             ):
                 cells += [bytes_text(predicted), bytes_text(seen), f"{seen / predicted:.3f}"]
@@ -294,7 +305,7 @@ def _shapes_table(choices: Choices, measured: Measured) -> Table:
 
 def _step_values(each: Cell, samples: float) -> float:
     width, depth = int(each.work.settings["width"]), int(each.work.settings["depth"])
-    net = shapes.dense("task", "", (64, *[width] * depth, 10))
+    net = traffic_formulas.dense("task", "", (64, *[width] * depth, 10))
     if each.way.strategy == "ring":
         return 2.0 * each.nodes * width * samples
     workers = each.way.workers(each.nodes)
@@ -316,7 +327,7 @@ def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:
             )
             found.append(
                 Figure(
-                    f"links-{draw.slug(each.way.label)}",
+                    f"links-{shared_figures.slug(each.way.label)}",
                     f"Bytes by link, {each.way.label}",
                     "heat",
                     "",

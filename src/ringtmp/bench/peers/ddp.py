@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringtmp.bench.peers.work import Steps, Task, arguments, join, optimizer
+from ringtmp.bench.peers.model_and_batches import Steps, Task, arguments, join, optimizer
 
 
 def main() -> None:

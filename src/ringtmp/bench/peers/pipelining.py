@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from ringtmp.bench.cases import stage_ranks
-from ringtmp.bench.peers.work import Steps, Task, arguments, join, optimizer
+from ringtmp.bench.peers.model_and_batches import Steps, Task, arguments, join, optimizer
+from ringtmp.bench.training_runs.speed_cases import stage_ranks
 
 
 def main() -> None:

@@ -1,0 +1,57 @@
+"""messages: how long does a small tensor take from one process to another?
+
+Node to node over encrypted TCP, and by Gloo in the clear, in turns. One way is half of a ping and its answer; a round's
+figure is its median.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.programs import message_round_trip
+from ringtmp.bench.user_choices import Choices
+from ringtmp.report.page_content import Section, Table
+
+
+def jobs(choices: Choices) -> list[Job]:
+    exchange = message_round_trip.Exchange(choices.size_bytes, choices.count, choices.rounds)
+    return [
+        Job(
+            experiment="messages",
+            workload=f"{choices.size_bytes} bytes",
+            setting="two processes",
+            case=f"{choices.rounds} rounds of {choices.count}",
+            command=(PYTHON, "-P", "-m", message_round_trip.__name__, msgspec.json.encode(exchange).decode()),
+            files={},
+            output="told",
+            batch_size=1,
+            warm_up=0,
+        )
+    ]
+
+
+def results(choices: Choices, measured: Measured) -> dict[str, Any]:
+    """Seconds one way, a value per round."""
+    taken = [each.result for job in jobs(choices) for each in measured.of(job) if each.result is not None]
+    one_way_s = {
+        "node to node, encrypted": [second for each in taken for second in each.step_s],
+        "Gloo, in the clear": [second for each in taken for second in each.facts["gloo_s"]],
+    }
+    return {"size_bytes": choices.size_bytes, "count": choices.count, "one_way_s": one_way_s}
+
+
+def section(choices: Choices, measured: Measured) -> Section:
+    rows = tuple(
+        (name, *(f"{1e6 * value(seconds):.0f} us" for value in (median, min, max)))
+        for name, seconds in results(choices, measured)["one_way_s"].items()
+        if seconds
+    )
+    title = f"{choices.size_bytes} bytes, one way, {choices.rounds} rounds of {choices.count}"
+    table = Table(title, ("path", "median", "least", "most"), rows)
+    missing = measured.missing(jobs(choices))
+    return Section("messages", "Messages", (__doc__ or "").partition("\n\n")[2].strip(), (), (), (table,), missing)

@@ -1,0 +1,137 @@
+"""The ways to train that `speed` compares, and the command each becomes for a workload in a setting. Pure.
+
+Each case takes the number of microbatches that suits it: a pipeline the workload's own, data parallelism one per
+worker. Asynchronous servers, and steps that overlap, end in bursts, so they are averaged; all others have a median step.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ringtmp.bench.analysis.intervals import Centre
+from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.read_output import RUN
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, Setting, lab
+from ringtmp.bench.training_runs.workloads import Workload, train_flags
+from ringtmp.lab.devices_file import toml
+
+EXPERIMENT = "speed"
+#: The base of "ideal" has a setting of its own: it is measured once, not once per setting.
+ALONE = Setting("alone", 1, 1.0, None, emulated=False)
+
+
+class Case(msgspec.Struct, frozen=True):
+    name: str
+    family: Literal["one", "ring", "ps", "allreduce", "ddp", "pipelining"]
+    flags: tuple[str, ...] = ()  # of `ringtmp train`
+    servers: Literal["none", "one", "workers"] = "none"
+    schedule: str = ""  # of torch.distributed.pipelining
+    layout: Literal["straight", "looped", "v"] = "straight"  # one stage per rank, or two: 0 1 0 1, or 0 1 1 0
+    one_each: bool = False  # the schedule wants at least as many microbatches as there are stages
+    auto: bool = False  # the plan chooses the number of microbatches
+    centre: Centre = "median"
+
+    @property
+    def group(self) -> str:
+        return {"one": "base", "ddp": "peer", "pipelining": "peer"}.get(self.family, "ours")
+
+
+def _ps(consistency: str, servers: Literal["one", "workers"], centre: Centre = "median") -> Case:
+    count = "1" if servers == "one" else "workers"
+    name = f"ps:{consistency}" + (":workers" if servers == "workers" else "")
+    return Case(name, "ps", ("--strategy", f"ps:{consistency}", "--with", f"servers={count}"), servers, centre=centre)
+
+
+CASES = (
+    Case("one", "one"),
+    Case("ring", "ring", ("--strategy", "ring")),
+    Case("ring:auto", "ring", ("--strategy", "ring"), auto=True),
+    Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), auto=True),
+    Case("ring:staleness=1", "ring", ("--strategy", "ring", "--staleness", "1"), auto=True, centre="mean"),
+    Case("ring:protected", "ring", ("--strategy", "ring", "--protect", "auto"), centre="mean"),
+    _ps("bsp", "one"),
+    _ps("bsp", "workers"),
+    _ps("async", "one", centre="mean"),
+    _ps("ssp:3", "one", centre="mean"),
+    Case("allreduce:ring", "allreduce", ("--strategy", "allreduce:ring")),
+    Case("ddp", "ddp"),
+    Case("pipelining:gpipe", "pipelining", schedule="ScheduleGPipe"),
+    Case("pipelining:1f1b", "pipelining", schedule="Schedule1F1B"),
+    Case("pipelining:looped-bfs", "pipelining", schedule="ScheduleLoopedBFS", layout="looped"),
+    Case("pipelining:interleaved", "pipelining", schedule="ScheduleInterleaved1F1B", layout="looped"),
+    Case("pipelining:interleaved-zb", "pipelining", schedule="ScheduleInterleavedZeroBubble", layout="looped"),
+    Case("pipelining:zbv", "pipelining", schedule="ScheduleZBVZeroBubble", layout="v"),
+    Case("pipelining:dualpipe-v", "pipelining", schedule="ScheduleDualPipeV", layout="v", one_each=True),
+)
+
+
+def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches: int | None = None) -> Job:
+    """`work` says how many steps there are in all. `microbatches` overrides what suits a pipeline."""
+    count = _microbatches(case, work, setting, microbatches)
+    if case.family == "one":
+        command = _peer("one_process", work)
+    elif case.group == "peer":
+        schedule = ["--schedule", case.schedule, "--layout", case.layout, "--microbatches", str(count)]
+        peer = _peer(case.family, work, "--meet", "meet", *(schedule if case.family == "pipelining" else []))
+        command = [*lab(setting.emulated, execute=True), *peer]
+    else:
+        train = [
+            "train", *train_flags(work, count), "--all-devices", "--protect", "off", "--no-rebalance", *case.flags,
+            "--run-dir", RUN, "--json", "--quiet",
+        ]  # fmt: skip
+        nodes = ["--nodes", str(setting.nodes), "--threads", "1"]
+        command = [*lab(), *train] if setting.emulated else [*RINGTMP, *train, *nodes]
+    return Job(
+        experiment=EXPERIMENT,
+        workload=work.name,
+        setting=setting.name,
+        case=case.name if microbatches is None else f"{case.name}:m{count}",
+        command=tuple(command),
+        files={DEVICES: toml(setting.devices)} if DEVICES in command else {},
+        output="run" if case.group == "ours" else "peer",
+        batch_size=work.batch_size,
+        warm_up=warm_up,
+        centre=case.centre,
+        # The lab places its devices itself.
+        processors=0 if setting.emulated else setting.nodes,
+        group=case.group,
+        options={"microbatches": count} | ({"schedule": case.schedule} if case.schedule else {}),
+    )
+
+
+def pipelined(case: Case) -> bool:
+    """Whether its number of microbatches is the bench's to choose."""
+    return case.family in ("ring", "pipelining") and not case.auto
+
+
+def workers(case: Case, setting: Setting) -> int:
+    """Nodes that compute."""
+    return max(1, setting.nodes - (case.servers == "one"))
+
+
+def stage_ranks(layout: Literal["straight", "looped", "v"], nodes: int) -> list[int]:
+    """Which node holds each stage, in the order of the model.
+
+    straight  0 1 2 3
+    looped    0 1 2 3 0 1 2 3
+    v         0 1 2 3 3 2 1 0
+    """
+    once = list(range(nodes))
+    return once + {"straight": [], "looped": once, "v": once[::-1]}[layout]
+
+
+def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | None) -> int | str:
+    if case.family == "one":
+        return 1
+    if case.auto:
+        return "auto"
+    if not pipelined(case):
+        return min(workers(case, setting), work.batch_size)
+    least = len(stage_ranks(case.layout, setting.nodes)) if case.one_each else 1
+    return min(max(wanted or work.pipeline_microbatches, least), work.batch_size)
+
+
+def _peer(name: str, work: Workload, *words: str) -> list[str]:
+    return [PYTHON, "-P", "-m", f"ringtmp.bench.peers.{name}", msgspec.json.encode(work).decode(), *words]
