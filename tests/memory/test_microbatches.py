@@ -16,7 +16,7 @@ from ringtmp import api
 from ringtmp.api import Silent
 from ringtmp.cli import train
 from ringtmp.cli.settings import build
-from ringtmp.config import RingPart, RunConfig, TrainingPart, resolve
+from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.in_memory import MemoryCrew
@@ -24,6 +24,7 @@ from ringtmp.metrics import events
 from ringtmp.plan.devices import Device, LayerCost, Measured
 from ringtmp.plan.microbatches import COUNTS, best_plan, microbatch_sizes, sizes
 from ringtmp.plan.planner import PlanOptions, plan
+from ringtmp.run.resolve import resolve
 from ringtmp.runtime.run_directory import RunDirectory
 
 

@@ -23,12 +23,13 @@ import torch
 from torch import nn
 
 from ringtmp import api
-from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart, resolve
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import RingError
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.run.job import Job
+from ringtmp.run.resolve import resolve
 from ringtmp.run.training_loop import Session
 from ringtmp.runtime import snapshot_schedule
 from ringtmp.runtime.endpoint import Endpoint

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from oracle import plain_loop, state_sha256
 from ringtmp import Ring, api
 from ringtmp.api import Interruption, Silent, start
-from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, resolve
+from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
@@ -26,6 +26,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
 from ringtmp.run.job import Job
+from ringtmp.run.resolve import resolve
 from ringtmp.run.training_loop import Session
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.losses import cross_entropy, loss_named
@@ -370,7 +371,7 @@ def test_the_config_of_a_run_is_complete(tmp_path: Path) -> None:
         ({"steps": 3, "epochs": 3}, "not both"),
         ({"clip_norm": -1.0}, "--clip-norm -1.0"),
         ({"batch_size": 100}, "batch size 100 is above the 60"),
-        ({"wire": "int7"}, "unknown wire format"),
+        ({"wire": "int7"}, "unknown wire"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path, change: dict[str, Any], says: str) -> None:
