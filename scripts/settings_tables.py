@@ -47,7 +47,7 @@ def keywords(call: Call) -> Callable[[], str]:
     def table() -> str:
         rows = [
             (f"`{name}`", _meaning(setting), _default(setting), _yes(setting.said.bits))
-            for name, setting in taken_by(call).items()
+            for name, setting in sorted(taken_by(call).items(), key=lambda each: each[1].said.keyword_of != "")
         ]
         return _table(("argument", "meaning", "default", "bits"), rows)
 

@@ -14,10 +14,10 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
     """Evaluate the newest checkpoint of RUN on its test part, in a pipelined forward pass."""
-    from ringtmp.system.resources import load_torch
+    from ringtmp.system.resources import loading
 
-    load_torch()
-    from ringtmp import api
+    with loading(nothing_started=True):
+        from ringtmp import api
     from ringtmp.cli import show
 
     score = api.evaluate(run, data, nodes)

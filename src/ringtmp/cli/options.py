@@ -29,18 +29,15 @@ class _Count(click.ParamType[int | str]):
 
 
 def _option(setting: Setting) -> click.Option:
-    name, default = setting.option, setting.default_text
-    said: dict[str, Any] = {
-        "help": setting.help + (f"  [{default}]" if default else ""),
-        "metavar": setting.said.metavar,
-    }
-    if setting.kinds[0] is bool:
-        switch = f"{name}/--no-{name[2:]}" if setting.default else name
-        return click.Option([switch, setting.parameter], is_flag=True, default=None, **said)
-    if setting.default == {} and setting.said.parse is None:
-        return click.Option([name, setting.parameter], **{**said, "multiple": True, "metavar": "KEY=VALUE"})
-    kind = _Count() if len(setting.kinds) > 1 else setting.kinds[0] if setting.kinds[0] in (int, float) else str
-    return click.Option([name, setting.parameter], type=kind, **said)
+    name, kind, more = setting.option, setting.kinds[0], dict[str, Any](metavar=setting.said.metavar)
+    said = [setting.help, f" [{setting.default_text}]" if setting.default_text else ""]
+    if kind is bool:
+        name, more = f"{name}/--no-{name[2:]}" if setting.default else name, {"is_flag": True, "default": None}
+    elif setting.default == {} and setting.said.parse is None:
+        said[1], more = "Repeatable.", {"multiple": True, "metavar": "KEY=VALUE"}
+    else:
+        more["type"] = _Count() if len(setting.kinds) > 1 else kind if kind in (int, float) else str
+    return click.Option([name, setting.parameter], help=" ".join(said).strip(), **more)
 
 
 def _groups() -> dict[str, list[click.Option]]:

@@ -47,10 +47,10 @@ def command(
     chosen = flags(given)
     settings = build(config, chosen)
 
-    from ringtmp.system.resources import load_torch
+    from ringtmp.system.resources import loading
 
-    load_torch()
-    from ringtmp import api
+    with loading(nothing_started=True):
+        from ringtmp import api
     from ringtmp.cli import plan_show, show
     from ringtmp.data import by_name
     from ringtmp.model.profile import ProfileCache

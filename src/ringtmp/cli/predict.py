@@ -21,13 +21,12 @@ def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
     INPUTS is a .npy file, or a .npz file with an array called inputs; its first dimension counts samples. Prints the
     number of the largest output of every sample, one per line, or writes all outputs to --out.
     """
-    from ringtmp.system.resources import load_torch
+    from ringtmp.system.resources import loading
 
-    load_torch()
+    with loading(nothing_started=True):
+        from ringtmp import api
     import numpy as np
     import torch
-
-    from ringtmp import api
 
     array = _read(inputs)
     tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -48,10 +48,10 @@ def command(
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
     settings = build(config, chosen)
 
-    from ringtmp.system.resources import load_torch
+    from ringtmp.system.resources import loading
 
-    load_torch()
-    from ringtmp import api
+    with loading(nothing_started=True):
+        from ringtmp import api
     from ringtmp.cli import show
 
     if resume is not None:

@@ -36,7 +36,7 @@ class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Model to train: mlp, convnet, resnet, gpt, FILE.py:factory or package.module:factory.", DATA, option="model",
         bits=True)] = "mlp"
     settings: Annotated[dict[str, int | float], Is(
-        "A setting of the model, such as --set depth=8; repeatable.", DATA, option="set", variable="set_",
+        "Settings of the model, such as depth=8.", DATA, option="set", variable="set_",
         bits=True)] = {}
 
 
@@ -52,14 +52,14 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: Annotated[int | None, Is(
         "Passes over the training data.", TRAINING, least=1, usual=str(DEFAULT_EPOCHS), bits=True, resume=True)] = None
     steps: Annotated[int | None, Is(
-        "Number of updates, instead of --epochs.", TRAINING, least=1, bits=True, resume=True)] = None
+        "Number of updates, instead of epochs.", TRAINING, least=1, bits=True, resume=True)] = None
     batch_size: Annotated[int, Is("Samples per update, over all nodes.", TRAINING, least=1, bits=True)] = 32
     microbatches: Annotated[int | Literal["auto"] | None, Is(
         "Slices each batch is cut into; auto picks what the plan finds fastest.", TRAINING, least=1, metavar="N|auto",
         usual=f"{DEFAULT_MICROBATCHES}, or the batch size if smaller", bits=True)] = None
     optimizer: Annotated[str, Is("Optimizer: sgd, adam or adamw.", TRAINING, bits=True, own=True)] = "adam"
     optimizer_settings: Annotated[dict[str, Any], Is(
-        "A setting of the optimizer, such as --opt momentum=0.9; repeatable.", TRAINING, option="opt", bits=True,
+        "Settings of the optimizer, such as momentum=0.9.", TRAINING, option="opt", bits=True,
         own=True)] = {}
     lr_schedule: Annotated[dict[str, Any], Is(
         "Learning-rate schedule: constant, step:every=N,factor=F or cosine:warmup=N,floor=F.", TRAINING,
@@ -84,11 +84,11 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who works, and how. With the ring nothing here changes the bits but the strategy."""
 
-    strategy: Annotated[str, Is("Way to train, from ringtmp strategies.", NODES, bits=True)] = "ring"
-    strategy_settings: Annotated[dict[str, Any], Is(
-        "A setting of the strategy, from ringtmp strategies; repeatable.", NODES, option="with", variable="with_",
-        keyword="settings", bits=True)] = {}
     nodes: Annotated[int, Is("Number of nodes, the master included.", NODES, least=1)] = 3
+    strategy: Annotated[str, Is("Way to train; ringtmp strategies lists them.", NODES, bits=True)] = "ring"
+    strategy_settings: Annotated[dict[str, Any], Is(
+        "Settings of the strategy; ringtmp strategies lists them.", NODES, option="with", variable="with_",
+        keyword="settings", bits=True)] = {}
     all_devices: Annotated[bool, Is("Use every device, even one that slows the ring down.", NODES)] = False
     cuts: Annotated[str | None, Is(
         "Layers of each visit, such as 0-2,3-5,6-7; '-' for a last visit with the loss alone.", PIPELINE,
