@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @run_options
-@click.command("plan", cls=RunCommand, short_help="Show what a run would do, without starting it.")
+@click.command("plan", cls=RunCommand)
 @click.option(
     "--devices", "file", type=click.Path(path_type=Path), metavar="FILE.toml",
     help="The devices, one [[device]] table each, the master first.  [processes on this machine]",

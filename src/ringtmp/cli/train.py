@@ -14,7 +14,7 @@ from ringtmp.errors import UsageError
 
 
 @run_options
-@click.command("train", cls=RunCommand, short_help="Train a model on a ring.")
+@click.command("train", cls=RunCommand)
 @click.option("--listen", metavar="ADDRESS[:PORT]", help="Wait for devices here instead of starting processes.")
 @click.option(
     "--ring", "ring_name", default="home", show_default=True, help="Name of the ring that devices join (with --listen)."
