@@ -9,6 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+# isort: off
+from ringtmp.errors import CheckpointError, DoesNotFit, Interrupted, LinkLost, LossNotFinite, NodeFailed, NodeLost
+from ringtmp.errors import ProtocolError, RingError, UsageError, WaitTimeout
+# isort: on
+
+if TYPE_CHECKING:
+    from ringtmp.api import Ring
+    from ringtmp.metrics.events import Evaluated, StepDone
+    from ringtmp.run.job import Watcher
+    from ringtmp.run.result import Result
+
 __version__ = "0.1.0"
 #: What is public, each described in docs/api.md. Everything else may change without notice.
 __all__ = [
@@ -16,34 +27,11 @@ __all__ = [
     "ProtocolError", "Result", "Ring", "RingError", "StepDone", "UsageError", "WaitTimeout", "Watcher", "__version__",
 ]  # fmt: skip
 
-if TYPE_CHECKING:
-    from ringtmp.api import Ring
-    from ringtmp.errors import (
-        CheckpointError,
-        DoesNotFit,
-        Interrupted,
-        LinkLost,
-        LossNotFinite,
-        NodeFailed,
-        NodeLost,
-        ProtocolError,
-        RingError,
-        UsageError,
-        WaitTimeout,
-    )  # fmt: skip
-    from ringtmp.metrics.events import Evaluated, StepDone
-    from ringtmp.run.job import Watcher
-    from ringtmp.run.result import Result
-
 
 def __getattr__(name: str) -> Any:
-    # torch takes a second to import; `ringtmp --help` and a caught error must not.
+    # torch takes a second to import; `ringtmp --help` must not.
     if name not in __all__:
         raise AttributeError(f"module 'ringtmp' has no attribute {name!r}")
-    from ringtmp import errors
-
-    if hasattr(errors, name):
-        return getattr(errors, name)
     from ringtmp.system.platforms import require_supported
 
     require_supported()

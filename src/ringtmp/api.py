@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Unpack
 
-import msgspec
 import torch
 from torch import nn
 
@@ -23,7 +22,7 @@ from ringtmp.data.factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
-from ringtmp.launch.agent_messages import DEFAULT_PORT, SILENCE_LIMIT_S
+from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.launch.joined_devices import RemoteCrew
@@ -147,10 +146,7 @@ class Ring:
         return predict(run_dir, inputs, self._nodes)
 
     def _devices(self, config: RunConfig, watcher: Watcher) -> Crew | None:
-        if self._listen is None:
-            return None
-        nodes, threads, notice_s = config.ring.nodes, config.training.threads, config.keep.notice_s
-        return remote_crew(self._listen, self._ring, nodes, threads, watcher=watcher, notice_s=notice_s)
+        return None if self._listen is None else remote_crew(self._listen, self._ring, config, watcher)
 
 
 def start(
@@ -158,6 +154,7 @@ def start(
     model: Model | None = None,
     data: tuple[Source, Source | None] | None = None,
     loss: str | LossFunction | None = None,
+    *,
     run_dir: str | Path | None = None,
     watcher: Watcher | None = None,
     crew: Crew | None = None,
@@ -178,6 +175,7 @@ def resume(
     changes: Mapping[str, Any],
     data: tuple[Source, Source | None] | None = None,
     loss: LossFunction | None = None,
+    *,
     watcher: Watcher | None = None,
     crew: Crew | None = None,
     model: Model | None = None,
@@ -187,10 +185,8 @@ def resume(
     saved = run.read_config()
     config = settings_of(run_dir, changes)
     train, test = data or _named_again(config)
-    if loss is None and saved.loss == "callable":
-        raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
-    function = loss or loss_named(saved.loss)
-    unwritten = _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
+    job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
+    unwritten = _train(job, watcher, crew)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 
 
@@ -203,16 +199,14 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     if data is None or isinstance(data, str):
-        part = msgspec.structs.replace(saved.config.training, data=data or saved.config.training.data)
-        train, test = _named_again(msgspec.structs.replace(saved.config, training=part))
+        train, test = _named_again(replaced(saved.config, {"data": data} if data else {}))
         source = test or train
     else:
         source = from_python(data, seed=saved.config.training.seed)
-    if loss is None and saved.loss == "callable":
-        raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
+    function = loss or _loss_again(run, saved.loss)
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
-    with _inference(run, saved.config, nodes, loss or loss_named(saved.loss)) as ring:
+    with _inference(run, saved.config, nodes, function) as ring:
         batches = evaluation_batches(
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
         )
@@ -247,26 +241,19 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
 
 
 def remote_crew(
-    listen: str,
-    ring: str,
-    nodes: int,
-    threads: int | None,
-    *,
-    watcher: Watcher,
-    start_with: int | None = None,
-    wait_s: float = 0.0,
-    notice_s: float = SILENCE_LIMIT_S,
+    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0
 ) -> Crew:
     """Devices that join this machine's ring over the network."""
+    nodes = config.ring.nodes
     if nodes == 1:
         raise UsageError("--listen with --nodes 1 leaves no device to wait for: leave one of them out")
     if start_with is not None and not 2 <= start_with <= nodes:
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
-    name = checked_name("ring", ring)
     return RemoteCrew(
-        Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell, notice_s
-    )
+        Rings(), checked_name("ring", ring), host, port, nodes, config.training.threads, start_with, wait_s,
+        watcher.phase, watcher.tell, config.keep.notice_s,
+    )  # fmt: skip
 
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
@@ -387,6 +374,12 @@ def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction,
         return loss, "callable"
     name = loss or train.loss
     return loss_named(name), name
+
+
+def _loss_again(run: RunDirectory, name: str) -> LossFunction:
+    if name == "callable":
+        raise UsageError(f"the run {run.path} was trained with a loss of your own: give it again")
+    return loss_named(name)
 
 
 def _select(inputs: Any, index: torch.Tensor) -> Any:

@@ -163,7 +163,7 @@ def test_an_interrupted_delayed_run_finishes_the_steps_it_has_begun(tmp_path: Pa
 def run_on(folder: Path, model: nn.Module, ring: RingPart, **training: Any) -> Any:
     config = msgspec.structs.replace(settings(steps=5, **training), ring=ring)
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    return start(config, model, data, None, folder, Silent(), MemoryCrew(ring.nodes)).summary
+    return start(config, model, data, None, run_dir=folder, watcher=Silent(), crew=MemoryCrew(ring.nodes)).summary
 
 
 def test_a_run_takes_its_route_and_what_to_recompute_from_the_settings(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ class Base:
             nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 5), nn.Linear(5, 3)
         )  # fmt: skip
         self.data = tensors("t", torch.randn(24, 4), torch.arange(24) % 3), None
-        api.start(config, model, self.data, None, folder / "base", api.Silent(), MemoryCrew(1))
+        api.start(config, model, self.data, None, run_dir=folder / "base", watcher=api.Silent(), crew=MemoryCrew(1))
         for step in (folder / "base" / "checkpoints").glob("step-*1"):
             shutil.rmtree(step)  # back to step 0
         self.digest = self.run("calm", MemoryCrew(3, memory_bytes=MEMORY_BYTES)).summary.weights_sha256

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 @click.command("doctor")
 @click.option("--join", metavar="TOKEN|-|@FILE", help="Also try to reach the master of this token (or RINGTMP_TOKEN).")
 @click.option(
-    "--listen",
-    metavar="ADDRESS[:PORT]",
-    help="Address a master would listen on here.  [the one used for other networks, port 47100]",
+    "--listen", metavar="ADDRESS[:PORT]", help="Where a master would listen.  [the default route, port 47100]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(join: str | None, listen: str | None, as_json: bool) -> None:

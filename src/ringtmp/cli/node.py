@@ -10,18 +10,10 @@ import click
 @click.command("node")
 @click.option("--join", metavar="TOKEN|-|@FILE", help="The token the master printed (or RINGTMP_TOKEN).")
 @click.option("--name", help="Name of this device: 1 to 32 of a-z, 0-9 and '-'.  [the host name]")
-@click.option(
-    "--listen",
-    metavar="ADDRESS",
-    help="Address where neighbours reach this device.  [the one used to reach the master]",
-)
+@click.option("--listen", metavar="ADDRESS", help="Address for neighbours.  [the one that reaches the master]")
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Lend at most N cores.  [all]")
 @click.option(
-    "--memory",
-    "memory_mb",
-    type=click.IntRange(1),
-    metavar="MB",
-    help="Lend at most MB MiB of memory.  [all that is free]",
+    "--memory", "memory_mb", type=click.IntRange(1), metavar="MB", help="Lend at most MB MiB.  [all free memory]"
 )
 @click.option("--once", is_flag=True, help="Serve one run, then exit.")
 def command(

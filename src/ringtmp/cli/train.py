@@ -59,17 +59,7 @@ def command(
     with show.watcher(quiet) as watcher:
         crew = None
         if listen is not None:
-            nodes, threads, notice_s = settings.ring.nodes, settings.training.threads, settings.keep.notice_s
-            crew = api.remote_crew(
-                listen,
-                ring_name,
-                nodes,
-                threads,
-                watcher=watcher,
-                start_with=start_with,
-                wait_s=wait_s,
-                notice_s=notice_s,
-            )
+            crew = api.remote_crew(listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s)
         if resume is not None:
             result = api.resume(resume, chosen, watcher=watcher, crew=crew)
         else:
