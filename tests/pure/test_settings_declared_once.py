@@ -6,19 +6,23 @@ import importlib.util
 import inspect
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ringtmp.api import Ring
-from ringtmp.cli.options import GROUPS, RunCommand, flags, run_options
+from ringtmp.api import Ring, named_model
+from ringtmp.cli.options import GROUPS, RunCommand, as_option, flags, run_options
 from ringtmp.cli.settings import build
-from ringtmp.config import SETTINGS, RunConfig, Setting, checked, replaced, value_of
+from ringtmp.config import SETTINGS, ModelPart, RunConfig, Setting, checked, replaced, value_of
+from ringtmp.config.declare import Declaration, settings_of
 from ringtmp.config.keywords import checked_keywords, taken_by
+from ringtmp.data import by_name
 from ringtmp.errors import UsageError
 from ringtmp.run.resolve import resolve
+from ringtmp.runtime.losses import loss_named
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {option.name: option for options in GROUPS.values() for option in options}
@@ -103,6 +107,24 @@ def test_a_value_beyond_its_range_is_refused_with_the_range(setting: Setting) ->
             resolve(replaced(RunConfig(), {setting.name: value}))
 
 
+class Extra(msgspec.Struct, frozen=True):
+    """A part of the settings with one that does not exist: all it takes to add one."""
+
+    pace_s: Annotated[float, Declaration("Seconds between beats.", "Training", least=1, most=9, option="pace")] = 3.5
+    colour: Annotated[Literal["red", "blue"], Declaration("Colour of the beat: {choices}.", "Training")] = "blue"
+
+
+def test_a_new_setting_is_one_declaration() -> None:
+    pace, colour = settings_of({"extra": Extra}).values()
+    option, other = as_option(pace), as_option(colour)
+    assert (option.opts, option.help) == (["--pace"], "Seconds between beats.  [3.5]")
+    assert (other.opts, other.help) == (["--colour"], "Colour of the beat: red or blue.  [blue]")
+    with pytest.raises(UsageError, match="--pace 9.5 must be from 1 to 9"):
+        pace.check(9.5)
+    assert pace.resumable
+    assert (pace.keyword, pace.keyword_of) == ("pace_s", "fit")
+
+
 def test_numbers_that_are_none_are_refused() -> None:
     for name, value in (("clip_norm", float("nan")), ("clip_norm", float("inf")), ("notice_s", float("nan"))):
         with pytest.raises(UsageError, match="must be"):
@@ -148,3 +170,20 @@ def test_a_settings_file_that_is_wrong_says_what_to_write(text: str, says: str, 
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(UsageError, match=says):
         build(tmp_path / "run.toml", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("optimizer", lambda: resolve(replaced(RunConfig(), {"optimizer": "?"}))),
+        ("lr_schedule", lambda: resolve(replaced(RunConfig(), {"lr_schedule": {"kind": "?"}}))),
+        ("loss", lambda: loss_named("?")),
+        ("name", lambda: named_model(ModelPart("?"), by_name.load("digits", 0, {})[0])),
+    ],
+)
+def test_the_help_names_everything_there_is(name: str, asked: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        asked()
+    known = str(refused.value).partition("known are ")[2].split(", ")
+    assert len(known) > 1
+    assert [each for each in known if each not in SETTINGS[name].help] == []

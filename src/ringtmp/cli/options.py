@@ -28,7 +28,7 @@ class _Count(click.ParamType[int | str]):
             self.fail(f"{value!r} is neither a number nor 'auto'", param, ctx)
 
 
-def _option(setting: Setting) -> click.Option:
+def as_option(setting: Setting) -> click.Option:
     name, kind, more = setting.option, setting.kinds[0], dict[str, Any](metavar=setting.said.metavar)
     said = [setting.help, f" [{setting.default_text}]" if setting.default_text else ""]
     if kind is bool:
@@ -50,7 +50,7 @@ def _groups() -> dict[str, list[click.Option]]:
         if setting.name == "optimizer_settings":
             usual = ", ".join(f"{name} {lr:g}" for name, lr in DEFAULT_LR.items())
             group.append(click.Option(["--lr"], type=float, help=f"Learning rate, short for --opt lr=RATE.  [{usual}]"))
-        group.append(_option(setting))
+        group.append(as_option(setting))
     return groups
 
 
