@@ -356,9 +356,7 @@ def _optimizer(given: Any) -> dict[str, Any]:
         return {"optimizer": given[0], "optimizer_settings": dict(given[1])}
     kind = given if isinstance(given, type) else type(given)
     name = kind.__name__.lower() if issubclass(kind, torch.optim.Optimizer) else "adam"
-    raise UsageError(
-        f'optimizer is a name or a name with settings, made anew on every node: write optimizer=("{name}", {{"lr": 0.001}})'
-    )
+    raise UsageError(f'optimizer must be a name, or a name with settings: write optimizer=("{name}", {{"lr": 0.001}})')
 
 
 def _schedule(given: Any) -> dict[str, Any]:

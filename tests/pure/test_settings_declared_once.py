@@ -187,3 +187,19 @@ def test_the_help_names_everything_there_is(name: str, asked: Any) -> None:
     known = str(refused.value).partition("known are ")[2].split(", ")
     assert len(known) > 1
     assert [each for each in known if each not in SETTINGS[name].help] == []
+
+
+#: The fields of settings files and run directories of before settings were declared like this.
+BEFORE = {
+    "model": "name settings",
+    "training": "data loss epochs steps batch_size microbatches optimizer optimizer_settings lr_schedule clip_norm seed "
+    "threads wire staleness early_stop",
+    "ring": "strategy strategy_settings nodes all_devices cuts window schedule laps route recompute rebalance",
+    "keep": "checkpoint_every detailed_steps protect notice_s stream_keep",
+}
+
+
+def test_settings_files_and_run_directories_of_before_are_still_read() -> None:
+    assert {(part, name) for part, names in BEFORE.items() for name in names.split()} <= {
+        (setting.part, setting.name) for setting in SETTINGS.values()
+    }

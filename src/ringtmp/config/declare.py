@@ -26,6 +26,7 @@ class Declaration:
     usual: str = ""  # what happens where the default is no value
     bits: bool = False  # another value gives other weights
     resume: bool | None = None  # a resumed run may change it; None: if it changes no bits
+    split: bool = False  # has a meaning only where layers are split over nodes
     option: str = ""  # the option's name, if not the field's
     variable: str = ""  # the end of its environment variable in small letters, if not the option's
     metavar: str | None = None

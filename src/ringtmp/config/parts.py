@@ -75,7 +75,7 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "How numbers travel between nodes: {choices}.", PIPELINE, choices=tuple(WIRES), bits=True)] = "float32"
     staleness: Annotated[int, Is(
         "With 1, gradients are taken at the weights one update ago, so that steps overlap.", TRAINING, least=0, most=1,
-        bits=True)] = 0
+        split=True, bits=True)] = 0
     early_stop: Annotated[int | None, Is(
         "Stop after this many epochs without a lower test loss.", TRAINING, least=1, metavar="EPOCHS",
         bits=True)] = None
@@ -92,16 +92,17 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     all_devices: Annotated[bool, Is("Use every device, even one that slows the ring down.", NODES)] = False
     cuts: Annotated[str | None, Is(
         "Layers of each visit, such as 0-2,3-5,6-7; '-' for a last visit with the loss alone.", PIPELINE,
-        usual=_PLAN)] = None
-    window: Annotated[int | None, Is("Microbatches in flight at most.", PIPELINE, least=1, usual=_PLAN)] = None
-    schedule: Annotated[Schedule, Is("Order of work in a step: {choices}.", PIPELINE)] = "1f1b"
+        split=True, usual=_PLAN)] = None
+    window: Annotated[int | None, Is(
+        "Microbatches in flight at most.", PIPELINE, split=True, least=1, usual=_PLAN)] = None
+    schedule: Annotated[Schedule, Is("Order of work in a step: {choices}.", PIPELINE, split=True)] = "1f1b"
     laps: Annotated[int, Is(
-        "Times the activations go round; every node holds that many segments.", PIPELINE, least=1)] = 1
+        "Times the activations go round; every node holds that many segments.", PIPELINE, split=True, least=1)] = 1
     route: Annotated[Shape, Is(
         "Path of the activations: ring, or v (out to the last node and back, two segments per node).",
-        PIPELINE)] = "ring"
+        PIPELINE, split=True)] = "ring"
     recompute: Annotated[Recompute, Is(
-        "Which activations to compute again instead of storing them: {choices}.", PIPELINE)] = "none"
+        "Which activations to compute again instead of storing them: {choices}.", PIPELINE, split=True)] = "none"
     rebalance: Annotated[bool, Is("Move layers when devices turn out slower or faster than planned.", NODES)] = True
 
 

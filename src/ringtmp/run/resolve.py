@@ -64,7 +64,8 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
 
 def _check_ring_only(config: RunConfig, strategy: str) -> None:
     """What has no meaning where every worker has the whole model."""
-    for name in ("cuts", "window", "laps", "route", "recompute", "schedule", "staleness"):
-        if value_of(config, name) != SETTINGS[name].default:
-            option = SETTINGS[name].option
-            raise UsageError(f"{option} goes with --strategy ring: with {strategy} every worker has the whole model")
+    for setting in SETTINGS.values():
+        if setting.said.split and value_of(config, setting.name) != setting.default:
+            raise UsageError(
+                f"{setting.option} goes with --strategy ring: with {strategy} every worker has the whole model"
+            )
