@@ -42,14 +42,12 @@ def broken():
         ("--model mine.py", "say which function makes it, as --model mine.py:build; it has build, needy, broken"),
         ("--model gone.py", "no file gone.py"),
         ("--data mine.py", "as --data mine.py:build"),
-        ("epoch.toml", "unknown setting in [training] of epoch.toml 'epoch': did you mean 'epochs'?"),
         ("--optimizer adamW", "did you mean 'adamw'?"),
         ("--stream-keep flash", "unknown stream-keep 'flash': known are disk, memory, none"),
         (
             "--schedule zerobubble",
             "unknown schedule 'zerobubble': did you mean 'zero-bubble'? known are 1f1b, gpipe,",
         ),
-        ("text.toml", "training.steps must be a whole number, not text (text.toml)"),
         ("--learning-rate 0.1", "no option --learning-rate: did you mean --lr?"),
         ("--momentum 0.9", "did you mean --opt momentum=…?"),
         ("--nodez 3", "no option --nodez: did you mean --nodes?"),
@@ -58,9 +56,7 @@ def broken():
 )
 def test_a_mistake_gets_one_sentence_that_says_what_to_do(tmp_path: Path, args: str, says: str) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "epoch.toml").write_text("[training]\nepoch = 2\n")
     (tmp_path / "run.toml").write_text("[training]\nepochs = 2\n")
-    (tmp_path / "text.toml").write_text('[training]\nsteps = "40"\n')
     done = here("train", "--nodes", "1", *args.split(), cwd=tmp_path, code=2)
     assert says in done.stderr.replace(str(tmp_path) + "/", "")
     assert len(done.stderr.strip().splitlines()) == 1
