@@ -48,7 +48,7 @@ def final_loss(model: str, optimizer: str, settings: dict[str, Any], staleness: 
     config = RunConfig(ModelPart(model, work.settings), training, RingPart(nodes=1), KeepPart(protect="off"))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            loss = start(config, None, None, None, Path(folder) / "run", Silent()).summary.test_loss
+            loss = start(config, None, None, None, run_dir=Path(folder) / "run", watcher=Silent()).summary.test_loss
         except LossNotFinite:
             return math.inf
     return loss if loss is not None and math.isfinite(loss) else math.inf

@@ -9,27 +9,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["Result", "Ring", "RingError", "Watcher", "__version__"]
+# isort: off
+from ringtmp.errors import CheckpointError, DoesNotFit, Interrupted, LinkLost, LossNotFinite, NodeFailed, NodeLost
+from ringtmp.errors import ProtocolError, RingError, UsageError, WaitTimeout
+# isort: on
 
 if TYPE_CHECKING:
     from ringtmp.api import Ring
-    from ringtmp.errors import RingError
+    from ringtmp.metrics.events import Evaluated, StepDone
     from ringtmp.run.job import Watcher
     from ringtmp.run.result import Result
+
+__version__ = "0.1.0"
+#: What is public, each described in docs/api.md. Everything else may change without notice.
+__all__ = [
+    "CheckpointError", "DoesNotFit", "Evaluated", "Interrupted", "LinkLost", "LossNotFinite", "NodeFailed", "NodeLost",
+    "ProtocolError", "Result", "Ring", "RingError", "StepDone", "UsageError", "WaitTimeout", "Watcher", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     # torch takes a second to import; `ringtmp --help` must not.
-    if name in ("Ring", "Result", "Watcher"):
-        from ringtmp.system.platforms import require_supported
+    if name not in __all__:
+        raise AttributeError(f"module 'ringtmp' has no attribute {name!r}")
+    from ringtmp.system.platforms import require_supported
 
-        require_supported()
-        from ringtmp import api
+    require_supported()
+    from ringtmp import api
+    from ringtmp.metrics import events
 
-        return getattr(api, name)
-    if name == "RingError":
-        from ringtmp.errors import RingError
-
-        return RingError
-    raise AttributeError(f"module 'ringtmp' has no attribute {name!r}")
+    return getattr(api if hasattr(api, name) else events, name)

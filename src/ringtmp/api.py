@@ -8,29 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Unpack
 
-import msgspec
 import torch
 from torch import nn
 
-from ringtmp.config import (
-    KeepPart,
-    ModelPart,
-    RingPart,
-    RunConfig,
-    TrainingPart,
-    merge_for_resume,
-    parse_schedule,
-    resolve,
-)
+from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, replaced
+from ringtmp.config.keyword_types import FitKeywords, RingKeywords
+from ringtmp.config.keywords import checked_keywords, fields, shows_settings
 from ringtmp.data import by_name
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
-from ringtmp.data.factories import call_factory, is_factory, refuse_arguments, refuse_file_alone
+from ringtmp.data.factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
-from ringtmp.launch.agent_messages import DEFAULT_PORT, SILENCE_LIMIT_S
+from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.launch.joined_devices import RemoteCrew
@@ -43,6 +35,7 @@ from ringtmp.model.layers import Model
 from ringtmp.run.inference import Inference
 from ringtmp.run.job import Job, Watcher
 from ringtmp.run.progress import OnStep, watching
+from ringtmp.run.resolve import resolve, resumed
 from ringtmp.run.result import Result
 from ringtmp.run.training_loop import EVALUATION_FACTOR, Session
 from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
@@ -57,45 +50,32 @@ Silent = Watcher  # looks on and says nothing
 
 
 class Ring:
-    """A ring of `nodes`; this process is the master.
+    """A ring of nodes; this process is the master.
 
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
-    that join with the token the watcher is shown (`ringtmp node --join ...`); one that would slow the ring is left out,
-    unless `all_devices`. With `rebalance` layers are dealt anew when devices become slower or faster. `strategy` and its
-    `settings` are those of `ringtmp strategies`; the same nodes then train in another way. `progress` is shown on a
-    terminal and in a notebook, unless it is False or `fit` has a watcher; True shows it anywhere.
+    that join with the token the watcher is shown (`ringtmp node --join ...`), as members of the ring called `ring`.
+    `progress` is shown on a terminal and in a notebook, unless it is False or `fit` has a watcher; True shows it anywhere.
+    The rest are settings of `ringtmp train`; docs/api.md lists them.
     """
 
+    @shows_settings("Ring")
     def __init__(
         self,
-        nodes: int = 3,
+        nodes: int | None = None,
         *,
-        all_devices: bool = False,
-        cuts: str | None = None,
-        window: int | None = None,
-        schedule: str = "1f1b",
-        laps: int = 1,
-        route: str = "ring",
-        recompute: str = "none",
-        rebalance: bool = True,
-        strategy: str = "ring",
-        settings: Mapping[str, Any] | None = None,
-        threads: int | None = None,
         listen: str | None = None,
         ring: str = "home",
         progress: bool | None = None,
+        **settings: Unpack[RingKeywords],
     ) -> None:
+        given = settings if nodes is None else {"nodes": nodes, **settings}
+        self._given = checked_keywords("Ring", Ring.__init__, given)
+        self._nodes: int = self._given.get("nodes", RingPart().nodes)
         self._progress = progress
-        self._part = RingPart(
-            nodes=nodes,
-            all_devices=all_devices, cuts=cuts, window=window, schedule=schedule,  # type: ignore[arg-type]
-            laps=laps, route=route, recompute=recompute, rebalance=rebalance,  # type: ignore[arg-type]
-            strategy=strategy, strategy_settings=dict(settings or {}),
-        )  # fmt: skip
-        self._threads = threads
         self._listen = listen
         self._ring = ring
 
+    @shows_settings("fit")
     def fit(
         self,
         model: Model | str,
@@ -103,54 +83,35 @@ class Ring:
         *more: Any,
         test_data: Data = None,
         loss: str | LossFunction | None = None,
-        optimizer: str | tuple[str, Mapping[str, Any]] = "adam",
-        epochs: int | None = None,
-        steps: int | None = None,
-        batch_size: int = 32,
-        microbatches: int | Literal["auto"] | None = None,
+        optimizer: str | tuple[str, Mapping[str, Any]] | None = None,
         lr_schedule: str | Mapping[str, Any] | None = None,
-        clip_norm: float | None = None,
-        seed: int = 0,
-        wire: str = "float32",
-        staleness: int = 0,
-        early_stop: int | None = None,
-        checkpoint_every: int | None = None,
-        protect: str = "auto",
-        stream_keep: str = "memory",
         run_dir: str | Path | None = None,
         watcher: Watcher | None = None,
         on_step: OnStep | None = None,
-        **mistaken: Any,
+        **settings: Unpack[FitKeywords],
     ) -> Result:
         """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window, route and schedule.
         `on_step` is called after every step with its number, from 1, and its loss."""
-        refuse_arguments(Ring.fit, mistaken, Ring.__init__)
+        given = checked_keywords("fit", Ring.fit, settings)
         if more:
             raise UsageError(
                 "give inputs and targets as one pair: fit(model, (inputs, targets), ...); the rest by name"
             )
         if isinstance(train_data, str) and test_data is not None:
             raise UsageError(f"test_data goes with data of your own: {train_data} has a test part already")
-        name, settings = _optimizer(optimizer)
-        config = RunConfig(
-            ModelPart(model if isinstance(model, str) else type(model).__name__),
-            TrainingPart(
-                data=train_data if isinstance(train_data, str) else "given", epochs=epochs, steps=steps,
-                batch_size=batch_size, microbatches=microbatches, optimizer=name, optimizer_settings=settings,
-                lr_schedule=_schedule(lr_schedule), clip_norm=clip_norm, seed=seed, wire=wire, staleness=staleness,
-                threads=self._threads, early_stop=early_stop,
-            ),
-            self._part,
-            KeepPart(
-                checkpoint_every=checkpoint_every, protect=protect, stream_keep=stream_keep,  # type: ignore[arg-type]
-            ),
-        )  # fmt: skip
-        given = None if isinstance(train_data, str) else _given(train_data, test_data, seed)
+        named = {
+            "name": model if isinstance(model, str) else type(model).__name__,
+            "data": train_data if isinstance(train_data, str) else "given",
+            "lr_schedule": _schedule(lr_schedule),
+            **_optimizer(optimizer),
+        }
+        config = resolve(replaced(RunConfig(), {**self._given, **given, **named}))
+        data = None if isinstance(train_data, str) else _given(train_data, test_data, config.training.seed)
         with watching(self._progress, watcher, on_step) as told:
-            crew = None
-            if self._listen:
-                crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, told)
-            return start(config, None if isinstance(model, str) else model, given, loss, run_dir, told, crew)
+            return start(
+                config, None if isinstance(model, str) else model, data, loss, run_dir=run_dir, watcher=told,
+                crew=self._devices(config, told),
+            )  # fmt: skip
 
     def resume(
         self,
@@ -164,38 +125,38 @@ class Ring:
         on_step: OnStep | None = None,
         **changes: Any,
     ) -> Result:
-        """Go on with a run, with the bits of one that was never stopped. Data by name is found again by itself. `model`:
-        what was trained, so that `result.model` is of its class; its weights do not matter."""
-        given = None if train_data is None else _given(train_data, test_data, _seed_of(run_dir))
-        part = self._part
-        ring = {"nodes": part.nodes, "cuts": part.cuts, "window": part.window, "rebalance": part.rebalance}
-        changed = {**ring, "schedule": self._part.schedule, **changes}
+        """Go on with a run, with the bits of one that was never stopped. Settings given to `Ring` or here take the place
+        of the run's own. Data by name is found again by itself. `model`: what was trained, so that `result.model` is of
+        its class; its weights do not matter."""
+        changed = {**self._given, **fields(changes)}
+        config = settings_of(run_dir, changed)
+        data = None if train_data is None else _given(train_data, test_data, config.training.seed)
         with watching(self._progress, watcher, on_step) as told:
-            crew = None
-            if self._listen:
-                saved = settings_of(run_dir, changed)
-                crew = remote_crew(
-                    self._listen, self._ring, saved.ring.nodes, saved.training.threads, told,
-                    notice_s=saved.keep.notice_s,
-                )  # fmt: skip
-            return resume(run_dir, changed, given, loss, told, crew, model)
+            return resume(
+                run_dir, changed, data, loss, watcher=told, crew=self._devices(config, told), model=model
+            )  # fmt: skip
 
-    def evaluate(self, run_dir: str | Path, data: Data = None) -> dict[str, Any]:
-        """Loss and scores of a run's newest checkpoint; on its own test part unless data is given."""
-        return evaluate(run_dir, data, self._part.nodes)
+    def evaluate(self, run_dir: str | Path, data: Data = None, loss: LossFunction | None = None) -> dict[str, Any]:
+        """Loss and scores of a run's newest checkpoint; on its own test part unless data is given. A loss of your own must
+        be given again."""
+        return evaluate(run_dir, data, self._nodes, loss)
 
     def predict(self, run_dir: str | Path, inputs: Any) -> Any:
         """The outputs of a run's newest checkpoint for a batch of inputs."""
-        return predict(run_dir, inputs, self._part.nodes)
+        return predict(run_dir, inputs, self._nodes)
+
+    def _devices(self, config: RunConfig, watcher: Watcher) -> Crew | None:
+        return None if self._listen is None else remote_crew(self._listen, self._ring, config, watcher)
 
 
 def start(
     config: RunConfig,
-    model: Model | None,
-    data: tuple[Source, Source | None] | None,
-    loss: str | LossFunction | None,
-    run_dir: str | Path | None,
-    watcher: Watcher,
+    model: Model | None = None,
+    data: tuple[Source, Source | None] | None = None,
+    loss: str | LossFunction | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    watcher: Watcher | None = None,
     crew: Crew | None = None,
 ) -> Result:
     """A new run. Without `model` and `data` they come from their names in the settings."""
@@ -211,10 +172,11 @@ def start(
 
 def resume(
     run_dir: str | Path,
-    changes: dict[str, Any],
-    data: tuple[Source, Source | None] | None,
-    loss: LossFunction | None,
-    watcher: Watcher,
+    changes: Mapping[str, Any],
+    data: tuple[Source, Source | None] | None = None,
+    loss: LossFunction | None = None,
+    *,
+    watcher: Watcher | None = None,
     crew: Crew | None = None,
     model: Model | None = None,
 ) -> Result:
@@ -223,32 +185,28 @@ def resume(
     saved = run.read_config()
     config = settings_of(run_dir, changes)
     train, test = data or _named_again(config)
-    if loss is None and saved.loss == "callable":
-        raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
-    function = loss or loss_named(saved.loss)
-    unwritten = _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
+    job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
+    unwritten = _train(job, watcher, crew)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 
 
-def settings_of(run_dir: str | Path, changes: dict[str, Any]) -> RunConfig:
+def settings_of(run_dir: str | Path, changes: Mapping[str, Any]) -> RunConfig:
     """What a run goes on with: its own settings, but for the changes."""
-    return resolve(merge_for_resume(RunDirectory(Path(run_dir)).read_config().config, changes))
+    return resumed(RunDirectory(Path(run_dir)).read_config().config, changes)
 
 
 def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | None = None) -> dict[str, Any]:
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     if data is None or isinstance(data, str):
-        part = msgspec.structs.replace(saved.config.training, data=data or saved.config.training.data)
-        train, test = _named_again(msgspec.structs.replace(saved.config, training=part))
+        train, test = _named_again(replaced(saved.config, {"data": data} if data else {}))
         source = test or train
     else:
         source = from_python(data, seed=saved.config.training.seed)
-    if loss is None and saved.loss == "callable":
-        raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
+    function = loss or _loss_again(run, saved.loss)
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
-    with _inference(run, saved.config, nodes, loss or loss_named(saved.loss)) as ring:
+    with _inference(run, saved.config, nodes, function) as ring:
         batches = evaluation_batches(
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
         )
@@ -281,25 +239,18 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
 
 
 def remote_crew(
-    listen: str,
-    ring: str,
-    nodes: int,
-    threads: int | None,
-    watcher: Watcher,
-    start_with: int | None = None,
-    wait_s: float = 0.0,
-    notice_s: float = SILENCE_LIMIT_S,
+    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0
 ) -> Crew:
     """Devices that join this machine's ring over the network."""
+    nodes = config.ring.nodes
     if nodes == 1:
-        raise UsageError("--listen with --nodes 1 has nobody to listen for: leave one of them out")
+        raise UsageError("--listen with --nodes 1 leaves no device to wait for: leave one of them out")
     if start_with is not None and not 2 <= start_with <= nodes:
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
-    name = checked_name("ring", ring)
     return RemoteCrew(
-        Rings(), name, host, port, nodes=nodes, threads=threads, phase=watcher.phase, tell=watcher.tell,
-        start_with=start_with, wait_s=wait_s, notice_s=notice_s,
+        Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
+        tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
     )  # fmt: skip
 
 
@@ -333,7 +284,7 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
     return by_name.load(config.training.data, config.training.seed, config.model.settings)
 
 
-def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
+def _train(job: Job, watcher: Watcher | None, crew: Crew | None) -> list[events.Event]:
     """To the end; returns what could not be written of the record."""
     require_files(job.config.ring.nodes)
     if crew is None:
@@ -344,7 +295,7 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
         else:
             crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
     with left_alone(), interruptible() as interruption:
-        session = Session(job, crew, watcher, interruption)
+        session = Session(job, crew, watcher or Watcher(), interruption)
         session.train()
     return session.unwritten
 
@@ -394,21 +345,16 @@ def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
     return from_python(train, seed=seed), None if test is None else from_python(test, seed=seed)
 
 
-def _seed_of(run_dir: str | Path) -> int:
-    return RunDirectory(Path(run_dir)).read_config().config.training.seed
-
-
-def _optimizer(given: Any) -> tuple[str, dict[str, Any]]:
-    if isinstance(given, str):
-        return given, {}
+def _optimizer(given: Any) -> dict[str, Any]:
+    """By the names of the settings' fields."""
+    if given is None or isinstance(given, str):
+        return {"optimizer": given} if given else {}
     pair = isinstance(given, tuple | list) and len(given) == 2
     if pair and isinstance(given[0], str) and isinstance(given[1], Mapping):
-        return given[0], dict(given[1])
+        return {"optimizer": given[0], "optimizer_settings": dict(given[1])}
     kind = given if isinstance(given, type) else type(given)
     name = kind.__name__.lower() if issubclass(kind, torch.optim.Optimizer) else "adam"
-    raise UsageError(
-        f'optimizer is a name or a name with settings, made anew on every node: write optimizer=("{name}", {{"lr": 0.001}})'
-    )
+    raise UsageError(f'optimizer must be a name, or a name with settings: write optimizer=("{name}", {{"lr": 0.001}})')
 
 
 def _schedule(given: Any) -> dict[str, Any]:
@@ -424,6 +370,12 @@ def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction,
         return loss, "callable"
     name = loss or train.loss
     return loss_named(name), name
+
+
+def _loss_again(run: RunDirectory, name: str) -> LossFunction:
+    if name == "callable":
+        raise UsageError(f"the run {run.path} was trained with a loss of your own: give it again")
+    return loss_named(name)
 
 
 def _select(inputs: Any, index: torch.Tensor) -> Any:

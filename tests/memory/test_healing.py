@@ -79,7 +79,7 @@ def run(
         keep=keep or KeepPart(checkpoint_every=4),
     )
     data = data or (tensors("t", *blobs()), tensors("t", *blobs(30)))
-    return api.start(config, stack(), data, None, folder, watcher or api.Silent(), crew)
+    return api.start(config, stack(), data, None, run_dir=folder, watcher=watcher or api.Silent(), crew=crew)
 
 
 class Departing(MemoryCrew):

@@ -102,7 +102,7 @@ def test_with_nothing_kept_the_run_goes_on_with_the_next_batch_and_says_what_it_
     (stray,) = [each for each in events.read(tmp_path / "run/events.jsonl") if isinstance(each, events.StreamStrayed)]
     assert (stray.step, stray.skipped) == (healed.step, summary.skipped_samples)
     again = (from_python(one_pass()), None)
-    more = api.resume(tmp_path / "run", {"steps": STEPS + 1}, again, None, api.Silent(), MemoryCrew(4))
+    more = api.resume(tmp_path / "run", {"steps": STEPS + 1}, again, None, watcher=api.Silent(), crew=MemoryCrew(4))
     assert (more.summary.skipped_samples, more.summary.exactness) == (summary.skipped_samples, "stream")
 
 
@@ -185,7 +185,7 @@ def test_a_resumed_master_finds_the_batches_it_left_on_disk(tmp_path: Path, expe
     assert (tmp_path / "run/stream").stat().st_mode & 0o777 == 0o700
     # What the stream gave for the first nine steps is gone, as at a sensor; the files have what is needed of it.
     source = from_python(one_pass(first=9))
-    resumed = api.resume(tmp_path / "run", {}, (source, None), None, api.Silent(), MemoryCrew(4))
+    resumed = api.resume(tmp_path / "run", {}, (source, None), None, watcher=api.Silent(), crew=MemoryCrew(4))
     assert resumed.summary.weights_sha256 == expected
     assert any("gives other batches than before" in text for text in resumed.summary.warnings)
     assert not (tmp_path / "run/stream").exists()

@@ -202,7 +202,7 @@ def test_frozen_parameters_keep_their_bits_whatever_the_strategy(strategy: str, 
     config = settings(nodes, optimizer="adamw", steps=3)
     config = msgspec.structs.replace(config, ring=msgspec.structs.replace(config.ring, strategy=strategy))
     data = tensors("t", *blobs()), None
-    result = api.start(config, model, data, None, tmp_path / "run", Watcher(), MemoryCrew(nodes))
+    result = api.start(config, model, data, None, run_dir=tmp_path / "run", watcher=Watcher(), crew=MemoryCrew(nodes))
     trained, given = result.model.state_dict(), model.state_dict()
     same = {name for name in given if trained[name].equal(given[name])}
     assert same == {"0.weight", "0.bias", "2.weight", "2.bias"}

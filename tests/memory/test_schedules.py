@@ -16,7 +16,7 @@ from torch import nn
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
 from ringtmp.api import Interruption, Ring, Silent, start
-from ringtmp.config import KeepPart, RingPart, resolve
+from ringtmp.config import KeepPart, RingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import Interrupted, UsageError
@@ -24,6 +24,7 @@ from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
 from ringtmp.run.job import Job
+from ringtmp.run.resolve import resolve
 from ringtmp.run.training_loop import Session
 from ringtmp.runtime.losses import cross_entropy, loss_named, next_byte
 from ringtmp.runtime.run_directory import RunDirectory
@@ -162,7 +163,7 @@ def test_an_interrupted_delayed_run_finishes_the_steps_it_has_begun(tmp_path: Pa
 def run_on(folder: Path, model: nn.Module, ring: RingPart, **training: Any) -> Any:
     config = msgspec.structs.replace(settings(steps=5, **training), ring=ring)
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    return start(config, model, data, None, folder, Silent(), MemoryCrew(ring.nodes)).summary
+    return start(config, model, data, None, run_dir=folder, watcher=Silent(), crew=MemoryCrew(ring.nodes)).summary
 
 
 def test_a_run_takes_its_route_and_what_to_recompute_from_the_settings(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_a_run_takes_its_route_and_what_to_recompute_from_the_settings(tmp_path:
 @pytest.mark.parametrize(
     ("training", "ring", "message"),
     [
-        ({"staleness": 2}, {}, "--staleness 2 is not supported: use 0 or 1"),
+        ({"staleness": 2}, {}, "--staleness 2 must be 0 or 1"),
         ({}, {"laps": 0}, "--laps 0 must be at least 1"),
         ({}, {"laps": 2, "route": "v"}, "--route v goes out and back once"),
         ({}, {"nodes": 3, "laps": 2}, "a route of 7 visits needs at least 7 layers; the model has 6"),

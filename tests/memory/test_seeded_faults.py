@@ -23,12 +23,13 @@ import torch
 from torch import nn
 
 from ringtmp import api
-from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart, resolve
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import RingError
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.run.job import Job
+from ringtmp.run.resolve import resolve
 from ringtmp.run.training_loop import Session
 from ringtmp.runtime import snapshot_schedule
 from ringtmp.runtime.endpoint import Endpoint
@@ -216,7 +217,7 @@ class Base:
             nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 5), nn.Linear(5, 3)
         )  # fmt: skip
         self.data = tensors("t", torch.randn(24, 4), torch.arange(24) % 3), None
-        api.start(config, model, self.data, None, folder / "base", api.Silent(), MemoryCrew(1))
+        api.start(config, model, self.data, None, run_dir=folder / "base", watcher=api.Silent(), crew=MemoryCrew(1))
         for step in (folder / "base" / "checkpoints").glob("step-*1"):
             shutil.rmtree(step)  # back to step 0
         self.digest = self.run("calm", MemoryCrew(3, memory_bytes=MEMORY_BYTES)).summary.weights_sha256

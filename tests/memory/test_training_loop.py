@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from oracle import plain_loop, state_sha256
 from ringtmp import Ring, api
 from ringtmp.api import Interruption, Silent, start
-from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart, resolve
+from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
@@ -26,6 +26,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
 from ringtmp.run.job import Job
+from ringtmp.run.resolve import resolve
 from ringtmp.run.training_loop import Session
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.losses import cross_entropy, loss_named
@@ -63,14 +64,13 @@ def train(
 ) -> api.Result:
     inputs, labels = blobs()
     data = data or (tensors("t", inputs, labels), tensors("t", *blobs(30)))
-    return start(
-        settings(nodes, **training), model or stack(), data, None, folder, watcher or Silent(), MemoryCrew(nodes)
-    )
+    config, watcher = settings(nodes, **training), watcher or Silent()
+    return start(config, model or stack(), data, None, run_dir=folder, watcher=watcher, crew=MemoryCrew(nodes))
 
 
 def resume(folder: Path, nodes: int, **changes: Any) -> api.Result:
     data = (tensors("t", *blobs()), tensors("t", *blobs(30)))
-    return api.resume(folder, {"nodes": nodes, **changes}, data, None, Silent(), MemoryCrew(nodes))
+    return api.resume(folder, {"nodes": nodes, **changes}, data, None, watcher=Silent(), crew=MemoryCrew(nodes))
 
 
 def test_a_run_equals_a_plain_loop_and_its_model_loads_in_plain_pytorch(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
             said.append(text)
 
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    result = api.resume(tmp_path / "run", {"steps": 9, "nodes": 2}, data, None, Listener(), MemoryCrew(2))
+    result = api.resume(tmp_path / "run", {"steps": 9, "nodes": 2}, data, None, watcher=Listener(), crew=MemoryCrew(2))
     assert "step-00000006" in said[0]
     assert "going back to step 3" in said[0]
     assert result.summary.weights_sha256 == whole.summary.weights_sha256
@@ -295,7 +295,7 @@ def test_neither_inputs_nor_labels_nor_logit_gradients_leave_the_master(tmp_path
 
     data = tensors("t", inputs, labels)
     crew = MemoryCrew(3, wrap=lambda transport: Tapped(transport, listen))
-    start(settings(3, steps=8), stack(), (data, None), loss, tmp_path / "run", Silent(), crew)
+    start(settings(3, steps=8), stack(), (data, None), loss, run_dir=tmp_path / "run", watcher=Silent(), crew=crew)
     assert len(secrets) >= 8 * 12
     secrets += [row.numpy().tobytes() for row in inputs]
     secrets += [label.numpy().tobytes() for label in labels[1::2]]
@@ -315,7 +315,7 @@ def test_a_loss_only_tail_is_possible_and_warned_of(tmp_path: Path) -> None:
         training=settings(steps=3).training, ring=RingPart(nodes=2, cuts="0-1,2-5,-"), keep=KeepPart(checkpoint_every=3)
     )
     data = (tensors("t", *blobs()), None)
-    result = start(config, stack(), data, None, tmp_path / "run", Listener(), MemoryCrew(2))
+    result = start(config, stack(), data, None, run_dir=tmp_path / "run", watcher=Listener(), crew=MemoryCrew(2))
     assert "labels, leave the master" in said[0]
     assert result.summary.weights_sha256 == train(tmp_path / "other", 1, steps=3).summary.weights_sha256
 
@@ -370,7 +370,7 @@ def test_the_config_of_a_run_is_complete(tmp_path: Path) -> None:
         ({"steps": 3, "epochs": 3}, "not both"),
         ({"clip_norm": -1.0}, "--clip-norm -1.0"),
         ({"batch_size": 100}, "batch size 100 is above the 60"),
-        ({"wire": "int7"}, "unknown wire format"),
+        ({"wire": "int7"}, "unknown wire"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -389,12 +389,12 @@ def test_labels_beyond_the_models_outputs_are_refused(tmp_path: Path) -> None:
 
 def test_a_model_by_name_follows_the_data(tmp_path: Path) -> None:
     config = RunConfig(ModelPart("mlp", {"width": 8, "depth": 2}), TrainingPart(steps=2), RingPart(nodes=2))
-    result = start(config, None, None, None, tmp_path / "run", Silent(), MemoryCrew(2))
+    result = start(config, None, None, None, run_dir=tmp_path / "run", watcher=Silent(), crew=MemoryCrew(2))
     assert next(tuple(p.shape) for p in result.model.parameters()) == (8, 64)
     with pytest.raises(UsageError, match="unknown setting of mlp 'widht': did you mean 'width'"):
-        start(RunConfig(ModelPart("mlp", {"widht": 8})), None, None, None, tmp_path / "x", Silent())
+        start(RunConfig(ModelPart("mlp", {"widht": 8})), None, None, None, run_dir=tmp_path / "x", watcher=Silent())
     with pytest.raises(UsageError, match="unknown model 'mpl': did you mean 'mlp'"):
-        start(RunConfig(ModelPart("mpl")), None, None, None, tmp_path / "x", Silent())
+        start(RunConfig(ModelPart("mpl")), None, None, None, run_dir=tmp_path / "x", watcher=Silent())
 
 
 def test_a_node_released_in_mid_run_changes_no_bit(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_node_released_in_mid_run_changes_no_bit(tmp_path: Path) -> None:
                 crew.release(1)
 
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    result = start(settings(4, steps=9), stack(), data, None, tmp_path / "run", Releases(), crew)
+    result = start(settings(4, steps=9), stack(), data, None, run_dir=tmp_path / "run", watcher=Releases(), crew=crew)
     assert result.summary.weights_sha256 == whole.summary.weights_sha256
     assert [(each.generation, each.nodes) for each in result.summary.recoveries] == [(2, 3), (3, 2)]
     assert result.summary.nodes == 2

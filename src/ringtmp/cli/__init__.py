@@ -17,18 +17,18 @@ from ringtmp.untrusted import printable
 
 _VERBS = {
     "train": "Train a model on a ring.",
-    "plan": "What a run would do, before it does it.",
+    "plan": "Show what a run would do, without starting it.",
     "node": "Lend this device to a ring.",
-    "ring": "Tokens and members of your rings.",
-    "lab": "Emulated devices on this machine.",
-    "bench": "Measure: the ring against the others, in one run.",
-    "evaluate": "Loss and accuracy of a run's newest checkpoint.",
-    "predict": "A run's outputs for inputs from a file.",
-    "report": "A page with the pictures of a run.",
+    "ring": "Manage the tokens and devices of your rings.",
+    "lab": "Run a ring on emulated devices on this machine.",
+    "bench": "Measure the ring against other ways to train.",
+    "evaluate": "Print the loss and accuracy of a run's newest checkpoint.",
+    "predict": "Predict from a file with a run's newest checkpoint.",
+    "report": "Write a page with charts of a run.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",
-    "strategies": "The ways to train, with their settings.",
-    "doctor": "Find out what stands in the way.",
-    "env": "What to put in a bug report.",
+    "strategies": "List the ways to train and their settings.",
+    "doctor": "Check whether this device is ready for a ring.",
+    "env": "Print what a bug report needs.",
 }
 
 

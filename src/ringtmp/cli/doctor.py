@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from ringtmp.launch.doctor import Finding
 
 
-@click.command("doctor", short_help="Find out what stands in the way.")
-@click.option("--join", metavar="TOKEN|-|@FILE", help="Try the way to a master, too (or RINGTMP_TOKEN).")
-@click.option("--listen", metavar="ADDRESS[:PORT]", help="Where a master is to listen here.  [the way out, port 47100]")
+@click.command("doctor")
+@click.option("--join", metavar="TOKEN|-|@FILE", help="Also try to reach the master of this token (or RINGTMP_TOKEN).")
+@click.option(
+    "--listen", metavar="ADDRESS[:PORT]", help="Where a master would listen.  [the default route, port 47100]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(join: str | None, listen: str | None, as_json: bool) -> None:
-    """Look at this device as a ring will see it; with --join, at the way to a master as well.
+    """Check this device as a ring would see it and, with --join, the connection to a master.
 
-    Changes nothing, joins nothing, uses no token up. Exit code 1 if something fails, else 0.
+    Changes nothing, joins nothing and uses up no token. The exit code is 1 if a check fails, otherwise 0.
     """
     import msgspec
 

@@ -27,10 +27,10 @@ class Environment(msgspec.Struct, frozen=True):
     rings: int
 
 
-@click.command("env", short_help="What to put in a bug report.")
+@click.command("env")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
-    """Print versions and what this machine is. No keys, no tokens, no addresses: safe to publish."""
+    """Print versions and facts about this machine. Contains no keys, tokens or addresses: safe to publish."""
     found = look()
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())

@@ -7,17 +7,17 @@ from pathlib import Path
 import click
 
 
-@click.command("evaluate", short_help="Loss and accuracy of a run's newest checkpoint.")
+@click.command("evaluate")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--data", help="Other data than the run's own test part.")
-@click.option("--nodes", type=int, default=1, show_default=True, help="Members of the ring that evaluates.")
+@click.option("--data", help="Data to use instead of the run's own test part.")
+@click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes that evaluate.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
-    """Evaluate the newest checkpoint of RUN on its test part, in a pipelined forward pass."""
-    from ringtmp.system.resources import load_torch
+    """Print the loss and accuracy of the newest checkpoint of RUN on its test part."""
+    from ringtmp.system.resources import loading
 
-    load_torch()
-    from ringtmp import api
+    with loading(nothing_started=True):
+        from ringtmp import api
     from ringtmp.cli import show
 
     score = api.evaluate(run, data, nodes)

@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from ringtmp.lab.machine_shares import Share
 
 
-@click.command("lab", short_help="Emulated devices on this machine.")
+@click.command("lab")
 @click.option(
     "--devices", "file", type=click.Path(path_type=Path), required=True, metavar="FILE.toml",
-    help="One [[device]] table each, the master first.",
+    help="The devices, one [[device]] table each, the master first.",
 )  # fmt: skip
 @click.option(
     "--scale", is_flag=True, allow_from_autoenv=False,
-    help="If the devices want more than this machine has, slow every CPU and link by one factor.",
+    help="If the devices need more than this machine has, slow down every CPU and link by the same factor.",
 )  # fmt: skip
 @click.option(
     "--no-isolation", is_flag=True,
-    help="Plain processes on 127.0.0.1, without root: nodes slow their own links, CPU and memory are not limited.",
+    help="Use plain processes on 127.0.0.1, without root: links are slowed down, CPU and memory are not limited.",
 )  # fmt: skip
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train … | exec -- COMMAND…")
 def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...]) -> None:
-    """Train on emulated devices: each has its own network stack, link rate, CPU share and memory cap.
+    """Train on emulated devices, each with its own network, link rate, CPU share and memory limit.
 
     \b
     ringtmp lab --devices five.toml -- train --model mlp --steps 100
-    ringtmp lab exec --devices five.toml -- COMMAND…    once in every device, output behind the device's name
+    ringtmp lab exec --devices five.toml -- COMMAND…    once on every device, output after the device's name
 
-    Inside run the real commands. The master's output is passed on as it is, and its exit code is the lab's. Needs root on
-    Linux, but for --no-isolation. A command finds RINGTMP_DEVICE, RINGTMP_ADDRESS and RINGTMP_PEERS (name=address …) in
+    The devices run the real commands. The lab passes on the master's output and exits with its exit code. It needs root on
+    Linux, except with --no-isolation. A command has RINGTMP_DEVICE, RINGTMP_ADDRESS and RINGTMP_PEERS (name=address …) in
     its environment.
     """
     from ringtmp.lab import devices_file as devices_file

@@ -7,24 +7,22 @@ import sys
 import click
 
 
-@click.command("node", short_help="Lend this device to a ring.")
+@click.command("node")
 @click.option("--join", metavar="TOKEN|-|@FILE", help="The token the master printed (or RINGTMP_TOKEN).")
-@click.option("--name", help="What to be called: 1 to 32 of a-z, 0-9 and '-'.  [the host's name]")
-@click.option(
-    "--listen", metavar="ADDRESS", help="The address neighbours reach this device at.  [the one towards the master]"
-)
+@click.option("--name", help="Name of this device: 1 to 32 of a-z, 0-9 and '-'.  [the host name]")
+@click.option("--listen", metavar="ADDRESS", help="Address for neighbours.  [the one that reaches the master]")
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Lend at most N cores.  [all]")
 @click.option(
-    "--memory", "memory_mb", type=click.IntRange(1), metavar="MB", help="Lend at most this much.  [what is free]"
+    "--memory", "memory_mb", type=click.IntRange(1), metavar="MB", help="Lend at most MB MiB.  [all free memory]"
 )
-@click.option("--once", is_flag=True, help="Serve one run, then end.")
+@click.option("--once", is_flag=True, help="Serve one run, then exit.")
 def command(
     join: str | None, name: str | None, listen: str | None, threads: int | None, memory_mb: int | None, once: bool
 ) -> None:
     """Join a ring and serve its runs until Ctrl-C.
 
-    Needs no settings, no copy of the model, no data. This device's key pair is made on first use and kept in the config
-    directory (~/.config/ringtmp, or RINGTMP_CONFIG).
+    Needs no settings, no copy of the model and no data. The key pair of this device is made on first use and kept in
+    ~/.config/ringtmp, or in RINGTMP_CONFIG.
     """
     import msgspec
 

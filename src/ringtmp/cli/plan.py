@@ -19,51 +19,48 @@ if TYPE_CHECKING:
     from ringtmp.run.measure_model import Work
 
 
-@click.command("plan", cls=RunCommand, short_help="What a run would do, before it does it.")
 @run_options
+@click.command("plan", cls=RunCommand)
 @click.option(
     "--devices", "file", type=click.Path(path_type=Path), metavar="FILE.toml",
-    help="One [[device]] table each, the master first.  [processes on this machine]",
+    help="The devices, one [[device]] table each, the master first.  [processes on this machine]",
 )  # fmt: skip
 @click.option(
     "--compare", metavar="WAY,WAY…",
-    help="Other ways beside it: ps:bsp, ps:async, ps:ssp:3 (each with :K servers or :workers), allreduce:ring, allreduce:tree.",
+    help="Other ways to train to put beside it: ps:bsp, ps:async, ps:ssp:3 (each with :K servers or :workers), "
+    "allreduce:ring, allreduce:tree.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
-@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw one step of every node.")
-@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw one step of every node here.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, file: Path | None, compare: str | None, as_json: bool, svg: Path | None,
     quiet: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Who would hold what, how fast, with how much memory and energy; what limits it and what would help.
+    """Show which node would hold what, how fast the ring would be, how much memory and energy it would take, what limits
+    it and what would help. Nothing is started.
 
     Takes the options of train, with --strategy ring; --compare puts other ways to train beside it. Layers are measured on
-    this machine (a few seconds, kept in ~/.cache/ringtmp/profile); the devices are those of a file as for the lab, or
-    processes on this machine. Nothing is started.
+    this machine, which takes a few seconds once (kept in ~/.cache/ringtmp/profile). The devices come from a file, as for
+    the lab, or are processes on this machine.
     """
     chosen = flags(given)
     settings = build(config, chosen)
 
-    from ringtmp.system.resources import load_torch
+    from ringtmp.system.resources import loading
 
-    load_torch()
-    from ringtmp import api
+    with loading(nothing_started=True):
+        from ringtmp import api
     from ringtmp.cli import plan_show, show
-    from ringtmp.config import resolve
     from ringtmp.data import by_name
     from ringtmp.model.profile import ProfileCache
-    from ringtmp.report.step_drawing import svg as draw
     from ringtmp.run import measure_model
+    from ringtmp.run.resolve import resolve
     from ringtmp.strategies import compare as ways
     from ringtmp.system.resources import rss_bytes
 
     settings = resolve(settings)
-    if settings.ring.strategy != "ring":
-        raise UsageError(
-            f"plan lays out a ring, not --strategy {settings.ring.strategy}: leave it out, and put other ways to train "
-            "beside the ring with --compare ring,ps:bsp"
-        )
+    _refuse_other_strategies(settings)
     threads = settings.training.threads or 1
     devices = _devices(file, chosen.get("nodes"), settings.ring.nodes, threads)
     counted_bytes = rss_bytes() if file is None else 0
@@ -84,25 +81,31 @@ def command(
         others = [ways.compare(name, work.layers, members, made.options) for name in names if name != "ring"]
         watcher.phase("trying what would help")
         page = plan_show.page(
-            made,
-            devices,
-            file is not None,
-            others,
-            work.steps_per_epoch,
-            settings.model.name,
-            train.name,
-            everyone,
-        )
+            made, devices, file is not None, others, work.steps_per_epoch, settings.model.name, train.name, everyone,
+        )  # fmt: skip
     if svg is not None:
-        title = f"{settings.model.name} on {train.name}: {plan_show.headline(made)}"
-        try:
-            svg.write_text(draw(made.simulated.nodes, made.simulated.spans, made.step_s, title))
-        except OSError as error:
-            raise UsageError(f"the picture {svg} cannot be written: {error.strerror}") from error
+        _draw(made, f"{settings.model.name} on {train.name}: {plan_show.headline(made)}", svg)
     if as_json:
         show.print_json(page)
     else:
         plan_show.print_page(page, sys.stdout)
+
+
+def _refuse_other_strategies(settings: RunConfig) -> None:
+    if settings.ring.strategy != "ring":
+        raise UsageError(
+            f"plan lays out a ring, not --strategy {settings.ring.strategy}: leave it out, and put other ways to train "
+            "beside the ring with --compare ring,ps:bsp"
+        )
+
+
+def _draw(made: Plan, title: str, file: Path) -> None:
+    from ringtmp.report.step_drawing import svg
+
+    try:
+        file.write_text(svg(made.simulated.nodes, made.simulated.spans, made.step_s, title))
+    except OSError as error:
+        raise UsageError(f"the picture {file} cannot be written: {error.strerror}") from error
 
 
 def _with_all(settings: RunConfig, work: Work, devices: tuple[Device, ...], made: Plan) -> Plan | None:

@@ -10,24 +10,23 @@ import click
 from ringtmp.errors import UsageError
 
 
-@click.command("predict", short_help="A run's outputs for inputs from a file.")
+@click.command("predict")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("inputs", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Write the outputs here (.npy).  [print the classes]")
-@click.option("--nodes", type=int, default=1, show_default=True, help="Members of the ring that predicts.")
+@click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes that predict.")
 def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
     """Predict from the newest checkpoint of RUN.
 
     INPUTS is a .npy file, or a .npz file with an array called inputs; its first dimension counts samples. Prints the
-    number of the largest output of every sample, one per line, or writes all outputs to --out.
+    number of the largest output for every sample, one per line, or writes all outputs to --out.
     """
-    from ringtmp.system.resources import load_torch
+    from ringtmp.system.resources import loading
 
-    load_torch()
+    with loading(nothing_started=True):
+        from ringtmp import api
     import numpy as np
     import torch
-
-    from ringtmp import api
 
     array = _read(inputs)
     tensor = torch.from_numpy(np.ascontiguousarray(array))

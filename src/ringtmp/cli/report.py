@@ -9,14 +9,14 @@ import click
 from ringtmp.errors import UsageError
 
 
-@click.command("report", short_help="A page with the pictures of a run.")
+@click.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="A folder. [RUN/report]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write it to.  [RUN/report]")
 def command(run: Path, out: Path | None) -> None:
-    """Write report.html for RUN: loss over steps, seconds, bytes and joules, idle time by cause, one step as a Gantt,
-    bytes, memory and energy by node. One file that needs no network; figures and their numbers lie beside it.
+    """Write report.html for RUN: loss by steps, seconds, bytes and joules, idle time by cause, one step as a Gantt chart,
+    and bytes, memory and energy by node. It is one file that needs no network; figures and their numbers lie beside it.
 
-    Also while it is still running, and after it has failed: it shows what is there.
+    Also works while a run is going on and after it has failed: it shows what has been recorded.
     """
     from ringtmp.metrics.events import read
     from ringtmp.report import figures

@@ -6,19 +6,21 @@ import click
 
 from ringtmp.errors import UsageError
 
+_RING = click.option("--ring", default="home", show_default=True, help="Name of the ring.")
 
-@click.group("ring", short_help="Tokens and members of your rings.")
+
+@click.group("ring")
 def command() -> None:
-    """Tokens and members of the rings this machine is master of."""
+    """Manage the tokens and devices of the rings that have this machine as master."""
 
 
 @command.command()
-@click.option("--ring", default="home", show_default=True)
+@_RING
 @click.option(
     "--uses", default=1, show_default=True, type=click.IntRange(1, 1000), help="How many devices may join with it."
 )
 def token(ring: str, uses: int) -> None:
-    """Print a fresh token, good for an hour. The master must be waiting (ringtmp train --listen) when it is used."""
+    """Print a new token that is valid for an hour. The master must be waiting (ringtmp train --listen) when it is used."""
     from ringtmp.launch import join_token as tokens
     from ringtmp.launch.key_store import Rings
 
@@ -30,9 +32,9 @@ def token(ring: str, uses: int) -> None:
 
 
 @command.command("list")
-@click.option("--ring", help="One ring only.")
+@click.option("--ring", help="List only this ring.")
 def list_(ring: str | None) -> None:
-    """List rings and their admitted devices."""
+    """List the rings and the devices admitted to them."""
     from ringtmp.launch.key_store import Rings
 
     rings = Rings()
@@ -47,9 +49,9 @@ def list_(ring: str | None) -> None:
 
 @command.command()
 @click.argument("node")
-@click.option("--ring", default="home", show_default=True)
+@_RING
 def release(node: str, ring: str) -> None:
-    """Take NODE (a name or key) out of the run under way, at the end of its step. It stays admitted."""
+    """Take NODE (a name or key) out of the current run at the end of a step. It stays admitted."""
     from ringtmp.launch.key_store import Rings
 
     found = Rings().release(ring, node)
@@ -58,9 +60,9 @@ def release(node: str, ring: str) -> None:
 
 @command.command()
 @click.argument("node")
-@click.option("--ring", default="home", show_default=True)
+@_RING
 def revoke(node: str, ring: str) -> None:
-    """Shut NODE (a name or key) out for good. A run it is part of notices within a second."""
+    """Shut NODE (a name or key) out for good. A run that it is part of notices within a second."""
     from ringtmp.launch.key_store import Rings
 
     found = Rings().revoke(ring, node)

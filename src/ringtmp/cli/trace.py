@@ -9,13 +9,13 @@ import click
 from ringtmp.errors import UsageError
 
 
-@click.command("trace", short_help="Write a run's timeline for Perfetto or Chrome.")
+@click.command("trace")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="[RUN/trace.json]")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write it to.  [RUN/trace.json]")
 def command(run: Path, out: Path | None) -> None:
-    """Write the timeline of RUN: per node, lanes for compute, send and receive. Open it in https://ui.perfetto.dev.
+    """Write the timeline of RUN, with lanes for compute, send and receive of each node. Open it in https://ui.perfetto.dev.
 
-    Every span is recorded in the first 32 steps and in every hundredth step after.
+    Every span is recorded in the first 32 steps and in every hundredth step after them.
     """
     import msgspec
 

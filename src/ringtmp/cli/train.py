@@ -13,70 +13,58 @@ from ringtmp.cli.settings import build
 from ringtmp.errors import UsageError
 
 
-@click.command("train", cls=RunCommand, short_help="Train a model on a ring.")
 @run_options
+@click.command("train", cls=RunCommand)
 @click.option("--listen", metavar="ADDRESS[:PORT]", help="Wait for devices here instead of starting processes.")
 @click.option(
-    "--ring", "ring_name", default="home", show_default=True, help="The ring the devices join (with --listen)."
+    "--ring", "ring_name", default="home", show_default=True, help="Name of the ring that devices join (with --listen)."
 )
 @click.option(
-    "--start-with",
-    type=int,
-    metavar="K",
-    help="Start with K nodes if no more come within --wait; all or none if K is --nodes.",
+    "--start-with", type=int, metavar="K", help="Start with K nodes if the others do not come within --wait seconds."
 )
 @click.option(
-    "--wait", "wait_s", type=float, default=60.0, show_default=True, metavar="S", help="Seconds --start-with waits."
+    "--wait", "wait_s", type=float, default=60.0, show_default=True, metavar="S", help="How long --start-with waits."
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the run.  [runs/TIME]")
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in DIR, with the same bits."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
-@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
     ring_name: str, start_with: int | None, wait_s: float, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
-    Without any option: the bundled digits on a ring of three, done within seconds. Settings may also come from a TOML
-    file (CONFIG, with sections model, training, ring, keep) and from the environment (RINGTMP_TRAIN_NODES=4); flags win.
+    Without options it trains on the bundled digits with three nodes and is done within seconds. Settings may also come
+    from a TOML file (CONFIG, with the sections model, training, ring and keep) and from the environment, such as
+    RINGTMP_TRAIN_NODES=4. Options win over the environment, and the environment wins over the file.
     """
     chosen = flags(given)
     if resume is not None and (run_dir is not None or config is not None):
-        raise UsageError("--resume goes with neither --run-dir nor a settings file: the run has its own")
+        raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
+    if start_with is not None and listen is None:
+        raise UsageError("--start-with goes with --listen: processes on this machine all start")
     settings = build(config, chosen)
 
-    from ringtmp.system.resources import load_torch
+    from ringtmp.system.resources import loading
 
-    load_torch()
-    from ringtmp import api
+    with loading(nothing_started=True):
+        from ringtmp import api
     from ringtmp.cli import show
 
     if resume is not None:
-        settings = api.settings_of(resume, _changes(chosen))
+        settings = api.settings_of(resume, chosen)
     with show.watcher(quiet) as watcher:
         crew = None
         if listen is not None:
-            nodes, threads = settings.ring.nodes, settings.training.threads
-            notice_s = settings.keep.notice_s
-            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s, notice_s)
-        elif start_with is not None:
-            raise UsageError("--start-with goes with --listen: processes on this machine all come")
+            crew = api.remote_crew(listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s)
         if resume is not None:
-            result = api.resume(resume, _changes(chosen), None, None, watcher, crew)
+            result = api.resume(resume, chosen, watcher=watcher, crew=crew)
         else:
-            result = api.start(settings, None, None, None, run_dir, watcher, crew)
+            result = api.start(settings, run_dir=run_dir, watcher=watcher, crew=crew)
     if as_json:
         show.print_json(result.summary)
     else:
         show.print_summary(result.summary, sys.stdout)
-
-
-def _changes(given: dict[str, Any]) -> dict[str, Any]:
-    """Flags under their field names, as the saved settings have them."""
-    from ringtmp.cli.settings import FIELDS
-
-    renamed = {"opt": "optimizer_settings", "set": "settings", "model": "name"}
-    return {renamed.get(flag, FIELDS[flag][1]): value for flag, value in given.items()}

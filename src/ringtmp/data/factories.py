@@ -1,5 +1,5 @@
-"""What users call and are called by: FILE.py:factory or package.module:factory, and arguments nobody takes. User code runs on
-the master, never on a worker."""
+"""Functions of the user's own, named as FILE.py:factory or package.module:factory. They run on the master
+alone."""
 
 from __future__ import annotations
 
@@ -14,30 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ringtmp.errors import RingError, UsageError, nearest, unknown
-
-#: What people call an argument elsewhere.
-_ELSEWHERE = {
-    "test": "test_data", "val_data": "test_data", "validation_data": "test_data", "valid_data": "test_data",
-    "data": "train_data", "criterion": "loss", "loss_fn": "loss", "callbacks": "watcher",
-}  # fmt: skip
-
-
-def refuse_arguments(function: Callable[..., Any], mistaken: Mapping[str, Any], elsewhere: Callable[..., Any]) -> None:
-    """A sentence for an argument that `function` does not take. `elsewhere`: the constructor, which may take it."""
-    for name in mistaken:
-        if name in inspect.signature(elsewhere).parameters:
-            raise UsageError(f"{name} is an argument of Ring: write Ring({name}=...).{function.__name__}(...)")
-        if name in ("lr", "learning_rate", "momentum", "weight_decay"):
-            key = "lr" if name == "learning_rate" else name
-            raise UsageError(
-                f'{name} belongs to the optimizer: write optimizer=("adam", {{"{key}": {mistaken[name]!r}}})'
-            )
-        takes = inspect.signature(function).parameters.values()
-        known = [each.name for each in takes if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        meant = _ELSEWHERE.get(name) or nearest(name, known)
-        hint = f"did you mean {meant}? " if meant else ""
-        raise UsageError(f"{function.__name__} has no argument {name!r}: {hint}it takes {', '.join(known[1:])}")
+from ringtmp.errors import RingError, UsageError, unknown
 
 
 def is_factory(name: str) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import gc
-import importlib
 import os
 import platform
 import resource
@@ -119,8 +118,8 @@ def open_files() -> int:
 
 @contextlib.contextmanager
 def loading(nothing_started: bool = False) -> Iterator[None]:
-    """Around large imports: all they make stays, so looking for garbage meanwhile is a sixth of their time for nothing. For
-    Ctrl-C see `held`."""
+    """Around large imports: all they make stays, so looking for garbage meanwhile is a sixth of their time for nothing.
+    `nothing_started`: by a command that has nothing to clean up yet; for Ctrl-C see `held`."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -144,12 +143,6 @@ def keeping_what_is_there() -> Iterator[None]:
     finally:
         if not foreign:
             gc.unfreeze()
-
-
-def load_torch() -> None:
-    """For a command that has started nothing yet, and needs it for whatever comes."""
-    with loading(nothing_started=True):
-        importlib.import_module("ringtmp.api")
 
 
 #: Of the C library (malloc.h).

@@ -1,0 +1,37 @@
+"""The types of settings given by keyword. Written by scripts/settings_tables.py: change parts.py, not this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+
+class RingKeywords(TypedDict, total=False):
+    threads: int | None
+    strategy: str
+    settings: Mapping[str, Any] | None
+    all_devices: bool
+    cuts: str | None
+    window: int | None
+    schedule: Literal["1f1b", "gpipe", "zero-bubble"]
+    laps: int
+    route: Literal["ring", "v"]
+    recompute: Literal["none", "all", "auto"]
+    rebalance: bool
+
+
+class FitKeywords(TypedDict, total=False):
+    epochs: int | None
+    steps: int | None
+    batch_size: int
+    microbatches: int | Literal["auto"] | None
+    clip_norm: float | None
+    seed: int
+    wire: str
+    staleness: int
+    early_stop: int | None
+    checkpoint_every: int | None
+    detailed_steps: int
+    protect: Literal["auto", "memory", "disk", "checkpoint", "off"]
+    notice_s: float
+    stream_keep: Literal["memory", "disk", "none"]

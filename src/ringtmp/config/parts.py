@@ -1,0 +1,130 @@
+"""Every setting of a run, declared once: type, default, range, help, whether it changes the bits, who may change it later.
+
+The command line, the environment, settings files, the keywords of `Ring` and `fit`, the error texts and the tables in
+docs/ are made from these declarations. The order of the fields is the order in `--help`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ringtmp.config.declare import Declaration as Is
+from ringtmp.config.text import parse_schedule
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
+from ringtmp.wire.formats import WIRE_FORMATS
+
+DEFAULT_MICROBATCHES = 8
+DEFAULT_EPOCHS = 10
+
+Protect = Literal["auto", "memory", "disk", "checkpoint", "off"]
+StreamKeep = Literal["memory", "disk", "none"]
+Shape = Literal["ring", "v"]
+Recompute = Literal["none", "all", "auto"]
+
+# Headings in --help.
+DATA, TRAINING, NODES, SAFETY = "Model and data", "Training", "Nodes", "Safety"
+PIPELINE = "How the ring runs (most people leave these to the plan)"
+GROUPS = (DATA, TRAINING, NODES, PIPELINE, SAFETY)
+_PLAN = "chosen by the plan"
+
+
+# fmt: off
+class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Is(
+        "Model to train: mlp, convnet, resnet, gpt, FILE.py:factory or package.module:factory.", DATA, option="model",
+        bits=True)] = "mlp"
+    settings: Annotated[dict[str, int | float], Is(
+        "Settings of the model, such as depth=8.", DATA, option="set", variable="set_",
+        bits=True)] = {}
+
+
+class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything here decides the bits."""
+
+    data: Annotated[str, Is(
+        "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, pysource or FILE.py:factory.", DATA,
+        bits=True, own=True)] = "digits"
+    loss: Annotated[str, Is(
+        "Loss function: cross_entropy, mse or next_byte.", DATA, usual="the one that fits the data", bits=True,
+        own=True)] = ""
+    epochs: Annotated[int | None, Is(
+        "Passes over the training data.", TRAINING, least=1, usual=str(DEFAULT_EPOCHS), bits=True, resume=True)] = None
+    steps: Annotated[int | None, Is(
+        "Number of updates, instead of epochs.", TRAINING, least=1, bits=True, resume=True)] = None
+    batch_size: Annotated[int, Is("Samples per update, over all nodes.", TRAINING, least=1, bits=True)] = 32
+    microbatches: Annotated[int | Literal["auto"] | None, Is(
+        "Slices each batch is cut into; auto picks what the plan finds fastest.", TRAINING, least=1, metavar="N|auto",
+        usual=f"{DEFAULT_MICROBATCHES}, or the batch size if smaller", bits=True)] = None
+    optimizer: Annotated[str, Is("Optimizer: sgd, adam or adamw.", TRAINING, bits=True, own=True)] = "adam"
+    optimizer_settings: Annotated[dict[str, Any], Is(
+        "Settings of the optimizer, such as momentum=0.9.", TRAINING, option="opt", bits=True,
+        own=True)] = {}
+    lr_schedule: Annotated[dict[str, Any], Is(
+        "Learning-rate schedule: constant, step:every=N,factor=F or cosine:warmup=N,floor=F.", TRAINING,
+        parse=parse_schedule, usual="constant", bits=True, own=True)] = {}
+    clip_norm: Annotated[float | None, Is(
+        "Clip gradients to this global norm.", TRAINING, above=0, usual="no clipping", bits=True)] = None
+    seed: Annotated[int, Is(
+        "Random seed for weights, batches and dropout.", TRAINING, least=1 - 2**62, most=2**62 - 1, bits=True)] = 0
+    threads: Annotated[int | None, Is(
+        "Threads per node, the same on every node.", NODES, least=1, keyword_of="Ring", bits=True,
+        usual="1; with --listen the smallest core count among the devices")] = None
+    wire: Annotated[str, Is(
+        "How numbers travel between nodes: {choices}.", PIPELINE, choices=tuple(WIRE_FORMATS), bits=True)] = "float32"
+    staleness: Annotated[int, Is(
+        "With 1, gradients are taken at the weights one update ago, so that steps overlap.", TRAINING, least=0, most=1,
+        split=True, bits=True)] = 0
+    early_stop: Annotated[int | None, Is(
+        "Stop after this many epochs without a lower test loss.", TRAINING, least=1, metavar="EPOCHS",
+        bits=True)] = None
+
+
+class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who works, and how. With the ring nothing here changes the bits but the strategy."""
+
+    nodes: Annotated[int, Is("Number of nodes, the master included.", NODES, least=1)] = 3
+    strategy: Annotated[str, Is("Way to train; ringtmp strategies lists them.", NODES, bits=True)] = "ring"
+    strategy_settings: Annotated[dict[str, Any], Is(
+        "Settings of the strategy; ringtmp strategies lists them.", NODES, option="with", variable="with_",
+        keyword="settings", bits=True)] = {}
+    all_devices: Annotated[bool, Is("Use every device, even one that slows the ring down.", NODES)] = False
+    cuts: Annotated[str | None, Is(
+        "Layers of each visit, such as 0-2,3-5,6-7; '-' for a last visit with the loss alone.", PIPELINE,
+        split=True, usual=_PLAN)] = None
+    window: Annotated[int | None, Is(
+        "Microbatches in flight at most.", PIPELINE, split=True, least=1, usual=_PLAN)] = None
+    schedule: Annotated[ScheduleName, Is("Order of work in a step: {choices}.", PIPELINE, split=True)] = DEFAULT_SCHEDULE.name
+    laps: Annotated[int, Is(
+        "Times the activations go round; every node holds that many segments.", PIPELINE, split=True, least=1)] = 1
+    route: Annotated[Shape, Is(
+        "Path of the activations: ring, or v (out to the last node and back, two segments per node).",
+        PIPELINE, split=True)] = "ring"
+    recompute: Annotated[Recompute, Is(
+        "Which activations to compute again instead of storing them: {choices}.", PIPELINE, split=True)] = "none"
+    rebalance: Annotated[bool, Is("Move layers when devices turn out slower or faster than planned.", NODES)] = True
+
+
+class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept in case something goes wrong. Nothing here changes the bits."""
+
+    checkpoint_every: Annotated[int | None, Is(
+        "Steps between checkpoints.", SAFETY, least=1, metavar="STEPS",
+        usual="at the end of an epoch, at most every 30 s")] = None
+    detailed_steps: Annotated[int, Is("First steps of a run, in which every span is recorded.", least=0)] = 32
+    protect: Annotated[Protect, Is(
+        "Where the layers of a node are kept in case it is lost: {choices}.", SAFETY)] = "auto"
+    notice_s: Annotated[float, Is(  # signs of life come about twice a second
+        "Seconds of silence after which a node counts as lost.", SAFETY, least=1, most=3600, option="notice",
+        variable="notice_s", metavar="S")] = 3.0
+    stream_keep: Annotated[StreamKeep, Is(
+        "Where batches of a stream are kept until the next checkpoint: {choices}.", SAFETY)] = "memory"
+# fmt: on
+
+
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelPart = ModelPart()
+    training: TrainingPart = TrainingPart()
+    ring: RingPart = RingPart()
+    keep: KeepPart = KeepPart()

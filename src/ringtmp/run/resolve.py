@@ -1,0 +1,74 @@
+"""A run's settings checked together and complete, before anything starts.
+
+`resolve` fills in every default, so that the run directory holds what was really used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ringtmp.config import DEFAULT_EPOCHS, SETTINGS, RunConfig, checked, merge_for_resume, usual_microbatches, value_of
+from ringtmp.errors import UsageError
+from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
+from ringtmp.runtime.learning_rates import checked_schedule
+from ringtmp.runtime.optimizers import checked_optimizer
+from ringtmp.strategies import registry
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The same settings with defaults filled in. Refuses what cannot be."""
+    config = checked(config)
+    training, ring = config.training, config.ring
+    strategy, short = registry.named(ring.strategy)
+    settings = registry.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
+    if strategy != "ring":
+        _check_ring_only(config, strategy)
+    if ring.route == "v" and ring.laps > 1:
+        raise UsageError("--route v goes out and back once: leave out --laps")
+    if training.epochs is not None and training.steps is not None:
+        raise UsageError("give --epochs or --steps, not both")
+    checked_schedule(training.lr_schedule, total_steps=1)  # the real total is known with the data
+    auto = training.microbatches == "auto"
+    if auto and strategy != "ring":
+        raise UsageError(f"--microbatches auto goes with --strategy ring: with {strategy} give a number")
+    microbatches = usual_microbatches(training)
+    all_first = SCHEDULES[ring.schedule].all_forward_first
+    if all_first and ring.window is not None and ring.window < microbatches and not auto:
+        raise UsageError(
+            f"--window {ring.window} is too small for {ring.schedule}, which keeps all {microbatches} microbatches in flight: "
+            f"leave it out, or use --schedule {DEFAULT_SCHEDULE.name}"
+        )
+    workers = len(registry.roles(strategy, settings, ring.nodes).workers)
+    if strategy != "ring" and microbatches < workers:
+        raise UsageError(
+            f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
+            + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
+        )
+    ring = msgspec.structs.replace(ring, strategy=strategy, strategy_settings=settings)
+    training = msgspec.structs.replace(
+        training,
+        epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
+        microbatches="auto" if auto else microbatches,
+        optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
+    )
+    return msgspec.structs.replace(config, training=training, ring=ring)
+
+
+def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+    """What a run goes on with: its own settings, but for what is given by field name."""
+    if isinstance(given.get("strategy"), str):
+        name, short = registry.named(given["strategy"])
+        given = {**given, "strategy": name, "strategy_settings": {**short, **given.get("strategy_settings", {})}}
+    return resolve(merge_for_resume(saved, given))
+
+
+def _check_ring_only(config: RunConfig, strategy: str) -> None:
+    """What has no meaning where every worker has the whole model."""
+    for setting in SETTINGS.values():
+        if setting.said.split and value_of(config, setting.name) != setting.default:
+            raise UsageError(
+                f"{setting.option} goes with --strategy ring: with {strategy} every worker has the whole model"
+            )
