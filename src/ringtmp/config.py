@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -92,13 +92,13 @@ def resolve(config: RunConfig) -> RunConfig:
     from ringtmp.runtime.update_rules import checked_optimizer, checked_schedule
     from ringtmp.strategies import registry
 
+    config = registry.parse(config.ring.strategy).applied_to(config)
     training, ring = config.training, config.ring
-    strategy, short = registry.named(ring.strategy)
     if training.wire not in WIRES:
         raise unknown("wire format", training.wire, WIRES)
-    settings = registry.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
-    if strategy != "ring":
-        _check_ring_only(config, strategy)
+    strategy, settings = registry.of(ring)
+    settings.check(ring.nodes, training.wire)
+    _check_pipeline_only(config, strategy.splits_layers, registry.splitting_layers)
     for name, value, least in (
         ("--nodes", ring.nodes, 1),
         ("--batch-size", training.batch_size, 1),
@@ -127,21 +127,22 @@ def resolve(config: RunConfig) -> RunConfig:
         raise UsageError("give --epochs or --steps, not both")
     checked_schedule(training.lr_schedule, total_steps=1)  # the real total is known with the data
     auto = training.microbatches == "auto"
-    if auto and strategy != "ring":
-        raise UsageError(f"--microbatches auto goes with --strategy ring: with {strategy} give a number")
+    if auto and not strategy.splits_layers:
+        raise UsageError(
+            f"--microbatches auto goes with --strategy {registry.splitting_layers()}: with {ring.strategy} give a number"
+        )
     microbatches = usual_microbatches(training)
     if ring.schedule == "gpipe" and ring.window is not None and ring.window < microbatches and not auto:
         raise UsageError(
             f"--window {ring.window} is too small for gpipe, which keeps all {microbatches} microbatches in flight: leave "
             "it out, or use --schedule 1f1b"
         )
-    workers = len(registry.roles(strategy, settings, ring.nodes).workers)
-    if strategy != "ring" and microbatches < workers:
+    workers = len(strategy.roles(settings, ring.nodes).workers)
+    if not strategy.splits_layers and microbatches < workers:
         raise UsageError(
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
             + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
         )
-    ring = msgspec.structs.replace(ring, strategy=strategy, strategy_settings=settings)
     training = msgspec.structs.replace(
         training,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
@@ -171,20 +172,20 @@ def usual_microbatches(training: TrainingPart) -> int:
     return min(given if isinstance(given, int) else DEFAULT_MICROBATCHES, training.batch_size)
 
 
-def _check_ring_only(config: RunConfig, strategy: str) -> None:
-    """What has no meaning where every worker has the whole model."""
-    ring = config.ring
-    for flag, given in (
-        ("--cuts", ring.cuts is not None),
-        ("--window", ring.window is not None),
-        ("--laps", ring.laps != 1),
-        ("--route", ring.route != "ring"),
-        ("--recompute", ring.recompute != "none"),
-        ("--schedule", ring.schedule != "1f1b"),
-        ("--staleness", config.training.staleness != 0),
-    ):
-        if given:
-            raise UsageError(f"{flag} goes with --strategy ring: with {strategy} every worker has the whole model")
+#: What has a meaning only where layers are split over nodes, and the part it lies in.
+PIPELINE_SETTINGS = {
+    "cuts": "ring", "window": "ring", "laps": "ring", "route": "ring", "recompute": "ring", "schedule": "ring",
+    "staleness": "training",
+}  # fmt: skip
+
+
+def _check_pipeline_only(config: RunConfig, splits_layers: bool, with_strategies: Callable[[], str]) -> None:
+    for key, part in PIPELINE_SETTINGS.items():
+        if not splits_layers and getattr(getattr(config, part), key) != getattr(getattr(RunConfig(), part), key):
+            raise UsageError(
+                f"--{key} goes with --strategy {with_strategies()}: with {config.ring.strategy} every worker has the whole "
+                "model"
+            )
 
 
 #: What `--resume` may change: none of it changes the bits of the steps to come.

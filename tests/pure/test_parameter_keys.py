@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtmp.strategies.allreduce.member import BUCKET, buckets
 from ringtmp.strategies.data_parallel import parameter_keys
+from ringtmp.strategies.data_parallel.sum_over_workers import BUCKET, buckets
 from ringtmp.wire import formats
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtmp.bench.cases import ALONE
+from ringtmp.bench.experiments.ways import RING
 from ringtmp.bench.settings import SETTINGS
 from ringtmp.bench.speed import Row
 
@@ -55,7 +56,7 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         assert row.step_s is not None
         middle, low, high = (each * 1e3 for each in (row.step_s.middle, row.step_s.low, row.step_s.high))
-        colour = _PEER if row.group == "peer" else _RING if row.case.startswith("ring") else _OURS
+        colour = _PEER if row.group == "peer" else _RING if row.case.startswith(RING) else _OURS
         axes.barh(place, middle, color=colour, height=0.72)
         whiskers = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
         axes.errorbar(middle, place, xerr=whiskers, color="#333333", linewidth=1, capsize=2)
@@ -82,7 +83,7 @@ def _legend(figure: Any, columns: int) -> None:
     from matplotlib.patches import Patch
 
     marks = [
-        Patch(color=_RING, label="ring"),
+        Patch(color=_RING, label=RING),
         Patch(color=_OURS, label="parameter server, all-reduce (RingTMP)"),
         Patch(color=_PEER, label="torch on Gloo"),
         Line2D([], [], color=_IDEAL, linestyle="--", label="ideal: max(c, T)"),

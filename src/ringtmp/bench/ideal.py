@@ -48,9 +48,9 @@ def busiest_values(case: Case, sizes: Sizes, nodes: int) -> float:
     """Values per step that the busiest device sends, or receives: the two are alike in every case here."""
     if nodes == 1 or case.family == "one":
         return 0.0
-    if case.family in ("ring", "pipelining"):
+    if case.splits_layers:
         # The ring's master holds the front and the tail.
-        ranks = [*range(nodes), 0] if case.family == "ring" else stage_ranks(case.layout, nodes)
+        ranks = [*range(nodes), 0] if case.group == "ours" else stage_ranks(case.layout, nodes)
         return busiest_cuts(ranks) * sizes.batch_size * sizes.cut_values
     if case.servers == "one":
         return (nodes - 1.0) * sizes.parameters

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
 
 from ringtmp.bench import statistics
-from ringtmp.bench.cases import ALONE, CASES, Case, job, pipelined
+from ringtmp.bench.cases import ALONE, CASES, Case, case_named, chosen_cases, job, pipelined
 from ringtmp.bench.experiments.quantities import idle_times
 from ringtmp.bench.ideal import Sizes, ideal_s, limit_s
 from ringtmp.bench.jobs import Job
@@ -69,9 +68,7 @@ def jobs(
     works: Sequence[Workload], settings: Sequence[Setting], pattern: str, warm_up: int, microbatches: Sequence[int]
 ) -> list[Job]:
     """One process alone is always among them: nothing can be said of a step without it."""
-    cases = [case for case in CASES if any(fnmatchcase(case.name, each.strip()) for each in pattern.split(","))]
-    if not cases:
-        raise unknown("case", pattern, [case.name for case in CASES])
+    cases = chosen_cases(pattern)
     found = []
     for work in works:
         found.append(job(CASES[0], work, ALONE, warm_up))
@@ -113,7 +110,12 @@ def analyse(measurements: Sequence[Measurement], seed: int) -> list[Row]:
     works = list(dict.fromkeys(sorted(row.workload for row in rows)))
     return sorted(
         rows,
-        key=lambda row: (works.index(row.workload), order[row.setting], cases[_plain(row.case)], row.microbatches),
+        key=lambda row: (
+            works.index(row.workload),
+            order[row.setting],
+            cases.get(_plain(row.case), len(cases)),
+            row.microbatches,
+        ),
     )
 
 
@@ -196,7 +198,7 @@ def _best_peers(groups: dict[tuple[str, str, str], list[Measurement]]) -> dict[t
 
 
 def _case(name: str) -> Case:
-    return next(case for case in CASES if case.name == _plain(name))
+    return case_named(_plain(name))
 
 
 def _plain(name: str) -> str:

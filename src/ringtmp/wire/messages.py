@@ -266,6 +266,7 @@ class Enlist(msgspec.Struct, frozen=True, array_like=True, tag="enlist"):
     step: int  # steps already done
     addresses: dict[int, Address]  # of everyone the receiver talks to
     detailed_steps: int
+    package: str = ""  # with its version, that the strategy comes from; empty: ringtmp itself
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-PROTOCOL = 6
+PROTOCOL = 7
 #: How float32 tensors may travel; see lossy.py.
 WIRES = ("float32", "bfloat16", "float16", "int8")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ringtmp.bench.experiments import ways
-from ringtmp.bench.experiments.ways import Way
+from ringtmp.bench.experiments.ways import RING, Way
 from ringtmp.bench.workloads import WORKLOADS, Workload
 from ringtmp.lab.devices_file import Device
 from ringtmp.metrics.energy import PRESETS
@@ -23,7 +23,7 @@ FULL_WAYS = (
 )
 QUICK_WAYS = "ring,ring:staleness=1,ps:bsp,allreduce:ring"
 #: One device alone; every other way is held against it.
-ALONE = Way("one device", "ring")
+ALONE = Way("one device", RING)
 #: Watts of the emulated devices, unless a file says otherwise.
 WATTS = PRESETS["pi-4b"]
 #: Of every core, for the devices; the rest is for whoever watches.

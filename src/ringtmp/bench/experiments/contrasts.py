@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ringtmp.bench import statistics
-from ringtmp.bench.experiments.ways import Way
+from ringtmp.bench.experiments.ways import RING, SERVER, Way
 from ringtmp.bench.statistics import Centre, Interval, Step
 from ringtmp.report.page_content import Holds, Verdict
 
@@ -61,8 +61,8 @@ class Contrast(msgspec.Struct, frozen=True):
 
 def contrast(found: Sequence[Sampled], seed: int) -> Contrast | None:
     """None where one side was not measured."""
-    rings = [each for each in found if each.way.strategy == "ring" and each.samples]
-    servers = [each for each in found if each.way.strategy == "ps" and each.samples]
+    rings = [each for each in found if each.way.strategy == RING and each.samples]
+    servers = [each for each in found if each.way.strategy == SERVER and each.samples]
     if not rings or not servers:
         return None
     ring, server = (min(side, key=lambda each: each.middle) for side in (rings, servers))

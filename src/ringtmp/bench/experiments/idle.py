@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ringtmp.bench.experiments import contrasts, draw, grid, quantities
 from ringtmp.bench.experiments.choices import Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, cell
+from ringtmp.bench.experiments.ways import PLAIN_SERVER, RING
 from ringtmp.bench.jobs import Job
 from ringtmp.bench.statistics import Interval
 from ringtmp.report.page_content import Figure, Section, Skipped, Table, Verdict
@@ -72,7 +73,7 @@ def _idle(group: Sequence[Cell], measured: Measured) -> list[contrasts.Sampled]:
 def _some(choices: Choices) -> list[str]:
     """A small bench looks at the two plain ways alone."""
     labels = [way.label for way in choices.ways]
-    plain = [label for label in labels if label in ("ring", "ps:bsp")]
+    plain = [label for label in labels if label in (RING, PLAIN_SERVER)]
     return plain if choices.quick and plain else labels
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ringtmp.bench.experiments.choices import Choices
 from ringtmp.bench.experiments.runs import Cell, Measured, local
-from ringtmp.bench.experiments.ways import Way
+from ringtmp.bench.experiments.ways import RING, Way
 from ringtmp.report.page_content import Table
 
 RATES = {True: (0.0007, 0.002), False: (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)}
@@ -64,9 +64,9 @@ def table(choices: Choices, measured: Measured) -> Table:
 
 def _as_tried(choices: Choices, way: Way) -> tuple[Way, int]:
     if way.like_one_process:
-        return Way("one process", "ring"), 1
-    if way.strategy == "ring" and way.wire == "float32":
-        return Way(f"one process, staleness {way.staleness}", "ring", {}, {"staleness": way.staleness}), 1
+        return Way("one process", RING), 1
+    if way.splits_layers and way.wire == "float32":
+        return Way(f"one process, staleness {way.staleness}", RING, {}, {"staleness": way.staleness}), 1
     return way, choices.nodes
 
 

@@ -1,24 +1,20 @@
-"""A way to train by its short name, as --strategies has it: `ring`, `ring:staleness=1`, `ps:ssp:3`, `ps:bsp:servers=workers`.
-
-    NAME[:SHORT][:KEY=VALUE]...    SHORT as --strategy has it; KEY a setting of the strategy or one of TRAIN_KEYS
+"""A way to train, named as everywhere (strategies/registry.py): `ring:staleness=1`, `ps:ssp:3`, `ps:bsp:servers=workers`.
 
 Pure. Whether a way can run on so many nodes is asked of the strategies themselves.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from ringtmp.bench.statistics import Centre
 from ringtmp.errors import UsageError, unknown
 from ringtmp.strategies import registry
+from ringtmp.strategies.base import Roles
+from ringtmp.wire.protocol import WIRES
 
-#: Flags of `ringtmp train` that may differ from way to way.
-TRAIN_KEYS = ("staleness", "wire", "schedule", "window", "laps", "route", "recompute", "microbatches", "protect")
-#: Those only a ring has.
-RING_KEYS = ("staleness", "schedule", "window", "laps", "route", "recompute")
+#: Who is compared: the ring, and the parameter server it wants to beat, at its plainest.
+RING, SERVER, PLAIN_SERVER = "ring", "ps", "ps:bsp"
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -63,53 +59,47 @@ class Way(msgspec.Struct, frozen=True):
                 found += [f"--{key}", str(value)]
         return found
 
+    @property
+    def splits_layers(self) -> bool:
+        return registry.get(self.strategy).splits_layers
+
+    def roles(self, nodes: int) -> Roles:
+        strategy = registry.get(self.strategy)
+        return strategy.roles(strategy.read(self.settings), nodes)
+
     def workers(self, nodes: int) -> int:
-        return len(registry.roles(self.strategy, self.settings, nodes).workers)
+        return len(self.roles(nodes).workers)
 
     def servers(self, nodes: int) -> tuple[int, ...]:
         """Dedicated ones."""
-        who = registry.roles(self.strategy, self.settings, nodes)
+        who = self.roles(nodes)
         return tuple(node for node in who.servers if node not in who.workers)
 
     def microbatches(self, nodes: int, batch_size: int, pipeline: int) -> int:
         """A pipeline takes what suits the work, data parallelism one per worker."""
         if "microbatches" in self.flags:
             return min(int(self.flags["microbatches"]), batch_size)
-        return min(pipeline if self.strategy == "ring" else self.workers(nodes), batch_size)
+        return min(pipeline if self.splits_layers else self.workers(nodes), batch_size)
 
     def refusal(self, nodes: int, layers: int) -> str | None:
         """Why it cannot run on so many nodes, in the strategy's own words; None if it can."""
         if nodes == 1:
             return None
-        if self.strategy == "ring":
+        if self.splits_layers:
             laps = int(self.flags.get("laps", 1))
             least = nodes * laps + 1
             return None if layers >= least else f"a ring of {nodes} needs {least} layers, and the model has {layers}"
         try:
-            registry.checked(self.strategy, self.settings, nodes, self.wire)
+            registry.get(self.strategy).read(self.settings).check(nodes, self.wire)
         except UsageError as error:
             return str(error)
         return None
 
 
 def parse(text: str) -> Way:
-    name, *rest = text.strip().split(":")
-    pairs = [word for word in rest if "=" in word]
-    short = ":".join([name, *(word for word in rest if "=" not in word)])
-    strategy, settings = registry.named(short)
-    known = [setting.name for setting in registry.ENTRIES[strategy].settings]
-    keys = [key for key in TRAIN_KEYS if strategy == "ring" or key not in RING_KEYS]
-    flags: dict[str, int | str] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key in known:
-            settings[key] = _number(value)
-        elif key in keys:
-            flags[key] = _number(value)
-        else:
-            raise unknown(f"setting of {strategy} in --strategies", key, [*known, *keys])
-    _check_flags(text, flags)
-    return Way(text.strip(), strategy, settings, flags)
+    choice = registry.parse(text)
+    _check_flags(text, choice.run)
+    return Way(text.strip(), choice.name, choice.settings, choice.run)
 
 
 def parse_all(text: str) -> tuple[Way, ...]:
@@ -119,14 +109,9 @@ def parse_all(text: str) -> tuple[Way, ...]:
     return tuple({way.label: way for way in ways}.values())
 
 
-def _number(value: str) -> Any:
-    return int(value) if value.isdigit() else value
-
-
 def _check_flags(text: str, flags: dict[str, int | str]) -> None:
-    wires = ("float32", "bfloat16", "float16", "int8")
-    if flags.get("wire", "float32") not in wires:
-        raise unknown("wire", str(flags["wire"]), wires)
+    if flags.get("wire", "float32") not in WIRES:
+        raise unknown("wire", str(flags["wire"]), WIRES)
     for key in ("staleness", "window", "laps", "microbatches"):
         value = flags.get(key, 1)
         if not isinstance(value, int) or value < (0 if key == "staleness" else 1):
