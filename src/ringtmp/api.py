@@ -47,6 +47,7 @@ from ringtmp.run.result import Result
 from ringtmp.run.training_loop import EVALUATION_FACTOR, Session
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
+from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
 from ringtmp.system.signals import on_signals
 
@@ -149,7 +150,10 @@ class Ring:
         with watching(self._progress, watcher, on_step) as told:
             crew = None
             if self._listen:
-                crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, told)
+                crew = remote_crew(
+                    self._listen, self._ring, self._part.nodes, self._threads, told,
+                    package=registry.package_of(self._part.strategy),
+                )  # fmt: skip
             return start(config, None if isinstance(model, str) else model, given, loss, run_dir, told, crew)
 
     def resume(
@@ -176,7 +180,7 @@ class Ring:
                 saved = settings_of(run_dir, changed)
                 crew = remote_crew(
                     self._listen, self._ring, saved.ring.nodes, saved.training.threads, told,
-                    notice_s=saved.keep.notice_s,
+                    notice_s=saved.keep.notice_s, package=registry.package_of(saved.ring.strategy),
                 )  # fmt: skip
             return resume(run_dir, changed, given, loss, told, crew, model)
 
@@ -291,6 +295,7 @@ def remote_crew(
     start_with: int | None = None,
     wait_s: float = 0.0,
     notice_s: float = SILENCE_LIMIT_S,
+    package: str = "",
 ) -> Crew:
     """Devices that join this machine's ring over the network."""
     if nodes == 1:
@@ -300,7 +305,7 @@ def remote_crew(
     host, port = parse_listen(listen, DEFAULT_PORT)
     name = checked_name("ring", ring)
     return RemoteCrew(
-        Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell, notice_s
+        Rings(), name, host, port, nodes, threads, start_with, wait_s, watcher.phase, watcher.tell, notice_s, package
     )
 
 

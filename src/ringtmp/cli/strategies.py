@@ -36,7 +36,7 @@ def command(name: str | None, as_json: bool) -> None:
 
 def _record(strategy: Strategy) -> dict[str, object]:
     about = {label: getattr(strategy.about, label) for label in About.__struct_fields__}
-    settings, package = registry.settings_of(strategy), registry.package_of(strategy)
+    settings, package = registry.settings_of(strategy), registry.package_of(strategy.name)
     return {"name": strategy.name, **about, "settings": settings, "short": strategy.short or None, "package": package}
 
 
@@ -45,7 +45,7 @@ def _lines(strategy: Strategy) -> Iterator[str]:
     yield from _wrapped(f"{strategy.name}: {strategy.about.title}", 0, width)
     for label in About.__struct_fields__[1:]:
         yield from _wrapped(f"{label:<14}{getattr(strategy.about, label)}", 2, width, 16)
-    if package := registry.package_of(strategy):
+    if package := registry.package_of(strategy.name):
         yield from _wrapped(f"{'package':<14}{package}", 2, width, 16)
     for each in registry.settings_of(strategy):
         yield f"  --with {each['name']}={each['values']}    [{each['default']}]"

@@ -53,6 +53,7 @@ def command(
     load_torch()
     from ringtmp import api
     from ringtmp.cli import show
+    from ringtmp.strategies import registry
 
     if resume is not None:
         settings = api.settings_of(resume, _changes(chosen))
@@ -60,8 +61,8 @@ def command(
         crew = None
         if listen is not None:
             nodes, threads = settings.ring.nodes, settings.training.threads
-            notice_s = settings.keep.notice_s
-            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s, notice_s)
+            notice_s, package = settings.keep.notice_s, registry.package_of(settings.ring.strategy)
+            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s, notice_s, package)
         elif start_with is not None:
             raise UsageError("--start-with goes with --listen: processes on this machine all come")
         if resume is not None:

@@ -72,7 +72,7 @@ class Laying:
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
         ring, keep = job.config.ring, job.config.keep
         self._strategy = registry.get(ring.strategy)
-        protect = keep.protect if self._strategy.state_from == "snapshots" else "checkpoint"
+        protect = keep.protect if self._strategy.state_from == "snapshot" else "checkpoint"
         self._protection = Protection(protect, training.staleness)
         self._rebalancing = Rebalancing(ring.rebalance)
         self._known: Brief | None = None  # of the last layout, if its devices need not be tried again

@@ -94,7 +94,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 #: Where the state comes from with which a run goes on after a loss that needs a new generation.
-StateFrom = Literal["checkpoint", "snapshots", "survivors"]
+StateFrom = Literal["checkpoint", "snapshot", "survivors"]
 
 
 class Strategy:

@@ -90,6 +90,11 @@ def _package(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
+def packages() -> tuple[str, ...]:
+    """Installed packages that offer strategies, with their versions; none of them is imported."""
+    return tuple(sorted({_package(point) for point in entry_points(group=GROUP)}))
+
+
 def every() -> dict[str, Strategy]:
     return OURS | {each.name: each.strategy for each in installed() if each.strategy is not None}
 
@@ -110,12 +115,11 @@ def get(name: str) -> Strategy:
     raise unknown("strategy", name, every())
 
 
-def package_of(strategy: Strategy) -> str:
-    """The package, with its version, that a strategy comes from; empty: this one."""
+def package_of(text: str) -> str:
+    """The package, with its version, that a strategy comes from, by its name and whatever follows it; empty: this one."""
+    name = text.partition(":")[0]
     return (
-        next((each.package for each in installed() if each.strategy is strategy), "")
-        if strategy.name not in OURS
-        else ""
+        "" if name in OURS else next((each.package for each in installed() if each.name == name and each.strategy), "")
     )
 
 
@@ -142,7 +146,7 @@ def member(endpoint: Endpoint, message: Message) -> Member | None:
         raise RingError(
             f"{error}; the master has it from {message.package or 'a newer ringtmp'}: install that here"
         ) from None
-    if (here := package_of(strategy)) != message.package:
+    if (here := package_of(strategy.name)) != message.package:
         raise RingError(f"strategy {strategy.name} comes from {here} here and from {message.package} on the master")
     return strategy.member(endpoint, message)
 

@@ -100,7 +100,7 @@ def plan(
         owners = tuple(roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers)))
     enlist = Enlist(
         name, settings, nodes, brief.recipe, config.training.wire, brief.loss_name, sizes, brief.step, brief.addresses,
-        config.keep.detailed_steps, registry.package_of(strategy),
+        config.keep.detailed_steps, registry.package_of(name),
     )  # fmt: skip
     facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
     shares = tuple(

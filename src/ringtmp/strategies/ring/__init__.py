@@ -28,7 +28,7 @@ class Ring(Strategy):
         "ring", "the project's own",
     )  # fmt: skip
     splits_layers = True
-    state_from = "snapshots"
+    state_from = "snapshot"
 
     def exactness(self, settings: Any) -> str:
         return "bits"
