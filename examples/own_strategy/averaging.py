@@ -15,17 +15,24 @@ last checkpoint: what the lost worker had learnt since the last mean, nobody els
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
-from ringtmp.strategies.base import About, Brief, Plan, Roles, Settings, Sizes, Strategy, Traffic, described
+from ringtmp.strategies.base import (
+    About,
+    Brief,
+    OnPaper,
+    Plan,
+    Roles,
+    Settings,
+    Sizes,
+    Strategy,
+    Task,
+    Traffic,
+    described,
+)
 
 if TYPE_CHECKING:
-    from ringtmp.plan.devices import Device, LayerCost, Paths
-    from ringtmp.plan.memory_forecast import MemoryForecast
-    from ringtmp.plan.planner import PlanOptions
-    from ringtmp.plan.simulation import Simulated
     from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
@@ -68,15 +75,12 @@ class Averaging(Strategy):
 
         return WorkerMember(endpoint, plan, roles, make_exchange(settings.tau, len(roles.workers)))
 
-    def simulate(
-        self, settings: AveragingSettings, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions,
-        paths: Paths | None = None,
-    ) -> tuple[Simulated, tuple[MemoryForecast, ...]]:  # fmt: skip
+    def simulate(self, settings: AveragingSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulated_sum import simulate_sums
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
-        load = Workload.of(layers, options)
-        return simulate_sums(load, devices, paths, every=settings.tau), load.memory(devices, options)
+        load = Workload.of(task)
+        return OnPaper(simulate_sums(load, task.devices, task.paths, every=settings.tau), load.memory(task))
 
     def traffic(self, settings: AveragingSettings, sizes: Sizes, nodes: int) -> Traffic:
         once = 2 * sizes.parameters * (nodes - 1) / settings.tau

@@ -27,7 +27,7 @@ from ringtmp.launch.join_server import Device, Hub
 from ringtmp.launch.key_store import Rings
 from ringtmp.plan.planner import PlanOptions
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import About, Sizes, Strategy
+from ringtmp.strategies.base import About, Sizes, Strategy, Task
 from ringtmp.strategies.compare import compare
 from ringtmp.strategies.registry import Choice
 from ringtmp.wire.messages import Enlist
@@ -119,7 +119,9 @@ def test_every_node_has_a_role_and_the_taxonomy_a_row(text: str) -> None:
 
 @pytest.mark.parametrize("text", CHOICES)
 def test_on_paper_it_takes_time_and_memory(text: str) -> None:
-    way = compare(registry.parse(text), layers(6, output=1.0, weights=1000), devices(4, rate=100.0), PlanOptions(16, 8))
+    way = compare(
+        registry.parse(text), Task(layers(6, output=1.0, weights=1000), devices(4, rate=100.0), PlanOptions(16, 8))
+    )
     assert way.problem == ""
     assert way.simulated is not None
     assert 0 < way.simulated.step_s < math.inf

@@ -27,6 +27,7 @@ from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
 from ringtmp.run import measure_model
 from ringtmp.strategies import registry
+from ringtmp.strategies.base import Task
 from ringtmp.strategies.compare import compare
 from ringtmp.system.container_limits import Limits
 
@@ -262,18 +263,18 @@ def test_every_way_is_compared_with_as_many_devices() -> None:
         "allreduce:ring",
         "allreduce:tree",
     ):
-        way = compare(registry.parse(name), model, there, PlanOptions(16, 8, keep_all=True))
+        way = compare(registry.parse(name), Task(model, there, PlanOptions(16, 8, keep_all=True)))
         assert way.simulated is not None
         assert len(way.simulated.nodes) == 4
         assert way.problem == ""
-    assert "leaves no worker" in compare(registry.parse("ps:bsp:4"), model, there, PlanOptions(16, 8)).problem
+    assert "leaves no worker" in compare(registry.parse("ps:bsp:4"), Task(model, there, PlanOptions(16, 8))).problem
 
 
 def test_a_model_no_single_device_can_hold_fits_the_ring_and_no_other_way() -> None:
     there = [replace(each, memory_bytes=9000.0) for each in devices(4)]
     model, options = layers(8, weights=1000), PlanOptions(8, 8, process_bytes=0.0)
-    assert compare(registry.parse("ring"), model, there, options).problem == ""
-    way = compare(registry.parse("allreduce:ring"), model, there, options)
+    assert compare(registry.parse("ring"), Task(model, there, options)).problem == ""
+    way = compare(registry.parse("allreduce:ring"), Task(model, there, options))
     assert "device0 needs" in way.problem
     assert way.simulated is not None
 

@@ -58,6 +58,7 @@ def command(
     from ringtmp.run import measure_model
     from ringtmp.strategies import compare as ways
     from ringtmp.strategies import registry
+    from ringtmp.strategies.base import Task
     from ringtmp.strategies.registry import Choice
     from ringtmp.system.resources import rss_bytes
 
@@ -83,7 +84,7 @@ def command(
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
         members = made.devices if len(made.devices) > 1 else devices
         others = [
-            ways.compare(each, work.layers, members, _options(settings, each, work, made))
+            ways.compare(each, Task(work.layers, members, _options(settings, each, work, made)))
             for each in choices
             if registry.spelled(each) != settings.ring.strategy
         ]

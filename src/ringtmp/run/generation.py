@@ -250,7 +250,9 @@ class Laying:
             devices = tuple(known[each.name, each.identity] for each in brief.devices)
             return dataclasses.replace(brief, devices=devices, paths=self._known.paths), dict(hellos)
         assert self._log is not None
-        return self._strategy.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        return self._strategy.tried(
+            brief, endpoint, self._crew, self._log, phase=self._watcher.phase, hellos=hellos
+        )  # fmt: skip
 
     def _choose_microbatches(self, brief: Brief) -> Brief:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""

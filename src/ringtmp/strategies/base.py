@@ -93,6 +93,24 @@ class Traffic(msgspec.Struct, frozen=True):
     busiest: float  # sent by the node that sends most
 
 
+@dataclass(frozen=True)
+class Task:
+    """A step to be simulated."""
+
+    layers: Sequence[LayerCost]
+    devices: Sequence[Device]
+    options: PlanOptions
+    paths: Paths | None = None
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """What a step would be."""
+
+    step: Simulated
+    memory: tuple[MemoryForecast, ...]  # of every node
+
+
 #: Where the state comes from with which a run goes on after a loss that needs a new generation.
 StateFrom = Literal["checkpoint", "snapshot", "survivors"]
 
@@ -149,8 +167,8 @@ class Strategy:
         """UsageError for what the number of layers alone tells, before they are exported and measured."""
 
     def tried(
-        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
-        hellos: Mapping[int, Hello],
+        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+        *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
     ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
         """With the devices as they are found to be, where a plan depends on it; and who has said hello by then."""
         return brief, dict(hellos)
@@ -189,11 +207,7 @@ class Strategy:
 
     # -- on paper -----------------------------------------------------------------------------------------------------
 
-    def simulate(
-        self, settings: Any, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions,
-        paths: Paths | None = None,
-    ) -> tuple[Simulated, tuple[MemoryForecast, ...]]:  # fmt: skip
-        """A step, and the memory of every node."""
+    def simulate(self, settings: Any, task: Task) -> OnPaper:
         raise NotImplementedError
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:

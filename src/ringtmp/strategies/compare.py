@@ -5,15 +5,13 @@ Equal numbers of devices for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringtmp.errors import RingError
-from ringtmp.plan.devices import Device, LayerCost, Paths
 from ringtmp.plan.memory_forecast import MemoryForecast, require_fit
-from ringtmp.plan.planner import PlanOptions
 from ringtmp.plan.simulation import Simulated
 from ringtmp.strategies import registry
+from ringtmp.strategies.base import Task
 from ringtmp.strategies.registry import Choice
 
 
@@ -27,23 +25,16 @@ class Way:
     problem: str = ""
 
 
-def compare(
-    choice: Choice,
-    layers: Sequence[LayerCost],
-    devices: Sequence[Device],
-    options: PlanOptions,
-    paths: Paths | None = None,
-) -> Way:
+def compare(choice: Choice, task: Task) -> Way:
     name, strategy = registry.spelled(choice), registry.get(choice.name)
     settings = strategy.read(choice.settings)
     try:
-        settings.check(len(devices), str(choice.run.get("wire", "float32")))
-        simulated, memory = strategy.simulate(settings, layers, devices, options, paths)
+        settings.check(len(task.devices), str(choice.run.get("wire", "float32")))
+        made = strategy.simulate(settings, task)
     except RingError as error:
         return Way(name, None, (), str(error))
-    if not strategy.splits_layers:  # else what does not fit is not planned
-        try:
-            require_fit(memory, options.ring.microbatches)
-        except RingError as error:
-            return Way(name, simulated, memory, str(error).rpartition(": ")[0])
-    return Way(name, simulated, memory)
+    try:
+        require_fit(made.memory, task.options.ring.microbatches)
+    except RingError as error:
+        return Way(name, made.step, made.memory, str(error).rpartition(": ")[0])
+    return Way(name, made.step, made.memory)

@@ -9,7 +9,6 @@ Pure, and loads no torch. A package's strategy that cannot be used is named with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -211,17 +210,8 @@ def settings_of(strategy: Strategy) -> list[dict[str, str]]:
     """What `ringtmp strategies` lists."""
     found = []
     for each in msgspec.structs.fields(strategy.Settings):
-        metas: Mapping[str, Any] = next(
-            (
-                {"meaning": meta.description, **meta.extra}
-                for meta in getattr(each.type, "__metadata__", ())
-                if meta.extra
-            ),
-            {},
-        )
-        default = metas.get("default") or str(each.default)
-        found.append(
-            {"name": each.name, "values": metas.get("values", ""), "default": default,
-             "meaning": metas.get("meaning", ""), "systems": metas.get("systems", "")}
-        )  # fmt: skip
+        metas = [meta for meta in getattr(each.type, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+        said = {"meaning": metas[0].description or "", **(metas[0].extra or {})} if metas else {}
+        row = {key: said.get(key) or "" for key in ("values", "default", "meaning", "systems")}
+        found.append({"name": each.name, **row, "default": row["default"] or str(each.default)})
     return found

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import unknown
-from ringtmp.strategies.base import About, Roles, Settings, Sizes, Strategy, Traffic, described
+from ringtmp.strategies.base import About, OnPaper, Roles, Settings, Sizes, Strategy, Task, Traffic, described
 
 if TYPE_CHECKING:
-    from ringtmp.plan.devices import Device, LayerCost, Paths
-    from ringtmp.plan.memory_forecast import MemoryForecast
-    from ringtmp.plan.planner import PlanOptions
-    from ringtmp.plan.simulation import Simulated
     from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
@@ -22,13 +17,9 @@ ALGORITHMS = ("ring", "tree")
 
 
 class AllReduceSettings(Settings, frozen=True):
-    algorithm: Annotated[
-        str,
-        described(
-            "ring | tree", "chunks around a ring, or whole gradients up and down a binomial tree",
-            "ring: Baidu, Horovod; tree: FireCaffe",
-        ),
-    ] = "ring"  # fmt: skip
+    algorithm: Annotated[str, described(
+        "ring | tree", "chunks around a ring, or whole gradients up and down a binomial tree",
+        "ring: Baidu, Horovod; tree: FireCaffe")] = "ring"  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -58,16 +49,12 @@ class AllReduce(Strategy):
         algorithm = TreeReduce if settings.tree else RingReduce
         return WorkerMember(endpoint, plan, roles, Gradients, algorithm=algorithm, hands_over=True)
 
-    def simulate(
-        self, settings: Any, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions,
-        paths: Paths | None = None,
-    ) -> tuple[Simulated, tuple[MemoryForecast, ...]]:  # fmt: skip
+    def simulate(self, settings: AllReduceSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulated_sum import simulate_sums
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
-        load = Workload.of(layers, options)
-        step = simulate_sums(load, devices, paths, tree=settings.tree)
-        return step, load.memory(devices, options)
+        load = Workload.of(task)
+        return OnPaper(simulate_sums(load, task.devices, task.paths, tree=settings.tree), load.memory(task))
 
     def traffic(self, settings: AllReduceSettings, sizes: Sizes, nodes: int) -> Traffic:
         """A tree's root sends the total to every child."""

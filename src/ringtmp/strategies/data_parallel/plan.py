@@ -52,11 +52,11 @@ class ParallelPlan:
     table: tuple[Key, ...]
     owners: tuple[int, ...]  # the node that serves each key; empty where nobody serves
     warnings: tuple[str, ...]
-    lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
     loss: tuple[Layer, list[torch.Tensor]] | None  # one of the user's own, which every worker needs
-    left_out = False
+    lines: tuple[str, ...] = ()
+    left_out: bool = False
 
     def balance(self, not_before: float) -> Balance | None:
         return None
@@ -73,7 +73,7 @@ class ParallelPlan:
 
 def plan(
     brief: Brief, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = PLAIN,
-    warnings: tuple[str, ...] = (),
+    *, warnings: tuple[str, ...] = (),
 ) -> ParallelPlan:  # fmt: skip
     """`settings`: where they are not those of the run, which were given for more nodes."""
     config, name, nodes = brief.config, strategy.name, brief.config.ring.nodes
@@ -99,14 +99,18 @@ def plan(
             )
         owners = tuple(roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers)))
     enlist = Enlist(
-        name, settings, nodes, brief.recipe, config.training.wire, brief.loss_name, sizes, brief.step, brief.addresses,
-        config.keep.detailed_steps, registry.package_of(name),
+        name, settings, nodes, brief.recipe,
+        wire=config.training.wire, loss=brief.loss_name, sizes=sizes, step=brief.step, addresses=brief.addresses,
+        detailed_steps=config.keep.detailed_steps, package=registry.package_of(name),
     )  # fmt: skip
     facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
     )
-    return ParallelPlan(brief, strategy, pace, enlist, roles, table, owners, warnings, (), facts, shares, loss)
+    return ParallelPlan(
+        brief, strategy, pace, enlist,
+        roles=roles, table=table, owners=owners, warnings=warnings, facts=facts, shares=shares, loss=loss,
+    )  # fmt: skip
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:

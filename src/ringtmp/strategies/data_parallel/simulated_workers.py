@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from ringtmp.plan.devices import Device, LayerCost, Paths
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import MemoryForecast, replica_forecast
-from ringtmp.plan.planner import PlanOptions
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulation import NodeStep, Simulated, Span, joules, line_bytes
+from ringtmp.strategies.base import Task
 
 #: Reading two float32 arrays and writing their sum, one thread.
 ADD_BYTES_PER_S = 4e9
@@ -31,15 +31,16 @@ class Workload:
     add_bytes_per_s: float = ADD_BYTES_PER_S
 
     @classmethod
-    def of(cls, layers: Sequence[LayerCost], options: PlanOptions) -> Workload:
-        return cls(layers, options.batch_size, options.ring.microbatches, options.wire_ratio)
+    def of(cls, task: Task) -> Workload:
+        options = task.options
+        return cls(task.layers, options.batch_size, options.ring.microbatches, options.wire_ratio)
 
-    def memory(self, devices: Sequence[Device], options: PlanOptions, servers: int = 0) -> tuple[MemoryForecast, ...]:
+    def memory(self, task: Task, servers: int = 0) -> tuple[MemoryForecast, ...]:
         """Of every node; the first `servers` only serve."""
-        table, _ = self.share(len(devices) - servers)
+        table, _ = self.share(len(task.devices) - servers)
         return tuple(
-            replica_forecast(table, device, node >= servers, options.process_bytes)
-            for node, device in enumerate(devices)
+            replica_forecast(table, device, node >= servers, task.options.process_bytes)
+            for node, device in enumerate(task.devices)
         )
 
     def share(self, workers: int) -> tuple[CostTable, int]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError
-from ringtmp.strategies.base import About, Brief, Plan, Roles, Sizes, Strategy, Traffic
+from ringtmp.strategies.base import About, Brief, OnPaper, Plan, Roles, Sizes, Strategy, Task, Traffic
 from ringtmp.strategies.ps.settings import PsSettings, fitted
 
 if TYPE_CHECKING:
-    from ringtmp.plan.devices import Device, LayerCost, Paths
-    from ringtmp.plan.memory_forecast import MemoryForecast
-    from ringtmp.plan.planner import PlanOptions
-    from ringtmp.plan.simulation import Simulated
     from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.strategies.data_parallel.member import ParallelMember
     from ringtmp.wire.messages import Enlist
@@ -69,7 +65,7 @@ class ParameterServer(Strategy):
         )
         ahead = 1 if settings.gathered else int(min(settings.bound + 1, AHEAD_ASYNC))
         pace = Pace(ahead, not settings.gathered, settings.quorum, bool(settings.replicas))
-        return plan(brief, self, fit, pace, warnings)
+        return plan(brief, self, fit, pace, warnings=warnings)
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> ParallelMember:
         from ringtmp.strategies.ps.member import PsMember
@@ -81,20 +77,17 @@ class ParameterServer(Strategy):
         served = node not in roles.servers or (settings.replicas and node not in bare)
         return bool(served) and roles.workers != (node,)
 
-    def simulate(
-        self, settings: PsSettings, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions,
-        paths: Paths | None = None,
-    ) -> tuple[Simulated, tuple[MemoryForecast, ...]]:  # fmt: skip
+    def simulate(self, settings: PsSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
         from ringtmp.strategies.ps.simulate import Mode, ServerOptions, simulate_ps
 
         kind, _, bound = settings.consistency.partition(":")
-        servers = settings.dedicated(len(devices))
+        servers = settings.dedicated(len(task.devices))
         slack = int(bound) if bound.isdigit() else None
         mode: Mode = "bsp" if kind == "bsp" else "async" if slack is None else "ssp"
         chosen = ServerOptions(servers, mode, slack or 0)
-        load = Workload.of(layers, options)
-        return simulate_ps(load, devices, chosen, paths), load.memory(devices, options, servers)
+        load = Workload.of(task)
+        return OnPaper(simulate_ps(load, task.devices, chosen, task.paths), load.memory(task, servers))
 
     def traffic(self, settings: PsSettings, sizes: Sizes, nodes: int) -> Traffic:
         """Every worker pushes and pulls the model once a step, but for what it serves itself; `layerwise` pulls it twice;

@@ -11,37 +11,20 @@ from ringtmp.strategies.base import Settings, described
 
 
 class PsSettings(Settings, frozen=True):
-    servers: Annotated[
-        int | str,
-        described(
-            "1..nodes-1 | workers", "dedicated shards, or every node serves 1/n of the keys and works",
-            "dedicated: DistBelief, Project Adam, Petuum; workers: BigDL, CaffeOnSpark, TensorFlow, MXNet",
-        ),
-    ] = 1  # fmt: skip
-    consistency: Annotated[
-        str,
-        described(
-            "bsp | async | ssp:S", "who waits: all, nobody, whoever is more than S steps ahead",
-            "bsp: Spark MLlib; async: Downpour SGD, MXNet KVStore; ssp: Petuum, SINGA",
-        ),
-    ] = "bsp"  # fmt: skip
-    quorum: Annotated[
-        int | None,
-        described(
-            "1..workers", "gradients a step needs; late ones are dropped and counted",
-            "backup workers: Chen et al. 2016, TensorFlow", "all workers",
-        ),
-    ] = None  # fmt: skip
-    replicas: Annotated[
-        int,
-        described(
-            "0 | 1", "1: every shard is also kept by the next server, so that a server may die",
-            "Li et al. 2014, Project Adam",
-        ),
-    ] = 0  # fmt: skip
-    fetch: Annotated[
-        str, described("all | layerwise", "layerwise: a worker holds the layer it works on and the one ahead")
-    ] = "all"
+    servers: Annotated[int | str, described(
+        "1..nodes-1 | workers", "dedicated shards, or every node serves 1/n of the keys and works",
+        "dedicated: DistBelief, Project Adam, Petuum; workers: BigDL, CaffeOnSpark, TensorFlow, MXNet")] = 1  # fmt: skip
+    consistency: Annotated[str, described(
+        "bsp | async | ssp:S", "who waits: all, nobody, whoever is more than S steps ahead",
+        "bsp: Spark MLlib; async: Downpour SGD, MXNet KVStore; ssp: Petuum, SINGA")] = "bsp"  # fmt: skip
+    quorum: Annotated[int | None, described(
+        "1..workers", "gradients a step needs; late ones are dropped and counted",
+        "backup workers: Chen et al. 2016, TensorFlow", "all workers")] = None  # fmt: skip
+    replicas: Annotated[int, described(
+        "0 | 1", "1: every shard is also kept by the next server, so that a server may die",
+        "Li et al. 2014, Project Adam")] = 0  # fmt: skip
+    fetch: Annotated[str, described(
+        "all | layerwise", "layerwise: a worker holds the layer it works on and the one ahead")] = "all"  # fmt: skip
 
     @property
     def bound(self) -> float:

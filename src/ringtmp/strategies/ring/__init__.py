@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ringtmp.strategies.base import About, Brief, Plan, Sizes, Strategy, Traffic
+from ringtmp.strategies.base import About, Brief, OnPaper, Plan, Sizes, Strategy, Task, Traffic
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.metrics.events import EventLog
-    from ringtmp.plan.devices import Device, LayerCost, Paths
-    from ringtmp.plan.memory_forecast import MemoryForecast
-    from ringtmp.plan.planner import PlanOptions
-    from ringtmp.plan.simulation import Simulated
     from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.runtime.leader import Crew
     from ringtmp.runtime.member import Member
@@ -39,12 +35,12 @@ class Ring(Strategy):
         refuse_too_few(config, nodes, keep_all, layers)
 
     def tried(
-        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
-        hellos: Mapping[int, Hello],
+        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+        *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
     ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
         from ringtmp.strategies.ring.plan import tried
 
-        return tried(brief, endpoint, crew, log, phase, hellos)
+        return tried(brief, endpoint, crew, log, phase=phase, hellos=hellos)
 
     def tried_alike(self, brief: Brief, known: Brief) -> bool:
         from ringtmp.strategies.ring.plan import order_is_given
@@ -70,14 +66,11 @@ class Ring(Strategy):
 
         return Node(endpoint, message)
 
-    def simulate(
-        self, settings: Any, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions,
-        paths: Paths | None = None,
-    ) -> tuple[Simulated, tuple[MemoryForecast, ...]]:  # fmt: skip
+    def simulate(self, settings: Any, task: Task) -> OnPaper:
         from ringtmp.plan.planner import plan
 
-        made = plan(layers, devices, options, paths)
-        return made.simulated, made.memory
+        made = plan(task.layers, task.devices, task.options, task.paths)
+        return OnPaper(made.simulated, made.memory)
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
         """A sample's activations go over every cut and its gradients come back; a node sends what leaves it, and the

@@ -99,8 +99,8 @@ def plan(brief: Brief) -> RingPlan:
 
 
 def tried(
-    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
-    hellos: Mapping[int, Hello],
+    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+    *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
 ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
     """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
     `hellos` of those who have said it already; returned with those who said it meanwhile."""
