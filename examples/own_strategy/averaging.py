@@ -65,6 +65,10 @@ class Averaging(Strategy):
             raise UsageError(f"averaging:{text}: write averaging:8 for a mean every 8 steps")
         return {"tau": int(text)}
 
+    def delayed(self, settings: AveragingSettings) -> bool:
+        """Between two means a worker knows nothing of what the others learn."""
+        return settings.tau > 1
+
     def plan(self, brief: Brief) -> Plan:
         from ringtmp.strategies.data_parallel.plan import Pace, plan
 

@@ -72,11 +72,11 @@ def train(text: str, folder: Path, steps: int, crew: MemoryCrew | None = None, *
 @pytest.mark.parametrize("text", CHOICES)
 def test_it_learns_and_sends_what_its_formula_says_and_repeats_the_bits_it_promises(text: str, tmp_path: Path) -> None:
     strategy, settings, _ = parts(text)
-    first, again = (train(text, tmp_path / name, 40, MemoryCrew(NODES, seed)).summary for seed, name in enumerate("ab"))
+    first = train(text, tmp_path / "a", 30).summary
     assert first.exactness == strategy.exactness(settings)
     assert first.loss.last < first.loss.first / 2
     if first.exactness in ("bits", "replay"):
-        assert first.weights_sha256 == again.weights_sha256
+        assert first.weights_sha256 == train(text, tmp_path / "b", 30, MemoryCrew(NODES, seed=1)).summary.weights_sha256
     done = api.Result(tmp_path / "a" / "run")
     cuts = tuple(map(float, CUTS[NODES][1]))
     samples = 1437 / 23  # of an average step: an epoch's last batch is smaller

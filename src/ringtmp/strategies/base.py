@@ -163,6 +163,10 @@ class Strategy:
         batches, other rounding."""
         return "replay"
 
+    def delayed(self, settings: Any) -> bool:
+        """Whether gradients may be of other weights than those they change."""
+        return False
+
     def refuse_too_few(self, config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
         """UsageError for what the number of layers alone tells, before they are exported and measured."""
 

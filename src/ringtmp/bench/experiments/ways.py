@@ -5,12 +5,14 @@ Pure. Whether a way can run on so many nodes is asked of the strategies themselv
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from ringtmp.bench.statistics import Centre
 from ringtmp.errors import UsageError, unknown
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Roles
+from ringtmp.strategies.base import Roles, Strategy
 from ringtmp.wire.protocol import WIRES
 
 #: Who is compared: the ring, and the parameter server it wants to beat, at its plainest.
@@ -32,13 +34,9 @@ class Way(msgspec.Struct, frozen=True):
         return int(self.flags.get("staleness", 0))
 
     @property
-    def asynchronous(self) -> bool:
-        return str(self.settings.get("consistency", "bsp")) not in ("bsp", "ssp:0")
-
-    @property
     def delayed(self) -> bool:
         """Gradients may be of older weights than those they change."""
-        return self.asynchronous or self.staleness > 0
+        return self.staleness > 0 or self._value.delayed(self._read)
 
     @property
     def centre(self) -> Centre:
@@ -48,7 +46,7 @@ class Way(msgspec.Struct, frozen=True):
     @property
     def like_one_process(self) -> bool:
         """The same weights as one process, to rounding: then what one process learns, it learns."""
-        return not self.delayed and self.wire == "float32" and "quorum" not in self.settings
+        return not self.delayed and self.wire == "float32" and self._value.exactness(self._read) != "steps"
 
     def words(self) -> list[str]:
         found = ["--strategy", self.strategy]
@@ -61,11 +59,18 @@ class Way(msgspec.Struct, frozen=True):
 
     @property
     def splits_layers(self) -> bool:
-        return registry.get(self.strategy).splits_layers
+        return self._value.splits_layers
 
     def roles(self, nodes: int) -> Roles:
-        strategy = registry.get(self.strategy)
-        return strategy.roles(strategy.read(self.settings), nodes)
+        return self._value.roles(self._read, nodes)
+
+    @property
+    def _value(self) -> Strategy:
+        return registry.get(self.strategy)
+
+    @property
+    def _read(self) -> Any:
+        return self._value.read(self.settings)
 
     def workers(self, nodes: int) -> int:
         return len(self.roles(nodes).workers)
@@ -90,7 +95,7 @@ class Way(msgspec.Struct, frozen=True):
             least = nodes * laps + 1
             return None if layers >= least else f"a ring of {nodes} needs {least} layers, and the model has {layers}"
         try:
-            registry.get(self.strategy).read(self.settings).check(nodes, self.wire)
+            self._read.check(nodes, self.wire)
         except UsageError as error:
             return str(error)
         return None

@@ -51,6 +51,9 @@ class ParameterServer(Strategy):
     def exactness(self, settings: PsSettings) -> str:
         return "replay" if settings.deterministic else "steps"
 
+    def delayed(self, settings: PsSettings) -> bool:
+        return not settings.gathered
+
     def plan(self, brief: Brief) -> Plan:
         from ringtmp.model.recompute import refuse_unrepeatable
         from ringtmp.strategies.data_parallel.plan import Pace, plan
