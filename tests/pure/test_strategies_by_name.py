@@ -156,8 +156,14 @@ class Lacking(Strategy):
     about = About("", "", "", "", "", "", "")
     def worker(self, *args): ...
 
-LACKING = Lacking()
-DUCK = object()
+class Whole(Lacking):
+    def simulate(self, *args): ...
+    def traffic(self, *args): ...
+
+class Loose(Whole):
+    Settings = dict
+
+LACKING, WHOLE, LOOSE, DUCK = Lacking(), Whole(), Loose(), object()
 """
 
 
@@ -169,7 +175,9 @@ def test_what_packages_offer_in_vain_is_named_and_everything_else_works(tmp_path
         "absent": "nowhere:VALUE",
         "other": "bad:LACKING",
     }
-    folder = install(tmp_path, "bad-strategies", {"bad.py": BAD}, offered, "0.3")
+    offered |= {"leaving": "leaving:VALUE", "loose": "bad:LOOSE", "alias": "bad:WHOLE", "a_b": "bad:WHOLE"}
+    files = {"bad.py": BAD, "leaving.py": "raise SystemExit(3)"}
+    folder = install(tmp_path, "bad-strategies", files, offered, "0.3")
     with importable(folder):
         said = {line.split("'")[1]: line for line in registry.problems()}
         assert all("bad-strategies 0.3" in line for line in said.values())
@@ -177,6 +185,10 @@ def test_what_packages_offer_in_vain_is_named_and_everything_else_works(tmp_path
         assert "lacks simulate, traffic" in said["lacking"]
         assert "not a ringtmp.strategies.base.Strategy" in said["duck"]
         assert "cannot be imported: ModuleNotFoundError" in said["absent"]
+        assert "cannot be imported: SystemExit: 3" in said["leaving"]
+        assert "`Settings` no Settings" in said["loose"]
+        assert "called 'alias' and it calls itself 'lacking'" in said["alias"]
+        assert "not made of" in said["a_b"]
         assert set(registry.every()) == set(registry.OURS)
         assert registry.get("ring") is registry.OURS["ring"]
         with pytest.raises(UsageError, match="'lacking' of bad-strategies 0.3 cannot be used: it lacks"):

@@ -9,6 +9,7 @@ Pure, and loads no torch. A package's strategy that cannot be used is named with
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import msgspec
 from ringtmp.config import PIPELINE_SETTINGS, RingPart, RunConfig, parse_pairs
 from ringtmp.errors import RingError, UsageError, unknown
 from ringtmp.strategies.allreduce import STRATEGY as ALLREDUCE
-from ringtmp.strategies.base import About, Strategy
+from ringtmp.strategies.base import About, Settings, Strategy
 from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
 
@@ -52,9 +53,8 @@ def installed() -> tuple[Found, ...]:
     found: list[Found] = []
     taken = set(OURS)
     for point in sorted(entry_points(group=GROUP), key=lambda each: (each.name, _package(each))):
-        one = _load(point, taken)
+        found.append(_load(point, taken))
         taken.add(point.name)
-        found.append(one)
     return tuple(found)
 
 
@@ -64,11 +64,10 @@ def _load(point: EntryPoint, taken: set[str]) -> Found:
         return Found(point.name, package, None, "there is another strategy of that name")
     try:
         strategy = point.load()
-    except Exception as error:  # whatever another's code does
+    except (Exception, SystemExit) as error:  # whatever another's code does
         return Found(point.name, package, None, f"it cannot be imported: {type(error).__name__}: {error}")
-    if problem := _fault(strategy, point.name):
-        return Found(point.name, package, None, problem)
-    return Found(point.name, package, strategy)
+    problem = _fault(strategy, point.name)
+    return Found(point.name, package, None if problem else strategy, problem)
 
 
 def _fault(strategy: Any, name: str) -> str:
@@ -80,8 +79,10 @@ def _fault(strategy: Any, name: str) -> str:
         lacking.append("worker")
     if lacking:
         return f"it lacks {', '.join(lacking)}"
-    if not isinstance(strategy.about, About):
-        return "its `about` is not an About"
+    if not (isinstance(strategy.about, About) and issubclass(kind.Settings, Settings)):
+        return "its `about` is not an About, or its `Settings` no Settings"
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        return "its name is not made of a-z, 0-9 and '-'"
     return "" if strategy.name == name else f"its entry point is called {name!r} and it calls itself {strategy.name!r}"
 
 
@@ -117,9 +118,8 @@ def get(name: str) -> Strategy:
 def package_of(text: str) -> str:
     """The package, with its version, that a strategy comes from, by its name and whatever follows it; empty: this one."""
     name = text.partition(":")[0]
-    return (
-        "" if name in OURS else next((each.package for each in installed() if each.name == name and each.strategy), "")
-    )
+    found = () if name in OURS else installed()
+    return next((each.package for each in found if each.name == name and each.strategy), "")
 
 
 def of(ring: RingPart) -> tuple[Strategy, Any]:
