@@ -73,6 +73,8 @@ def case_named(text: str) -> Case:
     known = next((case for case in CASES if case.name == text), None)
     if known is not None:
         return known
+    if text.partition(":")[0] not in registry.every():
+        raise unknown("case", text, [case.name for case in CASES])
     choice = registry.parse(text)
     strategy = registry.get(choice.name)
     dedicated = strategy.roles(strategy.read(choice.settings), 2).workers != (0, 1)
@@ -87,7 +89,7 @@ def chosen_cases(pattern: str) -> list[Case]:
     words = [word.strip() for word in pattern.split(",") if word.strip()]
     found = [case for case in CASES if any(fnmatchcase(case.name, word) for word in words)]
     named = [word for word in words if not set(word) & set("*?[") and word not in {case.name for case in found}]
-    if not found and not named:
+    if not (found or named):
         raise unknown("case", pattern, [case.name for case in CASES])
     return found + [case_named(word) for word in named]
 
