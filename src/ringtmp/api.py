@@ -40,6 +40,7 @@ from ringtmp.run.result import Result
 from ringtmp.run.training_loop import EVALUATION_FACTOR, Session
 from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
+from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
 from ringtmp.system.signals import on_signals
 
@@ -251,6 +252,7 @@ def remote_crew(
     return RemoteCrew(
         Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
         tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
+        package=registry.package_of(config.ring.strategy),
     )  # fmt: skip
 
 

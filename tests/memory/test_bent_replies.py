@@ -11,7 +11,7 @@ import pytest
 from crooked import Crooked, Tensors, bent
 from ringtmp.errors import RingError
 from ringtmp.runtime import snapshot_schedule
-from ringtmp.strategies.allreduce import member
+from ringtmp.strategies.data_parallel import sum_over_workers
 from ringtmp.wire import messages as messages
 from ringtmp.wire.messages import Message
 from test_data_parallel_healing import Base
@@ -44,7 +44,7 @@ WHICH = (0, 3)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(member, "BUCKET", 32)
+        patch.setattr(sum_over_workers, "BUCKET", 32)
         patch.setattr(snapshot_schedule, "BUDGET", 1e9)
         patch.setattr(snapshot_schedule, "FIRST_AFTER", 1)
         yield Base(tmp_path_factory.mktemp("base"))

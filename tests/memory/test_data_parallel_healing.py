@@ -24,8 +24,7 @@ from ringtmp.metrics import events
 from ringtmp.runtime.checkpoint import Progress, latest
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
-from ringtmp.strategies.allreduce import member
-from ringtmp.strategies.data_parallel import parameter_keys, replica
+from ringtmp.strategies.data_parallel import parameter_keys, replica, sum_over_workers
 from ringtmp.strategies.ps.server import Server
 from ringtmp.strategies.ps.settings import fitted
 from ringtmp.wire.messages import Hello
@@ -88,7 +87,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a step is an exchange of several."""
-    monkeypatch.setattr(member, "BUCKET", 32)
+    monkeypatch.setattr(sum_over_workers, "BUCKET", 32)
 
 
 def parameters(result: api.Result) -> dict[str, torch.Tensor]:
@@ -140,7 +139,7 @@ class Scarce(Mortal):
 @pytest.fixture(scope="module")
 def calm(base: Base) -> dict[str, api.Result]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(member, "BUCKET", 32)
+        patch.setattr(sum_over_workers, "BUCKET", 32)
         return {
             name: base.run(MemoryCrew(4), "allreduce", {"algorithm": name}, clip_norm=1.0) for name in ("ring", "tree")
         }

@@ -17,7 +17,7 @@ from ringtmp.data.sources import tensors
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
-from ringtmp.strategies.allreduce import member
+from ringtmp.strategies.data_parallel import sum_over_workers
 from ringtmp.transport.base import Around, Arrival, Channel, Frame, Transport
 from test_data_parallel_healing import STEPS, Base, counted, same
 from test_healing import Death, Mortal
@@ -52,7 +52,7 @@ class MasterFirst(Around):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(member, "BUCKET", 32)
+        patch.setattr(sum_over_workers, "BUCKET", 32)
         yield Base(tmp_path_factory.mktemp("base"))
 
 

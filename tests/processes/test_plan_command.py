@@ -17,7 +17,7 @@ import pytest
 from commands import ringtmp
 from costs import device, devices, layers
 from ringtmp.cli import ringtmp as verbs
-from ringtmp.errors import RingError, UsageError
+from ringtmp.errors import RingError
 from ringtmp.lab import devices_file as devices_file
 from ringtmp.launch import planned_devices
 from ringtmp.plan import advice
@@ -26,8 +26,9 @@ from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
 from ringtmp.report.step_drawing import svg, tick_count, tick_s
 from ringtmp.run import measure_model
-from ringtmp.strategies.compare import check_name, compare, server_options
-from ringtmp.strategies.ps.simulate import ServerOptions
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import Task
+from ringtmp.strategies.compare import compare
 from ringtmp.system.container_limits import Limits
 
 FOUR = """
@@ -127,9 +128,9 @@ def test_a_plan_for_people_says_who_holds_what_what_limits_it_and_what_would_hel
     [
         (["--devices", "none.toml"], 2, "the devices file none.toml cannot be read"),
         (["--devices", "devices.toml", "--nodes", "5"], 2, "--nodes 5 and the 3 devices of devices.toml differ"),
-        (["--strategy", "ps"], 2, "not --strategy ps: leave it out"),
-        (["--strategy", "allreduce:tree"], 2, "beside the ring with --compare ring,ps:bsp"),
-        (["--compare", "gossip"], 2, "unknown way to compare with 'gossip'"),
+        (["--strategy", "ps"], 2, "not --strategy ps: put that beside it"),
+        (["--strategy", "allreduce:tree"], 2, "put that beside it with --compare allreduce:tree"),
+        (["--compare", "gossip"], 2, "unknown strategy 'gossip'"),
         (["--compare", "ps:bsp:many"], 2, "'many' is neither a number of servers"),
         (["--nodes", "9"], 2, "9 nodes need at least 10 layers"),
         (["--nodes", "2", "--cuts", "0-1,3,4-5"], 2, "must start at layer 2"),
@@ -250,16 +251,6 @@ def test_a_strong_device_beside_a_weak_master_is_named() -> None:
 # -- other ways ---------------------------------------------------------------------------------------------------------------
 
 
-def test_names_of_other_ways() -> None:
-    assert server_options("ps:bsp") == ServerOptions(1, "bsp")
-    assert server_options("ps:ssp:5:2") == ServerOptions(2, "ssp", 5)
-    assert server_options("ps:async:workers") == ServerOptions(0, "async")
-    assert server_options("ps") == ServerOptions(1, "bsp")
-    for wrong in ("ps:sync", "ps:bsp:0", "ps:bsp:1:2", "allreduce", "allreduce:star", ""):
-        with pytest.raises(UsageError):
-            check_name(wrong)
-
-
 def test_every_way_is_compared_with_as_many_devices() -> None:
     there, model = devices(4, rate=100.0), layers(6, output=1.0, weights=1000)
     for name in (
@@ -272,22 +263,18 @@ def test_every_way_is_compared_with_as_many_devices() -> None:
         "allreduce:ring",
         "allreduce:tree",
     ):
-        way = compare(name, model, there, PlanOptions(16, 8, keep_all=True))
+        way = compare(registry.parse(name), Task(model, there, PlanOptions(16, 8, keep_all=True)))
         assert way.simulated is not None
         assert len(way.simulated.nodes) == 4
         assert way.problem == ""
-        if name != "ring":
-            assert way.simulated.strategy == ":".join(
-                name.removesuffix(":workers").split(":")[: 3 if "ssp" in name else 2]
-            )
-    assert "leave none" in compare("ps:bsp:4", model, there, PlanOptions(16, 8)).problem
+    assert "leaves no worker" in compare(registry.parse("ps:bsp:4"), Task(model, there, PlanOptions(16, 8))).problem
 
 
 def test_a_model_no_single_device_can_hold_fits_the_ring_and_no_other_way() -> None:
     there = [replace(each, memory_bytes=9000.0) for each in devices(4)]
     model, options = layers(8, weights=1000), PlanOptions(8, 8, process_bytes=0.0)
-    assert compare("ring", model, there, options).problem == ""
-    way = compare("allreduce:ring", model, there, options)
+    assert compare(registry.parse("ring"), Task(model, there, options)).problem == ""
+    way = compare(registry.parse("allreduce:ring"), Task(model, there, options))
     assert "device0 needs" in way.problem
     assert way.simulated is not None
 

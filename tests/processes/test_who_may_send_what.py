@@ -22,7 +22,7 @@ from ringtmp.launch.key_store import Rings
 from ringtmp.plan.route import plain_ring
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.strategies import registry
-from ringtmp.strategies.allreduce import member
+from ringtmp.strategies.data_parallel import sum_over_workers
 from ringtmp.transport.encryption import connect_securely, new_key_pair
 from ringtmp.transport.memory import Hub
 from ringtmp.transport.zeromq import ZeroMQTransport
@@ -210,7 +210,7 @@ def test_the_tables_in_the_docs_are_current() -> None:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(member, "BUCKET", 32)
+        patch.setattr(sum_over_workers, "BUCKET", 32)
         yield Base(tmp_path_factory.mktemp("base"))
 
 

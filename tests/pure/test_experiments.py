@@ -48,7 +48,7 @@ def test_a_way_is_the_flags_one_would_type() -> None:
     [
         ("rnig", "did you mean 'ring'"),
         ("ring:stalenes=1", "did you mean 'staleness'"),
-        ("ps:bsp:staleness=1", "unknown setting of ps"),
+        ("ps:bsp:staleness=1", "unknown setting of strategy ps"),
         ("ring:wire=int9", "did you mean 'int8'"),
         ("ring:staleness=2", "must be 0 or 1"),
         ("ring:window=0", "must be a whole number"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtmp.strategies.allreduce.member import BUCKET, buckets
 from ringtmp.strategies.data_parallel import parameter_keys
+from ringtmp.strategies.data_parallel.sum_over_workers import BUCKET, buckets
 
 
 def test_a_layer_is_laid_end_to_end_with_every_tensor_on_a_64_byte_boundary() -> None:

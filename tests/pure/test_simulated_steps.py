@@ -18,7 +18,7 @@ from ringtmp.plan.route import Route, Visit, plain_ring
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulation import Simulated
-from ringtmp.strategies.allreduce.simulate import simulate_allreduce
+from ringtmp.strategies.data_parallel.simulated_sum import simulate_sums
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 from test_next_action import grid, run
@@ -230,7 +230,7 @@ def load(compute_s: float = 0.0) -> Workload:
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 def test_ring_all_reduce_meets_its_bound(count: int) -> None:
-    result = simulate_allreduce(load(), devices(count, rate=1.0), "ring")
+    result = simulate_sums(load(), devices(count, rate=1.0))
     part = (count - 1) / count
     assert result.step_s == pytest.approx(2 * part * 12 + part * 3 + 2)
     assert list(result.link_bytes.values()) == pytest.approx([2 * 12 * part] * count)
@@ -238,7 +238,7 @@ def test_ring_all_reduce_meets_its_bound(count: int) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 13])
 def test_tree_all_reduce_meets_its_bound(count: int) -> None:
-    result = simulate_allreduce(load(), devices(count, rate=1.0), "tree")
+    result = simulate_sums(load(), devices(count, rate=1.0), tree=True)
     rounds = math.ceil(math.log2(count))
     assert result.step_s <= 2 * rounds * 12 + rounds * 3 + 2 + 1e-9
     if count & (count - 1) == 0:

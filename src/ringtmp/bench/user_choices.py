@@ -13,7 +13,7 @@ import msgspec
 
 from ringtmp.bench.catalogue import CATALOG
 from ringtmp.bench.training_runs import strategy_variants
-from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.strategy_variants import RING, Way
 from ringtmp.bench.training_runs.workloads import WORKLOADS, Workload
 from ringtmp.lab.devices_file import Device
 from ringtmp.metrics.energy import PRESETS
@@ -24,7 +24,7 @@ FULL_WAYS = (
 )
 QUICK_WAYS = "ring,ring:staleness=1,ps:bsp,allreduce:ring"
 #: One device alone; every other way is held against it.
-ALONE = Way("one device", "ring")
+ALONE = Way("one device", RING)
 #: Watts of the emulated devices, unless a file says otherwise.
 WATTS = PRESETS["pi-4b"]
 #: Of every core, for the devices; the rest is for whoever watches.

@@ -15,8 +15,9 @@ from ringtmp.errors import UsageError
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.plan.devices import Device
-    from ringtmp.plan.planner import Plan
+    from ringtmp.plan.planner import Plan, PlanOptions
     from ringtmp.run.measure_model import Work
+    from ringtmp.strategies.registry import Choice
 
 
 @run_options
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
     help="The devices, one [[device]] table each, the master first.  [processes on this machine]",
 )  # fmt: skip
 @click.option(
-    "--compare", metavar="WAY,WAY…",
-    help="Other ways to train to put beside it: ps:bsp, ps:async, ps:ssp:3 (each with :K servers or :workers), "
-    "allreduce:ring, allreduce:tree.",
+    "--compare", metavar="STRATEGY,STRATEGY…",
+    help="Other strategies beside it, for instance ps:bsp,ps:ssp:3:servers=2,allreduce:tree.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw one step of every node here.")
@@ -57,6 +57,8 @@ def command(
     from ringtmp.run import measure_model
     from ringtmp.run.resolve import resolve
     from ringtmp.strategies import compare as ways
+    from ringtmp.strategies import registry
+    from ringtmp.strategies.base import Task
     from ringtmp.system.resources import rss_bytes
 
     settings = resolve(settings)
@@ -64,9 +66,7 @@ def command(
     threads = settings.training.threads or 1
     devices = _devices(file, chosen.get("nodes"), settings.ring.nodes, threads)
     counted_bytes = rss_bytes() if file is None else 0
-    names = [name.strip() for name in compare.split(",")] if compare else []
-    for name in names:
-        ways.check_name(name)
+    choices = [registry.parse(word) for word in (compare or "").split(",") if word.strip()]
     with show.watcher(quiet) as watcher:
         train, _ = by_name.load(settings.training.data, settings.training.seed, settings.model.settings)
         model = api.named_model(settings.model, train)
@@ -78,10 +78,14 @@ def command(
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
         members = made.devices if len(made.devices) > 1 else devices
-        others = [ways.compare(name, work.layers, members, made.options) for name in names if name != "ring"]
+        others = [
+            ways.compare(each, Task(work.layers, members, _options(settings, each, work, made)))
+            for each in choices
+            if registry.spelled(each) != settings.ring.strategy
+        ]
         watcher.phase("trying what would help")
         page = plan_show.page(
-            made, devices, file is not None, others, work.steps_per_epoch, settings.model.name, train.name, everyone,
+            made, devices, file is not None, others, work.steps_per_epoch, settings, train.name, everyone,
         )  # fmt: skip
     if svg is not None:
         _draw(made, f"{settings.model.name} on {train.name}: {plan_show.headline(made)}", svg)
@@ -92,10 +96,14 @@ def command(
 
 
 def _refuse_other_strategies(settings: RunConfig) -> None:
-    if settings.ring.strategy != "ring":
+    from ringtmp.strategies import registry
+
+    name = settings.ring.strategy
+    if not registry.get(name).splits_layers:
+        choice = registry.Choice(name, settings.ring.strategy_settings)
         raise UsageError(
-            f"plan lays out a ring, not --strategy {settings.ring.strategy}: leave it out, and put other ways to train "
-            "beside the ring with --compare ring,ps:bsp"
+            f"plan lays out a {registry.splitting_layers()}, not --strategy {name}: put that beside it with --compare "
+            f"{registry.spelled(choice)}"
         )
 
 
@@ -119,6 +127,19 @@ def _with_all(settings: RunConfig, work: Work, devices: tuple[Device, ...], made
         return measure_model.plan(settings, work, devices, keep_all=True)
     except (DoesNotFit, UsageError):
         return None  # somebody is left out because it can hold nothing
+
+
+def _options(settings: RunConfig, choice: Choice, work: Work, made: Plan) -> PlanOptions:
+    """Those of the plan, but for what the strategy's name says of the run."""
+    from ringtmp.config import usual_microbatches
+    from ringtmp.run.resolve import resolve
+    from ringtmp.strategies.ring.plan import plan_options
+
+    if not choice.run:
+        return made.options
+    changed = resolve(choice.applied_to(settings))
+    count = usual_microbatches(changed.training) if "microbatches" in choice.run else made.options.microbatches
+    return plan_options(changed, work.batch_size, count, len(work.layers), len(made.devices), made.options.keep_all)
 
 
 def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: int) -> tuple[Device, ...]:

@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from ringtmp.config import RunConfig
 from ringtmp.plan import advice
 from ringtmp.plan.devices import Device
 from ringtmp.plan.memory_forecast import MemoryForecast
@@ -90,15 +91,15 @@ def headline(made: Plan) -> str:
 
 def page(
     made: Plan, everyone: Sequence[Device], may_grow: bool, others: Sequence[Way], steps_per_epoch: int | None,
-    model: str, data: str, with_all: Plan | None = None,
+    settings: RunConfig, data: str, with_all: Plan | None = None,
 ) -> Page:  # fmt: skip
     limits, parts, limit = advice.bounds(made), advice.parts(made), advice.limit(made)
     gains = advice.gains(made, tuple(everyone), may_grow)
-    own = Way("ring", made.simulated, made.memory)
+    own = Way(settings.ring.strategy, made.simulated, made.memory)
     waiting = {f"waiting for {cause}": length for cause, length in parts.waiting_s.items()}
     work = {"forward": parts.forward_s, "backward": parts.backward_s, "update": parts.update_s}
     return Page(
-        model, data, len(made.devices), made.options.batch_size, made.options.ring.microbatches, made.window,
+        settings.model.name, data, len(made.devices), made.options.batch_size, made.options.ring.microbatches, made.window,
         made.options.schedule, _cuts(made.bounds), made.step_s, made.samples_per_s,
         None if steps_per_epoch is None else steps_per_epoch * made.step_s,
         {"compute": limits.compute_s, "link": limits.link_s, "slowest node": limits.slowest_s, "max(c, T)": limits.ideal_s},

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import click
 
-from ringtmp.strategies.registry import ENTRIES, Entry
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import About, Strategy
 
 
 @click.command("strategies", short_help="List the ways to train, with their settings.")
@@ -18,32 +19,39 @@ from ringtmp.strategies.registry import ENTRIES, Entry
 def command(name: str | None, as_json: bool) -> None:
     """List the ways to train: what is split, who updates, who waits, what travels, and which systems did it so.
 
-    Use one with ringtmp train --strategy NAME --with setting=value; short names such as ps:ssp:3 or allreduce:tree
-    stand for the most important setting.
+    Use one with ringtmp train --strategy NAME[:SHORT][:setting=value]…, for instance ps:ssp:3:servers=2; SHORT stands for
+    the most important setting. Packages may bring strategies of their own.
     """
-    from ringtmp.errors import unknown
-
-    if name is not None and name not in ENTRIES:
-        raise unknown("strategy", name, ENTRIES)
-    chosen = [ENTRIES[name]] if name is not None else list(ENTRIES.values())
+    chosen = [registry.get(name)] if name is not None else list(registry.every().values())
+    for problem in registry.problems() if name is None else ():
+        print(f"ringtmp strategies: {problem}", file=sys.stderr)
     if as_json:
         import msgspec
 
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({each.name: each for each in chosen})) + b"\n")
+        found = {each.name: _record(each) for each in chosen}
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
         return
-    click.echo("\n\n".join("\n".join(_lines(entry)) for entry in chosen))
+    click.echo("\n\n".join("\n".join(_lines(each)) for each in chosen))
 
 
-def _lines(entry: Entry) -> Iterator[str]:
+def _record(strategy: Strategy) -> dict[str, object]:
+    about = {label: getattr(strategy.about, label) for label in About.__struct_fields__}
+    settings, package = registry.settings_of(strategy), registry.package_of(strategy.name)
+    return {"name": strategy.name, **about, "settings": settings, "short": strategy.short or None, "package": package}
+
+
+def _lines(strategy: Strategy) -> Iterator[str]:
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    yield from _wrapped(f"{entry.name}: {entry.title}", 0, width)
-    for label in ("parallelism", "optimisation", "scheduling", "exchange", "topology", "source"):
-        yield from _wrapped(f"{label:<14}{getattr(entry, label)}", 2, width, 16)
-    for each in entry.settings:
-        yield f"  --with {each.name}={each.values}    [{each.default}]"
-        yield from _wrapped(each.meaning, 6, width)
-        if each.systems:
-            yield from _wrapped(each.systems, 6, width)
+    yield from _wrapped(f"{strategy.name}: {strategy.about.title}", 0, width)
+    for label in About.__struct_fields__[1:]:
+        yield from _wrapped(f"{label:<14}{getattr(strategy.about, label)}", 2, width, 16)
+    if package := registry.package_of(strategy.name):
+        yield from _wrapped(f"{'package':<14}{package}", 2, width, 16)
+    for each in registry.settings_of(strategy):
+        yield f"  --with {each['name']}={each['values']}    [{each['default']}]"
+        yield from _wrapped(each["meaning"], 6, width)
+        if each["systems"]:
+            yield from _wrapped(each["systems"], 6, width)
 
 
 def _wrapped(text: str, indent: int, width: int, hanging: int | None = None) -> list[str]:

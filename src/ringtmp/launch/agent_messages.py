@@ -39,6 +39,7 @@ class Facts(msgspec.Struct, frozen=True):
     version: str
     protocol: int
     address: str = ""
+    packages: tuple[str, ...] = ()  # with strategies of their own, and their versions
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

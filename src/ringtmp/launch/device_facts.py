@@ -15,12 +15,14 @@ from ringtmp import __version__, untrusted
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.agent_messages import Died, Facts, Started
 from ringtmp.launch.key_store import NAME
+from ringtmp.strategies import registry
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.wire.protocol import PROTOCOL
 
 #: What a node needs before it holds a single weight.
 TORCH_BYTES = 230 * 2**20
 MOST_CORES = 4096
+MOST_PACKAGES = 8
 _ENDPOINT = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
 _KEY = re.compile(r"[!-~]{40}")
 
@@ -34,6 +36,7 @@ def device_facts(name: str | None = None) -> Facts:
         torch_version(),
         __version__,
         PROTOCOL,
+        packages=registry.packages()[:MOST_PACKAGES],
     )
 
 
@@ -44,7 +47,8 @@ def checked(facts: Facts) -> Facts:
     untrusted.whole(facts.cores, "the number of its cores", 1, MOST_CORES)
     untrusted.whole(facts.memory_bytes, "its memory")
     texts = {name: untrusted.line(getattr(facts, name), 80) for name in ("cpu", "torch", "version", "address")}
-    return msgspec.structs.replace(facts, **texts)
+    packages = tuple(untrusted.line(each, 80) for each in facts.packages[:MOST_PACKAGES])
+    return msgspec.structs.replace(facts, packages=packages, **texts)
 
 
 def checked_start(started: Started) -> Started:

@@ -64,8 +64,15 @@ class Device:
 
 
 class Hub:
-    def __init__(self, ring: str, rings: Rings, host: str, port: int) -> None:
+    def __init__(
+        self, ring: str, rings: Rings, host: str, port: int,
+        *, package: str = "", tell: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        """`package`: with its version, that a device must have to take part."""
         self.ring = ring
+        self._package = package
+        self._tell = tell
+        self._lacking: set[str] = set()  # devices that were told of
         self.run = ""  # news of others is not for this master
         self._rings = rings
         self._host = host
@@ -129,7 +136,15 @@ class Hub:
     def present(self) -> list[Device]:
         now = time.monotonic()
         here = (each for each in self.devices.values() if not each.left and not each.broke)
-        return [each for each in here if now - each.last_heard < SILENCE_LIMIT_S]
+        return [each for each in here if now - each.last_heard < SILENCE_LIMIT_S and self._equipped(each)]
+
+    def _equipped(self, device: Device) -> bool:
+        missing = bool(self._package) and self._package not in device.facts.packages
+        if missing and device.key not in self._lacking:
+            self._lacking.add(device.key)
+            has = f" (it has {', '.join(device.facts.packages)})" if device.facts.packages else ""
+            self._tell(f"{device.facts.name} lacks {self._package}, which the strategy comes from{has}: it is left out")
+        return not missing
 
     def admits(self, key: str) -> bool:
         return key in self._admitted

@@ -52,6 +52,7 @@ class RemoteCrew:
         start_with: int | None = None,
         wait_s: float = 0.0,
         notice_s: float = SILENCE_LIMIT_S,
+        package: str = "",
     ) -> None:
         self._notice_s = notice_s
         self.nodes = nodes
@@ -59,8 +60,8 @@ class RemoteCrew:
         self._given_threads = threads
         self._rings = rings
         self._ring = ring
-        self._host = host
-        self._port = port
+        self._host, self._port = host, port
+        self._package = package  # that every device must have, with its version
         self._least = start_with or nodes
         self._wait_s = wait_s
         # As many as there are to be, or none: then nobody waits for an hour.
@@ -100,7 +101,7 @@ class RemoteCrew:
         self._rings.open(self._ring, create=True)
         self._rings.take_back(self._ring)
         address = f"{self._host}:{self._port}"
-        self._opened = Hub(self._ring, self._rings, self._host, self._port)
+        self._opened = Hub(self._ring, self._rings, self._host, self._port, package=self._package, tell=self._tell)
         self._hub.run = ring
         self._rings.set_address(self._ring, address)
         self._gather(address)

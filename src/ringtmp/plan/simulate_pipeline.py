@@ -365,7 +365,7 @@ class _Ring:
             for kind, visit, microbatch, a, b in node.spans
             if b > drawn and (a < ended or not self._options.staleness)
         )
-        return Simulated("ring", step_s, tuple(nodes), links, spans)
+        return Simulated(step_s, tuple(nodes), links, spans)
 
 
 def _overlap(start: float, end: float, low: float, high: float) -> float:

@@ -62,7 +62,6 @@ class NodeStep:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    strategy: str
     step_s: float
     nodes: tuple[NodeStep, ...]
     link_bytes: dict[tuple[int, int], float]  # per step, by (from, to)

@@ -34,7 +34,6 @@ from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Brief, Leader
-from ringtmp.strategies.ring import plan as ring_plan
 from ringtmp.system.resources import fingerprint, free_memory_bytes, set_threads
 from ringtmp.wire.messages import Hello, Recipe
 
@@ -72,7 +71,8 @@ class Laying:
         self._losses = Losses()
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
         ring, keep = job.config.ring, job.config.keep
-        protect = keep.protect if ring.strategy == "ring" else "checkpoint"
+        self._strategy = registry.get(ring.strategy)
+        protect = keep.protect if self._strategy.state_from == "snapshot" else "checkpoint"
         self._protection = Protection(protect, training.staleness)
         self._rebalancing = Rebalancing(ring.rebalance)
         self._known: Brief | None = None  # of the last layout, if its devices need not be tried again
@@ -185,9 +185,9 @@ class Laying:
         if training.microbatches == "auto":
             brief = self._choose_microbatches(brief)
             config, training = brief.config, brief.config.training
-        plan = registry.plan(brief)
+        plan = self._strategy.plan(brief)
         # One that was left out may have been busy with something else: it has another chance with the next layout.
-        again = self._crew.alike or (isinstance(plan, ring_plan.RingPlan) and plan.left_out)
+        again = self._crew.alike or plan.left_out
         self._known = None if again else brief
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
@@ -246,20 +246,18 @@ class Laying:
             return moved, dict(hellos)
         known = {} if self._known is None else {(each.name, each.identity): each for each in self._known.devices}
         same = all((each.name, each.identity) in known for each in brief.devices)
-        if (
-            self._known is not None
-            and same
-            and ring_plan.order_is_given(brief) == ring_plan.order_is_given(self._known)
-        ):
+        if self._known is not None and same and self._strategy.tried_alike(brief, self._known):
             devices = tuple(known[each.name, each.identity] for each in brief.devices)
             return dataclasses.replace(brief, devices=devices, paths=self._known.paths), dict(hellos)
         assert self._log is not None
-        return ring_plan.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        return self._strategy.tried(
+            brief, endpoint, self._crew, self._log, phase=self._watcher.phase, hellos=hellos
+        )  # fmt: skip
 
     def _choose_microbatches(self, brief: Brief) -> Brief:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
         self._watcher.phase("choosing the number of microbatches")
-        brief = ring_plan.with_best_microbatches(brief, self._batches.sizes())
+        brief = self._strategy.with_best_microbatches(brief, self._batches.sizes())
         self._microbatches = brief.microbatches
         self._job = dataclasses.replace(self._job, config=brief.config)
         self._batches = self._training_batches()
@@ -275,8 +273,10 @@ class Laying:
     def _exactness(self) -> str:
         if self._batches.not_ours is not None or self._progress.stream.strayed:
             return "stream"
-        ring, training = self._job.config.ring, self._job.config.training
-        return registry.exactness(ring.strategy, ring.strategy_settings, training.wire)
+        if self._job.config.training.wire != "float32":
+            return "steps"
+        strategy, settings = registry.of(self._job.config.ring)
+        return strategy.exactness(settings)
 
     def _recipe(self) -> Recipe:
         training = self._job.config.training

@@ -14,8 +14,6 @@ from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
 from ringtmp.plan.rebalance import PAUSE_S, Balance, Move
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.strategies.base import Brief, Leader, Plan
-from ringtmp.strategies.ring.master import Master
-from ringtmp.strategies.ring.plan import RingPlan
 
 #: What a new generation costs, until one has been seen.
 MOVE_S = 2.0
@@ -43,11 +41,8 @@ class Rebalancing:
     def watch(self, plan: Plan, log: EventLog, clock: Callable[[], float], alike: bool) -> None:
         """A generation has been laid out. `alike`: all on this machine, where there are no lines to try."""
         self._move, self._clock, self._alike = None, clock, alike
-        self._balance, log.listener = None, self._heard
-        if self._wanted and isinstance(plan, RingPlan) and plan.planned is not None and len(plan.planned.devices) > 1:
-            # The master has the last visit too.
-            members = [visit.node for visit in plan.setup.route.visits[:-1]]
-            self._balance = Balance(plan.planned, plan.brief.devices, members, self._not_before)
+        self._balance, log.listener = plan.balance(self._not_before) if self._wanted else None, self._heard
+        if self._balance is not None:
             self._balance.calm(self._calm_until)
 
     def _heard(self, times: NodeTimes) -> None:
@@ -80,7 +75,7 @@ class Rebalancing:
         balance = self._balance
         if balance is None or self._alike or self._move is not None or not protection.quiet:
             return False
-        if not isinstance(leader, Master) or not balance.suspects_lines(self._clock()):
+        if not balance.suspects_lines(self._clock()):
             return False
         rates = leader.try_lines()
         balance.lines_found(self._clock(), rates)

@@ -21,19 +21,21 @@ from ringtmp.strategies import registry
 def resolve(config: RunConfig) -> RunConfig:
     """The same settings with defaults filled in. Refuses what cannot be."""
     config = checked(config)
+    config = registry.parse(config.ring.strategy).applied_to(config)
     training, ring = config.training, config.ring
-    strategy, short = registry.named(ring.strategy)
-    settings = registry.checked(strategy, {**short, **ring.strategy_settings}, ring.nodes, training.wire)
-    if strategy != "ring":
-        _check_ring_only(config, strategy)
+    strategy, settings = registry.of(ring)
+    settings.check(ring.nodes, training.wire)
+    _check_split_only(config, strategy.splits_layers)
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v goes out and back once: leave out --laps")
     if training.epochs is not None and training.steps is not None:
         raise UsageError("give --epochs or --steps, not both")
     checked_schedule(training.lr_schedule, total_steps=1)  # the real total is known with the data
     auto = training.microbatches == "auto"
-    if auto and strategy != "ring":
-        raise UsageError(f"--microbatches auto goes with --strategy ring: with {strategy} give a number")
+    if auto and not strategy.splits_layers:
+        raise UsageError(
+            f"--microbatches auto goes with --strategy {registry.splitting_layers()}: with {ring.strategy} give a number"
+        )
     microbatches = usual_microbatches(training)
     all_first = SCHEDULES[ring.schedule].all_forward_first
     if all_first and ring.window is not None and ring.window < microbatches and not auto:
@@ -41,13 +43,12 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--window {ring.window} is too small for {ring.schedule}, which keeps all {microbatches} microbatches in flight: "
             f"leave it out, or use --schedule {DEFAULT_SCHEDULE.name}"
         )
-    workers = len(registry.roles(strategy, settings, ring.nodes).workers)
-    if strategy != "ring" and microbatches < workers:
+    workers = len(strategy.roles(settings, ring.nodes).workers)
+    if not strategy.splits_layers and microbatches < workers:
         raise UsageError(
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
             + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
         )
-    ring = msgspec.structs.replace(ring, strategy=strategy, strategy_settings=settings)
     training = msgspec.structs.replace(
         training,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
@@ -60,15 +61,17 @@ def resolve(config: RunConfig) -> RunConfig:
 def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """What a run goes on with: its own settings, but for what is given by field name."""
     if isinstance(given.get("strategy"), str):
-        name, short = registry.named(given["strategy"])
-        given = {**given, "strategy": name, "strategy_settings": {**short, **given.get("strategy_settings", {})}}
+        choice = registry.parse(given["strategy"])
+        settings = {**choice.settings, **given.get("strategy_settings", {})}
+        given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
     return resolve(merge_for_resume(saved, given))
 
 
-def _check_ring_only(config: RunConfig, strategy: str) -> None:
+def _check_split_only(config: RunConfig, splits_layers: bool) -> None:
     """What has no meaning where every worker has the whole model."""
     for setting in SETTINGS.values():
-        if setting.said.split and value_of(config, setting.name) != setting.default:
+        if not splits_layers and setting.said.split and value_of(config, setting.name) != setting.default:
             raise UsageError(
-                f"{setting.option} goes with --strategy ring: with {strategy} every worker has the whole model"
+                f"{setting.option} goes with --strategy {registry.splitting_layers()}: with {config.ring.strategy} every "
+                "worker has the whole model"
             )

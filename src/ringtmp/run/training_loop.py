@@ -26,7 +26,6 @@ from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.losses import is_of_bytes
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
 from ringtmp.strategies.base import Leader
-from ringtmp.strategies.ring.plan import refuse_too_few
 from ringtmp.system.resources import keeping_what_is_there
 from ringtmp.wire.messages import Renew
 
@@ -58,7 +57,7 @@ class Session(Laying):
                 sizes = to_build(self._batches.sizes(), self._batch_size, self._microbatches, auto)
                 loss = self._job.loss, self._job.loss_name
                 keep_all = self._crew.alike or self._job.config.ring.all_devices
-                enough = partial(refuse_too_few, self._job.config, self._crew.nodes, keep_all)
+                enough = partial(self._strategy.refuse_too_few, self._job.config, self._crew.nodes, keep_all)
                 write_model(
                     run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase, enough
                 )  # fmt: skip
@@ -153,7 +152,7 @@ class Session(Laying):
         need_bytes = memory_need(
             layers, config.training.optimizer, config.training.optimizer_settings, self._crew.nodes
         )
-        living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
+        living = self._crew.mend(self._ring, self._generation, not self._strategy.splits_layers, need_bytes)
         for other in self._losses.found(self._crew.found_lost):
             self._warn(f"{other}; healing")
         endpoint.renew(self._generation, Renew(self._generation), living)
@@ -161,7 +160,7 @@ class Session(Laying):
         scout = Lead(endpoint, self._crew, self._log)
         scout.gather([node for node in self._crew.addresses() if node != MASTER])
         kept, saved = endpoint.shelf.contents(), checkpoint.progress.step
-        if survivors := config.ring.strategy == "allreduce":
+        if survivors := self._strategy.state_from == "survivors":
             snapshot = in_hand(scout.hellos, kept, layers, Snapshot(reached, told=told), saved)
         else:
             snapshot = self._protection.newest(scout.hellos, kept, layers, saved)

@@ -132,6 +132,9 @@ class Lead:
     def farewell(self) -> events.NodeEnded:
         return self._member.farewell() if self._member is not None else farewell(self.endpoint)
 
+    def try_lines(self) -> dict[int, tuple[float, float]]:
+        return {}
+
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _until(self, condition: Callable[[], bool], waiting_for: Callable[[], str], limit_s: float) -> None:

@@ -1,30 +1,227 @@
-"""What a strategy is given to plan with, and what a run asks of whoever leads it."""
+"""What a strategy is: one value that answers whatever the rest of the program asks about a way to train.
+
+A folder of `strategies/` exports one, and so may a package of yours, under the entry point `ringtmp.strategies`. Nothing here
+loads torch: a strategy's code is imported when a run needs it. The defaults are those of the plainest data parallelism, in
+which every node holds the whole model and works; docs/strategies.md says how to write one.
+
+The taxonomy is that of Langer et al., Distributed Training of Deep Learning Models: A Taxonomic Perspective (2020), and
+Verbraeken et al., A Survey on Distributed Machine Learning (2020).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-import torch
+import msgspec
 
-from ringtmp.config import RunConfig
-from ringtmp.data.batches import Batch
-from ringtmp.errors import NodeLost
-from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
-from ringtmp.model.portable_layer import Layer
-from ringtmp.plan.devices import Device, Paths
-from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
-from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import STOP_LIMIT_S, Crew
-from ringtmp.runtime.losses import LossFunction, Score
-from ringtmp.runtime.run_directory import LayerIndex
-from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
-from ringtmp.wire.address import Address
-from ringtmp.wire.messages import Hello, Recipe
+from ringtmp.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    import torch
+
+    from ringtmp.config import RunConfig
+    from ringtmp.data.batches import Batch
+    from ringtmp.errors import NodeLost
+    from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
+    from ringtmp.model.portable_layer import Layer
+    from ringtmp.plan.devices import Device, LayerCost, Paths
+    from ringtmp.plan.memory_forecast import MemoryForecast
+    from ringtmp.plan.planner import PlanOptions
+    from ringtmp.plan.rebalance import Balance
+    from ringtmp.plan.simulation import Simulated
+    from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
+    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.leader import Crew
+    from ringtmp.runtime.losses import LossFunction, Score
+    from ringtmp.runtime.member import Member
+    from ringtmp.runtime.run_directory import LayerIndex
+    from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
+    from ringtmp.strategies.data_parallel.member import ParallelMember
+    from ringtmp.wire.address import Address
+    from ringtmp.wire.messages import Enlist, Hello, Message, Recipe
+
+
+class About(msgspec.Struct, frozen=True):
+    """A row of the taxonomy: what is split, where the update is made, who waits for whom, what travels, who talks to whom."""
+
+    title: str
+    parallelism: str
+    optimisation: str
+    scheduling: str
+    exchange: str
+    topology: str
+    source: str
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A strategy's settings: a subclass adds fields, `Annotated` with `described`, and a `__post_init__` that raises UsageError
+    for what can never be."""
+
+    def check(self, nodes: int, wire: str) -> None:
+        """Raise UsageError for what cannot be with so many nodes and this wire format."""
+
+
+def described(values: str, meaning: str, systems: str = "", default: str = "") -> msgspec.Meta:
+    """What `ringtmp strategies` says of a setting; `systems`: who chose which value."""
+    return msgspec.Meta(description=meaning, extra={"values": values, "systems": systems, "default": default})
+
+
+class Roles(msgspec.Struct, frozen=True):
+    """Nodes by what they do; a node may do both."""
+
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    def without(self, node: int) -> Roles:
+        return Roles(*(tuple(each for each in group if each != node) for group in (self.servers, self.workers)))
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """What decides how much travels in a step."""
+
+    parameters: float
+    cuts: tuple[float, ...]  # values per sample at every cut on the way round, where layers are split
+    samples: float  # of a step
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """Values per step."""
+
+    total: float  # sent by all nodes together
+    busiest: float  # sent by the node that sends most
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step to be simulated."""
+
+    layers: Sequence[LayerCost]
+    devices: Sequence[Device]
+    options: PlanOptions
+    paths: Paths | None = None
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """What a step would be."""
+
+    step: Simulated
+    memory: tuple[MemoryForecast, ...]  # of every node
+
+
+#: Where the state comes from with which a run goes on after a loss that needs a new generation.
+StateFrom = Literal["checkpoint", "snapshot", "survivors"]
+
+
+class Strategy:
+    """Required: `name`, `about`, `worker` (or `plan` and `member`), `simulate` and `traffic`. Methods take settings as `read`
+    returns them."""
+
+    name: ClassVar[str]
+    about: ClassVar[About]
+    Settings: ClassVar[type[Settings]] = Settings
+    #: The setting a short name gives: with 'consistency', `ps:ssp:3` is consistency=ssp:3.
+    short: ClassVar[str] = ""
+    #: Each node holds some of the layers: cuts, window, laps, route, recompute, schedule, staleness and microbatches=auto
+    #: apply.
+    splits_layers: ClassVar[bool] = False
+    state_from: ClassVar[StateFrom] = "checkpoint"
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    def parse_short(self, text: str) -> dict[str, Any]:
+        """What follows the name in `NAME:SHORT`, as settings."""
+        if not self.short:
+            raise UsageError(
+                f"strategy {self.name} has no short form {text!r}: write --strategy {self.name} --with key=value"
+            )
+        return {self.short: text}
+
+    def read(self, given: Mapping[str, Any]) -> Any:
+        """The settings as a value; refuses names and types the strategy does not have."""
+        names = [each.name for each in msgspec.structs.fields(self.Settings)]
+        for key in given:
+            if key not in names:
+                if not names:
+                    raise UsageError(f"strategy {self.name} has no setting {key!r}: it takes none")
+                raise unknown(f"setting of strategy {self.name}", key, names)
+        try:
+            return msgspec.convert(dict(given), self.Settings, strict=True)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at `$.")
+            raise UsageError(f"{where.rstrip('`')} of strategy {self.name}: {what[0].lower()}{what[1:]}") from error
+
+    # -- what it does on the nodes ------------------------------------------------------------------------------------
+
+    def roles(self, settings: Any, nodes: int) -> Roles:
+        return Roles((), tuple(range(nodes)))
+
+    def exactness(self, settings: Any) -> str:
+        """With float32 on the wire. `bits`: those of one process; `replay`: the same bits every time; `steps`: the same
+        batches, other rounding."""
+        return "replay"
+
+    def delayed(self, settings: Any) -> bool:
+        """Whether gradients may be of other weights than those they change."""
+        return False
+
+    def refuse_too_few(self, config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
+        """UsageError for what the number of layers alone tells, before they are exported and measured."""
+
+    def tried(
+        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+        *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
+    ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+        """With the devices as they are found to be, where a plan depends on it; and who has said hello by then."""
+        return brief, dict(hellos)
+
+    def tried_alike(self, brief: Brief, known: Brief) -> bool:
+        """Whether what was found out for `known` is all that `tried` would look for now."""
+        return True
+
+    def with_best_microbatches(self, brief: Brief, batch_sizes: Collection[int]) -> Brief:
+        """`--microbatches auto`; asked only of a strategy that splits layers."""
+        return brief
+
+    def plan(self, brief: Brief) -> Plan:
+        """The run laid out for the nodes that are there."""
+        from ringtmp.strategies.data_parallel.plan import plan
+
+        return plan(brief, self)
+
+    def member(self, endpoint: Endpoint, message: Message) -> Member | None:
+        """The part that a plan from the master gives this node; None: the message is not a plan of this strategy."""
+        from ringtmp.wire.messages import Enlist
+
+        if not isinstance(message, Enlist) or message.strategy != self.name:
+            return None
+        settings = self.read(message.settings)
+        return self.worker(endpoint, message, settings, self.roles(settings, message.nodes))
+
+    def worker(self, endpoint: Endpoint, plan: Enlist, settings: Any, roles: Roles) -> ParallelMember:
+        """This node's part in a plan of `data_parallel`."""
+        raise NotImplementedError
+
+    def can_lose(self, settings: Any, roles: Roles, node: int, bare: Collection[int]) -> bool:
+        """Whether the others go on within the generation when `node` is lost, without going back to an older state. `bare`:
+        servers whose keys have no replica any more."""
+        return False
+
+    # -- on paper -----------------------------------------------------------------------------------------------------
+
+    def simulate(self, settings: Any, task: Task) -> OnPaper:
+        raise NotImplementedError
+
+    def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
+        raise NotImplementedError
+
+
+# -- what a plan is made of, and what it makes --------------------------------------------------------------------------
 
 #: The batch of a later step; None: not before the steps so far are done (an evaluation, a checkpoint, the end).
-Upcoming = Callable[[int], Batch | None]
+Upcoming = Callable[[int], "Batch | None"]
 
 
 def nothing_ahead(step: int) -> Batch | None:
@@ -87,11 +284,14 @@ class Leader(Protocol):
         """The generation ends. Losses of steps that are done and not counted yet."""
         ...
 
-    def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> list[NodeLost]:
+    def stop(self, reason: str, limit_s: float = 2.0) -> list[NodeLost]:
         """Everyone says goodbye; returns those who had died before they could."""
         ...
 
     def farewell(self) -> NodeEnded: ...
+    def try_lines(self) -> dict[int, tuple[float, float]]:
+        """Bytes per second to and from other nodes, while the run is at rest; asked where a plan has a balance to keep."""
+        ...
 
 
 class Plan(Protocol):
@@ -108,6 +308,14 @@ class Plan(Protocol):
     def facts(self) -> dict[str, Any]: ...
     @property
     def shares(self) -> tuple[Share, ...]: ...
+    @property
+    def left_out(self) -> bool:
+        """Somebody was, and may do better the next time."""
+        ...
+
+    def balance(self, not_before: float) -> Balance | None:
+        """Watches whether nodes are as fast as planned; None: nothing could be moved from one to another."""
+        ...
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Leader: ...
 

@@ -1,25 +1,18 @@
-"""The same work done another way, on paper: a short name and devices in, a simulated step or the reason against it out.
+"""The same work done another way, on paper: a strategy and devices in, a simulated step or the reason against it out.
 
-Names: ring, ps:bsp, ps:async, ps:ssp:SLACK, each ps with an optional :K for K dedicated servers or :workers for servers on
-all nodes, allreduce:ring, allreduce:tree. Equal numbers of devices for all.
+Equal numbers of devices for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
-from ringtmp.errors import RingError, UsageError, unknown
-from ringtmp.plan.devices import Device, LayerCost, Paths
-from ringtmp.plan.memory_forecast import MemoryForecast, replica_forecast, require_fit
-from ringtmp.plan.planner import PlanOptions, plan
+from ringtmp.errors import RingError
+from ringtmp.plan.memory_forecast import MemoryForecast, require_fit
 from ringtmp.plan.simulation import Simulated
-from ringtmp.strategies.allreduce.simulate import Shape, simulate_allreduce
-from ringtmp.strategies.data_parallel.simulated_workers import Workload
-from ringtmp.strategies.ps.simulate import Mode, ServerOptions, simulate_ps
-
-KNOWN = ("ring", "ps:bsp", "ps:async", "ps:ssp:3", "allreduce:ring", "allreduce:tree")
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import Task
+from ringtmp.strategies.registry import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,61 +25,16 @@ class Way:
     problem: str = ""
 
 
-def compare(
-    name: str, layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, paths: Paths | None = None
-) -> Way:
-    if name == "ring":
-        try:
-            made = plan(layers, devices, options, paths)
-        except RingError as error:
-            return Way(name, None, (), str(error))
-        return Way(name, made.simulated, made.memory)
-    load = Workload(layers, options.batch_size, options.ring.microbatches, options.wire_ratio)
-    kind, _, rest = name.partition(":")
-    if kind == "allreduce" and rest in ("ring", "tree"):
-        simulated, workers, servers = simulate_allreduce(load, devices, cast(Shape, rest), paths), len(devices), 0
-    elif kind == "ps":
-        chosen = server_options(name)
-        if len(devices) <= chosen.servers:
-            return Way(name, None, (), f"{chosen.servers} servers leave none of {len(devices)} devices to work")
-        simulated, servers = simulate_ps(load, devices, chosen, paths), chosen.servers
-        workers = len(devices) - servers
-    else:
-        raise unknown("way to compare with", name, KNOWN)
-    table, _ = load.share(workers)
-    memory = tuple(
-        replica_forecast(table, device, node >= servers, options.process_bytes) for node, device in enumerate(devices)
-    )
+def compare(choice: Choice, task: Task) -> Way:
+    name, strategy = registry.spelled(choice), registry.get(choice.name)
+    settings = strategy.read(choice.settings)
     try:
-        require_fit(memory, options.ring.microbatches)
+        settings.check(len(task.devices), str(choice.run.get("wire", "float32")))
+        made = strategy.simulate(settings, task)
     except RingError as error:
-        return Way(name, simulated, memory, str(error).rpartition(": ")[0])
-    return Way(name, simulated, memory)
-
-
-def check_name(name: str) -> None:
-    """Refuse what `compare` would refuse, before anything is measured."""
-    if name.partition(":")[0] == "ps":
-        server_options(name)
-    elif name not in KNOWN:
-        raise unknown("way to compare with", name, KNOWN)
-
-
-def server_options(name: str) -> ServerOptions:
-    """'ps:ssp:3:workers' -> its parts."""
-    _, mode, *rest = [*name.split(":"), ""] if ":" not in name else name.split(":")
-    mode = mode or "bsp"
-    if mode not in ("bsp", "async", "ssp"):
-        raise unknown("way to compare with", name, KNOWN)
-    slack = 3
-    if mode == "ssp" and rest and rest[0].isdigit():
-        slack = int(rest.pop(0))
-    servers = 1
-    if rest:
-        word = rest.pop(0)
-        if word != "workers" and not (word.isdigit() and int(word)):
-            raise UsageError(f"{name!r}: {word!r} is neither a number of servers nor 'workers'")
-        servers = 0 if word == "workers" else int(word)
-    if rest:
-        raise UsageError(f"{name!r} has a part too many: {rest[0]!r}")
-    return ServerOptions(servers, cast(Mode, mode), slack)
+        return Way(name, None, (), str(error))
+    try:
+        require_fit(made.memory, task.options.ring.microbatches)
+    except RingError as error:
+        return Way(name, made.step, made.memory, str(error).rpartition(": ")[0])
+    return Way(name, made.step, made.memory)

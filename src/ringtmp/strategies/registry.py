@@ -1,166 +1,217 @@
-"""Every strategy by name: its settings, its place in the taxonomy, the systems it stands for, its parts on the nodes.
+"""Every strategy there is: our own, and those that installed packages offer under the entry point `ringtmp.strategies`.
 
-Pure but for `plan` and `member`, which load a strategy only when it is needed. The taxonomy is that of Langer et al.,
-Distributed Training of Deep Learning Models: A Taxonomic Perspective (2020), and Verbraeken et al., A Survey on
-Distributed Machine Learning (2020): what is split (parallelism), where the update is made (optimisation), who waits for
-whom (scheduling), what is exchanged, and who talks to whom (topology).
+One grammar wherever a strategy is named (`train --strategy`, `plan --compare`, every bench):
+
+    NAME[:SHORT][:KEY=VALUE]...    SHORT is what the strategy says it is; KEY a setting of the strategy, or one of RUN_KEYS
+
+Pure, and loads no torch. A package's strategy that cannot be used is named with the reason, and refused where it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from ringtmp.errors import UsageError, unknown
-from ringtmp.strategies.ps.settings import AllReduceSettings, PsSettings, Roles, checked_allreduce, checked_ps
-from ringtmp.wire.formats import wire_format
+import msgspec
+
+from ringtmp.config import SETTINGS, RingPart, RunConfig, parse_pairs
+from ringtmp.errors import RingError, UsageError, unknown
+from ringtmp.strategies.allreduce import STRATEGY as ALLREDUCE
+from ringtmp.strategies.base import About, Settings, Strategy
+from ringtmp.strategies.ps import STRATEGY as PS
+from ringtmp.strategies.ring import STRATEGY as RING
 
 if TYPE_CHECKING:
     from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.runtime.member import Member
-    from ringtmp.strategies.base import Brief, Plan
     from ringtmp.wire.messages import Message
 
+GROUP = "ringtmp.strategies"
+OURS: dict[str, Strategy] = {each.name: each for each in (RING, PS, ALLREDUCE)}
+#: Settings of a run that may be part of a strategy's name, and where they lie.
+RUN_KEYS = {
+    "staleness": "training", "wire": "training", "microbatches": "training", "schedule": "ring", "window": "ring",
+    "laps": "ring", "route": "ring", "recompute": "ring", "protect": "keep",
+}  # fmt: skip
+_NEEDED = ("name", "about", "simulate", "traffic")
 
-@dataclass(frozen=True)
-class Setting:
+
+class Found(msgspec.Struct, frozen=True):
+    """A strategy of an installed package; or why there is none."""
+
     name: str
-    values: str
-    default: str
-    meaning: str
-    systems: str = ""
+    package: str  # with its version
+    strategy: Strategy | None = None
+    problem: str = ""
 
 
-@dataclass(frozen=True)
-class Entry:
-    name: str
-    title: str
-    parallelism: str
-    optimisation: str
-    scheduling: str
-    exchange: str
-    topology: str
-    source: str
-    settings: tuple[Setting, ...] = ()
-    #: The setting a short name gives: `ps:ssp:3` is consistency=ssp:3.
-    short: str | None = None
+@cache
+def installed() -> tuple[Found, ...]:
+    """What packages offer, in the order of their names."""
+    found: list[Found] = []
+    taken = set(OURS)
+    for point in sorted(entry_points(group=GROUP), key=lambda each: (each.name, _package(each))):
+        found.append(_load(point, taken))
+        taken.add(point.name)
+    return tuple(found)
 
 
-RING = Entry(
-    "ring", "Ring Topological Model Parallel: each node holds a run of adjacent layers",
-    "model (vertical)", "decentralised by layer, one owner each", "synchronous", "activations and their gradients",
-    "ring", "the project's own",
-)  # fmt: skip
-PS = Entry(
-    "ps", "Parameter server: servers hold the parameters as keys, workers push gradients and pull parameters",
-    "data", "centralised", "synchronous, asynchronous or bounded", "gradients up, parameters down",
-    "k servers : n workers", "Smola and Narayanamurthy 2010; Ho et al. 2013; Li et al. 2014",
-    (
-        Setting("servers", "1..nodes-1 | workers", "1", "dedicated shards, or every node serves 1/n of the keys and works",
-                "dedicated: DistBelief, Project Adam, Petuum; workers: BigDL, CaffeOnSpark, TensorFlow, MXNet"),
-        Setting("consistency", "bsp | async | ssp:S", "bsp", "who waits: all, nobody, whoever is more than S steps ahead",
-                "bsp: Spark MLlib; async: Downpour SGD, MXNet KVStore; ssp: Petuum, SINGA"),
-        Setting("quorum", "1..workers", "all workers", "gradients a step needs; late ones are dropped and counted",
-                "backup workers: Chen et al. 2016, TensorFlow"),
-        Setting("replicas", "0 | 1", "0", "1: every shard is also kept by the next server, so that a server may die",
-                "Li et al. 2014, Project Adam"),
-        Setting("fetch", "all | layerwise", "all", "layerwise: a worker holds the layer it works on and the one ahead",
-                ""),
-    ),
-    "consistency",
-)  # fmt: skip
-ALLREDUCE = Entry(
-    "allreduce", "All-reduce: every node has the whole model and ends every step with the same sum of gradients",
-    "data", "centralised, replicated in every worker", "synchronous", "gradients",
-    "ring or tree of workers", "Patarasuk and Yuan 2009; Iandola et al. 2016",
-    (
-        Setting("algorithm", "ring | tree", "ring", "chunks around a ring, or whole gradients up and down a binomial tree",
-                "ring: Baidu, Horovod; tree: FireCaffe"),
-    ),
-    "algorithm",
-)  # fmt: skip
-ENTRIES = {entry.name: entry for entry in (RING, PS, ALLREDUCE)}
+def _load(point: EntryPoint, taken: set[str]) -> Found:
+    package = _package(point)
+    if point.name in taken:
+        return Found(point.name, package, None, "there is another strategy of that name")
+    try:
+        strategy = point.load()
+    except (Exception, SystemExit) as error:  # whatever another's code does
+        return Found(point.name, package, None, f"it cannot be imported: {type(error).__name__}: {error}")
+    problem = _fault(strategy, point.name)
+    return Found(point.name, package, None if problem else strategy, problem)
 
 
-def named(text: str) -> tuple[str, dict[str, Any]]:
-    """`ps:ssp:3` -> ('ps', {'consistency': 'ssp:3'})"""
-    name, colon, rest = text.partition(":")
-    if name not in ENTRIES:
-        raise unknown("strategy", name, ENTRIES)
-    short = ENTRIES[name].short
-    if not colon:
-        return name, {}
-    if short is None or not rest:
-        raise UsageError(f"strategy {name} has no short form {text!r}: write --strategy {name} --with key=value")
-    return name, {short: rest}
+def _fault(strategy: Any, name: str) -> str:
+    if not isinstance(strategy, Strategy):
+        return f"it is a {type(strategy).__name__}, not a ringtmp.strategies.base.Strategy"
+    lacking = [each for each in _NEEDED if getattr(type(strategy), each, None) is getattr(Strategy, each, None)]
+    kind = type(strategy)
+    if kind.worker is Strategy.worker and Strategy.plan in (kind.plan, kind.member):
+        lacking.append("worker")
+    if lacking:
+        return f"it lacks {', '.join(lacking)}"
+    if not (isinstance(strategy.about, About) and issubclass(kind.Settings, Settings)):
+        return "its `about` is not an About, or its `Settings` no Settings"
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        return "its name is not made of a-z, 0-9 and '-'"
+    return "" if strategy.name == name else f"its entry point is called {name!r} and it calls itself {strategy.name!r}"
 
 
-def checked(name: str, given: Mapping[str, Any], nodes: int, wire: str) -> dict[str, Any]:
-    """The settings that were given, each in its range; refuses what the strategy does not have."""
-    entry = ENTRIES[name]
-    names = [setting.name for setting in entry.settings]
-    for key in given:
-        if key not in names:
-            if not names:
-                raise UsageError(f"strategy {name} has no setting {key!r}: it takes none")
-            raise unknown(f"setting of strategy {name}", key, names)
-    if name == "ps":
-        checked_ps(given, nodes, wire)
-    elif name == "allreduce":
-        checked_allreduce(given, nodes)
-    return dict(given)
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
-def roles(name: str, given: Mapping[str, Any], nodes: int) -> Roles:
-    """Who serves and who works. Of the ring every node works."""
-    everyone = tuple(range(nodes))
-    if name != "ps":
-        return Roles((), everyone)
-    servers = PsSettings(**given).servers
-    if servers == "workers" or nodes == 1:
-        return Roles(everyone, everyone)
-    assert isinstance(servers, int)
-    return Roles(everyone[:servers], everyone[servers:])
+def packages() -> tuple[str, ...]:
+    """Installed packages that offer strategies, with their versions; none of them is imported."""
+    return tuple(sorted({_package(point) for point in entry_points(group=GROUP)}))
 
 
-def exactness(name: str, given: Mapping[str, Any], wire: str) -> str:
-    """`bits`: those of one process; `replay`: the same bits every time; `steps`: the same batches, other rounding."""
-    if not wire_format(wire).exact:
-        return "steps"
-    if name == "ring":
-        return "bits"
-    return "replay" if name == "allreduce" or PsSettings(**given).deterministic else "steps"
+def every() -> dict[str, Strategy]:
+    return OURS | {each.name: each.strategy for each in installed() if each.strategy is not None}
 
 
-def plan(brief: Brief) -> Plan:
-    """The strategy of a run's settings, laid out for the nodes that are there."""
-    if brief.config.ring.strategy == "ring":
-        from ringtmp.strategies.ring import plan as ring_plan
+def problems() -> list[str]:
+    """A line for every strategy of a package that cannot be used."""
+    return [f"strategy {each.name!r} of {each.package}: {each.problem}" for each in installed() if each.problem]
 
-        return ring_plan.plan(brief)
-    from ringtmp.model.written_parameters import refuse_written
-    from ringtmp.strategies.data_parallel import plan as parallel_plan
 
-    refuse_written(brief.layers, brief.config.ring.strategy)
-    return parallel_plan.plan(brief)
+def get(name: str) -> Strategy:
+    if name in OURS:  # what is installed is looked at only where it must be
+        return OURS[name]
+    for each in installed():
+        if each.name == name and each.strategy is not None:
+            return each.strategy
+        if each.name == name:
+            raise UsageError(f"strategy {name!r} of {each.package} cannot be used: {each.problem}")
+    raise unknown("strategy", name, every())
+
+
+def package_of(text: str) -> str:
+    """The package, with its version, that a strategy comes from, by its name and whatever follows it; empty: this one."""
+    name = text.partition(":")[0]
+    found = () if name in OURS else installed()
+    return next((each.package for each in found if each.name == name and each.strategy), "")
+
+
+def of(ring: RingPart) -> tuple[Strategy, Any]:
+    """The strategy of a run, and its settings."""
+    strategy = get(ring.strategy)
+    return strategy, strategy.read(ring.strategy_settings)
+
+
+def splitting_layers() -> str:
+    """Names of those that do, for people."""
+    return " or ".join(name for name, each in every().items() if each.splits_layers)
 
 
 def member(endpoint: Endpoint, message: Message) -> Member | None:
     """The part a plan from the master gives this node; None if the message is not a plan."""
-    from ringtmp.wire.messages import Enlist, Setup
+    from ringtmp.wire.messages import Enlist
 
-    if isinstance(message, Setup):
-        from ringtmp.strategies.ring.node import Node
-
-        return Node(endpoint, message)
     if not isinstance(message, Enlist):
-        return None
-    who = roles(message.strategy, message.settings, message.nodes)
-    if message.strategy == "ps":
-        from ringtmp.strategies.ps.member import PsMember
+        return next((made for each in OURS.values() if (made := each.member(endpoint, message)) is not None), None)
+    try:
+        strategy = get(message.strategy)
+    except UsageError as error:
+        raise RingError(
+            f"{error}; the master has it from {message.package or 'a newer ringtmp'}: install that here"
+        ) from None
+    if (here := package_of(strategy.name)) != message.package:
+        raise RingError(f"strategy {strategy.name} comes from {here} here and from {message.package} on the master")
+    return strategy.member(endpoint, message)
 
-        return PsMember(endpoint, message, PsSettings(**message.settings), who)
-    from ringtmp.strategies.allreduce.member import AllReduceMember
 
-    return AllReduceMember(endpoint, message, AllReduceSettings(**message.settings), who)
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A strategy's name in parts."""
+
+    name: str
+    settings: dict[str, Any] = {}  # of the strategy
+    run: dict[str, Any] = {}  # of the run: RUN_KEYS
+
+    def applied_to(self, config: RunConfig) -> RunConfig:
+        """The settings with this strategy. What is said in its name and elsewhere must be the same."""
+        parts = {part: getattr(config, part) for part in ("training", "ring", "keep")}
+        for key, value in self.run.items():
+            part = parts[RUN_KEYS[key]]
+            usual = getattr(type(part)(), key)
+            if getattr(part, key) not in (usual, value):
+                raise UsageError(f"{spelled(self)} and --{key} {getattr(part, key)} contradict each other")
+            parts[RUN_KEYS[key]] = msgspec.structs.replace(part, **{key: value})
+        given = {**self.settings, **config.ring.strategy_settings}
+        parts["ring"] = msgspec.structs.replace(parts["ring"], strategy=self.name, strategy_settings=given)
+        return msgspec.structs.replace(config, **parts)
+
+
+def parse(text: str) -> Choice:
+    """`ps:ssp:3:servers=2` -> Choice('ps', {'consistency': 'ssp:3', 'servers': 2})"""
+    name, *words = text.strip().split(":")
+    strategy = get(name)
+    first = next((index for index, word in enumerate(words) if "=" in word), len(words))
+    short, pairs = words[:first], list[str]()
+    for word in words[first:]:
+        if "=" in word:
+            pairs.append(word)
+        else:  # a colon within a value: consistency=ssp:3
+            pairs[-1] += f":{word}"
+    settings = strategy.parse_short(":".join(short)) if short else {}
+    known = [each.name for each in msgspec.structs.fields(strategy.Settings)]
+    keys = [key for key in RUN_KEYS if strategy.splits_layers or not SETTINGS[key].said.split]
+    run: dict[str, Any] = {}
+    for key, value in parse_pairs(text, pairs).items():
+        if key not in (*known, *keys):
+            raise unknown(f"setting of strategy {name}", key, [*known, *keys])
+        (settings if key in known else run)[key] = value
+    strategy.read(settings)
+    return Choice(name, settings, run)
+
+
+def spelled(choice: Choice) -> str:
+    """As `parse` reads it."""
+    strategy, settings = get(choice.name), dict(choice.settings)
+    words = [choice.name]
+    if strategy.short in settings:
+        words.append(str(settings.pop(strategy.short)))
+    return ":".join([*words, *(f"{key}={value}" for key, value in {**settings, **choice.run}.items())])
+
+
+def settings_of(strategy: Strategy) -> list[dict[str, str]]:
+    """What `ringtmp strategies` lists."""
+    found = []
+    for each in msgspec.structs.fields(strategy.Settings):
+        metas = [meta for meta in getattr(each.type, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+        said = {"meaning": metas[0].description or "", **(metas[0].extra or {})} if metas else {}
+        row = {key: said.get(key) or "" for key in ("values", "default", "meaning", "systems")}
+        found.append({"name": each.name, **row, "default": row["default"] or str(each.default)})
+    return found

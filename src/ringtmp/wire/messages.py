@@ -267,6 +267,7 @@ class Enlist(NodeMessage, frozen=True, tag="enlist"):
     step: int  # steps already done
     addresses: dict[int, Address]  # of everyone the receiver talks to
     detailed_steps: int
+    package: str = ""  # with its version, that the strategy comes from; empty: ringtmp itself
 
 
 class Work(NodeMessage, frozen=True, tag="work"):

@@ -12,7 +12,7 @@ import msgspec
 
 from ringtmp.bench.analysis import intervals
 from ringtmp.bench.analysis.intervals import Centre, Interval, Step
-from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way
 from ringtmp.report.page_content import Holds, Verdict
 from ringtmp.wire.formats import wire_format
 
@@ -62,8 +62,8 @@ class Contrast(msgspec.Struct, frozen=True):
 
 def contrast(found: Sequence[Sampled], seed: int) -> Contrast | None:
     """None where one side was not measured."""
-    rings = [each for each in found if each.way.strategy == "ring" and each.samples]
-    servers = [each for each in found if each.way.strategy == "ps" and each.samples]
+    rings = [each for each in found if each.way.strategy == RING and each.samples]
+    servers = [each for each in found if each.way.strategy == SERVER and each.samples]
     if not rings or not servers:
         return None
     ring, server = (min(side, key=lambda each: each.middle) for side in (rings, servers))

@@ -46,8 +46,8 @@ def busiest_values(case: Case, sizes: Sizes, nodes: int) -> float:
     """Values per step that the busiest device sends, or receives: the two are alike in every case here."""
     if nodes == 1 or case.family == "one":
         return 0.0
-    if case.family in ("ring", "pipelining"):
+    if case.splits_layers:
         # The ring's master holds the front and the tail.
-        holders = [*range(nodes), 0] if case.family == "ring" else stage_ranks(case.layout, nodes)
+        holders = [*range(nodes), 0] if case.group == "ours" else stage_ranks(case.layout, nodes)
         return float(busiest_sent(holders, [sizes.cut_values] * (len(holders) - 1)) * sizes.batch_size)
     return exchanged_values(sizes.parameters, nodes, case.servers == "one")

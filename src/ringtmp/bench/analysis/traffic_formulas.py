@@ -17,12 +17,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Literal
 
 import msgspec
 
-Family = Literal["ring", "ps", "ps:servers=workers", "allreduce"]
-FAMILIES: tuple[Family, ...] = ("ring", "ps", "ps:servers=workers", "allreduce")
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import Sizes, Traffic
+
+#: One server, and servers on all workers.
+SERVERS = ("ps", "ps:servers=workers")
+FAMILIES = ("ring", *SERVERS, "allreduce")
 
 
 class Net(msgspec.Struct, frozen=True):
@@ -96,20 +99,14 @@ def cuts_text(net: Net, nodes: int) -> str:
     return ",".join(f"{start}-{end - 1}" if end > start else "-" for start, end in pairwise([0, *ends]))
 
 
-def epoch_values(
-    net: Net, family: Family, nodes: int, batch_size: int, samples: int, cuts: tuple[int, ...] = ()
-) -> float:
+def epoch_values(net: Net, family: str, nodes: int, batch_size: int, samples: int, cuts: tuple[int, ...] = ()) -> float:
     """All nodes together."""
-    if family == "ring":
-        return 2.0 * sum(cuts or even_cuts(net, nodes)) * samples
-    return 2.0 * net.size * (nodes - 1) * samples / batch_size
+    return _traffic(net, family, nodes, batch_size, cuts).total * samples / batch_size
 
 
-def busiest_values(net: Net, family: Family, nodes: int, batch_size: int) -> float:
+def busiest_values(net: Net, family: str, nodes: int, batch_size: int) -> float:
     """Per step, what the busiest device sends (or receives: the two are alike)."""
-    if family == "ring":
-        return float(batch_size * busiest_sent([*range(nodes), 0], even_cuts(net, nodes)))
-    return exchanged_values(net.size, nodes, one_server=family == "ps")
+    return _traffic(net, family, nodes, batch_size, ()).busiest
 
 
 def busiest_sent(holders: Sequence[int], cuts: Sequence[int]) -> int:
@@ -128,6 +125,13 @@ def exchanged_values(parameters: int, nodes: int, one_server: bool) -> float:
     return float(parameters * (nodes - 1)) if one_server else 2.0 * parameters * (nodes - 1) / nodes
 
 
+def _traffic(net: Net, family: str, nodes: int, batch_size: int, cuts: tuple[int, ...]) -> Traffic:
+    choice = registry.parse(family)
+    strategy = registry.get(choice.name)
+    split = (cuts or even_cuts(net, nodes)) if strategy.splits_layers else ()
+    return strategy.traffic(strategy.read(choice.settings), Sizes(net.size, split, batch_size), nodes)
+
+
 def break_even(net: Net, nodes: int) -> float:
     """Samples per step at which ring and parameter server send as much in all."""
     return net.size * (nodes - 1) / sum(even_cuts(net, nodes))
@@ -135,7 +139,7 @@ def break_even(net: Net, nodes: int) -> float:
 
 def prototype_ring() -> float:
     """Cuts after 50, 50 and 10 values, each crossed twice by every sample."""
-    return epoch_values(PROTOTYPE, "ring", PROTOTYPE_NODES, 1, PROTOTYPE_SAMPLES, PROTOTYPE.outputs)
+    return epoch_values(PROTOTYPE, FAMILIES[0], PROTOTYPE_NODES, 1, PROTOTYPE_SAMPLES, PROTOTYPE.outputs)
 
 
 def prototype_server() -> float:

@@ -16,7 +16,7 @@ from ringtmp.bench.measuring.jobs import PYTHON, Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.largest_model import Search, Try
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
-from ringtmp.bench.training_runs.strategy_variants import Way, parse
+from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
 from ringtmp.bench.user_choices import Choices
 from ringtmp.lab.devices_file import toml
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Skipped, Table, Verdict
@@ -59,7 +59,7 @@ def job(choices: Choices, way: Way) -> Job:
     words = [
         *lab(scale=bool(choices.devices))[len(RINGTMP) :],
         "train", "--model", "mlp", "--data", "digits", "--optimizer", "sgd", "--lr", "0.01",
-        "--batch-size", "32", "--microbatches", "4" if way.strategy == "ring" else str(way.workers(nodes(choices))),
+        "--batch-size", "32", "--microbatches", "4" if way.splits_layers else str(way.workers(nodes(choices))),
         "--steps", "2", "--seed", str(choices.seed), *way.words(), *protect, "--all-devices", "--json", "--quiet",
     ]  # fmt: skip
     search = Search(
@@ -95,7 +95,7 @@ def first_depth(choices: Choices, way: Way) -> int:
     where every way was seen to end."""
     room = (cap_mb(choices) - PROCESS_MB) * 2**20
     layer = PARAMETER_BYTES * WIDTH * WIDTH
-    holders = nodes(choices) if way.strategy == "ring" else 1
+    holders = nodes(choices) if way.splits_layers else 1
     return max(nodes(choices), int(room * holders / layer)) * (2 if choices.quick else 1)
 
 
@@ -145,8 +145,8 @@ def largest(known: Sequence[Try]) -> Try | None:
 
 
 def _verdict(best: dict[str, Try | None], known: dict[str, list[Try]]) -> Verdict:
-    rings = {label: made for label, made in best.items() if label.startswith("ring") and made}
-    servers = {label: made for label, made in best.items() if label.startswith("ps") and made}
+    rings = {label: made for label, made in best.items() if label.startswith(RING) and made}
+    servers = {label: made for label, made in best.items() if label.startswith(SERVER) and made}
     if not rings or not servers:
         return Verdict(AIM, "Open: the ring or the parameter server held no model that was tried.", "open")
     ring = max(rings, key=lambda label: rings[label].parameters)

@@ -13,6 +13,7 @@ from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Section, Skipped, Table, Verdict
@@ -84,7 +85,7 @@ def _idle(group: Sequence[Cell], measured: Measured) -> list[ring_against_server
 def _some(choices: Choices) -> list[str]:
     """A small bench looks at the two plain ways alone."""
     labels = [way.label for way in choices.ways]
-    plain = [label for label in labels if label in ("ring", "ps:bsp")]
+    plain = [label for label in labels if label in (RING, PLAIN_SERVER)]
     return plain if choices.quick and plain else labels
 
 

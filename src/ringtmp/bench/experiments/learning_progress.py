@@ -18,6 +18,7 @@ from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
 from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs.strategy_variants import RING, SERVER
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
@@ -140,13 +141,14 @@ def spent(every: Sequence[Cell], costs: dict[str, list[Costs]], key: str) -> lis
 
 def _one_sided(aim: str, measured: set[str], reached: set[str]) -> Verdict | None:
     """Where both were measured and not both come to the target every time, that is the answer."""
-    if not {"ring", "ps"} <= measured or {"ring", "ps"} <= reached:
+    both = {RING, SERVER}
+    if not both <= measured or both <= reached:
         return None
-    names = {"ring": "ring", "ps": "parameter server"}
-    lost = [names[each] for each in ("ring", "ps") if each not in reached]
-    won = [names[each] for each in ("ring", "ps") if each in reached]
+    names = {RING: RING, SERVER: "parameter server"}
+    lost = [names[each] for each in names if each not in reached]
+    won = [names[each] for each in names if each in reached]
     told = f"no {' and no '.join(lost)} comes to the target every time" + (f", a {won[0]} does" if won else "")
-    holds: Holds = "open" if not won else "yes" if won == ["ring"] else "no"
+    holds: Holds = "open" if not won else "yes" if won == [names[RING]] else "no"
     return Verdict(aim, f"{told[0].upper()}{told[1:]}.", holds)
 
 

@@ -20,7 +20,7 @@ from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.node_removal import Removal
 from ringtmp.bench.training_runs import shared_runs
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
-from ringtmp.bench.training_runs.strategy_variants import Way, parse
+from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
 from ringtmp.bench.training_runs.train_commands import Cell, cell, local, train_words
 from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.bench.user_choices import Choices
@@ -58,10 +58,14 @@ class Loss(msgspec.Struct, frozen=True):
         return _TEXT[self.what].format(role=f"{'the' if self.node == 0 else 'a'} {self.role}")
 
 
+#: Who loses somebody.
+_RING, _SERVER, _ALLREDUCE = "ring:protect=auto", "ps:bsp:protect=auto", "allreduce:ring:protect=auto"
+_REPLICATED = "ps:bsp:servers=2:replicas=1:protect=auto"
+
+
 def losses(choices: Choices) -> list[Loss]:
-    ring, server = parse("ring:protect=auto"), parse("ps:bsp:protect=auto")
+    ring, server, replicated = parse(_RING), parse(_SERVER), parse(_REPLICATED)
     nodes = choices.nodes
-    replicated = parse("ps:bsp:servers=2:replicas=1:protect=auto")
     found = [
         Loss(ring, nodes, "device", nodes - 1, "worker"),
         Loss(server, nodes, "device", nodes - 1, "worker"),
@@ -74,7 +78,7 @@ def losses(choices: Choices) -> list[Loss]:
         found += [Loss(way, nodes, what, nodes - 1, "worker") for way in (ring, server) for what in _SOFT]
         found.append(Loss(server, nodes, "master", 0, "master"))
         found += [Loss(way, nodes, "pause", 0, "master") for way in (ring, server)]
-        found += [Loss(parse("allreduce:ring:protect=auto"), nodes, what, nodes - 1, "worker") for what in _HARD]
+        found += [Loss(parse(_ALLREDUCE), nodes, what, nodes - 1, "worker") for what in _HARD]
     wanted = {way.strategy for way in choices.ways}
     return [each for each in found if each.way.strategy in wanted]
 
@@ -235,7 +239,7 @@ def _verdicts(choices: Choices, facts: Sequence[tuple[Loss, Sequence[Any]]], mea
             after = again[strategy]
             time = f"trains again after {seconds_text(after)}{spread}" if after is not None else "never trains again"
             parts.append(f"{loss.way.label} {'goes on' if alive[strategy] else 'ends'}, {time}, {ends}")
-        ring_s = again.get("ring")
+        ring_s = again.get(RING)
         number = seconds_text(ring_s) if ring_s is not None else ""
         found.append(Verdict(f"{AIM}: {group[0][0].text}", f"{'; '.join(parts)}.", _holds(alive, again, exact), number))
     return found
@@ -243,13 +247,13 @@ def _verdicts(choices: Choices, facts: Sequence[tuple[Loss, Sequence[Any]]], mea
 
 def _holds(alive: dict[str, bool], again: dict[str, float | None], exact: dict[str, bool | None]) -> Holds:
     """As resilient: goes on where the other does, trains again within AS_SOON times its time, and keeps the bits if it does."""
-    if "ring" not in alive or "ps" not in alive:
-        return "no" if alive.get("ring") is False else "open"
-    if alive["ring"] != alive["ps"]:
-        return "yes" if alive["ring"] else "no"
-    ring_s, server_s = (math.inf if again[way] is None else again[way] or 0.0 for way in ("ring", "ps"))
-    worse = exact["ps"] is True and exact["ring"] is False
-    return "yes" if alive["ring"] and ring_s <= AS_SOON * server_s and not worse else "mixed"
+    if RING not in alive or SERVER not in alive:
+        return "no" if alive.get(RING) is False else "open"
+    if alive[RING] != alive[SERVER]:
+        return "yes" if alive[RING] else "no"
+    ring_s, server_s = (math.inf if again[way] is None else again[way] or 0.0 for way in (RING, SERVER))
+    worse = exact[SERVER] is True and exact[RING] is False
+    return "yes" if alive[RING] and ring_s <= AS_SOON * server_s and not worse else "mixed"
 
 
 def _figure(loss: Loss, facts: Sequence[Any]) -> Figure | None:

@@ -13,12 +13,12 @@ import msgspec
 
 from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures, traffic_formulas
 from ringtmp.bench.analysis.ring_against_server import Sampled
-from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, Family, Net
+from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, SERVERS, Net
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Track
 from ringtmp.bench.training_runs import shared_runs
-from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING, SERVER, Way
 from ringtmp.bench.training_runs.train_commands import Cell, local
 from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.bench.user_choices import Choices
@@ -41,22 +41,22 @@ def prototype_cells(choices: Choices) -> list[Cell]:
     work = msgspec.structs.replace(PROTOTYPE, seed=choices.seed)
     nodes = traffic_formulas.PROTOTYPE_NODES
     return [
-        local(Way("ring", "ring"), work, nodes, "the prototype's ring", ("--cuts", "0,1,2,-")),
-        local(Way("ps:bsp", "ps"), msgspec.structs.replace(work, batch_size=2), nodes, "the prototype's server"),
+        local(Way(RING, RING), work, nodes, "the prototype's ring", ("--cuts", "0,1,2,-")),
+        local(Way(PLAIN_SERVER, SERVER), msgspec.structs.replace(work, batch_size=2), nodes, "the prototype's server"),
     ]
 
 
-def shape_cells(choices: Choices) -> list[tuple[Net, Family, Cell]]:
+def shape_cells(choices: Choices) -> list[tuple[Net, str, Cell]]:
     """A few steps of every shape, on processes: what is sent depends on no link."""
-    found: list[tuple[Net, Family, Cell]] = []
+    found: list[tuple[Net, str, Cell]] = []
     for net in () if choices.quick else NETS:
         name = net.name.replace(" ", "-")
         work = Workload(name, net.model, net.settings, net.data, SHAPE_BATCH, 4, seed=choices.seed, steps=SHAPE_STEPS)
         cuts = ("--cuts", traffic_formulas.cuts_text(net, choices.nodes))
-        ring, server = Way("ring", "ring"), Way("ps:bsp", "ps")
+        ring, server = Way(RING, RING), Way(PLAIN_SERVER, SERVER)
         if traffic_formulas.can_cut(net, choices.nodes):
-            found.append((net, "ring", local(ring, work, choices.nodes, net.name, cuts)))
-        found.append((net, "ps", local(server, work, choices.nodes, net.name)))
+            found.append((net, RING, local(ring, work, choices.nodes, net.name, cuts)))
+        found.append((net, SERVER, local(server, work, choices.nodes, net.name)))
     return found
 
 
@@ -128,7 +128,7 @@ def _epoch_figure(net: Net, nodes: int) -> Figure:
             tuple(VALUE_BYTES * traffic_formulas.epoch_values(net, family, nodes, size, EPOCH) for size in BATCH_SIZES),
         )
         for family in FAMILIES
-        if family in ("ring", "ps", "allreduce")
+        if ":" not in family
     )
     at = traffic_formulas.break_even(net, nodes)
     return Figure(
@@ -142,16 +142,16 @@ def _epoch_figure(net: Net, nodes: int) -> Figure:
 def _map(name: str, title: str, nodes: int, busiest: bool) -> Figure:
     """Ring over each of the others: below 1 the ring sends less."""
     rows = []
-    others: tuple[Family, ...] = ("ps", "ps:servers=workers") if busiest else ("ps",)
+    others = SERVERS if busiest else SERVERS[:1]
     for net in NETS:
         for other in others:
             ratios = []
             for size in BATCH_SIZES:
                 if busiest:
-                    ring, server = (traffic_formulas.busiest_values(net, each, nodes, size) for each in ("ring", other))
+                    ring, server = (traffic_formulas.busiest_values(net, each, nodes, size) for each in (RING, other))
                 else:
                     ring, server = (
-                        traffic_formulas.epoch_values(net, each, nodes, size, EPOCH) for each in ("ring", other)
+                        traffic_formulas.epoch_values(net, each, nodes, size, EPOCH) for each in (RING, other)
                     )
                 ratios.append(ring / server)
             label = f"{net.name} / {other}" if busiest else net.name
@@ -215,7 +215,7 @@ def _prototype_table(choices: Choices, measured: Measured) -> Table:
         ),
         (
             (
-                "ring",
+                RING,
                 f"{traffic_formulas.PROTOTYPE_RING:.5g}",
                 f"{traffic_formulas.prototype_ring():.5g}",
                 said[0],
@@ -306,7 +306,7 @@ def _shapes_table(choices: Choices, measured: Measured) -> Table:
 def _step_values(each: Cell, samples: float) -> float:
     width, depth = int(each.work.settings["width"]), int(each.work.settings["depth"])
     net = traffic_formulas.dense("task", "", (64, *[width] * depth, 10))
-    if each.way.strategy == "ring":
+    if each.way.splits_layers:
         return 2.0 * each.nodes * width * samples
     workers = each.way.workers(each.nodes)
     # With servers on all nodes, each worker keeps its own share at home.

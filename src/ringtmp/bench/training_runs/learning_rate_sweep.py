@@ -12,7 +12,7 @@ import math
 import msgspec
 
 from ringtmp.bench.measuring.measurement_files import Measured
-from ringtmp.bench.training_runs.strategy_variants import Way
+from ringtmp.bench.training_runs.strategy_variants import RING, Way
 from ringtmp.bench.training_runs.train_commands import Cell, local
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Table
@@ -66,9 +66,9 @@ def table(choices: Choices, measured: Measured) -> Table:
 
 def _as_tried(choices: Choices, way: Way) -> tuple[Way, int]:
     if way.like_one_process:
-        return Way("one process", "ring"), 1
-    if way.strategy == "ring" and wire_format(way.wire).exact:
-        return Way(f"one process, staleness {way.staleness}", "ring", {}, {"staleness": way.staleness}), 1
+        return Way("one process", RING), 1
+    if way.splits_layers and wire_format(way.wire).exact:
+        return Way(f"one process, staleness {way.staleness}", RING, {}, {"staleness": way.staleness}), 1
     return way, choices.nodes
 
 

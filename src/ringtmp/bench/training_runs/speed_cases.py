@@ -6,6 +6,7 @@ worker. Asynchronous servers, and steps that overlap, end in bursts, so they are
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,9 @@ from ringtmp.bench.measuring.jobs import PYTHON, Job
 from ringtmp.bench.measuring.read_output import RUN
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, Setting, lab
 from ringtmp.bench.training_runs.workloads import Workload, train_flags
+from ringtmp.errors import unknown
 from ringtmp.lab.devices_file import toml
+from ringtmp.strategies import registry
 
 EXPERIMENT = "speed"
 #: The base of "ideal" has a setting of its own: it is measured once, not once per setting.
@@ -24,7 +27,7 @@ ALONE = Setting("alone", 1, 1.0, None, emulated=False)
 
 class Case(msgspec.Struct, frozen=True):
     name: str
-    family: Literal["one", "ring", "ps", "allreduce", "ddp", "pipelining"]
+    family: str  # a strategy, or whose it is otherwise: one, ddp, pipelining
     flags: tuple[str, ...] = ()  # of `ringtmp train`
     servers: Literal["none", "one", "workers"] = "none"
     schedule: str = ""  # of torch.distributed.pipelining
@@ -37,11 +40,9 @@ class Case(msgspec.Struct, frozen=True):
     def group(self) -> str:
         return {"one": "base", "ddp": "peer", "pipelining": "peer"}.get(self.family, "ours")
 
-
-def _ps(consistency: str, servers: Literal["one", "workers"], centre: Centre = "median") -> Case:
-    count = "1" if servers == "one" else "workers"
-    name = f"ps:{consistency}" + (":workers" if servers == "workers" else "")
-    return Case(name, "ps", ("--strategy", f"ps:{consistency}", "--with", f"servers={count}"), servers, centre=centre)
+    @property
+    def splits_layers(self) -> bool:
+        return registry.get(self.family).splits_layers if self.group == "ours" else self.family == "pipelining"
 
 
 CASES = (
@@ -51,10 +52,10 @@ CASES = (
     Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), auto=True),
     Case("ring:staleness=1", "ring", ("--strategy", "ring", "--staleness", "1"), auto=True, centre="mean"),
     Case("ring:protected", "ring", ("--strategy", "ring", "--protect", "auto"), centre="mean"),
-    _ps("bsp", "one"),
-    _ps("bsp", "workers"),
-    _ps("async", "one", centre="mean"),
-    _ps("ssp:3", "one", centre="mean"),
+    Case("ps:bsp", "ps", ("--strategy", "ps:bsp", "--with", "servers=1"), "one"),
+    Case("ps:bsp:workers", "ps", ("--strategy", "ps:bsp", "--with", "servers=workers"), "workers"),
+    Case("ps:async", "ps", ("--strategy", "ps:async", "--with", "servers=1"), "one", centre="mean"),
+    Case("ps:ssp:3", "ps", ("--strategy", "ps:ssp:3", "--with", "servers=1"), "one", centre="mean"),
     Case("allreduce:ring", "allreduce", ("--strategy", "allreduce:ring")),
     Case("ddp", "ddp"),
     Case("pipelining:gpipe", "pipelining", schedule="ScheduleGPipe"),
@@ -65,6 +66,32 @@ CASES = (
     Case("pipelining:zbv", "pipelining", schedule="ScheduleZBVZeroBubble", layout="v"),
     Case("pipelining:dualpipe-v", "pipelining", schedule="ScheduleDualPipeV", layout="v", one_each=True),
 )
+
+
+def case_named(text: str) -> Case:
+    """One of CASES, or any strategy by its name with settings: `ps:ssp:3:servers=2`."""
+    known = next((case for case in CASES if case.name == text), None)
+    if known is not None:
+        return known
+    if text.partition(":")[0] not in registry.every():
+        raise unknown("case", text, [case.name for case in CASES])
+    choice = registry.parse(text)
+    strategy = registry.get(choice.name)
+    dedicated = strategy.roles(strategy.read(choice.settings), 2).workers != (0, 1)
+    servers: Literal["none", "one"] = "one" if dedicated else "none"
+    return Case(
+        text, choice.name, ("--strategy", text), servers, auto=choice.run.get("microbatches") == "auto", centre="mean"
+    )
+
+
+def chosen_cases(pattern: str) -> list[Case]:
+    """Those of CASES that match, and strategies that are named and not among them."""
+    words = [word.strip() for word in pattern.split(",") if word.strip()]
+    found = [case for case in CASES if any(fnmatchcase(case.name, word) for word in words)]
+    named = [word for word in words if not set(word) & set("*?[") and word not in {case.name for case in found}]
+    if not (found or named):
+        raise unknown("case", pattern, [case.name for case in CASES])
+    return found + [case_named(word) for word in named]
 
 
 def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches: int | None = None) -> Job:
@@ -103,7 +130,7 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
 
 def pipelined(case: Case) -> bool:
     """Whether its number of microbatches is the bench's to choose."""
-    return case.family in ("ring", "pipelining") and not case.auto
+    return case.splits_layers and not case.auto
 
 
 def workers(case: Case, setting: Setting) -> int:

@@ -1,6 +1,4 @@
-"""A way to train by its short name, as --strategies has it: `ring`, `ring:staleness=1`, `ps:ssp:3`, `ps:bsp:servers=workers`.
-
-    NAME[:SHORT][:KEY=VALUE]...    SHORT as --strategy has it; KEY a setting of the strategy or one of TRAIN_KEYS
+"""A way to train, named as everywhere (strategies/registry.py): `ring:staleness=1`, `ps:ssp:3`, `ps:bsp:servers=workers`.
 
 Pure. Whether a way can run on so many nodes is asked of the strategies themselves.
 """
@@ -12,14 +10,13 @@ from typing import Any
 import msgspec
 
 from ringtmp.bench.analysis.intervals import Centre
-from ringtmp.errors import UsageError, unknown
+from ringtmp.errors import UsageError
 from ringtmp.strategies import registry
+from ringtmp.strategies.base import Roles, Strategy
 from ringtmp.wire.formats import PLAIN, wire_format
 
-#: Flags of `ringtmp train` that may differ from way to way.
-TRAIN_KEYS = ("staleness", "wire", "schedule", "window", "laps", "route", "recompute", "microbatches", "protect")
-#: Those only a ring has.
-RING_KEYS = ("staleness", "schedule", "window", "laps", "route", "recompute")
+#: Who is compared: the ring, and the parameter server it wants to beat, at its plainest.
+RING, SERVER, PLAIN_SERVER = "ring", "ps", "ps:bsp"
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -37,13 +34,9 @@ class Way(msgspec.Struct, frozen=True):
         return int(self.flags.get("staleness", 0))
 
     @property
-    def asynchronous(self) -> bool:
-        return str(self.settings.get("consistency", "bsp")) not in ("bsp", "ssp:0")
-
-    @property
     def delayed(self) -> bool:
         """Gradients may be of older weights than those they change."""
-        return self.asynchronous or self.staleness > 0
+        return self.staleness > 0 or self._value.delayed(self._read)
 
     @property
     def centre(self) -> Centre:
@@ -53,7 +46,7 @@ class Way(msgspec.Struct, frozen=True):
     @property
     def like_one_process(self) -> bool:
         """The same weights as one process, to rounding: then what one process learns, it learns."""
-        return not self.delayed and wire_format(self.wire).exact and "quorum" not in self.settings
+        return not self.delayed and wire_format(self.wire).exact and self._value.exactness(self._read) != "steps"
 
     def words(self) -> list[str]:
         found = ["--strategy", self.strategy]
@@ -64,53 +57,54 @@ class Way(msgspec.Struct, frozen=True):
                 found += [f"--{key}", str(value)]
         return found
 
+    @property
+    def splits_layers(self) -> bool:
+        return self._value.splits_layers
+
+    def roles(self, nodes: int) -> Roles:
+        return self._value.roles(self._read, nodes)
+
+    @property
+    def _value(self) -> Strategy:
+        return registry.get(self.strategy)
+
+    @property
+    def _read(self) -> Any:
+        return self._value.read(self.settings)
+
     def workers(self, nodes: int) -> int:
-        return len(registry.roles(self.strategy, self.settings, nodes).workers)
+        return len(self.roles(nodes).workers)
 
     def servers(self, nodes: int) -> tuple[int, ...]:
         """Dedicated ones."""
-        who = registry.roles(self.strategy, self.settings, nodes)
+        who = self.roles(nodes)
         return tuple(node for node in who.servers if node not in who.workers)
 
     def microbatches(self, nodes: int, batch_size: int, pipeline: int) -> int:
         """A pipeline takes what suits the work, data parallelism one per worker."""
         if "microbatches" in self.flags:
             return min(int(self.flags["microbatches"]), batch_size)
-        return min(pipeline if self.strategy == "ring" else self.workers(nodes), batch_size)
+        return min(pipeline if self.splits_layers else self.workers(nodes), batch_size)
 
     def refusal(self, nodes: int, layers: int) -> str | None:
         """Why it cannot run on so many nodes, in the strategy's own words; None if it can."""
         if nodes == 1:
             return None
-        if self.strategy == "ring":
+        if self.splits_layers:
             laps = int(self.flags.get("laps", 1))
             least = nodes * laps + 1
             return None if layers >= least else f"a ring of {nodes} needs {least} layers, and the model has {layers}"
         try:
-            registry.checked(self.strategy, self.settings, nodes, self.wire)
+            self._read.check(nodes, self.wire)
         except UsageError as error:
             return str(error)
         return None
 
 
 def parse(text: str) -> Way:
-    name, *rest = text.strip().split(":")
-    pairs = [word for word in rest if "=" in word]
-    short = ":".join([name, *(word for word in rest if "=" not in word)])
-    strategy, settings = registry.named(short)
-    known = [setting.name for setting in registry.ENTRIES[strategy].settings]
-    keys = [key for key in TRAIN_KEYS if strategy == "ring" or key not in RING_KEYS]
-    flags: dict[str, int | str] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key in known:
-            settings[key] = _number(value)
-        elif key in keys:
-            flags[key] = _number(value)
-        else:
-            raise unknown(f"setting of {strategy} in --strategies", key, [*known, *keys])
-    _check_flags(text, flags)
-    return Way(text.strip(), strategy, settings, flags)
+    choice = registry.parse(text)
+    _check_flags(text, choice.run)
+    return Way(text.strip(), choice.name, choice.settings, choice.run)
 
 
 def parse_all(text: str) -> tuple[Way, ...]:
@@ -118,10 +112,6 @@ def parse_all(text: str) -> tuple[Way, ...]:
     if not ways:
         raise UsageError("--strategies names none: for instance ring,ps:bsp,allreduce:ring")
     return tuple({way.label: way for way in ways}.values())
-
-
-def _number(value: str) -> Any:
-    return int(value) if value.isdigit() else value
 
 
 def _check_flags(text: str, flags: dict[str, int | str]) -> None:

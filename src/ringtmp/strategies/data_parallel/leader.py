@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -29,16 +29,12 @@ from ringtmp.runtime.leader import Crew, Lead
 from ringtmp.runtime.losses import Score
 from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.snapshot_schedule import places
-from ringtmp.strategies import registry
-from ringtmp.strategies.allreduce.member import AllReduceMember
-from ringtmp.strategies.base import Upcoming, nothing_ahead
+from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
+from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
-from ringtmp.strategies.data_parallel.parameter_keys import Flat, Key
+from ringtmp.strategies.data_parallel.parameter_keys import Flat, Key, following
 from ringtmp.strategies.data_parallel.replica import flatten, layer_flat, views
 from ringtmp.strategies.data_parallel.sample_cache import Ledger
-from ringtmp.strategies.ps.member import PsMember
-from ringtmp.strategies.ps.server import following
-from ringtmp.strategies.ps.settings import PsSettings
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import (
     Did,
@@ -59,8 +55,6 @@ if TYPE_CHECKING:
 
 #: Layers on their way to their holders: the master holds no more of the model than this and one layer.
 PLACING_BYTES = 8 * 1024**2
-#: Steps of work a worker may have before it; those that never wait for one another get more.
-AHEAD, AHEAD_ASYNC = 1, 16
 
 
 class ParallelLead(Lead):
@@ -72,7 +66,7 @@ class ParallelLead(Lead):
         self._servers = plan.roles.servers
         self._unprotected: set[int] = set()  # servers whose loss would lose something
         self._laid_out = False
-        self._settings = PsSettings(**plan.enlist.settings) if plan.enlist.strategy == "ps" else None
+        self._pace = plan.pace
         self._ledgers = {worker: Ledger() for worker in self._workers}
         self._committed = plan.brief.step
         self._done = plan.brief.step
@@ -98,10 +92,8 @@ class ParallelLead(Lead):
         for node in range(enlist.nodes):
             if node != MASTER:
                 self.endpoint.post(node, enlist)
-        member = registry.member(self.endpoint, enlist)
-        assert isinstance(member, PsMember | AllReduceMember)
-        member.emit = self._log.write
-        self._member = member
+        self._part = self._member = cast(ParallelMember, self._plan.strategy.member(self.endpoint, enlist))
+        self._part.emit = self._log.write
         self.endpoint.inspect_too(self._inspect)
         for index, layer in enumerate(self._layers):
             holders = kept.get(index, [])
@@ -165,7 +157,7 @@ class ParallelLead(Lead):
                 parts.append(whole.clone() if whole.dim() == 0 else whole[key.start : key.stop].clone())
             owner = self._plan.owners[key.number]
             self.endpoint.post(owner, Store(key.number, tuple(names)), parts)
-            if self._settings is not None and self._settings.replicas:
+            if self._pace.replicas:
                 copies = [each.clone() for each in parts]
                 self.endpoint.post(following(self._servers, owner), Store(key.number, tuple(names)), copies)
 
@@ -184,32 +176,21 @@ class ParallelLead(Lead):
         started = self.endpoint.clock()
         if self._committed == step:
             self._deal(step, batch, fresh)
-        while self._committed <= step + self._ahead and (later := upcoming(self._committed)) is not None:
+        while self._committed <= step + self._pace.ahead and (later := upcoming(self._committed)) is not None:
             self._deal(self._committed, later, False)
         self._until(lambda: self._complete(step), lambda: self._waiting_for(step), self._stall_limit())
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
         return self._count(step)
 
-    @property
-    def _ahead(self) -> int:
-        if self._settings is None or self._settings.gathered:
-            return AHEAD
-        return int(min(self._settings.bound + 1, AHEAD_ASYNC))
-
-    @property
-    def _mixed(self) -> bool:
-        """Steps overlap: a step is one batch's worth of samples, whichever they are."""
-        return self._settings is not None and not self._settings.gathered
-
     def _complete(self, step: int) -> bool:
         if step < self._plan.brief.step:
             return True  # in the generation before this one
-        if self._mixed:
+        if self._pace.mixed:
             under_way = any(self._dealt[worker] for worker in self._workers)
             enough = self._carried + sum(each.share for each in self._pool) > 1 - 1e-9
             return enough and (bool(self._pool) or not under_way)
         here = dict(self._dids.get(step, []))
-        quorum = self._settings.quorum if self._settings is not None else None
+        quorum = self._pace.quorum
         came = sum(not did.skipped for did in here.values())
         return (quorum is not None and came >= quorum) or all(worker in here for worker in self._workers)
 
@@ -219,7 +200,7 @@ class ParallelLead(Lead):
             told = self.snapshot.told if self.snapshot is not None else {}
             self._last_loss = told.get(step, self._last_loss)
             return self._last_loss
-        if self._mixed:
+        if self._pace.mixed:
             taken: list[Did] = []
             share = 0.0
             while self._pool and (not taken or self._carried + share < 1 - 1e-9):
@@ -305,9 +286,9 @@ class ParallelLead(Lead):
         self._kept.clear()
         self._awaited = index
         self._fetch = Fetch(index, self._committed, False)
-        self._asked_whole = False
+        self._asked_whole = not self._pace.alike
         for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
-            whole = not self._servers and node == MASTER
+            whole = not self._servers and (node == MASTER or not self._pace.alike)
             self.endpoint.post(node, Fetch(index, self._committed, whole))
         self._until(
             lambda: len(self._kept) == len(wanted) and all(worker in self._states for worker in self._workers),
@@ -316,6 +297,9 @@ class ParallelLead(Lead):
         )
         self._fetch = None
         own = {worker: tensors for worker, (_, tensors) in self._states.items()}
+        if not self._pace.alike:
+            mean, count = _mean([own[worker] for worker in self._workers]), len(layer.tensors)
+            return mean[:count], dict(zip(self._states[MASTER][0].state, mean[count:], strict=True))
         if self._servers:
             trainable, state = self._unflatten(layer_flat(layer), wanted)
         else:
@@ -364,7 +348,7 @@ class ParallelLead(Lead):
                     f"the loss is {message.loss} in step {message.step} on node {mail.sender}: try a smaller --lr, "
                     "--clip-norm or a --lr-schedule with warm-up"
                 )
-            if self._mixed:
+            if self._pace.mixed:
                 self._pool.append(message)
             elif message.step >= self._done:  # later than its step was counted: a straggler beyond the quorum
                 self._dids.setdefault(message.step, []).append((mail.sender, message))
@@ -395,13 +379,14 @@ class ParallelLead(Lead):
             kept(message, self._plan.table)
 
     def _survive(self, lost: NodeLost) -> bool:
-        """Of a parameter server a worker may go, if it is not the last; so may a server with a replica."""
+        """Where the strategy allows it, the others go on: without the worker, or with the keys of the next server."""
         node, started = lost.node, self.endpoint.clock()
-        if node is None or self._settings is None or not self._laid_out:
+        if node is None or not self._laid_out:
+            return False
+        roles, strategy = Roles(self._servers, self._workers), self._plan.strategy
+        if not strategy.can_lose(strategy.read(self._plan.enlist.settings), roles, node, self._unprotected):
             return False
         serves, works = node in self._servers, node in self._workers
-        if (serves and (not self._settings.replicas or node in self._unprotected)) or self._workers == (node,):
-            return False
         done = []
         if works:
             self._workers = tuple(each for each in self._workers if each != node)
@@ -414,8 +399,7 @@ class ParallelLead(Lead):
             self._servers = tuple(each for each in self._servers if each != node)
             done.append(f"node {heir} serves its keys, which have no replica now")
         self._log.write(events.Warned(started, f"{lost}; {' and '.join(done)}"))
-        assert isinstance(self._member, PsMember)
-        self._member.lose(node)
+        self._part.lose(node)
         for other in self.hellos:
             if other != node:
                 self.endpoint.post(other, Lost(node))

@@ -9,8 +9,8 @@ from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.optimizers import STATE_KEYS
+from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key
-from ringtmp.strategies.ps.settings import Roles
 from ringtmp.wire.formats import PLAIN, WireFormat, wire_format
 from ringtmp.wire.message_parts import Crossing, fits
 from ringtmp.wire.messages import Copied, Copy, Kept, Message, Part, Pull, Pulled, Push, Specs, Squares, Total

@@ -85,5 +85,10 @@ def deal(keys: Sequence[Key], servers: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
+def following(servers: Sequence[int], node: int) -> int:
+    """The server that keeps a replica of this one's shard."""
+    return servers[(servers.index(node) + 1) % len(servers)]
+
+
 def _rounded(values: int) -> int:
     return -(-values // GRAIN) * GRAIN

@@ -11,36 +11,56 @@ import torch
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable_layer import Layer
-from ringtmp.model.recompute import refuse_unrepeatable
+from ringtmp.model.written_parameters import refuse_written
+from ringtmp.plan.rebalance import Balance
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.checkpoint import Checkpoint
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import Crew
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Brief, Share
+from ringtmp.strategies.base import Brief, Roles, Share, Strategy
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.strategies.data_parallel.leader import ParallelLead
 from ringtmp.strategies.data_parallel.loss import exported
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.data_parallel.replica import layer_flat
-from ringtmp.strategies.ps.settings import Roles, fitted
 from ringtmp.wire.formats import PLAIN
 from ringtmp.wire.messages import Enlist
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How steps follow one another."""
+
+    ahead: int = 1  # steps of work a worker may have before it
+    mixed: bool = False  # steps overlap: one is a batch's worth of samples, whichever they are
+    quorum: int | None = None  # gradients a step needs; None: those of all workers
+    replicas: bool = False  # every key is kept by the next server too
+    alike: bool = True  # every worker ends a step with the same parameters; else the model is the mean of theirs
+
+
+STEADY = Pace()
+
+
+@dataclass(frozen=True)
 class ParallelPlan:
     brief: Brief
+    strategy: Strategy
+    pace: Pace
     enlist: Enlist
     roles: Roles
     table: tuple[Key, ...]
     owners: tuple[int, ...]  # the node that serves each key; empty where nobody serves
     warnings: tuple[str, ...]
-    lines: tuple[str, ...]
     facts: dict[str, Any]
     shares: tuple[Share, ...]
     loss: tuple[Layer, list[torch.Tensor]] | None  # one of the user's own, which every worker needs
+    lines: tuple[str, ...] = ()
+    left_out: bool = False
+
+    def balance(self, not_before: float) -> Balance | None:
+        return None
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> ParallelLead:
         return ParallelLead(endpoint, crew, log, self)
@@ -52,20 +72,18 @@ class ParallelPlan:
         leader.lay_out(checkpoint)
 
 
-def plan(brief: Brief) -> ParallelPlan:
-    config, name = brief.config, brief.config.ring.strategy
-    settings, nodes = config.ring.strategy_settings, config.ring.nodes
+def plan(
+    brief: Brief, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = STEADY,
+    *, warnings: tuple[str, ...] = (),
+) -> ParallelPlan:  # fmt: skip
+    """`settings`: where they are not those of the run, which were given for more nodes."""
+    config, name, nodes = brief.config, strategy.name, brief.config.ring.nodes
+    settings = config.ring.strategy_settings if settings is None else settings
+    refuse_written(brief.layers, name)
     loss = None
     if brief.loss_name not in LOSSES:
         loss = exported(brief.loss, brief.layers[-1], brief.index.outputs[-1], brief.targets)
-    warnings: tuple[str, ...] = ()
-    if name == "ps":
-        given, settings = settings, fitted(settings, nodes)
-        if given.get("replicas") and not settings["replicas"]:
-            warnings = ("with one server left there are no replicas",)
-    if settings.get("fetch") == "layerwise":
-        refuse_unrepeatable(brief.layers)
-    roles = registry.roles(name, settings, nodes)
+    roles = strategy.roles(strategy.read(settings), nodes)
     for layer in brief.layers:
         for each in layer.tensors:
             if each.trainable and each.dtype != PLAIN.name:
@@ -84,14 +102,18 @@ def plan(brief: Brief) -> ParallelPlan:
             )
         owners = tuple(roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers)))
     enlist = Enlist(
-        name, settings, nodes, brief.recipe, config.training.wire, brief.loss_name, sizes, brief.step, brief.addresses,
-        config.keep.detailed_steps,
+        name, settings, nodes, brief.recipe,
+        wire=config.training.wire, loss=brief.loss_name, sizes=sizes, step=brief.step, addresses=brief.addresses,
+        detailed_steps=config.keep.detailed_steps, package=registry.package_of(name),
     )  # fmt: skip
     facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
     )
-    return ParallelPlan(brief, enlist, roles, table, owners, warnings, (), facts, shares, loss)
+    return ParallelPlan(
+        brief, strategy, pace, enlist,
+        roles=roles, table=table, owners=owners, warnings=warnings, facts=facts, shares=shares, loss=loss,
+    )  # fmt: skip
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:

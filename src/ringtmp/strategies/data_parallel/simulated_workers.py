@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from ringtmp.plan.devices import Device, LayerCost, Paths
 from ringtmp.plan.layer_costs import CostTable
+from ringtmp.plan.memory_forecast import MemoryForecast, replica_forecast
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulation import NodeStep, Simulated, Span, line_bytes
+from ringtmp.strategies.base import Task
 
 #: Reading two float32 arrays and writing their sum, one thread.
 ADD_BYTES_PER_S = 4e9
@@ -27,6 +29,19 @@ class Workload:
     microbatches: int
     wire_ratio: float = 1.0
     add_bytes_per_s: float = ADD_BYTES_PER_S
+
+    @classmethod
+    def of(cls, task: Task) -> Workload:
+        options = task.options
+        return cls(task.layers, options.batch_size, options.ring.microbatches, options.wire_ratio)
+
+    def memory(self, task: Task, servers: int = 0) -> tuple[MemoryForecast, ...]:
+        """Of every node; the first `servers` only serve."""
+        table, _ = self.share(len(task.devices) - servers)
+        return tuple(
+            replica_forecast(table, device, node >= servers, task.options.process_bytes)
+            for node, device in enumerate(task.devices)
+        )
 
     def share(self, workers: int) -> tuple[CostTable, int]:
         """A worker's cost table and how many microbatches it has."""
@@ -72,7 +87,6 @@ class Crew:
 
     def result(
         self,
-        strategy: str,
         begin: float,
         end: float,
         steps: float,
@@ -103,4 +117,4 @@ class Crew:
             for a, b, kind in busy_spans
             if a >= begin and b <= end + 1e-12
         )
-        return Simulated(strategy, step_s, tuple(nodes), dict(sorted(link_bytes.items())), spans)
+        return Simulated(step_s, tuple(nodes), dict(sorted(link_bytes.items())), spans)

@@ -38,7 +38,6 @@ class Exchange(Protocol):
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
-        ...
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
         """Whether the layer's parameters are good for this step; if so they are in the replica now."""
@@ -46,23 +45,22 @@ class Exchange(Protocol):
 
     def again(self, layer: int, step: int) -> bool:
         """Whether the layer's parameters are there for its backward pass too."""
-        ...
+        return True
 
     def used(self, layer: int) -> None:
         """A pass through the layer is over."""
-        ...
 
     def overtaken(self, step: int) -> bool:
         """Whether the others have finished this step without us."""
-        ...
+        return False
 
     def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         """A layer's whole gradient of this worker's share of the batch."""
         ...
 
     def oldest(self) -> int | None:
-        """Every update before this step is in the parameters of the step just done."""
-        ...
+        """Every update before this step is in the parameters of the step just done; None: nobody runs ahead."""
+        return None
 
 
 @dataclass

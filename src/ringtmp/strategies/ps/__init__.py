@@ -1,1 +1,107 @@
 """The parameter server: servers hold the parameters as keys, workers push gradients and pull parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from ringtmp.errors import UsageError
+from ringtmp.strategies.base import About, Brief, OnPaper, Plan, Roles, Sizes, Strategy, Task, Traffic
+from ringtmp.strategies.ps.settings import PsSettings, fitted
+
+if TYPE_CHECKING:
+    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.strategies.data_parallel.member import ParallelMember
+    from ringtmp.wire.messages import Enlist
+
+#: Steps of work a worker may have before it where nobody waits for the others.
+AHEAD_ASYNC = 16
+
+
+class ParameterServer(Strategy):
+    name = "ps"
+    about = About(
+        "Parameter server: servers hold the parameters as keys, workers push gradients and pull parameters",
+        "data", "centralised", "synchronous, asynchronous or bounded", "gradients up, parameters down",
+        "k servers : n workers", "Smola and Narayanamurthy 2010; Ho et al. 2013; Li et al. 2014",
+    )  # fmt: skip
+    Settings = PsSettings
+    short = "consistency"
+
+    def parse_short(self, text: str) -> dict[str, Any]:
+        """`ssp:3`, and behind it the servers: `ssp:3:2`, `bsp:workers`."""
+        kind, *rest = text.split(":")
+        found: dict[str, Any] = {}
+        if kind == "ssp" and rest and rest[0] != "workers":
+            kind = f"{kind}:{rest.pop(0)}"
+        if rest:
+            word = rest.pop(0)
+            if word != "workers" and not (word.isdigit() and int(word)):
+                raise UsageError(f"{self.name}:{text}: {word!r} is neither a number of servers nor 'workers'")
+            found["servers"] = word if word == "workers" else int(word)
+        if rest:
+            raise UsageError(f"{self.name}:{text} has a part too many: {rest[0]!r}")
+        return {self.short: kind, **found}
+
+    def roles(self, settings: PsSettings, nodes: int) -> Roles:
+        everyone = tuple(range(nodes))
+        servers = settings.dedicated(nodes)
+        return Roles(everyone[:servers], everyone[servers:]) if servers else Roles(everyone, everyone)
+
+    def exactness(self, settings: PsSettings) -> str:
+        return "replay" if settings.deterministic else "steps"
+
+    def delayed(self, settings: PsSettings) -> bool:
+        return not settings.gathered
+
+    def plan(self, brief: Brief) -> Plan:
+        from ringtmp.model.recompute import refuse_unrepeatable
+        from ringtmp.strategies.data_parallel.plan import Pace, plan
+
+        given, nodes = brief.config.ring.strategy_settings, brief.config.ring.nodes
+        fit = fitted(given, nodes)
+        settings = self.read(fit)
+        if settings.fetch == "layerwise":
+            refuse_unrepeatable(brief.layers)
+        warnings = (
+            ("with one server left there are no replicas",) if given.get("replicas") and not settings.replicas else ()
+        )
+        ahead = 1 if settings.gathered else int(min(settings.bound + 1, AHEAD_ASYNC))
+        pace = Pace(ahead, not settings.gathered, settings.quorum, bool(settings.replicas))
+        return plan(brief, self, fit, pace, warnings=warnings)
+
+    def worker(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> ParallelMember:
+        from ringtmp.strategies.ps.member import PsMember
+
+        return PsMember(endpoint, plan, settings, roles)
+
+    def can_lose(self, settings: PsSettings, roles: Roles, node: int, bare: Collection[int]) -> bool:
+        """A worker that is not the last; a server with a replica."""
+        served = node not in roles.servers or (settings.replicas and node not in bare)
+        return bool(served) and roles.workers != (node,)
+
+    def simulate(self, settings: PsSettings, task: Task) -> OnPaper:
+        from ringtmp.strategies.data_parallel.simulated_workers import Workload
+        from ringtmp.strategies.ps.simulate import Mode, ServerOptions, simulate_ps
+
+        kind, _, bound = settings.consistency.partition(":")
+        servers = settings.dedicated(len(task.devices))
+        slack = int(bound) if bound.isdigit() else None
+        mode: Mode = "bsp" if kind == "bsp" else "async" if slack is None else "ssp"
+        chosen = ServerOptions(servers, mode, slack or 0)
+        load = Workload.of(task)
+        return OnPaper(simulate_ps(load, task.devices, chosen, task.paths), load.memory(task, servers))
+
+    def traffic(self, settings: PsSettings, sizes: Sizes, nodes: int) -> Traffic:
+        """Every worker pushes and pulls the model once a step, but for what it serves itself; `layerwise` pulls it twice;
+        a replica gets every update."""
+        servers = settings.dedicated(nodes)
+        workers = nodes - servers
+        away = (workers if servers else workers - 1) * sizes.parameters  # one way
+        updates = (1 if settings.gathered else workers) * sizes.parameters * settings.replicas
+        down = away * (2 if settings.fetch == "layerwise" else 1)
+        each = (down + updates) / (servers or nodes)
+        return Traffic(away + down + updates, max(each, away / workers) if servers else each + away / nodes)
+
+
+STRATEGY = ParameterServer()

@@ -40,13 +40,14 @@ from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.worker import farewell, report
+from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.strategies.data_parallel.message_checks import KeyScrutiny, is_a
-from ringtmp.strategies.data_parallel.parameter_keys import Key
+from ringtmp.strategies.data_parallel.parameter_keys import Key, following
 from ringtmp.strategies.data_parallel.replica import Replica
-from ringtmp.strategies.data_parallel.trainer import Trainer
-from ringtmp.strategies.ps.server import Server, following
-from ringtmp.strategies.ps.settings import PsSettings, Roles
+from ringtmp.strategies.data_parallel.trainer import Exchange, Trainer
+from ringtmp.strategies.ps.server import Server
+from ringtmp.strategies.ps.settings import PsSettings
 from ringtmp.wire.formats import ErrorFeedback, wire_format
 from ringtmp.wire.messages import Enlist, Lost, Pull, Pulled, Push
 
@@ -60,7 +61,7 @@ class PsMember:
     def __init__(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> None:
         self.endpoint = endpoint
         self._roles = self._everyone = roles  # those who are there; and who was at the beginning
-        self.emit: Callable[[events.Event], None] = self._report
+        self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
         power = this_device.power(plan.recipe.threads)
         self._recorder = recorder = Recorder(
             endpoint.node, endpoint.clock, plan.detailed_steps, this_device.meter(), power
@@ -132,11 +133,8 @@ class PsMember:
         last = farewell(self.endpoint)
         return last if self.server is None else self.server.counted(last)
 
-    def _report(self, event: events.Event) -> None:
-        report(self.endpoint, event)
 
-
-class Client:
+class Client(Exchange):
     """A worker's side: which parameters it has, what it has asked for, what it has pushed."""
 
     cause = "parameters"

@@ -14,20 +14,16 @@ from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.strategies.data_parallel.parameter_keys import Key
+from ringtmp.strategies.base import Roles
+from ringtmp.strategies.data_parallel.parameter_keys import Key, following
 from ringtmp.strategies.ps.served_key import Slot
-from ringtmp.strategies.ps.settings import PsSettings, Roles
+from ringtmp.strategies.ps.settings import PsSettings
 from ringtmp.transport.base import Channel
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Copied, Copy, Enlist, Fetch, Kept, Pull, Pulled, Push, Squares, Store, Total
 
 #: Answers handed to a worker's link at once; the rest wait here, where their order can still change.
 CREDIT_BYTES = 2 * 1024**2
-
-
-def following(servers: Sequence[int], node: int) -> int:
-    """The server that keeps a replica of this one's shard."""
-    return servers[(servers.index(node) + 1) % len(servers)]
 
 
 class Server:

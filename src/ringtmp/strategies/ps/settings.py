@@ -1,33 +1,31 @@
-"""The settings of strategies as values, and what is refused before anything starts. Pure."""
+"""The settings of a parameter server, and what is refused of them before anything starts. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-import msgspec
+from typing import Annotated, Any
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.strategies.base import Settings, described
 from ringtmp.wire.formats import wire_format
 
 
-class Roles(msgspec.Struct, frozen=True):
-    """Nodes by what they do; a node may do both."""
-
-    servers: tuple[int, ...]
-    workers: tuple[int, ...]
-
-    def without(self, node: int) -> Roles:
-        return Roles(*(tuple(each for each in group if each != node) for group in (self.servers, self.workers)))
-
-
-class PsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    servers: int | str = 1  # a number, or "workers"
-    consistency: str = "bsp"
-    quorum: int | None = None
-    replicas: int = 0
-    fetch: str = "all"
+class PsSettings(Settings, frozen=True):
+    servers: Annotated[int | str, described(
+        "1..nodes-1 | workers", "dedicated shards, or every node serves 1/n of the keys and works",
+        "dedicated: DistBelief, Project Adam, Petuum; workers: BigDL, CaffeOnSpark, TensorFlow, MXNet")] = 1  # fmt: skip
+    consistency: Annotated[str, described(
+        "bsp | async | ssp:S", "who waits: all, nobody, whoever is more than S steps ahead",
+        "bsp: Spark MLlib; async: Downpour SGD, MXNet KVStore; ssp: Petuum, SINGA")] = "bsp"  # fmt: skip
+    quorum: Annotated[int | None, described(
+        "1..workers", "gradients a step needs; late ones are dropped and counted",
+        "backup workers: Chen et al. 2016, TensorFlow", "all workers")] = None  # fmt: skip
+    replicas: Annotated[int, described(
+        "0 | 1", "1: every shard is also kept by the next server, so that a server may die",
+        "Li et al. 2014, Project Adam")] = 0  # fmt: skip
+    fetch: Annotated[str, described(
+        "all | layerwise", "layerwise: a worker holds the layer it works on and the one ahead")] = "all"  # fmt: skip
 
     @property
     def bound(self) -> float:
@@ -52,51 +50,59 @@ class PsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         while the next is computed."""
         return 0 if self.bound == 0 else 1
 
+    @property
+    def on_workers(self) -> bool:
+        """Every node serves and works."""
+        return self.servers == "workers"
 
-class AllReduceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    algorithm: str = "ring"
+    def dedicated(self, nodes: int) -> int:
+        """Nodes that serve and do not work."""
+        return 0 if self.on_workers or nodes == 1 else int(self.servers)
 
+    def __post_init__(self) -> None:
+        _check_consistency(self.consistency)
+        if self.replicas not in (0, 1):
+            raise UsageError(f"replicas={self.replicas} must be 0 or 1")
+        if self.fetch not in ("all", "layerwise"):
+            raise unknown("fetch", self.fetch, ("all", "layerwise"))
+        if self.quorum is not None and not self.gathered:
+            raise UsageError(
+                f"quorum={self.quorum} needs consistency=bsp: with {self.consistency} no step waits for the others"
+            )
+        if self.fetch == "layerwise" and not self.deterministic:
+            raise UsageError(
+                "fetch=layerwise needs consistency=bsp without a quorum: a layer fetched again must still be the same"
+            )
 
-def checked_ps(given: Mapping[str, Any], nodes: int, wire: str) -> None:
-    servers = given.get("servers", 1)
-    if not (servers == "workers" or (isinstance(servers, int) and not isinstance(servers, bool))):
-        raise UsageError(f"servers={servers} must be a number from 1 to {max(1, nodes - 1)}, or 'workers'")
-    if isinstance(servers, int) and nodes > 1 and not 1 <= servers < nodes:
-        raise UsageError(
-            f"servers={servers} of {nodes} nodes leaves no worker or no server: use 1 to {nodes - 1}, or servers=workers"
-        )
-    consistency = str(given.get("consistency", "bsp"))
-    _check_consistency(consistency)
-    settings = PsSettings(**{**given, "consistency": consistency})
-    workers = nodes if servers == "workers" or nodes == 1 else nodes - int(servers)
-    quorum = settings.quorum
-    if quorum is not None and (not isinstance(quorum, int) or not 1 <= quorum <= workers):
-        raise UsageError(f"quorum={quorum} must be from 1 to {workers}, the number of workers")
-    if quorum is not None and not settings.gathered:
-        raise UsageError(f"quorum={quorum} needs consistency=bsp: with {consistency} no step waits for the others")
-    if settings.replicas not in (0, 1):
-        raise UsageError(f"replicas={settings.replicas} must be 0 or 1")
-    if settings.replicas and (nodes if servers == "workers" else int(servers)) < 2:
-        raise UsageError(
-            f"replicas=1 needs a second server to hold them: use servers=2 to servers={nodes - 1}, or servers=workers"
-        )
-    if settings.fetch not in ("all", "layerwise"):
-        raise unknown("fetch", str(settings.fetch), ("all", "layerwise"))
-    if settings.fetch == "layerwise" and not settings.deterministic:
-        raise UsageError(
-            "fetch=layerwise needs consistency=bsp without a quorum: a layer fetched again must still be the same"
-        )
-    if settings.fetch == "layerwise" and wire_format(wire).carries_error:
-        raise UsageError(f"fetch=layerwise keeps no weights an {wire} change could be added to: use --wire bfloat16")
+    def check(self, nodes: int, wire: str) -> None:
+        if not (self.on_workers or isinstance(self.servers, int)):
+            raise UsageError(f"servers={self.servers} must be a number from 1 to {max(1, nodes - 1)}, or 'workers'")
+        if isinstance(self.servers, int) and nodes > 1 and not 1 <= self.servers < nodes:
+            raise UsageError(
+                f"servers={self.servers} of {nodes} nodes leaves no worker or no server: use 1 to {nodes - 1}, or "
+                "servers=workers"
+            )
+        workers = nodes - self.dedicated(nodes)
+        if self.quorum is not None and not 1 <= self.quorum <= workers:
+            raise UsageError(f"quorum={self.quorum} must be from 1 to {workers}, the number of workers")
+        if self.replicas and (nodes if self.on_workers else int(self.servers)) < 2:
+            raise UsageError(
+                f"replicas=1 needs a second server to hold them: use servers=2 to servers={nodes - 1}, or servers=workers"
+            )
+        if self.fetch == "layerwise" and wire_format(wire).carries_error:
+            raise UsageError(
+                f"fetch=layerwise keeps no weights an {wire} change could be added to: use --wire bfloat16"
+            )
 
 
 def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:
     """The settings of a parameter server for the nodes that are left, which may be fewer than they were given for."""
     settings = PsSettings(**given)
-    servers = nodes if settings.servers == "workers" or nodes == 1 else min(int(settings.servers), nodes - 1)
-    workers = nodes if settings.servers == "workers" or nodes == 1 else nodes - servers
+    together = settings.on_workers or nodes == 1
+    servers = nodes if together else min(int(settings.servers), nodes - 1)
+    workers = nodes if together else nodes - servers
     fit = dict(given)
-    if settings.servers != "workers":
+    if not settings.on_workers:
         fit["servers"] = servers
     if settings.replicas and servers < 2:
         fit["replicas"] = 0
@@ -115,9 +121,3 @@ def _check_consistency(text: str) -> None:
         return
     if bound != "inf" and not bound.isdigit():
         raise UsageError(f"consistency={text}: the bound of ssp must be a whole number of at least 0, or inf")
-
-
-def checked_allreduce(given: Mapping[str, Any], nodes: int) -> None:
-    algorithm = given.get("algorithm", "ring")
-    if algorithm not in ("ring", "tree"):
-        raise unknown("algorithm", str(algorithm), ("ring", "tree"))

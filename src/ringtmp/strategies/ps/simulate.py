@@ -89,10 +89,9 @@ class _Servers:
                 self._receive(node, now)
         steps = 1 if self._options.mode == "bsp" else ROUNDS - WARM_ROUNDS
         begin, before = self._warm
-        slack = f":{self._options.slack}" if self._options.mode == "ssp" else ""
         memory = [self._table.stored[-1] if node in self._pulled else 0.0 for node in range(len(self._crew.devices))]
         return self._crew.result(
-            f"ps:{self._options.mode}{slack}", begin, self._end, steps,
+            begin, self._end, steps,
             per_step(self._crew.lines.carried, before, steps), memory, self._options.servers, self._waited,
         )  # fmt: skip
 

@@ -1,1 +1,84 @@
 """The ring: each node holds a run of adjacent layers; activations go clockwise, gradients anticlockwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ringtmp.strategies.base import About, Brief, OnPaper, Plan, Sizes, Strategy, Task, Traffic
+
+if TYPE_CHECKING:
+    from ringtmp.config import RunConfig
+    from ringtmp.metrics.events import EventLog
+    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.leader import Crew
+    from ringtmp.runtime.member import Member
+    from ringtmp.wire.messages import Hello, Message
+
+
+class Ring(Strategy):
+    name = "ring"
+    about = About(
+        "Ring Topological Model Parallel: each node holds a run of adjacent layers",
+        "model (vertical)", "decentralised by layer, one owner each", "synchronous", "activations and their gradients",
+        "ring", "the project's own",
+    )  # fmt: skip
+    splits_layers = True
+    state_from = "snapshot"
+
+    def exactness(self, settings: Any) -> str:
+        return "bits"
+
+    def refuse_too_few(self, config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
+        from ringtmp.strategies.ring.plan import refuse_too_few
+
+        refuse_too_few(config, nodes, keep_all, layers)
+
+    def tried(
+        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+        *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
+    ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+        from ringtmp.strategies.ring.plan import tried
+
+        return tried(brief, endpoint, crew, log, phase=phase, hellos=hellos)
+
+    def tried_alike(self, brief: Brief, known: Brief) -> bool:
+        from ringtmp.strategies.ring.plan import order_is_given
+
+        return order_is_given(brief) == order_is_given(known)
+
+    def with_best_microbatches(self, brief: Brief, batch_sizes: Collection[int]) -> Brief:
+        from ringtmp.strategies.ring.plan import with_best_microbatches
+
+        return with_best_microbatches(brief, batch_sizes)
+
+    def plan(self, brief: Brief) -> Plan:
+        from ringtmp.strategies.ring.plan import plan
+
+        return plan(brief)
+
+    def member(self, endpoint: Endpoint, message: Message) -> Member | None:
+        from ringtmp.wire.messages import Setup
+
+        if not isinstance(message, Setup):
+            return None
+        from ringtmp.strategies.ring.node import Node
+
+        return Node(endpoint, message)
+
+    def simulate(self, settings: Any, task: Task) -> OnPaper:
+        from ringtmp.plan.planner import plan
+
+        made = plan(task.layers, task.devices, task.options, task.paths)
+        return OnPaper(made.simulated, made.memory)
+
+    def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
+        """A sample's activations go over every cut and its gradients come back; a node sends what leaves it, and the
+        gradients of what enters it. The master has both ends."""
+        around = zip(sizes.cuts, sizes.cuts[1:] + sizes.cuts[:1], strict=True)
+        return Traffic(
+            2 * sum(sizes.cuts) * sizes.samples, max((a + b for a, b in around), default=0.0) * sizes.samples
+        )
+
+
+STRATEGY = Ring()

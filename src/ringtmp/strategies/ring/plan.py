@@ -1,7 +1,7 @@
 """The ring: each node holds a run of adjacent layers; activations go clockwise, gradients anticlockwise.
 
-The project's own method. The master holds the front and the tail, so that inputs, labels and loss stay with it. What
-nodes do is in ring/; here the run's settings become a route.
+The project's own method. The master holds the front and the tail, so that inputs, labels and loss stay with it. Here the
+run's settings become a route.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ringtmp.plan.devices import rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.partition import deeper
 from ringtmp.plan.planner import Plan, PlanOptions
+from ringtmp.plan.rebalance import Balance
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.runtime.checkpoint import Checkpoint
 from ringtmp.runtime.endpoint import Endpoint
@@ -51,6 +52,13 @@ class RingPlan:
     shares: tuple[Share, ...]
     planned: Plan | None = None  # None: cuts by hand, or not a plain ring
     left_out: bool = False  # somebody was
+
+    def balance(self, not_before: float) -> Balance | None:
+        if self.planned is None or len(self.planned.devices) < 2:
+            return None
+        # The master has the last visit too.
+        members = [visit.node for visit in self.setup.route.visits[:-1]]
+        return Balance(self.planned, self.brief.devices, members, not_before)
 
     def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
         return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
@@ -91,15 +99,15 @@ def plan(brief: Brief) -> RingPlan:
 
 
 def tried(
-    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
-    hellos: Mapping[int, Hello],
+    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+    *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
 ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
     """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
     `hellos` of those who have said it already; returned with those who said it meanwhile."""
-    ring, index = brief.config.ring, brief.index
+    index = brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.costs, index.outputs, largest, len(brief.addresses))
-    if crew.alike or ring.strategy != "ring" or sample is None:
+    if crew.alike or sample is None:
         return brief, dict(hellos)
     phase("measuring the devices")
     scout = Scout(endpoint, crew, log)
@@ -155,8 +163,6 @@ def _options(brief: Brief) -> PlanOptions:
 def refuse_too_few(config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
     """What the number of layers alone tells, before they are exported and measured."""
     ring = config.ring
-    if ring.strategy != "ring":
-        return
     visits = len(holders_of(nodes, ring.laps, ring.route))
     if ring.cuts is not None:
         parse_cuts(ring.cuts, layers, nodes, visits)

@@ -1,23 +1,6 @@
-"""All-reduce: every node has the whole model, and every step ends with the same sum of gradients on all of them.
+"""Vectors summed over all workers, so that each ends with the same bits: in chunks around a ring, or whole up and down a tree.
 
-P. Patarasuk, X. Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009 (ring: Baidu, Horovod);
-F. Iandola et al., FireCaffe, CVPR 2016 (binomial tree).
-
-    for t in 0, 1, 2, ...      on every worker m
-      x <- share m of batch t
-      from the last layer down:  g_m <- gradient;  as soon as a bucket of layers is full:  G <- all-reduce(g_m)
-      w <- w - rate(t) G                           when every G is there
-
-    ring, n chunks     chunk c starts at worker c; each adds its own and passes it on; after n - 1 hops worker c - 1 has the
-                       sum and sends it around: 2 (n - 1) / n of the gradient leave every worker
-    tree               sums go up to worker 0 (children m + 1, m + 2, m + 4, ...), the total comes down again
-
-Symbols: n workers, share m = the m-th part of the batch's microbatches. Departures: the optimizer of the run takes the
-place of plain descent. A chunk is summed in the order of its journey and the sum is made in one place, so every worker
-ends with the same bits; they are not the bits of one process, whose sum runs in the order of microbatches. On a lossy
-wire what a node rounds away it adds to its own part of the next step (error feedback), and the total is what its maker
-sent, on the maker too. Updates wait for the last sum, so that a worker is always before a step or after it, and workers
-are at most one step apart: when one is lost the others have all there is to go on with.
+Whoever uses it cuts the model into `buckets`, starts a sum of each with its own vector, and is told when the sum is there.
 """
 
 from __future__ import annotations
@@ -28,22 +11,15 @@ from typing import Protocol
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.metrics import events, this_device
 from ringtmp.metrics.step_recorder import Recorder
-from ringtmp.plan.route import MASTER
-from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.worker import farewell, report
-from ringtmp.strategies.data_parallel.message_checks import PartScrutiny, is_a
-from ringtmp.strategies.data_parallel.replica import Replica
-from ringtmp.strategies.data_parallel.trainer import Trainer
-from ringtmp.strategies.ps.settings import AllReduceSettings, Roles
 from ringtmp.wire.formats import ErrorFeedback, wire_format
-from ringtmp.wire.messages import Enlist, Part
+from ringtmp.wire.messages import Part
 
 #: Layers are exchanged together until they have this many values: a message has its price.
 BUCKET = 1 << 16
-Finished = Callable[[int, int, torch.Tensor], None]
+#: (round, bucket, vector)
+Summed = Callable[[int, int, torch.Tensor], None]
 
 
 def buckets(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -65,132 +41,6 @@ class Algorithm(Protocol):
     def due(self, sender: int, part: Part, size: int) -> int:
         """How many values a part of a bucket of this size has; ProtocolError: it is not this sender's to send."""
         ...
-
-
-class AllReduceMember:
-    def __init__(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> None:
-        self.endpoint = endpoint
-        self.emit: Callable[[events.Event], None] = self._report
-        power = this_device.power(plan.recipe.threads)
-        self._recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, this_device.meter(), power)
-        replica = Replica(plan.recipe, endpoint.node)
-        sender = Sender(endpoint, plan.wire, self._recorder)
-        self._exchange = exchange = Gradients(plan, replica, self._recorder)
-        make = RingReduce if settings.algorithm == "ring" else TreeReduce
-        self._algorithm: Algorithm = make(sender, roles.workers, exchange.finished)
-        exchange.algorithm = self._algorithm
-        scrutiny = PartScrutiny(
-            lambda sender, part: self._algorithm.due(sender, part, exchange.bucket_size(part.bucket)),
-            exchange.buckets, plan.wire, lambda: exchange.step,
-        )  # fmt: skip
-        endpoint.enter_plan(is_a(lambda: roles), scrutiny)
-        self.trainer = Trainer(endpoint, plan, self._recorder, exchange, replica)
-        self.trainer.emit = lambda event: self.emit(event)
-        others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
-        endpoint.connect_all(others)
-
-    @property
-    def step(self) -> int:
-        return self.trainer.step
-
-    def handle(self, mail: Mail) -> None:
-        message = mail.message
-        self._recorder.heard(mail.arrived_at)
-        if isinstance(message, Part):
-            self._recorder.received(message.bucket, message.chunk, mail.first_at, mail.arrived_at, mail.payload_bytes)
-            self._algorithm.part(mail)
-        elif not self.trainer.handle(mail):
-            raise ProtocolError(f"sent {type(message).__name__}, which nobody expects")
-
-    def act(self) -> bool:
-        return self.trainer.act()
-
-    def leave(self) -> None:
-        self.trainer.leave(self._exchange.step)
-
-    def farewell(self) -> events.NodeEnded:
-        return farewell(self.endpoint)
-
-    def _report(self, event: events.Event) -> None:
-        report(self.endpoint, event)
-
-
-class Gradients:
-    """Between the layers of a worker and the algorithm: gradients become buckets, sums become updates."""
-
-    cause = "gradients"
-
-    def __init__(self, plan: Enlist, replica: Replica, recorder: Recorder) -> None:
-        self.algorithm: Algorithm
-        self._plan = plan
-        self._replica = replica
-        self._recorder = recorder
-        self._buckets = buckets(plan.sizes)
-        self._bucket_of = {layer: number for number, group in enumerate(self._buckets) for layer in group}
-        self.step = plan.step  # updates made
-        self._own: dict[int, torch.Tensor] = {}
-        self._summed = 0
-
-    @property
-    def buckets(self) -> int:
-        return len(self._buckets)
-
-    def bucket_size(self, bucket: int) -> int:
-        return sum(self._plan.sizes[layer] for layer in self._buckets[bucket])
-
-    def begin(self, fresh: bool) -> None: ...
-
-    def ready(self, layer: int, step: int, training: bool) -> bool:
-        if self._buckets and self.step < step:
-            return False
-        if training and layer == 0:
-            self._replica.mark(step)
-        return True
-
-    def again(self, layer: int, step: int) -> bool:
-        return True
-
-    def used(self, layer: int) -> None: ...
-
-    def overtaken(self, step: int) -> bool:
-        return False
-
-    def oldest(self) -> int | None:
-        return None
-
-    def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
-        if layer not in self._bucket_of:
-            return
-        self._own[layer] = gradient
-        number = self._bucket_of[layer]
-        group = self._buckets[number]
-        if layer == group[-1]:
-            parts = [self._own.pop(each) for each in group]
-            self.algorithm.start(step, number, parts[0] if len(parts) == 1 else torch.cat(parts))
-
-    def finished(self, step: int, bucket: int, vector: torch.Tensor) -> None:
-        """G of a bucket is there; the last one brings the update."""
-        started = self._recorder.begin()
-        if self._plan.recipe.clip_norm is not None:
-            vector = vector.clone()  # clipping changes it in place, and parts of it may still be on their way out
-        start = 0
-        for layer in self._buckets[bucket]:
-            self._replica.give_gradients(layer, vector[start : start + self._plan.sizes[layer]])
-            start += self._plan.sizes[layer]
-        self._summed += 1
-        if self._summed == len(self._buckets):
-            self._summed = 0
-            self._update(step)
-        self._recorder.end(started, "update", self._buckets[bucket][-1], -1)
-
-    def _update(self, step: int) -> None:
-        norm = None
-        if self._plan.recipe.clip_norm is not None:
-            norm = total_norm([norms for stage in self._replica.stages for norms in stage.gradient_norms(step)])
-        for group in self._buckets:
-            for layer in group:
-                self._replica.stages[layer].step(step, norm)
-        self.step = step + 1
 
 
 class Sender:
@@ -215,7 +65,7 @@ class Sender:
 
 
 class RingReduce:
-    def __init__(self, sender: Sender, workers: Sequence[int], finished: Finished) -> None:
+    def __init__(self, sender: Sender, workers: Sequence[int], finished: Summed) -> None:
         self._sender = sender
         self._n = len(workers)
         self._rank = workers.index(sender.me)
@@ -285,7 +135,7 @@ class RingReduce:
 
 
 class TreeReduce:
-    def __init__(self, sender: Sender, workers: Sequence[int], finished: Finished) -> None:
+    def __init__(self, sender: Sender, workers: Sequence[int], finished: Summed) -> None:
         self._sender = sender
         rank, n = workers.index(sender.me), len(workers)
         self._children: list[int] = []

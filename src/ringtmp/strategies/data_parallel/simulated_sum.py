@@ -1,4 +1,4 @@
-"""All-reduce on paper: every worker ends with the sum of all gradients and updates its own copy.
+"""A sum over all workers on paper: each ends with the sum of all vectors, after one step of its own or several.
 
 With T_w to transmit a model, R_w to add one, U_w to update, n equal workers and free latency:
 
@@ -11,28 +11,28 @@ Messages depend on each other in one fixed order, so no event queue is needed: O
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from ringtmp.plan.devices import Device, Paths
-from ringtmp.plan.simulation import Simulated
+from ringtmp.plan.simulation import Simulated, per_step
 from ringtmp.strategies.data_parallel.simulated_workers import Crew, Workload
 
-Shape = Literal["ring", "tree"]
 
-
-def simulate_allreduce(
-    load: Workload, devices: Sequence[Device], shape: Shape = "ring", paths: Paths | None = None
-) -> Simulated:
+def simulate_sums(
+    load: Workload, devices: Sequence[Device], paths: Paths | None = None, *, tree: bool = False, every: int = 1
+) -> Simulated:  # fmt: skip
+    """`every`: steps that each worker makes by itself before there is a sum."""
     count = len(devices)
     table, microbatches = load.share(count)
     crew = Crew(devices, paths)
     compute_s = microbatches * (table.forward_s[-1] + table.backward_s[-1])
-    ready = [crew.work(node, 0.0, compute_s, 0.0, "compute") for node in range(count)]
-    if count > 1:
-        ready = (_ring if shape == "ring" else _tree)(crew, load, ready)
-    ends = [crew.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
+    ready = [0.0] * count
+    for step in range(every):
+        ready = [crew.work(node, ready[node], compute_s, 0.0, "compute") for node in range(count)]
+        if count > 1 and step == every - 1:
+            ready = (_tree if tree else _ring)(crew, load, ready)
+        ready = [crew.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
     memory = [table.stored[-1]] * count
-    return crew.result(f"allreduce:{shape}", 0.0, max(ends), 1, dict(crew.lines.carried), memory)
+    return crew.result(0.0, max(ready), every, per_step(crew.lines.carried, {}, every), memory)
 
 
 def _ring(crew: Crew, load: Workload, ready: list[float]) -> list[float]:

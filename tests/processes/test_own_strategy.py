@@ -1,0 +1,48 @@
+"""The example of docs/strategies.md, installed as a package and run in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import ringtmp
+from installed import EXAMPLE
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Installed by pip, without a network, into a folder of its own."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copytree(EXAMPLE, folder / "source")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
+         "--disable-pip-version-check", "--target", str(folder / "site"), str(folder / "source")],
+        check=True, timeout=100,
+    )  # fmt: skip
+    return dict(os.environ, PYTHONPATH=str(folder / "site"))
+
+
+def test_an_installed_strategy_is_listed_trained_with_and_compared(environment: dict[str, str], tmp_path: Path) -> None:
+    listed = json.loads(ringtmp("strategies", "--json", cwd=tmp_path, env=environment).stdout)
+    assert listed["averaging"]["package"] == "ringtmp-averaging 1.0"
+    assert [each["name"] for each in listed["averaging"]["settings"]] == ["tau"]
+    words = "train", "--strategy", "averaging:4", "--nodes", 3, "--steps", 40, "--batch-size", 64, "--json", "--quiet"
+    summary = json.loads(ringtmp(*words, cwd=tmp_path, env=environment).stdout)
+    assert (summary["strategy"], summary["exactness"]) == ("averaging", "replay")
+    assert [each["role"] for each in summary["per_node"]] == ["worker"] * 3
+    assert summary["loss"]["last"] < summary["loss"]["first"] / 2
+    words = "plan", "--nodes", 3, "--compare", "averaging:4,averaging:tau=1", "--json", "--quiet"
+    page = json.loads(ringtmp(*words, cwd=tmp_path, env=environment).stdout)
+    own, seldom, often = page["ways"]
+    assert (own["strategy"], seldom["strategy"], often["strategy"]) == ("ring", "averaging:4", "averaging:1")
+    assert 4 * seldom["bytes_total"] == pytest.approx(often["bytes_total"])
+    assert 0 < seldom["step_s"] < often["step_s"]
+    refused = ringtmp("train", "--strategy", "averaging:0", cwd=tmp_path, code=2, env=environment)
+    assert "tau=0 must be at least 1" in refused.stderr
+    assert "unknown strategy 'averaging'" in ringtmp("train", "--strategy", "averaging", cwd=tmp_path, code=2).stderr
