@@ -27,13 +27,7 @@ _KEY = re.compile(r"[!-~]{40}")
 
 def device_facts(name: str | None = None) -> Facts:
     return Facts(
-        name or default_name(),
-        cpu_name(),
-        usable_cores(),
-        free_memory_bytes(),
-        torch_version(),
-        __version__,
-        PROTOCOL,
+        name or default_name(), cpu_name(), usable_cores(), free_memory_bytes(), torch_version(), __version__, PROTOCOL
     )
 
 
