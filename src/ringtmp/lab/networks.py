@@ -64,9 +64,7 @@ def build(lab: int, ports: Sequence[Port]) -> None:
         _run(["ip", "netns", "add", namespace(lab, port.name)])
     cables = ["link add bridge type bridge", "link set bridge up"]
     for port in ports:
-        cables.append(
-            f"link add p{port.number} type veth peer name eth0 netns {namespace(lab, port.name)}",
-        )
+        cables.append(f"link add p{port.number} type veth peer name eth0 netns {namespace(lab, port.name)}")
         cables.append(f"link set p{port.number} master bridge mtu {packet_bytes(port.link_mbps)} up")
     _batch("ip", switch, cables)
     _batch("tc", switch, [_limit(f"p{port.number}", port.link_mbps) for port in ports])

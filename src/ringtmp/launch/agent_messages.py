@@ -90,10 +90,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    AT: ClassVar = (
-        Heard.STRANGER,
-        Heard.AGENT,
-    )
+    AT: ClassVar = (Heard.STRANGER, Heard.AGENT)
     reason: str
 
 

@@ -174,9 +174,10 @@ class Hub:
         device = self.devices.get(key)
         if device is not None and not device.broke:
             device.broke = text
-        self._table.send_multipart(
-            [route, agent_messages.encode(Refused(f"this device broke the protocol: {text}"))], zmq.NOBLOCK
-        )
+        self._refuse(route, f"this device broke the protocol: {text}")
+
+    def _refuse(self, route: bytes, reason: str) -> None:
+        self._table.send_multipart([route, agent_messages.encode(Refused(reason))], zmq.NOBLOCK)
 
     def _take(self, key: str, route: bytes, message: agent_messages.FromAgent) -> None:
         now = time.monotonic()
@@ -184,14 +185,11 @@ class Hub:
         if isinstance(message, Here):
             if device is not None and device.incarnation != message.incarnation:
                 if now - device.last_heard < 3 * BEAT_S and not device.left:
-                    self._table.send_multipart([route, agent_messages.encode(Refused(_TWINS))], zmq.NOBLOCK)
+                    self._refuse(route, _TWINS)
                     return
                 device = None
-            if message.facts.protocol != PROTOCOL:
-                text = (
-                    f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
-                )
-                self._table.send_multipart([route, agent_messages.encode(Refused(text))], zmq.NOBLOCK)
+            if other := _other_protocol(message.facts):
+                self._refuse(route, other)
                 return
             facts = checked(message.facts)
             if device is None:
@@ -215,6 +213,12 @@ _TWINS = (
     "another device is here with this very identity (a copied config directory?): give this one its own by removing "
     "identity.json from its config directory, then join again"
 )
+
+
+def _other_protocol(facts: Facts) -> str:
+    """Why a device of another version is refused; empty: it is of this one."""
+    same = facts.protocol == PROTOCOL
+    return "" if same else f"this device speaks protocol {facts.protocol}, the master {PROTOCOL}: install one version"
 
 
 class Door:
@@ -280,8 +284,8 @@ class Door:
     def _judge(self, message: agent_messages.FromAgent, key: str) -> str | None:
         if not isinstance(message, Join):
             return "that was no request to join"
-        if message.facts.protocol != PROTOCOL:
-            return f"this device speaks protocol {message.facts.protocol}, the master {PROTOCOL}: install one version"
+        if other := _other_protocol(message.facts):
+            return other
         try:
             checked(message.facts)
         except ProtocolError as error:

@@ -228,11 +228,7 @@ class _Trial:
     """Simulates cuts; infinite for those that do not fit. `holders` None: a plain ring."""
 
     def __init__(
-        self,
-        segments: Segments,
-        devices: Sequence[Device],
-        paths: Paths | None,
-        holders: Sequence[int] | None = None,
+        self, segments: Segments, devices: Sequence[Device], paths: Paths | None, holders: Sequence[int] | None = None
     ) -> None:
         self._segments, self._devices, self._paths = segments, devices, paths
         self._holders = holders_of(len(devices)) if holders is None else holders

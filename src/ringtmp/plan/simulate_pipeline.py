@@ -59,11 +59,7 @@ class RingOptions:
 
 
 def simulate_ring(
-    table: CostTable,
-    route: Route,
-    devices: Sequence[Device],
-    options: RingOptions,
-    paths: Paths | None = None,
+    table: CostTable, route: Route, devices: Sequence[Device], options: RingOptions, paths: Paths | None = None
 ) -> Simulated:
     """Steps of `options.microbatches` microbatches, fill and drain included. `devices[n]` is node n of the route."""
     return _Ring(table, route, devices, options, paths).run()

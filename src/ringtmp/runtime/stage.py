@@ -129,11 +129,7 @@ class Stage:
         self._stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch
 
     def place(
-        self,
-        index: int,
-        layer: Layer,
-        tensors: Sequence[torch.Tensor],
-        state: dict[StateName, torch.Tensor],
+        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
     ) -> None:
         """A layer moves in, with its optimizer state if it has one."""
         staged = StagedLayer(layer, tensors, self._program(layer.train), self._program(layer.evaluate))

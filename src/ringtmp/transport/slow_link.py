@@ -24,11 +24,7 @@ RATE = "RINGTMP_LINK_MBPS"
 
 class Slow(Around):
     def __init__(
-        self,
-        inner: Transport,
-        latency_s: float,
-        bytes_per_s: float | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, inner: Transport, latency_s: float, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(inner)
         self._latency_s = latency_s
