@@ -107,7 +107,7 @@ def test_a_record_that_was_removed_is_written_again_whole(tmp_path: Path, gone: 
             shutil.rmtree(tmp_path / "elsewhere")
     log.write(step(3))
     log.flush()
-    assert log.news() == f"{path} was removed or replaced; it is written again, no event is missing"
+    assert log.news() == f"{path} was removed or replaced; it has been rewritten with every event"
     log.close()
     assert list(events.read(path)) == [step(number) for number in range(4)]
     assert path.stat().st_mode & 0o777 == 0o600
@@ -140,7 +140,7 @@ def test_a_record_that_was_emptied_begins_again_with_how_the_run_began(tmp_path:
     os.truncate(path, 0)
     log.write(step(2))
     log.flush()
-    assert log.news() == f"{path} was emptied: events of before are missing from it"
+    assert log.news() == f"{path} was emptied: earlier events are missing from it"
     log.write(step(3))
     log.close()
     assert list(events.read(path)) == [*began, step(2), step(3)]
@@ -207,7 +207,7 @@ def test_the_summary_of_a_run_whose_disk_was_full_is_true(tmp_path: Path, ends: 
         assert meddles.said[-1].startswith(f"{tmp_path}/run/events.jsonl lacks the last ")
         assert meddles.said[-1] in summary.warnings
         assert (left.outcome, left.weights_sha256) == ("unfinished", None)
-        assert left.warnings[-1].startswith("the record has no end")
+        assert left.warnings[-1].startswith("the event log has no end")
 
 
 def test_a_damaged_record_gives_a_summary_or_a_sentence(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_run_whose_directory_was_removed_has_its_summary_and_digest_all_the_sa
     assert summary.weights_sha256 is not None
     assert Result(tmp_path / "run").summary == summary
     assert latest(tmp_path / "run/checkpoints")[0].progress.step == 9
-    assert removes.said[0].endswith("was removed or replaced; it is written again, no event is missing")
+    assert removes.said[0].endswith("was removed or replaced; it has been rewritten with every event")
     assert "lacks config.json and layers" in removes.said[-1]
     assert removes.said[-1] in summary.warnings
 

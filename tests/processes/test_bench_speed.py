@@ -93,7 +93,7 @@ def test_an_option_of_another_experiment_is_refused_and_nothing_is_written(tmp_p
     for words, said in (
         (("speed", "--beds", "gpt-2"), "--beds is an option of plan, and speed does not take it"),
         (("plan", "--devices", "four.toml"), "--devices is an option of idle"),
-        (("speed", "--microbatches", "4,0"), "numbers from 1"),
+        (("speed", "--microbatches", "4,0"), "positive numbers"),
     ):
         with pytest.raises(UsageError, match=said):
             verb.command.main([*words, "--out", str(tmp_path / "out")], standalone_mode=False)
@@ -149,7 +149,7 @@ def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path:
         assert learned[case] == pytest.approx(learned["one"], rel=1e-4)
     assert "--quick" in (tmp_path / "out" / "results.md").read_text()
     second, said = bench(tmp_path, *words)
-    assert "3 of 3 were measured before" in said
+    assert "3 of 3 were already measured" in said
     assert second == first
 
 

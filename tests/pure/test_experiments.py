@@ -52,7 +52,7 @@ def test_a_way_is_the_flags_one_would_type() -> None:
         ("ring:wire=int9", "did you mean 'int8'"),
         ("ring:staleness=2", "must be 0 or 1"),
         ("ring:window=0", "must be a whole number"),
-        (" , ", "names none"),
+        (" , ", "is empty"),
     ],
 )
 def test_a_wrong_way_is_refused_with_what_was_meant(text: str, said: str) -> None:
@@ -270,7 +270,7 @@ def test_a_search_that_met_no_limit_decides_nothing() -> None:
 def test_a_run_that_was_merely_slow_is_no_limit_of_memory() -> None:
     fits = largest_model.Try(4, 8, 4000, "fits", "", (1, 1))
     for each, counts in (
-        (largest_model.Try(8, 8, 8000, "timed out", "no end within 240 s"), False),
+        (largest_model.Try(8, 8, 8000, "timed out", "did not finish within 240 s"), False),
         (largest_model.Try(8, 8, 8000, "failed", "ringtmp: the port is in use"), False),
         (
             largest_model.Try(
@@ -296,7 +296,7 @@ def test_equations_are_judged_where_they_differ() -> None:
 
 
 def test_a_run_that_was_over_before_anybody_was_removed_says_nothing() -> None:
-    early, hung = {"code": 0, "removed": False}, {"code": -9, "removed": True, "error": "no end within 900 s"}
+    early, hung = {"code": 0, "removed": False}, {"code": -9, "removed": True, "error": "did not finish within 900 s"}
     good = {"code": 0, "removed": True}
     assert resilience.disturbed([early, good]) == [good]
     assert resilience.survived(resilience.disturbed([early, good]))
@@ -328,7 +328,7 @@ def test_wrong_usage_is_refused_before_anything_starts(tmp_path: Path, monkeypat
     for text, said in (
         ('[[device]]\nname = "a"\ncpu = 0.5\nmemory = 1', "unknown key 'memory': did you mean 'memory_mb'"),
         ('[[device]]\nname = "a"\ncpu = -1\nmemory_mb = 1000\nlink_mbps = 10', "it must be from"),
-        ('[[device]]\nname = "a"\ncpu = 1\nmemory_mb = 1000\nlink_mbps = 10', "one device"),
+        ('[[device]]\nname = "a"\ncpu = 1\nmemory_mb = 1000\nlink_mbps = 10', "only one device"),
         ("[[device", "not TOML"),
     ):
         file.write_text(text)
@@ -336,7 +336,7 @@ def test_wrong_usage_is_refused_before_anything_starts(tmp_path: Path, monkeypat
             bench("idle", "--devices", str(file), *out)
     with pytest.raises(UsageError, match="cannot be read"):
         bench("idle", "--devices", str(tmp_path / "none"), *out)
-    with pytest.raises(UsageError, match="--listen and --nodes go together"):
+    with pytest.raises(UsageError, match="use --listen and --nodes together"):
         bench("idle", "--listen", "127.0.0.1", *out)
     with pytest.raises(UsageError, match="leave out --devices"):
         bench("idle", "--listen", "127.0.0.1", "--nodes", "3", "--no-isolation", *out)

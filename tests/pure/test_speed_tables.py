@@ -94,7 +94,7 @@ def test_the_devices_file_is_one_the_lab_takes() -> None:
         ({"cases": "rnig"}, "unknown case 'rnig'"),
         ({"settings": "lab-fast,lab-100", "isolated": False}, "lab-fast and lab-100 need the lab.*--settings two"),
         ({"cores": 1}, "two needs 2 cores, and this machine has 1"),
-        ({"microbatches": "4,0"}, "numbers from 1"),
+        ({"microbatches": "4,0"}, "positive numbers"),
     ],
 )
 def test_wrong_names_and_missing_rights_are_refused(changes: dict[str, Any], said: str) -> None:

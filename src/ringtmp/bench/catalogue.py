@@ -40,23 +40,25 @@ CATALOG = {
         Experiment("scaling", "1 to 8 devices, strong and weak: speed-up, efficiency, the busiest link"),
         Experiment(
             "resilience",
-            "a worker, a server or the master removed: notice, recovery, work repeated, bits",
+            "a worker, a server or the master removed: time to notice and recover, repeated work, bits",
             lab="takes devices away",
         ),
         Experiment(
             "capacity", "the largest model under a real memory cap, by strategy", once=True, lab="sets memory caps"
         ),
-        Experiment("energy", "joules per epoch and per sample, by node and strategy, with what the model assumes"),
-        Experiment("traffic", "values and bytes per epoch over batch sizes and shapes, with the break-even"),
+        Experiment(
+            "energy", "joules per epoch and per sample, by node and strategy, and how much of it is the energy model"
+        ),
+        Experiment("traffic", "values and bytes per epoch by batch size and model shape, with the break-even"),
         Experiment(
             "equations",
-            "measured step time against equations (1), (2), (3) over link rates",
+            "measured step time against equations (1), (2) and (3), over link rates",
             "step_time_equations",
             lab="sets link rates",
         ),
         Experiment(
             "speed",
-            "milliseconds per step of every way to train, torch's own included",
+            "milliseconds per step of every strategy, and of torch's own",
             compares=False,
             options=("--cases", "--workloads", "--settings", "--microbatches", *_STEPS),
             quick_repeats=5,
@@ -64,7 +66,7 @@ CATALOG = {
         ),
         Experiment(
             "plan",
-            "what plans predict against what is measured, on ten rings of emulated devices",
+            "predicted against measured step time and memory, on ten rings of emulated devices",
             "plan_accuracy",
             compares=False,
             options=("--beds", *_STEPS),
@@ -73,7 +75,7 @@ CATALOG = {
         ),
         Experiment(
             "messages",
-            "microseconds of a small message, node to node, beside Gloo",
+            "one-way latency of a small message between two nodes, and of Gloo",
             compares=False,
             options=("--size", "--count", "--rounds"),
             repeats=1,

@@ -131,7 +131,7 @@ def repeats(choices: Choices) -> list[int]:
 
 def _devices_text(choices: Choices) -> str:
     if choices.listen:
-        return f"{choices.joined} of their own, that joined over the network"
+        return f"{choices.joined} real devices that joined over the network"
     devices = choices.place(choices.nodes)
     first = devices[0]
     described = (
@@ -141,7 +141,7 @@ def _devices_text(choices: Choices) -> str:
         else f"{len(devices)} plain processes behind links of {first.link_mbps:g} Mbit/s; CPU shares and memory caps are not "
         "emulated, except where a cap is asked for"
     )
-    return described + ("; the first of the file, see it for the others" if choices.devices else "")
+    return described + (" (the first of the devices file; see it for the others)" if choices.devices else "")
 
 
 def _notes(choices: Choices, measurements: Sequence[Measurement], partial: bool) -> list[tuple[str, str]]:
@@ -169,10 +169,10 @@ def method(choices: Choices, measured: Measured) -> Section:
         "How it was measured",
         "Every strategy has the same model, first weights, batches, optimizer and number of devices, and the "
         "learning rate that was best for it in a small sweep. One device alone is the base line. A case is run in "
-        "interleaved repeats, so that a slow quarter of an hour hits all alike; a figure is the median over repeats, its "
+        "interleaved repeats, so that a slow quarter of an hour affects all of them; a figure is the median over repeats, its "
         "interval a bootstrap over repeats and steps. A difference counts as found when the interval of the ratio does not "
-        "have 1 in it.\n\n"
-        "Asynchronous servers take the ways of the clock into their weights; all other runs give the same losses every time.",
+        "contain 1.\n\n"
+        "The weights of asynchronous servers depend on timing; all other runs give the same losses every time.",
         (),
         (),
         (learning_rate_sweep.table(choices, measured),),

@@ -28,7 +28,7 @@ class _Bench(click.Command):
 
         for title, compares in (
             ("Comparisons of the ring with the parameter server", True),
-            ("Measured by itself", False),
+            ("Other benchmarks", False),
         ):
             rows = [(each.name, each.title) for each in CATALOG.values() if each.compares is compares]
             with formatter.section(title):
@@ -53,13 +53,15 @@ def _names(experiments: list[Any]) -> str:
     return " and ".join(each.name for each in experiments)
 
 
-@click.command("bench", cls=_Bench, no_args_is_help=True, short_help="Measure in one run.")
+@click.command(
+    "bench", cls=_Bench, no_args_is_help=True, short_help="Run benchmarks: the ring against other strategies."
+)
 @click.argument("names", nargs=-1, required=True, metavar="NAME… | quick | all")
 @click.option("--repeats", type=click.IntRange(1), help="Repeats of every run, interleaved.  [5; quick: 1; plan: 2]")
 @click.option("--seed", type=int, default=0, show_default=True,
               help="Random seed for weights, batches, the order of runs and intervals.")  # fmt: skip
 @click.option("--limit", "limit_s", type=click.FloatRange(1), metavar="S",
-              help="Seconds a measurement may take in all.  [1800; speed: 900; plan: 600]")  # fmt: skip
+              help="Time limit per measurement, in seconds.  [1800; speed: 900; plan: 600]")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path),
               help="Folder for measurements and the report.  [runs/bench, runs/bench-speed, …]")  # fmt: skip
 @click.option("--quick", "small", is_flag=True, help="Small sizes: does everything work? The same as the name quick.")
@@ -73,16 +75,18 @@ def _names(experiments: list[Any]) -> str:
               help="Plain processes, not emulated devices: no root, no CPU shares, no memory caps.")  # fmt: skip
 @click.option("--listen", default="", metavar="ADDRESS[:PORT]",
               help="Use devices that joined here (ringtmp node), not emulated ones; with --nodes.")  # fmt: skip
-@click.option("--nodes", "joined", type=click.IntRange(2), help="With --listen: how many, this one included.")
-@click.option("--cases", default="*", show_default=True, metavar="GLOB", help="Which cases, e.g. 'ring,ps:*'.")
+@click.option("--nodes", "joined", type=click.IntRange(2), help="With --listen: number of nodes, including this one.")
+@click.option("--cases", default="*", show_default=True, metavar="GLOB", help="Cases to run, e.g. 'ring,ps:*'.")
 @click.option("--workloads", default="gpt,mlp", show_default=True, help="What is trained.")
 @click.option("--settings", default="two,lab-fast,lab-100", show_default=True,
-              help="On which devices; lab-… need root on Linux.")  # fmt: skip
+              help="Settings to measure in; lab-… needs root on Linux.")  # fmt: skip
 @click.option("--microbatches", metavar="M,M", default="",
-              help="Measure every pipeline with each of these.  [what suits the work]")  # fmt: skip
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps that count, per repeat.")
-@click.option("--warm-up", type=click.IntRange(1), default=2, show_default=True, help="Steps before them.")
-@click.option("--beds", default="", metavar="NAME,NAME", help="Some of the rings.  [all of them]")
+              help="Microbatch counts to try for pipelines.  [chosen per workload]")  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Measured steps per repeat.")
+@click.option(
+    "--warm-up", type=click.IntRange(1), default=2, show_default=True, help="Warm-up steps before the measured ones."
+)
+@click.option("--beds", default="", metavar="NAME,NAME", help="Rings to measure.  [all]")
 @click.option("--size", "size_bytes", type=click.IntRange(4, 2**20), default=1024, show_default=True, metavar="BYTES",
               help="Size of a message.")  # fmt: skip
 @click.option("--count", type=click.IntRange(1), default=1000, show_default=True, help="Messages of a round.")
@@ -92,10 +96,10 @@ def command(
     as_json: bool, quiet: bool, file: Path | None, strategies: str | None, no_isolation: bool, listen: str,
     joined: int | None, **others: Any,
 ) -> None:  # fmt: skip
-    """Measure: experiments that end in one report with tables, figures and a verdict per aim.
+    """Run benchmarks: any number of experiments, ending in one report with tables, figures and verdicts.
 
-    A measurement is a file in OUT: what is there is not measured again, so interrupt it as you like, and the same command
-    goes on from there. What fails or cannot run is in the report, with its reason, and is tried again the next time.
+    Every measurement is a file in OUT and is not measured again: interrupt the command at any time, and run it again to
+    continue. What fails or cannot run is in the report with its reason, and is tried again the next time.
     """
     from ringtmp.bench import catalogue, jobs_and_page, user_choices
     from ringtmp.bench.measuring.measurement_files import Store
@@ -160,7 +164,7 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
             complete = True
     except KeyboardInterrupt:
         print(
-            f"ringtmp bench: what was measured is in {store.folder}; the same command goes on from there",
+            f"ringtmp bench: what was measured is in {store.folder}; run the same command again to continue",
             file=sys.stderr,
         )
         raise
@@ -231,13 +235,15 @@ def _devices(file: Path | None) -> tuple[Device, ...]:
         raise UsageError(f"the devices file {file} cannot be read: {error}") from error
     found = devices_file.parse(text, str(file))
     if len(found) < 2:
-        raise UsageError(f"{file} has one device; to compare ways to share work there must be two or more")
+        raise UsageError(f"{file} has only one device: a comparison needs at least two")
     return found
 
 
 def _refuse_mixed(listen: str, joined: int | None, file: Path | None, no_isolation: bool) -> None:
     if bool(listen) != (joined is not None):
-        raise UsageError("--listen and --nodes go together: where devices join, and how many there are with this one")
+        raise UsageError(
+            "use --listen and --nodes together: the address devices join, and the number of nodes including this one"
+        )
     if listen and (file is not None or no_isolation):
         raise UsageError("with --listen the devices are those that joined: leave out --devices and --no-isolation")
 
@@ -262,7 +268,7 @@ def _say_what_isolation_needs(quick: bool) -> None:
     if not quick:
         raise UsageError(
             "the experiments need emulated devices, which need root on Linux, ip and tc: sudo ringtmp bench …, or "
-            "--no-isolation for plain processes, whose speeds say nothing about such devices"
+            "use --no-isolation for plain processes; their speeds do not show how such devices would perform"
         )
     print(
         "ringtmp bench: emulated devices need root on Linux, ip and tc; going on with plain processes (--no-isolation), "

@@ -360,14 +360,14 @@ class EventLog:
             raise
         os.close(self._file)
         self._file = fresh
-        self._news = f"{self._path} was removed or replaced; it is written again, no event is missing"
+        self._news = f"{self._path} was removed or replaced; it has been rewritten with every event"
 
     def _begin_again(self) -> None:
         self._begun = 0
         self._lines.extendleft([line for line in reversed(self._began) if line not in self._lines])
         self.waiting_bytes = sum(map(len, self._lines))
         self._wrote_some = False
-        self._news = f"{self._path} was emptied: events of before are missing from it"
+        self._news = f"{self._path} was emptied: earlier events are missing from it"
 
     def _append(self, line: bytes) -> None:
         self._lines.append(line + b"\n")

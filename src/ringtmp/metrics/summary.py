@@ -20,7 +20,7 @@ _SOURCES: tuple[Source, ...] = ("measured", "estimated", "modelled")
 
 #: Of a record that stops somewhere: nothing in it says how the run ended, or whether it has.
 UNFINISHED = "unfinished"
-NO_END = "the record has no end: the run still lasts, was killed, or its last events could not be written"
+NO_END = "the event log has no end: the run is still going, was killed, or could not write its last events"
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ _EXACTNESS = {
     "bits": "exact to the bits",
     "replay": "the same bits every time",
     "steps": "the same batches as one process",
-    "stream": "the order of batches is not ours to repeat",
+    "stream": "the order of batches cannot be reproduced",
 }
 _PARTS_TEXT = (
     "The run was stopped and resumed. Figures, bytes and joules are of all its parts, with every step once: a step that was "
@@ -73,8 +73,8 @@ def _time(run: Run) -> Iterable[Figure]:
     nodes = run.summary.per_node
     names = tuple(each.name for each in nodes)
     parts = (
-        ("idle", "Idle time by what was waited for", sorted({each for node in nodes for each in node.idle_causes}),
-         [node.idle_causes for node in nodes], "Time in training steps when a node has nothing runnable."),
+        ("idle", "Idle time by cause", sorted({each for node in nodes for each in node.idle_causes}),
+         [node.idle_causes for node in nodes], "Time in training steps when a node has nothing to do."),
         ("busy", "Busy time by kind of work", in_order(each for node in nodes for each in node.busy_kinds),
          [node.busy_kinds for node in nodes], "The rest is idle. A throttled processor counts as busy. Mail: taking messages "
          "and deciding what to do."),

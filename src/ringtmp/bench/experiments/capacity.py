@@ -101,8 +101,8 @@ def first_depth(choices: Choices, way: Way) -> int:
 
 def section(choices: Choices, measured: Measured) -> Section:
     title, text = "Capacity", (
-        f"Every device has {cap_mb(choices):g} MiB, kept by the kernel; the master's process takes about {PROCESS_MB:g} of it. "
-        f"Dense layers of {WIDTH}, plain SGD, two steps. A strategy's answer is the largest size that worked."
+        f"Every device has {cap_mb(choices):g} MiB, enforced by the kernel; the master's process takes about {PROCESS_MB:g} "
+        f"of it. Dense layers of {WIDTH}, plain SGD, two steps. A strategy's answer is the largest size that worked."
     )  # fmt: skip
     if not choices.isolated:
         why = "a memory cap per device needs the lab: root on Linux, ip and tc"

@@ -69,7 +69,7 @@ def section(choices: Choices, measured: Measured) -> Section:
     return Section(
         "idle",
         "Idle time",
-        "Idle is the time inside training steps in which a node had nothing runnable. Start-up, evaluation and checkpoints "
+        "Idle is the time inside training steps in which a node had nothing to do. Start-up, evaluation and checkpoints "
         "do not count, and time throttled away from an emulated device counts as busy.",
         tuple(verdicts),
         tuple(each for each in figures if each is not None),

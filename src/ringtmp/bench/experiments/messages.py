@@ -1,7 +1,7 @@
-"""messages: how long does a small tensor take from one process to another?
+"""messages: the one-way latency of a small tensor between two processes.
 
-Node to node over encrypted TCP, and by Gloo in the clear, in turns. One way is half of a ping and its answer; a round's
-figure is its median.
+Node to node over encrypted TCP, then Gloo unencrypted, in turns. One-way latency is half a round trip. The table has the
+median, minimum and maximum of the rounds' medians.
 """
 
 from __future__ import annotations
@@ -52,6 +52,6 @@ def section(choices: Choices, measured: Measured) -> Section:
         if seconds
     )
     title = f"{choices.size_bytes} bytes, one way, {choices.rounds} rounds of {choices.count}"
-    table = Table(title, ("path", "median", "least", "most"), rows)
+    table = Table(title, ("path", "median", "minimum", "maximum"), rows)
     missing = measured.missing(jobs(choices))
     return Section("messages", "Messages", (__doc__ or "").partition("\n\n")[2].strip(), (), (), (table,), missing)

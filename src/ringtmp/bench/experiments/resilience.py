@@ -155,11 +155,11 @@ def section(choices: Choices, measured: Measured) -> Section:
     return Section(
         "resilience",
         "Resilience",
-        "Times are from the moment of removal to the master's noticing, and to the end of the first step after it. For a "
-        "killed master they include the start of a new one; where nobody had to start anew they end with the longest pause. "
+        "Times run from the removal until the master notices, and until the end of the next step. For a killed master they "
+        "include starting a new one; where nothing had to restart, they end with the longest pause. "
         f"Medians over repeats. An aim holds where the ring goes on as the server does, trains again within {AS_SOON:g} times "
-        "its time, and keeps the bits where the server does. A process and the master are lost on plain processes of this "
-        "machine, without links; devices in the lab.",
+        "its time, and keeps the bits where the server does. Processes and the master are removed on plain processes "
+        "of this machine, without links; devices in the lab.",
         tuple(_verdicts(choices, facts, measured)),
         tuple(each for each in (_figure(each, found) for each, found in facts) if each is not None),
         (Table("What a loss costs", columns, tuple(rows)),),

@@ -132,7 +132,7 @@ def _counts(text: str) -> Sequence[int | None]:
     """None: what suits the work."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdigit() and int(word) for word in words):
-        raise UsageError(f"--microbatches {text!r}: give numbers from 1, with commas between them")
+        raise UsageError(f"--microbatches {text!r}: give positive numbers separated by commas")
     return [int(word) for word in words] or [None]
 
 

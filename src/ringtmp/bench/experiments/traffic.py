@@ -91,8 +91,8 @@ def section(choices: Choices, measured: Measured) -> Section:
     return Section(
         "traffic",
         "Traffic",
-        "Bytes are tensor payload; framing and control are not in it. The ring's traffic grows with the samples, that of "
-        "every strategy which exchanges the model with the steps: so the larger the batch, the worse for the ring. "
+        "Bytes are tensor payload, without framing and control. The ring's traffic grows with the number of samples, that of "
+        "strategies that exchange the model with the number of steps. So the larger the batch, the worse for the ring. "
         f"Predictions are for {nodes} nodes and float32.",
         (
             ring_against_server.verdict(AIM, f"bytes sent in all at batch {batch}", _bytes_a_step, sent),

@@ -61,7 +61,7 @@ def measure(job: Job, repeat: int, environment: Environment, limit_s: float) -> 
         stolen_s = meter.stolen_s()
         result, error = None, None
         if finished.timed_out:
-            error = f"no end within {limit_s:g} s\n{_last_words(finished.err)}"
+            error = f"did not finish within {limit_s:g} s\n{_last_words(finished.err)}"
         elif finished.code:
             error = f"exit code {finished.code}\n{_last_words(finished.err)}"
         else:

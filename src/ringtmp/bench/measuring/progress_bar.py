@@ -44,7 +44,7 @@ class Teller:
 
     def end(self) -> None:
         if self._reused:
-            self._console.print(f"{self._reused} of {self._total} were measured before", highlight=False)
+            self._console.print(f"{self._reused} of {self._total} were already measured", highlight=False)
 
     def _line(self, measurement: Measurement) -> None:
         count = self._total - len(self._waiting)

@@ -44,7 +44,7 @@ def read(job: Job, out: str, folder: Path) -> Result:
             facts = msgspec.json.decode(said[-1], type=dict[str, Any])
             parts = parts_of(events.read(folder / RUN / "events.jsonl"))
             if not parts or parts[-1].ended is None:
-                raise RingError("its events have no end: part of them could not be written")
+                raise RingError("its event log is incomplete: some events could not be written")
             step_s = step_times(parts[-1].steps, parts[-1].pauses, job.batch_size, job.warm_up)
             # As it will be read from the measurement's file, where every key is text.
             facts["record"] = msgspec.to_builtins(run_record.record(parts[-1]), str_keys=True)
@@ -55,7 +55,7 @@ def read(job: Job, out: str, folder: Path) -> Result:
         raise RingError(f"what it left cannot be read: {error}") from error
     if not step_s:
         raise RingError(
-            f"none of its steps counts: after {job.warm_up} to warm up, none follows a step of its own epoch"
+            f"no step could be measured: after {job.warm_up} warm-up steps, none follows another step of the same epoch"
         )
     return Result(step_s, facts)
 

@@ -111,7 +111,7 @@ def attempt(search: Search, depth: int, width: int) -> Try:
     try:
         out, err = process.communicate(timeout=TRY_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return Try(depth, width, count, "timed out", f"no end within {TRY_LIMIT_S:g} s")
+        return Try(depth, width, count, "timed out", f"did not finish within {TRY_LIMIT_S:g} s")
     finally:
         if process.poll() is None:
             end(process)

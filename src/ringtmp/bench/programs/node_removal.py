@@ -66,7 +66,7 @@ def perform(removal: Removal, run: Path) -> Result:
             _, err = process.communicate(timeout=END_LIMIT_S)
         except subprocess.TimeoutExpired:  # it hangs: an answer as any other
             end(process)
-            err = f"no end within {END_LIMIT_S:g} s".encode()
+            err = f"did not finish within {END_LIMIT_S:g} s".encode()
     finally:
         if process.poll() is None:
             end(process)
@@ -135,7 +135,7 @@ def _reaches(process: subprocess.Popen[bytes], log: Path, step: int) -> bool:
 def _remove(removal: Removal, process: subprocess.Popen[bytes], run: Path) -> float:
     targets = _targets(removal, process, run)
     if not targets:
-        raise RingError(f"nothing was found of node {removal.node} that could be removed")
+        raise RingError(f"found no process or device of node {removal.node} to remove")
     at = time.monotonic()
     for target in targets:
         with contextlib.suppress(psutil.Error):

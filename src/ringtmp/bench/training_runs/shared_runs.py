@@ -103,10 +103,7 @@ def not_chosen(choices: Choices, chosen: Sequence[Way]) -> list[Skipped]:
     left = [
         way for way in choices.ways if way not in chosen and way.refusal(choices.nodes, layers(choices.task())) is None
     ]
-    return [
-        Skipped(way.label, "left out unless --strategies names what to measure: each way takes many runs")
-        for way in left
-    ]
+    return [Skipped(way.label, "left out unless named by --strategies: each strategy takes many runs") for way in left]
 
 
 def missing(cells: list[Cell], measured: Measured) -> list[Skipped]:

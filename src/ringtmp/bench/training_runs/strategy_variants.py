@@ -110,7 +110,7 @@ def parse(text: str) -> Way:
 def parse_all(text: str) -> tuple[Way, ...]:
     ways = [parse(word) for word in text.split(",") if word.strip()]
     if not ways:
-        raise UsageError("--strategies names none: for instance ring,ps:bsp,allreduce:ring")
+        raise UsageError("--strategies is empty: give for instance ring,ps:bsp,allreduce:ring")
     return tuple({way.label: way for way in ways}.values())
 
 
