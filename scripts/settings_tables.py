@@ -7,6 +7,7 @@ python scripts/settings_tables.py --check    exit code 1 if one is not current
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -30,7 +31,7 @@ def settings_page() -> str:
         for setting in SETTINGS.values()
         if setting.option and setting.parameter != setting.option[2:].replace("-", "_")
     ]
-    return "\n\n".join([*blocks, f"In the environment {listed(tuple(odd), 'and')}."])
+    return "\n\n".join([*blocks, textwrap.fill(f"In the environment {listed(tuple(odd), 'and')}.", 120)])
 
 
 def resumable() -> str:

@@ -122,7 +122,7 @@ def test_a_new_setting_is_one_declaration() -> None:
     with pytest.raises(UsageError, match="--pace 9.5 must be from 1 to 9"):
         pace.check(9.5)
     assert pace.resumable
-    assert (pace.keyword, pace.keyword_of) == ("pace_s", "fit")
+    assert (pace.keyword, pace.keyword_of) == ("pace_s", "Ring")
 
 
 def test_numbers_that_are_none_are_refused() -> None:

@@ -106,7 +106,7 @@ def merge_for_resume(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     if given.get("route") == "v":
         changed.setdefault("laps", 1)
     if given.get("laps", 1) != 1:
-        changed.setdefault("route", "ring")
+        changed.setdefault("route", SETTINGS["route"].default)
     if {"nodes", "laps", "route"} & given.keys():
         changed.setdefault("cuts", None)
     if {"nodes", "laps", "route", "schedule"} & given.keys():

@@ -74,7 +74,7 @@ class Setting:
         """Which call takes it as a plain keyword: Ring, fit or none."""
         if self.said.own or self.part == "model":
             return ""
-        return self.said.keyword_of or ("Ring" if self.part == "ring" else "fit")
+        return self.said.keyword_of or ("fit" if self.part in ("training", "keep") else "Ring")
 
     @cached_property
     def kinds(self) -> tuple[Any, ...]:
