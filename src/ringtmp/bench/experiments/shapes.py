@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from ringtmp.strategies import registry
+from ringtmp.bench.experiments.ways import parse
 from ringtmp.strategies.base import Sizes, Traffic
 
 #: One server, and servers on all workers.
@@ -108,10 +108,9 @@ def busiest_values(net: Net, family: str, nodes: int, batch_size: int) -> float:
 
 
 def _traffic(net: Net, family: str, nodes: int, batch_size: int, cuts: tuple[int, ...]) -> Traffic:
-    choice = registry.parse(family)
-    strategy = registry.get(choice.name)
-    split = (cuts or even_cuts(net, nodes)) if strategy.splits_layers else ()
-    return strategy.traffic(strategy.read(choice.settings), Sizes(net.size, split, batch_size), nodes)
+    way = parse(family)
+    split = (cuts or even_cuts(net, nodes)) if way.splits_layers else ()
+    return way.traffic(Sizes(net.size, split, batch_size), nodes)
 
 
 def break_even(net: Net, nodes: int) -> float:

@@ -20,6 +20,7 @@ from ringtmp.bench.jobs import Job
 from ringtmp.bench.record import Track
 from ringtmp.bench.workloads import Workload
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
+from ringtmp.strategies.base import Sizes
 from ringtmp.units import bytes_text
 
 AIM = "There is less communication than with a parameter server"
@@ -294,12 +295,7 @@ def _shapes_table(choices: Choices, measured: Measured) -> Table:
 def _step_values(each: Cell, samples: float) -> float:
     width, depth = int(each.work.settings["width"]), int(each.work.settings["depth"])
     net = shapes.dense("task", "", (64, *[width] * depth, 10))
-    if each.way.splits_layers:
-        return 2.0 * each.nodes * width * samples
-    workers = each.way.workers(each.nodes)
-    # With servers on all nodes, each worker keeps its own share at home.
-    remote = workers if each.way.servers(each.nodes) else workers - 1
-    return 2.0 * net.size * remote
+    return each.way.traffic(Sizes(net.size, (width,) * each.nodes, samples), each.nodes).total
 
 
 def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:
