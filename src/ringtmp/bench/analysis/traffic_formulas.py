@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from ringtmp.strategies import registry
+from ringtmp.bench.training_runs.strategy_variants import parse
 from ringtmp.strategies.base import Sizes, Traffic
 
 #: One server, and servers on all workers.
@@ -126,10 +126,9 @@ def exchanged_values(parameters: int, nodes: int, one_server: bool) -> float:
 
 
 def _traffic(net: Net, family: str, nodes: int, batch_size: int, cuts: tuple[int, ...]) -> Traffic:
-    choice = registry.parse(family)
-    strategy = registry.get(choice.name)
-    split = (cuts or even_cuts(net, nodes)) if strategy.splits_layers else ()
-    return strategy.traffic(strategy.read(choice.settings), Sizes(net.size, split, batch_size), nodes)
+    way = parse(family)
+    split = (cuts or even_cuts(net, nodes)) if way.splits_layers else ()
+    return way.traffic(Sizes(net.size, split, batch_size), nodes)
 
 
 def break_even(net: Net, nodes: int) -> float:

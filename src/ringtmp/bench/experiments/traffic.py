@@ -23,6 +23,7 @@ from ringtmp.bench.training_runs.train_commands import Cell, local
 from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
+from ringtmp.strategies.base import Sizes
 from ringtmp.units import bytes_text
 from ringtmp.wire.formats import wire_format
 
@@ -306,12 +307,7 @@ def _shapes_table(choices: Choices, measured: Measured) -> Table:
 def _step_values(each: Cell, samples: float) -> float:
     width, depth = int(each.work.settings["width"]), int(each.work.settings["depth"])
     net = traffic_formulas.dense("task", "", (64, *[width] * depth, 10))
-    if each.way.splits_layers:
-        return 2.0 * each.nodes * width * samples
-    workers = each.way.workers(each.nodes)
-    # With servers on all nodes, each worker keeps its own share at home.
-    remote = workers if each.way.servers(each.nodes) else workers - 1
-    return 2.0 * net.size * remote
+    return each.way.traffic(Sizes(net.size, (width,) * each.nodes, samples), each.nodes).total
 
 
 def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:

@@ -12,7 +12,7 @@ import msgspec
 from ringtmp.bench.analysis.intervals import Centre
 from ringtmp.errors import UsageError
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Roles, Strategy
+from ringtmp.strategies.base import Roles, Sizes, Strategy, Traffic
 from ringtmp.wire.formats import PLAIN, wire_format
 
 #: Who is compared: the ring, and the parameter server it wants to beat, at its plainest.
@@ -71,6 +71,9 @@ class Way(msgspec.Struct, frozen=True):
     @property
     def _read(self) -> Any:
         return self._value.read(self.settings)
+
+    def traffic(self, sizes: Sizes, nodes: int) -> Traffic:
+        return self._value.traffic(self._read, sizes, nodes)
 
     def workers(self, nodes: int) -> int:
         return len(self.roles(nodes).workers)
