@@ -14,12 +14,13 @@ from ringtmp.errors import DoesNotFit
 from ringtmp.launch import joined_devices
 from ringtmp.launch.agent import join
 from ringtmp.launch.agent_messages import Facts
-from ringtmp.launch.device_facts import TORCH_BYTES, device_facts
+from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.launch.join_server import Device, Hub
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.joined_devices import RemoteCrew
 from ringtmp.launch.key_store import Rings, identity
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.route import kept_apart
 from ringtmp.transport.base import Transport
 from ringtmp.transport.faults import Severed
@@ -147,7 +148,7 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
     monkeypatch.setattr(joined_devices, "free_memory_bytes", lambda: 100 * 2**20)
     said: list[str] = []
     crew: Any = RemoteCrew(Rings(tmp_path), "home", "127.0.0.1", 1, 3, 1, None, 0.0, said.append, said.append)
-    facts = Facts("late", "cpu", 1, TORCH_BYTES + 300 * 2**20, "2", "1", 1)
+    facts = Facts("late", "cpu", 1, PROCESS_BYTES + 300 * 2**20, "2", "1", 1)
     crew._hub = Table(Device("key", "1", facts, b"", 0.0), after=5)
     with pytest.raises(DoesNotFit) as short:
         crew._gather_spares(350 * 2**20)

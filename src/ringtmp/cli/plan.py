@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def command(
     from ringtmp.cli import plan_show, show
     from ringtmp.config import resolve
     from ringtmp.data import by_name
-    from ringtmp.model.profile import ProfileCache
+    from ringtmp.launch import planned_devices
     from ringtmp.plan.gantt import svg as draw
     from ringtmp.run import measure_model
     from ringtmp.strategies import compare as ways
@@ -73,18 +74,18 @@ def command(
     with show.watcher(quiet) as watcher:
         train, _ = by_name.load(settings.training.data, settings.training.seed, settings.model.settings)
         model = api.named_model(settings.model, train)
-        work = measure_model.measure(settings, model, train, watcher.phase, ProfileCache())
+        work = measure_model.work_of(settings, model, train, watcher.phase)
         watcher.phase("planning")
-        devices = measure_model.with_master_here(devices, counted_bytes)
+        devices = planned_devices.with_master_here(devices, counted_bytes)
         made = measure_model.plan(settings, work, devices, settings.ring.all_devices or file is None)
         everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
         members = made.devices if len(made.devices) > 1 else devices
-        others = [ways.compare(name, work.layers, members, made.options) for name in names if name != "ring"]
+        others = [ways.compare(name, work.model.costs, members, made.options) for name in names if name != "ring"]
         watcher.phase("trying what would help")
         page = plan_show.page(
-            made,
+            replace(made, layers=work.model.costs_at_all_sizes),
             devices,
             file is not None,
             others,

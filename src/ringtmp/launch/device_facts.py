@@ -18,8 +18,6 @@ from ringtmp.launch.key_store import NAME
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.wire.protocol import PROTOCOL
 
-#: What a node needs before it holds a single weight.
-TORCH_BYTES = 230 * 2**20
 MOST_CORES = 4096
 _ENDPOINT = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
 _KEY = re.compile(r"[!-~]{40}")

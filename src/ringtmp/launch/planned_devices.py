@@ -23,7 +23,7 @@ from ringtmp.plan.devices import (
 )
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.system.container_limits import Limits
-from ringtmp.system.resources import own_memory_bytes, rss_bytes
+from ringtmp.system.resources import own_memory_bytes, peak_rss_bytes, rss_bytes
 
 #: Of a full Ethernet frame (1538 bytes with gap and preamble) this is payload; the rest is headers.
 PAYLOAD_SHARE = 0.94
@@ -66,6 +66,15 @@ def as_this_process(device: Device) -> Device:
     taken = rss_bytes()
     memory = min(device.memory_bytes + taken, own_memory_bytes())
     return replace(device, memory_bytes=memory, extra_bytes=max(0, taken - PROCESS_BYTES))
+
+
+def with_master_here(devices: Sequence[Device], counted_bytes: int) -> tuple[Device, ...]:
+    """For a plan on paper: what this process holds by now (data, the model's builder) the master will hold then.
+    `counted_bytes`: what it held when the memory beside it was measured; of a described device, whose memory is all there
+    is, none."""
+    memory = devices[0].memory_bytes + counted_bytes
+    extra = max(0.0, float(peak_rss_bytes() - PROCESS_BYTES))
+    return (replace(devices[0], memory_bytes=memory, extra_bytes=extra), *devices[1:])
 
 
 def local_processes(

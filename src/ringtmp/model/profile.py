@@ -5,7 +5,7 @@ the median counts, because a ring meets the usual case. With one thread its proc
 quota nor a busy machine lengthens; with more the time on the wall, for want of a better. What autograd keeps is seen
 through its saved-tensor hooks.
 Measurements are kept on disk under the layer's signature (graph, shapes, what wants gradients), the device's fingerprint,
-thread count and this version; anything else is measured anew.
+thread count and this version, for every size that was ever asked for; anything else is measured anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ringtmp.system.resources import fingerprint, free_memory_bytes
 from ringtmp.units import bytes_text
 
 #: Of the file's layout and of how things are measured.
-FORMAT = 2
+FORMAT = 3
 #: Each size is measured until this time is spent, but within these numbers of runs.
 MEASURE_S = 0.15
 LEAST_RUNS, MOST_RUNS = 3, 15
@@ -47,6 +47,9 @@ WHILE_MEASURED = 4
 OTHERS_BYTES = 4 * 2**20
 
 
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
 class Optimizer(Protocol):
     states: list[dict[str, torch.Tensor]]
 
@@ -54,16 +57,21 @@ class Optimizer(Protocol):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What is kept on disk: one layer at several sizes."""
+    """What is kept on disk: one layer, or a loss, at every size that was measured."""
 
-    sizes: tuple[int, ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    stored_bytes: tuple[int, ...]
-    output_bytes: tuple[int, ...]
-    update_s: float
-    optimizer_bytes: int
-    weights_s: tuple[float, ...]  # of backward_s: gradients of the layer's own tensors
+    points: tuple[Measured, ...]
+    update_s: float = 0.0
+    optimizer_bytes: int = 0
+
+    def missing(self, sizes: Sequence[int]) -> list[int]:
+        there = {each.samples for each in self.points}
+        return [size for size in sizes if size not in there]
+
+    def at(self, sizes: Sequence[int]) -> tuple[Measured, ...]:
+        return tuple(sorted((each for each in self.points if each.samples in sizes), key=lambda each: each.samples))
+
+
+NOTHING = Profile(())
 
 
 class ProfileCache:
@@ -73,13 +81,16 @@ class ProfileCache:
         self._folder = folder or default_folder()
         self.hits = self.misses = 0
 
-    def get(self, key: str) -> Profile | None:
+    def get(self, key: str, sizes: Sequence[int]) -> Profile:
+        """What is known, which may be less than all `sizes`."""
         try:
             found = msgspec.json.decode((self._folder / f"{key}.json").read_bytes(), type=Profile)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            found = NOTHING
+        if found.missing(sizes):
             self.misses += 1
-            return None
-        self.hits += 1
+        else:
+            self.hits += 1
         return found
 
     def put(self, key: str, profile: Profile) -> None:
@@ -105,8 +116,9 @@ class Profiler:
         sizes: Sequence[int],
         threads: int,
         make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
+        *,
         optimizer_name: str,
-        cache: ProfileCache | None = None,
+        cache: ProfileCache,
     ) -> None:
         self._inputs = inputs
         self._sizes = sizes
@@ -121,17 +133,37 @@ class Profiler:
         """Of the next layer."""
         leaves = pytree.tree_leaves(self._inputs)
         wants = tuple(self._trained and leaf.is_floating_point() for leaf in leaves)
-        key = signature(each.layer, leaves, wants, self._sizes, self._here)
-        found = self._seen.get(key) or (self._cache.get(key) if self._cache is not None else None)
-        if found is None:
+        key = signature((each.layer.train, each.layer.tensors), leaves, wants, self._here)
+        found = self._seen.get(key) or self._cache.get(key, self._sizes)
+        if missing := found.missing(self._sizes):
             _refuse_what_cannot_be_tried(each)
-            found = _measure(each.layer, each.tensors, leaves, wants, self._sizes, self._make_optimizer, self._clock)
-            if self._cache is not None:
-                self._cache.put(key, found)
+            fresh = _measure(each, leaves, wants, missing, make_optimizer=self._make_optimizer, clock=self._clock)
+            # An update has no size: the first one measured stays.
+            found = msgspec.structs.replace(found if found.points else fresh, points=(*found.points, *fresh.points))
+            self._cache.put(key, found)
         self._seen[key] = found
         self._inputs = each.sample_outputs
         self._trained = self._trained or any(tensor.trainable for tensor in each.layer.tensors)
-        return layer_cost(each.layer, each.tensors, found)
+        return layer_cost(each.layer, each.tensors, found, self._sizes)
+
+    def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:
+        """The last layer's cost with that of the loss behind it, which the tail computes too. `targets`: as many as the
+        largest size has, or more. Without a `name` nobody else's measurement stands in for it."""
+        leaves = pytree.tree_leaves(self._inputs)
+        key = signature((name, _shape(targets)), leaves, (), self._here)
+        found = self._cache.get(key, self._sizes) if name is not None else NOTHING
+        if missing := found.missing(self._sizes):
+            fresh = (_measure_loss(loss, self._inputs, targets, size, self._clock) for size in missing)
+            found = Profile((*found.points, *fresh))
+            if name is not None:
+                self._cache.put(key, found)
+        measured = tuple(
+            dataclasses.replace(
+                point, forward_s=point.forward_s + more.forward_s, backward_s=point.backward_s + more.backward_s
+            )
+            for point, more in zip(cost.measured, found.at(self._sizes), strict=True)
+        )
+        return dataclasses.replace(cost, measured=measured)
 
 
 def _refuse_what_cannot_be_tried(built: BuiltLayer) -> None:
@@ -149,49 +181,28 @@ def _trainable_bytes(layer: Layer, tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensors[each.name].nbytes for each in layer.tensors if each.trainable)
 
 
-def with_loss(
-    cost: LayerCost,
-    loss: Callable[[Any, torch.Tensor], torch.Tensor],
-    outputs: Any,
-    targets: torch.Tensor,
-    threads: int,
-) -> LayerCost:
-    """The last layer's cost with that of the loss behind it, which the tail computes too. `outputs` and `targets`: as
-    many samples as the largest size has, or more."""
-    clock = _clock(threads)
-    measured = []
-    for point in cost.measured:
-        size = int(point.samples)
-        kept = pytree.tree_map(lambda leaf, size=size: leaf[:size].detach(), outputs)
-        forward, backward = [], []
-        for _ in range(LEAST_RUNS + 1):
-            leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(kept)]
-            given = pytree.tree_map(torch.clone, kept)  # a loss may change what it is given in place
-            began = clock()
-            value = loss(given, targets[:size])
-            middle = clock()
-            if value.requires_grad:
-                torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
-            forward.append(middle - began)
-            backward.append(clock() - middle)
-        measured.append(
-            dataclasses.replace(
-                point,
-                forward_s=point.forward_s + statistics.median(forward[1:]),
-                backward_s=point.backward_s + statistics.median(backward[1:]),
-            )
-        )
-    return dataclasses.replace(cost, measured=tuple(measured))
+def _measure_loss(
+    loss: LossFunction, outputs: Any, targets: torch.Tensor, size: int, clock: Callable[[], float]
+) -> Measured:
+    kept = pytree.tree_map(lambda leaf: leaf[:size].detach(), outputs)
+    forward, backward = [], []
+    for _ in range(LEAST_RUNS + 1):
+        leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(kept)]
+        given = pytree.tree_map(torch.clone, kept)  # a loss may change what it is given in place
+        began = clock()
+        value = loss(given, targets[:size])
+        middle = clock()
+        if value.requires_grad:
+            torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+        forward.append(middle - began)
+        backward.append(clock() - middle)
+    return Measured(size, statistics.median(forward[1:]), statistics.median(backward[1:]), 0, 0)
 
 
-def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile) -> LayerCost:
-    points = zip(
-        profile.sizes, profile.forward_s, profile.backward_s, profile.stored_bytes, profile.output_bytes,
-        profile.weights_s, strict=True,
-    )  # fmt: skip
+def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile, sizes: Sequence[int]) -> LayerCost:
     return LayerCost(
         layer.name,
-        tuple(Measured(*point) for point in points),
+        profile.at(sizes),
         sum(tensor.nbytes for tensor in tensors.values()),
         _trainable_bytes(layer, tensors),
         profile.optimizer_bytes,
@@ -200,13 +211,14 @@ def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile)
     )
 
 
-def signature(
-    layer: Layer, leaves: Sequence[torch.Tensor], wants: Sequence[bool], sizes: Sequence[int], here: str
-) -> str:
+def signature(what: object, leaves: Sequence[torch.Tensor], wants: Sequence[bool], here: str) -> str:
     """Equal for measurements that may stand in for each other; the layer's name does not matter."""
-    shapes = [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in leaves]
-    known = (layer.train, layer.tensors, shapes, list(wants), list(sizes), here, __version__, FORMAT)
+    known = (what, [_shape(leaf) for leaf in leaves], list(wants), here, __version__, FORMAT)
     return hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()[:40]
+
+
+def _shape(leaf: torch.Tensor) -> tuple[str, list[int]]:
+    return str(leaf.dtype), list(leaf.shape[1:])
 
 
 def _clock(threads: int) -> Callable[[], float]:
@@ -230,46 +242,31 @@ def _cpuinfo() -> list[str]:
 
 
 def _measure(
-    layer: Layer,
-    tensors: dict[str, torch.Tensor],
+    built: BuiltLayer,
     leaves: Sequence[torch.Tensor],
     wants: Sequence[bool],
     sizes: Sequence[int],
+    *,
     make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
     clock: Callable[[], float],
 ) -> Profile:
+    layer = built.layer
     program = Program(layer.train)
-    owned = {each.name: tensors[each.name].clone() for each in layer.tensors}
+    owned = {each.name: built.tensors[each.name].clone() for each in layer.tensors}
     for each in layer.tensors:
         owned[each.name].requires_grad_(each.trainable)
-    forward: list[float] = []
-    backward: list[float] = []
-    weights: list[float] = []
-    stored: list[int] = []
-    outputs: list[int] = []
+    points = []
     largest = max(leaf.shape[0] for leaf in leaves if leaf.dim())
     with torch.random.fork_rng(devices=[]):
         for size in sizes:
             given = [leaf[:size] if leaf.dim() and leaf.shape[0] == largest else leaf for leaf in leaves]
             runner = _Runner(program, owned, given, wants)
-            stored.append(runner.stored_bytes())
-            outputs.append(runner.output_bytes)
+            stored = runner.stored_bytes()
             forward_s, backward_s = runner.times(clock)
-            forward.append(forward_s)
-            backward.append(backward_s)
-            weights.append(max(0.0, backward_s - runner.input_gradient_s(clock)))
+            weights_s = max(0.0, backward_s - runner.input_gradient_s(clock))
+            points.append(Measured(size, forward_s, backward_s, stored, runner.output_bytes, weights_s))
     trained = [owned[each.name] for each in layer.tensors if each.trainable]
-    update_s, optimizer_bytes = _update(trained, make_optimizer, clock)
-    return Profile(
-        tuple(sizes),
-        tuple(forward),
-        tuple(backward),
-        tuple(stored),
-        tuple(outputs),
-        update_s,
-        optimizer_bytes,
-        tuple(weights),
-    )
+    return Profile(tuple(points), *_update(trained, make_optimizer, clock))
 
 
 class _Runner:

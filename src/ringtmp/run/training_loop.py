@@ -14,11 +14,11 @@ from ringtmp.data.batches import Batch, evaluation_batches
 from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, RingError, SnapshotUnusable
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
-from ringtmp.plan.microbatches import to_build
 from ringtmp.plan.route import MASTER
 from ringtmp.run.build_model import refuse_too_small, write_model
 from ringtmp.run.generation import Laying
 from ringtmp.run.losses_of_nodes import memory_need
+from ringtmp.run.measure_model import Reading
 from ringtmp.runtime.checkpoint import Progress, weights_sha256
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import Lead
@@ -53,14 +53,11 @@ class Session(Laying):
             endpoint = self._crew.start(self._ring, self._generation)
             self._settle()
             if self._job.model is not None:
-                auto = self._job.config.training.microbatches == "auto"
-                sizes = to_build(self._batches.sizes(), self._batch_size, self._microbatches, auto)
                 loss = self._job.loss, self._job.loss_name
+                how = Reading.of(self._job.config, self._batches, self._batch_size, loss)
                 keep_all = self._crew.alike or self._job.config.ring.all_devices
                 enough = partial(refuse_too_few, self._job.config, self._crew.nodes, keep_all)
-                write_model(
-                    run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase, enough
-                )  # fmt: skip
+                write_model(run, self._job.model, self._job.train, how, phase=self._watcher.phase, known=enough)
             index, layers, checkpoint = self._open()
             self._begin_stream(resuming)
             with keeping_what_is_there():
