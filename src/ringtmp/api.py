@@ -40,11 +40,12 @@ from ringtmp.launch.node_pool import Crew
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
-from ringtmp.run.inference import Inference
+from ringtmp.run.inference import Inference, inference
 from ringtmp.run.job import Job, Watcher
 from ringtmp.run.progress import OnStep, watching
 from ringtmp.run.result import Result
-from ringtmp.run.training_loop import EVALUATION_FACTOR, Session
+from ringtmp.run.session import Session
+from ringtmp.run.training_loop import EVALUATION_FACTOR
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.system.resources import require_files
@@ -355,7 +356,7 @@ def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunct
     require_files(nodes)
     threads = config.training.threads or 1
     crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
-    with left_alone(), Inference(run, config, nodes, loss, crew) as ring:
+    with left_alone(), inference(run, config, loss, crew) as ring:
         yield ring
 
 

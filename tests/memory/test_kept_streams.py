@@ -28,7 +28,7 @@ from ringtmp.data.stream_store import Kept, Spool, kept_copy
 from ringtmp.errors import RingError
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
-from ringtmp.run import generation
+from ringtmp.run import session
 from test_healing import STEPS, Ticking, run
 from test_training_loop import blobs
 
@@ -117,7 +117,7 @@ def test_with_nothing_kept_what_can_be_read_again_is_read_again(tmp_path: Path) 
 
 def test_a_checkpoint_is_taken_when_what_is_kept_fills_its_room(tmp_path: Path, expected: str) -> None:
     size = 16 * (6 * 4 + 8)
-    with mock.patch.object(generation, "MEMORY_LIMIT_BYTES", 3 * size):
+    with mock.patch.object(session, "MEMORY_LIMIT_BYTES", 3 * size):
         full = trained(tmp_path / "run", Both(4, 10), every=None)
     assert full.summary.weights_sha256 == expected
     saved = [
@@ -152,7 +152,7 @@ def test_while_no_checkpoint_can_be_saved_a_whole_snapshot_lets_batches_go(tmp_p
 
     watcher = NoDisk(tmp_path / "run/checkpoints", made)
     with (
-        mock.patch.object(generation, "MEMORY_LIMIT_BYTES", 3 * size),
+        mock.patch.object(session, "MEMORY_LIMIT_BYTES", 3 * size),
         mock.patch.object(data_batches, "Spool", spool),
         mock.patch.object(api, "Silent", return_value=watcher),
     ):

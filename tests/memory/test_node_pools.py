@@ -16,7 +16,7 @@ from ringtmp.config import KeepPart
 from ringtmp.errors import DoesNotFit, Interrupted
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
-from ringtmp.run.losses_of_nodes import unlike
+from ringtmp.run.record import unlike
 from ringtmp.runtime.checkpoint import CheckpointWriter, Progress
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.stage import Stage

@@ -24,7 +24,7 @@ from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
 from ringtmp.run.job import Job
-from ringtmp.run.training_loop import Session
+from ringtmp.run.session import Session
 from ringtmp.runtime.losses import cross_entropy, loss_named, next_byte
 from ringtmp.runtime.run_directory import RunDirectory
 from test_recompute import Centred

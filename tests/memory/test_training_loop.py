@@ -26,7 +26,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
 from ringtmp.run.job import Job
-from ringtmp.run.training_loop import Session
+from ringtmp.run.session import Session
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.losses import cross_entropy, loss_named
 from ringtmp.runtime.run_directory import RunDirectory

@@ -11,17 +11,15 @@ import torch
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
 from ringtmp.errors import NodeLost
-from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
+from ringtmp.metrics.events import NodeEnded
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
-from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import STOP_LIMIT_S, Crew
+from ringtmp.runtime.leader import STOP_LIMIT_S, Start
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.run_directory import LayerIndex
-from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.wire.address import Address
-from ringtmp.wire.messages import Hello, Recipe
+from ringtmp.wire.messages import Recipe
 
 #: The batch of a later step; None: not before the steps so far are done (an evaluation, a checkpoint, the end).
 Upcoming = Callable[[int], Batch | None]
@@ -66,15 +64,13 @@ class Share:
 class Leader(Protocol):
     """The master of a run."""
 
-    endpoint: Endpoint
-    hellos: dict[int, Hello]  # of the nodes that are there
-    protection: Protection
-    snapshot: Snapshot | None
-    survived: Callable[[Regrouped], None]  # told of a node whose loss needed no new generation
-
     @property
     def committed(self) -> int:
         """The first step nobody has begun: a run may only be stopped there."""
+        ...
+
+    def lay_out(self, checkpoint: Checkpoint) -> None:
+        """Give everyone what it needs: of the snapshot the run goes back to, or else of the checkpoint."""
         ...
 
     def train_step(self, step: int, batch: Batch, fresh: bool, upcoming: Upcoming = nothing_ahead) -> float:
@@ -109,8 +105,6 @@ class Plan(Protocol):
     @property
     def shares(self) -> tuple[Share, ...]: ...
 
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Leader: ...
-
-    def start(self, leader: Any, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
-        """Wait for the nodes and give everyone what it needs. `leader` is the one `lead` made."""
+    def lead(self, start: Start) -> Leader:
+        """Who leads the nodes of `shares`, which have all said hello."""
         ...
