@@ -57,7 +57,7 @@ class Base:
         training = TrainingPart(data="given", steps=1, batch_size=16, microbatches=4, optimizer="adamw")
         config = RunConfig(training=training, ring=RingPart(nodes=1), keep=KeepPart())
         data = tensors("t", *blobs()), tensors("t", *blobs(30))
-        api.start(config, model, data, None, folder / "base", api.Silent(), MemoryCrew(1))
+        api.start(config, model, data, None, folder / "base", api.Watcher(), MemoryCrew(1))
 
     def run(
         self, crew: MemoryCrew, strategy: str, settings: dict[str, Any] | None = None, keep: KeepPart | None = None,
@@ -77,7 +77,7 @@ class Base:
         )
         run.write_config(msgspec.structs.replace(saved, config=config))
         data = tensors("t", *blobs()), tensors("t", *blobs(30))
-        return api.resume(run.path, {"steps": steps}, data, None, api.Silent(), crew)
+        return api.resume(run.path, {"steps": steps}, data, None, api.Watcher(), crew)
 
 
 @pytest.fixture(scope="module")

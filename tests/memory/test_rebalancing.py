@@ -326,7 +326,7 @@ def train(
         data="given", steps=STEPS, batch_size=16, microbatches=2, clip_norm=0.5, staleness=staleness
     )
     config = RunConfig(training=training, ring=RingPart(nodes=crew.nodes, **ring), keep=keep or KeepPart())
-    return api.start(config, deep(), (tensors("t", *blobs()), None), None, folder, api.Silent(), crew)
+    return api.start(config, deep(), (tensors("t", *blobs()), None), None, folder, api.Watcher(), crew)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def train(
         keep=keep,
     )
     torch.manual_seed(0)
-    return api.start(config, model(), None, loss, folder / "run", api.Silent(), crew or MemoryCrew(case.nodes, seed))
+    return api.start(config, model(), None, loss, folder / "run", api.Watcher(), crew or MemoryCrew(case.nodes, seed))
 
 
 FOUND: dict[str, api.Result] = {}
@@ -334,7 +334,7 @@ def latest_flat(result: api.Result) -> list[torch.Tensor]:
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tmp_path: Path) -> None:
     whole = train(case, tmp_path / "whole", steps=12)
     train(case, tmp_path / "half", steps=6)
-    rest = api.resume(tmp_path / "half" / "run", {"steps": 12}, None, None, api.Silent(), MemoryCrew(3))
+    rest = api.resume(tmp_path / "half" / "run", {"steps": 12}, None, None, api.Watcher(), MemoryCrew(3))
     assert rest.summary.weights_sha256 == whole.summary.weights_sha256
 
 
@@ -421,7 +421,7 @@ def test_more_servers_than_keys_is_refused_with_the_number_of_keys(tmp_path: Pat
             None,
             None,
             tmp_path / "run",
-            api.Silent(),
+            api.Watcher(),
             MemoryCrew(8),
         )
 

@@ -7,37 +7,26 @@ from typing import Protocol
 
 from ringtmp.errors import NodeLost
 from ringtmp.plan.devices import Device
+from ringtmp.runtime import leader
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.wire.address import Address
 
 
-class Crew(Protocol):
+class Crew(leader.Crew, Protocol):
     """The other nodes, and how to start and end them. `nodes` and `threads` are settled once it has started."""
 
     nodes: int
     threads: int
-    #: All nodes run on this machine. Else each is tried before a plan is made, and one that slows the ring is left out.
-    alike: bool
     #: Everyone whom the last `mend` found lost, those included that `check` had told of.
     found_lost: list[NodeLost]
 
     def start(self, ring: str, generation: int) -> Endpoint: ...
     def addresses(self) -> dict[int, Address]: ...
     def pids(self) -> dict[int, int]: ...
-    def advance(self) -> bool: ...
-    def check(self, step: int) -> None: ...
     def stop(self) -> None: ...
 
     def devices(self) -> tuple[Device, ...]:
         """Of every node, the master first, as far as it is known without trying."""
-        ...
-
-    def bury(self, node: int) -> None:
-        """The run goes on without this one: it is not checked any more."""
-        ...
-
-    def expel(self, node: int, sure: bool) -> None:
-        """As `bury`, and not to be taken again; one that only others accuse may be, a few times."""
         ...
 
     def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:

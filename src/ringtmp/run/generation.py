@@ -20,7 +20,8 @@ from ringtmp.launch.node_pool import Crew
 from ringtmp.metrics import events
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.checkpoints import Saving
-from ringtmp.run.job import Interruption, Job
+from ringtmp.run.interruption import Interruption
+from ringtmp.run.job import Job
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record import Record, unlike
 from ringtmp.runtime.checkpoint import Checkpoint, Progress

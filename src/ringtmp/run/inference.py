@@ -33,12 +33,7 @@ class Inference:
 
     def checked(self, batches: Iterable[Batch], where: str, loss: str | None = None) -> Iterator[Batch]:
         """The same batches, each held against what the model takes before it is used; labels too where there is a loss."""
-        for batch in batches:
-            for each in batch.inputs:
-                self.index.check_inputs(each, where)
-            if loss is not None:
-                self.index.label_range(loss).check_batch(batch, where, where)
-            yield batch
+        return (self.index.check_batch(batch, loss, where, where) for batch in batches)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringtmp.config import RunConfig, usual_microbatches
+from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Source, Stream, leaves
 from ringtmp.model.build import BuiltLayer, build_layers
@@ -31,25 +31,20 @@ from ringtmp.wire.messages import Crossing
 class Reading:
     """How a model is read: for which microbatches, and under which settings it is measured."""
 
-    sizes: list[int]  # of the microbatches to come
-    measured: list[int]  # those whose cost the plan wants to know
-    seed: int
-    threads: int
-    optimizer: str
-    optimizer_settings: dict[str, Any]
+    training: TrainingPart
     loss: LossFunction
     loss_name: str
+    sizes: list[int]  # of the microbatches to come
+    measured: list[int]  # those whose cost the plan wants to know
     #: Sizes that are measured besides, to tell what other numbers of microbatches would cost.
     others: tuple[int, ...] = ()
 
     @staticmethod
-    def of(config: RunConfig, batches: TrainingBatches, batch_size: int, loss: tuple[LossFunction, str]) -> Reading:
-        training = config.training
-        auto = training.microbatches == "auto"
-        sizes, measured = counts.to_build(batches.sizes(), batch_size, usual_microbatches(training), auto)
-        return Reading(
-            sizes, measured, training.seed, training.threads or 1, training.optimizer, training.optimizer_settings, *loss
-        )  # fmt: skip
+    def of(
+        training: TrainingPart, batches: TrainingBatches, batch_size: int, loss: tuple[LossFunction, str]
+    ) -> Reading:
+        auto, usual = training.microbatches == "auto", usual_microbatches(training)
+        return Reading(training, *loss, *counts.to_build(batches.sizes(), batch_size, usual, auto))
 
 
 @dataclass(frozen=True)
@@ -77,19 +72,20 @@ def measure(
     def sample(count: int) -> Any:
         return train.example(count)[0]
 
-    sizes = sorted({*how.sizes, *how.others})
+    training, sizes = how.training, sorted({*how.sizes, *how.others})
+    optimizer, settings = training.optimizer, training.optimizer_settings
     profiler = Profiler(
         sample(sizes[-1]),
         sorted({*how.measured, *how.others}),
-        how.threads,
-        lambda parameters: make_optimizer(how.optimizer, how.optimizer_settings, parameters),
-        optimizer_name=f"{how.optimizer} {sorted(how.optimizer_settings.items())}",
+        training.threads or 1,
+        lambda parameters: make_optimizer(optimizer, settings, parameters),
+        optimizer_name=f"{optimizer} {sorted(settings.items())}",
         cache=ProfileCache(),
     )
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
     outputs, one_sample, checked = None, True, ""
-    for index, built in enumerate(build_layers(model, how.seed, sample, sizes, known)):
+    for index, built in enumerate(build_layers(model, training.seed, sample, sizes, known)):
         take(index, built)
         costs.append(profiler.cost(built))
         leaving.append(_crossings(built.sample_outputs, sizes[-1]))
@@ -100,13 +96,9 @@ def measure(
     check_loss(how.loss, how.loss_name, outputs, targets)
     costs[-1] = profiler.with_loss(costs[-1], how.loss, how.loss_name if how.loss_name in LOSSES else None, targets)
     return MeasuredModel(
-        tuple(replace(each, measured=_only(each, how.measured)) for each in costs), tuple(costs),
+        tuple(each.only_at(how.measured) for each in costs), tuple(costs),
         _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
     )  # fmt: skip
-
-
-def _only(cost: LayerCost, sizes: Sequence[int]) -> tuple[Any, ...]:
-    return tuple(each for each in cost.measured if each.samples in sizes)
 
 
 def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
@@ -151,7 +143,7 @@ def work_of(config: RunConfig, model: Model, train: Source, phase: Callable[[str
     microbatches = min(usual_microbatches(training), batch_size)
     batches = TrainingBatches(train, batch_size, microbatches, training.seed)
     name = training.loss or train.loss
-    how = Reading.of(config, batches, batch_size, (loss_named(name), name))
+    how = Reading.of(training, batches, batch_size, (loss_named(name), name))
     if training.microbatches != "auto":
         largest = how.measured[-1]
         # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.

@@ -22,7 +22,8 @@ from ringtmp.run.build_model import write_model
 from ringtmp.run.checkpoints import Saving
 from ringtmp.run.generation import Generations, Origin, Run, settled
 from ringtmp.run.healing import Healing
-from ringtmp.run.job import Interruption, Job, Watcher
+from ringtmp.run.interruption import Interruption
+from ringtmp.run.job import Job, Watcher
 from ringtmp.run.measure_model import Reading
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record import Record
@@ -97,7 +98,7 @@ class Session:
         if job.model is not None:
             keep_all = self._crew.alike or config.ring.all_devices
             enough = partial(refuse_too_few, config, self._crew.nodes, keep_all)
-            how = Reading.of(config, self._batches, self._batch_size, (job.loss, job.loss_name))
+            how = Reading.of(config.training, self._batches, self._batch_size, (job.loss, job.loss_name))
             write_model(job.run, job.model, job.train, how, phase=self._watcher.phase, known=enough)
         run = self._opened(record)
         generations = Generations(run, config, self._microbatches, endpoint)
@@ -113,22 +114,12 @@ class Session:
             total = per_epoch * training.epochs
         protect = keep.protect if ring.strategy == "ring" else "checkpoint"
         return Run(
-            job=job,
-            crew=self._crew,
-            record=record,
-            interrupted=self._interrupted,
-            name=self._ring,
-            index=index,
-            layers=layers,
-            batches=self._batches,
-            batch_size=self._batch_size,
-            targets=self._targets,
-            total_steps=total,
+            job=job, crew=self._crew, record=record, interrupted=self._interrupted, name=self._ring, index=index,
+            layers=layers, batches=self._batches, batch_size=self._batch_size, targets=self._targets, total_steps=total,
             lr_schedule=checked_schedule(training.lr_schedule, total),
             saving=Saving(job.run.checkpoints, index.run, self._batches, record),
-            protection=Protection(protect, training.staleness),
-            rebalancing=Rebalancing(ring.rebalance),
-        )
+            protection=Protection(protect, training.staleness), rebalancing=Rebalancing(ring.rebalance),
+        )  # fmt: skip
 
     def _led(self, run: Run, generations: Generations) -> str:
         """The first generation, and all that come after it."""

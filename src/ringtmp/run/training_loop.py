@@ -86,18 +86,10 @@ class TrainingLoop:
             self._record.warn(f"batches of the stream cannot be written: {trouble}; they are kept in memory")
         return batch
 
-    def _check(self, batch: Batch, table: str, stream: str) -> Batch:
-        """The batch, if its shapes and labels are what the model takes."""
-        index = self._run.index
-        for inputs in batch.inputs:
-            index.check_inputs(inputs, stream)
-        index.label_range(self._run.job.loss_name).check_batch(batch, table, stream)
-        return batch
-
     def _step(self, batch: Batch) -> None:
         run, log, step = self._run, self._record.log, self.progress.step
         refuse_too_small(batch, run.index.least_microbatch, step)
-        self._check(batch, run.job.train.name, f"the batch of step {step}")
+        run.index.check_batch(batch, run.job.loss_name, run.job.train.name, f"the batch of step {step}")
         started = time.monotonic()
         run.protection.progress = self.progress
         loss = self._generation.leader.train_step(step, batch, self._fresh, self._upcoming)
@@ -197,9 +189,8 @@ class TrainingLoop:
             job.test, self._run.batch_size * EVALUATION_FACTOR, self._generation.microbatches * EVALUATION_FACTOR
         )
         where = f"the test part of {job.test.name}"
-        score = self._generation.leader.evaluate(
-            (self._check(batch, where, where) for batch in batches), step, job.loss_name == "next_byte"
-        )
+        checked = (self._run.index.check_batch(batch, job.loss_name, where, where) for batch in batches)
+        score = self._generation.leader.evaluate(checked, step, job.loss_name == "next_byte")
         event = events.Evaluated(
             time.monotonic(), step, self.progress.epochs_done, score.samples, score.loss, score.accuracy,
             score.bits_per_byte,

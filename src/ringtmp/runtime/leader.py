@@ -33,7 +33,8 @@ LAST_WORDS_S = 0.2
 class Crew(Protocol):
     """The other nodes of a run, wherever they live."""
 
-    alike: bool  # all on this machine
+    #: All nodes run on this machine. Else each is tried before a plan is made, and one that slows the ring is left out.
+    alike: bool
 
     def advance(self) -> bool:
         """Let nodes that live in this process work. True if any did."""

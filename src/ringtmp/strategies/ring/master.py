@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -97,12 +98,10 @@ class Master(Lead):
         self._inspected: dict[int, Inspected] = {}
         self._lines = Lines(endpoint, self._until_node)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
-        self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way
         self._question: Fetch | Recall | None = None  # which layer was asked for last
         self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
-        self._score: Score | None = None
-        self._outputs: list[Any] | None = None
+        self._came_out: Callable[[int, Any], None] = lambda microbatch, outputs: None  # in a pass without training
         endpoint.shelf.reserve_bytes = checkpoint_bytes(layers, setup.recipe)
         self.node = Node(endpoint, self._setup_of(MASTER), owner=self)
         self.node.emit = self._log.write
@@ -196,37 +195,35 @@ class Master(Lead):
         self._steps[step] = _Step(batch, self._begin_pass(step, batch, True, fresh, keep))
         self._committed = step + 1
 
-    def evaluate(self, batches: Sequence[Batch] | Any, step: int, bytes_model: bool) -> Score:
-        self._score = Score(bytes_model=bytes_model)
-        for batch in batches:
-            self._batch = batch
-            self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
-        self._batch = None
-        score, self._score = self._score, None
+    def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
+        score = Score(bytes_model=bytes_model)
+
+        def add(batch: Batch, microbatch: int, outputs: Any) -> None:
+            targets = batch.targets[microbatch]
+            score.add(float(self._loss(outputs, targets)), outputs, targets)
+
+        self._run_through(batches, step, add)
         return score
 
-    def predict(self, batches: Any, step: int) -> list[Any]:
+    def predict(self, batches: Iterable[Batch], step: int) -> list[Any]:
         """The model's outputs, one entry per microbatch, in order."""
-        self._outputs = []
+        found: list[Any] = []
+        self._run_through(batches, step, lambda batch, microbatch, outputs: found.append(outputs))
+        return found
+
+    def _run_through(
+        self, batches: Iterable[Batch], step: int, came_out: Callable[[Batch, int, Any], None]
+    ) -> None:  # fmt: skip
         for batch in batches:
-            self._batch = batch
+            self._came_out = partial(came_out, batch)
             self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
-        outputs, self._outputs = self._outputs, None
-        self._batch = None
-        return outputs
 
     def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None:
         """Called by the node when a microbatch has gone through the last layer."""
         nested = nest(self._layers[-1].output, outputs)
-        if not training and self._outputs is not None:
-            self._outputs.append(nested)
-            return None
         if not training:
-            assert self._batch is not None
-            assert self._score is not None
-            targets = self._batch.targets[microbatch]
             with torch.no_grad():
-                self._score.add(float(self._loss(nested, targets)), nested, targets)
+                self._came_out(microbatch, nested)
             return None
         current = self._steps[step]
         with torch.enable_grad():
