@@ -85,15 +85,9 @@ def command(
         others = [ways.compare(name, work.model.costs, members, made.options) for name in names if name != "ring"]
         watcher.phase("trying what would help")
         page = plan_show.page(
-            replace(made, layers=work.model.costs_at_all_sizes),
-            devices,
-            file is not None,
-            others,
-            work.steps_per_epoch,
-            settings.model.name,
-            train.name,
-            everyone,
-        )
+            replace(made, layers=work.model.costs_at_all_sizes), devices, file is not None, others,
+            steps_per_epoch=work.steps_per_epoch, model=settings.model.name, data=train.name, with_all=everyone,
+        )  # fmt: skip
     if svg is not None:
         title = f"{settings.model.name} on {train.name}: {plan_show.headline(made)}"
         try:

@@ -45,19 +45,12 @@ def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Dev
         bucket = Quota(quota_us / threads * 1e-6, period_us * 1e-6) if wanted < threads else None
         found.append(
             Device(
-                each.name,
-                1.0,
-                bucket,
-                threads,
-                each.memory_mb * 2**20,
-                AGENT_BYTES if index else 0.0,
-                each.idle_w,
-                each.busy_w,
-                Link(rate, rate, each.latency_ms / 1000, NETWORK_MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
-                each.busy_share(threads),
-                each.nj_per_byte,
+                each.name, 1.0, bucket, threads, memory_bytes=each.memory_mb * 2**20,
+                extra_bytes=AGENT_BYTES if index else 0.0, idle_w=each.idle_w, busy_w=each.busy_w,
+                link=Link(rate, rate, each.latency_ms / 1000, NETWORK_MESSAGE_CPU_S, byte_cpu_s=CURVE_BYTE_CPU_S),
+                busy_share=each.busy_share(threads), nj_per_byte=each.nj_per_byte,
             )
-        )
+        )  # fmt: skip
     return tuple(found)
 
 
@@ -90,13 +83,8 @@ def local_processes(
     quota = quota_of(capped.cores, capped.period_s, min(nodes, cores))
     return tuple(
         Device(
-            "master" if node == 0 else f"node {node}",
-            speed,
-            quota,
-            threads,
-            free_bytes / nodes,
-            link=link,
-            takes_turns=nodes * threads > cores,
+            "master" if node == 0 else f"node {node}", speed, quota, threads,
+            memory_bytes=free_bytes / nodes, link=link, takes_turns=nodes * threads > cores,
         )
         for node in range(nodes)
-    )
+    )  # fmt: skip

@@ -28,7 +28,6 @@ from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.layers import SMALLER
-from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
@@ -48,12 +47,16 @@ OTHERS_BYTES = 4 * 2**20
 
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+Clock = Callable[[], float]
 
 
 class Optimizer(Protocol):
     states: list[dict[str, torch.Tensor]]
 
     def step(self, lr: float) -> None: ...
+
+
+MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -111,15 +114,9 @@ class Profiler:
     `optimizer_name` with its settings, for the cache."""
 
     def __init__(
-        self,
-        inputs: Any,
-        sizes: Sequence[int],
-        threads: int,
-        make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
-        *,
-        optimizer_name: str,
+        self, inputs: Any, sizes: Sequence[int], threads: int, make_optimizer: MakeOptimizer, *, optimizer_name: str,
         cache: ProfileCache,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._inputs = inputs
         self._sizes = sizes
         self._make_optimizer = make_optimizer
@@ -144,7 +141,11 @@ class Profiler:
         self._seen[key] = found
         self._inputs = each.sample_outputs
         self._trained = self._trained or any(tensor.trainable for tensor in each.layer.tensors)
-        return layer_cost(each.layer, each.tensors, found, self._sizes)
+        weights = sum(tensor.nbytes for tensor in each.tensors.values())
+        return LayerCost(
+            each.layer.name, found.at(self._sizes), weights, _trainable_bytes(each), optimizer_bytes=found.optimizer_bytes,
+            update_s=found.update_s, has_parameters=each.layer.parameters > 0,
+        )  # fmt: skip
 
     def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:
         """The last layer's cost with that of the loss behind it, which the tail computes too. `targets`: as many as the
@@ -168,7 +169,7 @@ class Profiler:
 
 def _refuse_what_cannot_be_tried(built: BuiltLayer) -> None:
     """A copy to train, its gradient and the optimizer's state; the layer itself is here already."""
-    trainable = _trainable_bytes(built.layer, built.tensors)
+    trainable = _trainable_bytes(built)
     needed, free = WHILE_MEASURED * trainable, free_memory_bytes()
     if needed > free:
         raise DoesNotFit(
@@ -177,13 +178,11 @@ def _refuse_what_cannot_be_tried(built: BuiltLayer) -> None:
         )
 
 
-def _trainable_bytes(layer: Layer, tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensors[each.name].nbytes for each in layer.tensors if each.trainable)
+def _trainable_bytes(built: BuiltLayer) -> int:
+    return sum(built.tensors[each.name].nbytes for each in built.layer.tensors if each.trainable)
 
 
-def _measure_loss(
-    loss: LossFunction, outputs: Any, targets: torch.Tensor, size: int, clock: Callable[[], float]
-) -> Measured:
+def _measure_loss(loss: LossFunction, outputs: Any, targets: torch.Tensor, size: int, clock: Clock) -> Measured:
     kept = pytree.tree_map(lambda leaf: leaf[:size].detach(), outputs)
     forward, backward = [], []
     for _ in range(LEAST_RUNS + 1):
@@ -199,18 +198,6 @@ def _measure_loss(
     return Measured(size, statistics.median(forward[1:]), statistics.median(backward[1:]), 0, 0)
 
 
-def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile, sizes: Sequence[int]) -> LayerCost:
-    return LayerCost(
-        layer.name,
-        profile.at(sizes),
-        sum(tensor.nbytes for tensor in tensors.values()),
-        _trainable_bytes(layer, tensors),
-        profile.optimizer_bytes,
-        profile.update_s,
-        layer.parameters > 0,
-    )
-
-
 def signature(what: object, leaves: Sequence[torch.Tensor], wants: Sequence[bool], here: str) -> str:
     """Equal for measurements that may stand in for each other; the layer's name does not matter."""
     known = (what, [_shape(leaf) for leaf in leaves], list(wants), here, __version__, FORMAT)
@@ -221,7 +208,7 @@ def _shape(leaf: torch.Tensor) -> tuple[str, list[int]]:
     return str(leaf.dtype), list(leaf.shape[1:])
 
 
-def _clock(threads: int) -> Callable[[], float]:
+def _clock(threads: int) -> Clock:
     return time.thread_time if threads == 1 else time.perf_counter
 
 
@@ -242,14 +229,9 @@ def _cpuinfo() -> list[str]:
 
 
 def _measure(
-    built: BuiltLayer,
-    leaves: Sequence[torch.Tensor],
-    wants: Sequence[bool],
-    sizes: Sequence[int],
-    *,
-    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
-    clock: Callable[[], float],
-) -> Profile:
+    built: BuiltLayer, leaves: Sequence[torch.Tensor], wants: Sequence[bool], sizes: Sequence[int], *,
+    make_optimizer: MakeOptimizer, clock: Clock,
+) -> Profile:  # fmt: skip
     layer = built.layer
     program = Program(layer.train)
     owned = {each.name: built.tensors[each.name].clone() for each in layer.tensors}
@@ -284,9 +266,12 @@ class _Runner:
         for name, before in self._before.items():
             self._owned[name].copy_(before)
 
+    def _leaves(self) -> list[torch.Tensor]:
+        return [leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)]
+
     def _forward(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         self._forget()
-        leaves = [leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)]
+        leaves = self._leaves()
         return leaves, self._go(leaves)
 
     def _go(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -309,16 +294,14 @@ class _Runner:
         self.output_bytes = sum(output.nbytes for output in outputs)
         return sum(storage.nbytes() for start, storage in kept.items() if start not in foreign)
 
-    def times(self, clock: Callable[[], float]) -> tuple[float, float]:
+    def times(self, clock: Clock) -> tuple[float, float]:
         forward: list[float] = []
         backward: list[float] = []
         others = torch.ones(OTHERS_BYTES // 4)
         generator = torch.default_generator
         spent, runs = 0.0, 0
         while runs <= LEAST_RUNS or (spent < MEASURE_S and runs < MOST_RUNS):
-            leaves = [
-                leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)
-            ]
+            leaves = self._leaves()
             others.add_(1.0)
             self._forget()
             began = clock()
@@ -341,7 +324,7 @@ class _Runner:
                 break
         return statistics.median(forward), statistics.median(backward)
 
-    def input_gradient_s(self, clock: Callable[[], float]) -> float:
+    def input_gradient_s(self, clock: Clock) -> float:
         """Seconds of the gradients of what entered, without those of the layer's own tensors."""
         took = []
         for run in range(LEAST_RUNS + 1):
@@ -358,11 +341,7 @@ class _Runner:
         return statistics.median(took[1:])
 
 
-def _update(
-    trained: list[torch.Tensor],
-    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
-    clock: Callable[[], float],
-) -> tuple[float, int]:
+def _update(trained: list[torch.Tensor], make_optimizer: MakeOptimizer, clock: Clock) -> tuple[float, int]:
     """Seconds of one optimizer step, and the bytes of its state."""
     trained = [each for each in trained if each.grad is not None]
     if not trained:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from ringtmp.data.batches import Batch
 from ringtmp.data.sources import Source
 from ringtmp.errors import UsageError
 from ringtmp.model.build import BuiltLayer
@@ -48,13 +47,3 @@ def write_model(
     except BaseException:
         writer.abandon()
         raise
-
-
-def refuse_too_small(batch: Batch, least: int, step: int) -> None:
-    """A table's sizes are checked before the start; a stream may bring any."""
-    smallest = min(len(each) for each in batch.targets)
-    if smallest < least:
-        raise UsageError(
-            f"the batch of step {step} has {batch.samples} samples, so a microbatch of {smallest}, and a BatchNorm needs "
-            f"{least}: use fewer --microbatches or drop the last, smaller batch"
-        )

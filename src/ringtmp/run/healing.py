@@ -152,14 +152,10 @@ class Healing:
     def dismiss(self, leader: Leader, progress: Progress, reason: str) -> None:
         """Stop everyone. Somebody who died when all was saved was needed by nobody any more: a loss that costs nothing."""
         for lost in leader.stop(reason):
+            self.losses.begin()
+            self.losses.found([lost])
             self.record.warn(f"{lost}; the checkpoint of step {self._run.saving.step} was there by then")
-            died = () if lost.node is None else (lost.node,)
-            self.record.write(
-                Regrouped(
-                    time.monotonic(), progress.step, self._generations.number, str(lost), self._crew.nodes, 0.0, died,
-                    lost.notice_s, source="checkpoint",
-                )
-            )  # fmt: skip
+            self.record.write(self._regrouped(str(lost), time.monotonic(), progress.step, source="checkpoint"))
 
     # -- the next generation ------------------------------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ import time
 import msgspec
 
 from ringtmp.data.batches import Batch, evaluation_batches
-from ringtmp.errors import Interrupted, NodeLost
+from ringtmp.errors import Interrupted, NodeLost, UsageError
 from ringtmp.metrics import events
-from ringtmp.run.build_model import refuse_too_small
 from ringtmp.run.generation import Generation, Run
 from ringtmp.run.healing import Healing
 from ringtmp.runtime.update_rules import learning_rate
@@ -88,7 +87,7 @@ class TrainingLoop:
 
     def _step(self, batch: Batch) -> None:
         run, log, step = self._run, self._record.log, self.progress.step
-        refuse_too_small(batch, run.index.least_microbatch, step)
+        _refuse_too_small(batch, run.index.least_microbatch, step)
         run.index.check_batch(batch, run.job.loss_name, run.job.train.name, f"the batch of step {step}")
         started = time.monotonic()
         run.protection.progress = self.progress
@@ -199,3 +198,13 @@ class TrainingLoop:
         self._record.log.flush()
         self._watcher.evaluated(event)
         return score.loss
+
+
+def _refuse_too_small(batch: Batch, least: int, step: int) -> None:
+    """A table's sizes are checked before the start; a stream may bring any."""
+    smallest = min(len(each) for each in batch.targets)
+    if smallest < least:
+        raise UsageError(
+            f"the batch of step {step} has {batch.samples} samples, so a microbatch of {smallest}, and a BatchNorm needs "
+            f"{least}: use fewer --microbatches or drop the last, smaller batch"
+        )
