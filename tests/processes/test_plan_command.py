@@ -141,10 +141,14 @@ def sizes_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("first", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("first", "microbatches", "sizes", "then"),
+    [("plan", "7", {4, 8, 16}, set()), ("train", "7", {8}, {4, 16}), ("plan", "auto", {1, 3, 6, 12, 25}, set())],
+)
 def test_a_plan_and_a_run_are_the_same_plan_and_whoever_comes_second_measures_nothing_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: str
-) -> None:
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    first: str, microbatches: str, sizes: set[int], then: set[int],
+) -> None:  # fmt: skip
     """A plan measures half and twice the run's microbatches too: to say what other numbers of them would cost."""
     monkeypatch.chdir(folder)
     flags = (
@@ -155,19 +159,17 @@ def test_a_plan_and_a_run_are_the_same_plan_and_whoever_comes_second_measures_no
         "--batch-size",
         "50",
         "--microbatches",
-        "7",
+        microbatches,
         "--nodes",
         "2",
-        "--json",
     )
     more = {"plan": (), "train": ("--steps", "1", "--run-dir", "run")}
-    said, sizes, measured = {}, set[int](), sizes_measured(monkeypatch)
-    for verb in sorted(more, key=lambda each: each != first):
-        sizes, measured[:] = set(measured), []
-        run(verb, *flags, *more[verb], "--quiet")
+    said, measured = {}, sizes_measured(monkeypatch)
+    for verb, expected in zip(sorted(more, key=lambda each: each != first), (sizes, then), strict=True):
+        run(verb, *flags, *more[verb], "--json", "--quiet")
         said[verb] = json.loads(capsys.readouterr().out)
-    assert sizes == ({4, 8, 16} if first == "plan" else {8})
-    assert set(measured) == (set() if first == "plan" else {4, 16})
+        assert set(measured) == expected
+        measured.clear()
     assert said["plan"]["step_s"] == said["train"]["forecast"]["step_s"]
     layers = [re.findall(r"#([0-9-]+)", " ".join(each["segments"])) for each in said["train"]["per_node"]]
     assert [each["layers"].split(", ") for each in said["plan"]["per_node"]] == layers

@@ -87,3 +87,10 @@ def test_a_report_knows_measurements_and_nothing_of_how_they_were_made() -> None
     for path in sorted((ROOT / "report").glob("*.py")):
         others = imported(ast.parse(path.read_text()), everywhere=True) - {"report"}
         assert others <= {"metrics", "system", "units", "errors"}, f"{path.name} imports {sorted(others)}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "run").glob("*.py")), ids=lambda path: path.name)
+def test_what_a_run_is_made_of_is_whole_from_the_start(path: Path) -> None:
+    """No field is filled in later, with an assert behind it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.Assert) and "is not None" in ast.unparse(node.test)), ast.unparse(node)
