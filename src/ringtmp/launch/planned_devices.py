@@ -45,12 +45,18 @@ def from_file(devices: Sequence[devices_file.Device], threads: int) -> tuple[Dev
         bucket = Quota(quota_us / threads * 1e-6, period_us * 1e-6) if wanted < threads else None
         found.append(
             Device(
-                each.name, 1.0, bucket, threads, memory_bytes=each.memory_mb * 2**20,
-                extra_bytes=AGENT_BYTES if index else 0.0, idle_w=each.idle_w, busy_w=each.busy_w,
-                link=Link(rate, rate, each.latency_ms / 1000, NETWORK_MESSAGE_CPU_S, byte_cpu_s=CURVE_BYTE_CPU_S),
-                busy_share=each.busy_share(threads), nj_per_byte=each.nj_per_byte,
+                each.name,
+                quota=bucket,
+                cores=threads,
+                memory_bytes=each.memory_mb * 2**20,
+                extra_bytes=AGENT_BYTES if index else 0.0,
+                idle_w=each.idle_w,
+                busy_w=each.busy_w,
+                link=Link(rate, rate, each.latency_ms / 1000, NETWORK_MESSAGE_CPU_S, CURVE_BYTE_CPU_S),
+                busy_share=each.busy_share(threads),
+                nj_per_byte=each.nj_per_byte,
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 

@@ -35,8 +35,8 @@ def write_model(
         found = measure(model, train, how, phase, take=take, known=known)
         run.write_index(
             LayerIndex(
-                name, tuple(names), found.costs, found.leaving, found.least_microbatch, found.entering, found.checked,
-                tuple(digests),
+                name, tuple(names), found.costs, found.leaving, least_microbatch=found.least_microbatch,
+                inputs=found.entering, checked=found.checked, digests=tuple(digests),
             )
         )  # fmt: skip
         writer.commit()

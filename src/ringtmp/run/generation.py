@@ -217,13 +217,13 @@ class Generations:
         self.begun = True
         run.record.write(
             events.RunStarted(
-                time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, run.index.run, __version__,
-                msgspec.to_builtins(self.config),
-                {**fingerprint(run.crew.threads), **plan.facts, "microbatches": self._microbatches,
+                time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, run.index.run,
+                version=__version__, config=msgspec.to_builtins(self.config),
+                facts={**fingerprint(run.crew.threads), **plan.facts, "microbatches": self._microbatches,
                  "microbatches_chosen": chosen, "checked": run.index.checked,
                  "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
                  "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress)},
-                self.number, progress.step,
+                generation=self.number, first_step=progress.step,
             )
         )  # fmt: skip
 
@@ -245,8 +245,9 @@ class Generations:
         for share in generation.plan.shares:
             log.write(
                 events.NodeStarted(
-                    time.monotonic(), share.node, share.role, crew.pids().get(share.node, 0), generation.number,
-                    share.segments, share.parameters, names[share.node].name if names else "",
+                    time.monotonic(), share.node, share.role, crew.pids().get(share.node, 0),
+                    generation=generation.number, segments=share.segments, parameters=share.parameters,
+                    device=names[share.node].name if names else "",
                 )
             )  # fmt: skip
         log.servers = frozenset(share.node for share in generation.plan.shares if share.role == "server")

@@ -164,8 +164,8 @@ class Healing:
     ) -> Regrouped:
         now, losses = time.monotonic(), self.losses
         return Regrouped(
-            now, step, self._generations.number, reason, self._crew.nodes, now - since, losses.nodes, losses.notice_s,
-            repeated, source, kind,
+            now, step, self._generations.number, reason, nodes=self._crew.nodes, seconds=now - since, lost=losses.nodes,
+            notice_s=losses.notice_s, repeated=repeated, source=source, kind=kind,
         )  # fmt: skip
 
     def _revive(self, reached: Progress) -> tuple[Generation, str]:

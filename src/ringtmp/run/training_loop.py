@@ -96,8 +96,8 @@ class TrainingLoop:
         now = time.monotonic()
         rate = learning_rate(run.lr_schedule, run.job.config.training.optimizer_settings["lr"], step)
         done = events.StepDone(
-            now, step, batch.epoch, loss, rate,
-            batch.samples, now - started, run.protection.unprotected,
+            now, step, batch.epoch, loss, lr=rate,
+            samples=batch.samples, wall_s=now - started, unprotected=run.protection.unprotected,
         )  # fmt: skip
         log.write(done)
         log.flush()
