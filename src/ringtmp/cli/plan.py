@@ -86,7 +86,7 @@ def command(
         watcher.phase("trying what would help")
         page = plan_show.page(
             replace(made, layers=work.model.costs_at_all_sizes), devices, file is not None, others,
-            steps_per_epoch=work.steps_per_epoch, model=settings.model.name, data=train.name, with_all=everyone,
+            steps_per_epoch=work.batches.steps_per_epoch, model=settings.model.name, data=train.name, with_all=everyone,
         )  # fmt: skip
     if svg is not None:
         title = f"{settings.model.name} on {train.name}: {plan_show.headline(made)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import re
 import socket
 
@@ -15,7 +14,7 @@ from ringtmp import __version__, untrusted
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.agent_messages import Died, Facts, Started
 from ringtmp.launch.key_store import NAME
-from ringtmp.system.resources import free_memory_bytes
+from ringtmp.system.resources import cpu_name, free_memory_bytes
 from ringtmp.wire.protocol import PROTOCOL
 
 MOST_CORES = 4096
@@ -64,17 +63,6 @@ def default_name() -> str:
     """The host's name, made to fit."""
     text = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-")[:32]
     return text if NAME.fullmatch(text) else "device"
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith(("model name", "Model", "Hardware")):
-                    return line.split(":", 1)[1].strip()[:80]
-    except OSError:
-        pass
-    return (platform.processor() or platform.machine())[:80]
 
 
 def usable_cores() -> int:

@@ -32,7 +32,7 @@ from ringtmp.model.run_graph import Program
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.files import write_atomic
-from ringtmp.system.resources import fingerprint, free_memory_bytes
+from ringtmp.system.resources import cpu_name, fingerprint, free_memory_bytes
 from ringtmp.units import bytes_text
 
 #: Of the file's layout and of how things are measured.
@@ -214,18 +214,10 @@ def _clock(threads: int) -> Clock:
 
 def _device(threads: int) -> str:
     known = fingerprint(threads)
-    cpu = next((line for line in _cpuinfo() if line.startswith(("model name", "Model", "Hardware"))), "")
     # Several threads are measured on the wall, where a quota shows.
     quota = group_limits() if threads > 1 else None
-    here = f"{known['torch']} {known['capability']} {threads} {cpu.partition(':')[2].strip()} {known['lab_scale']}"
+    here = f"{known['torch']} {known['capability']} {threads} {cpu_name()} {known['lab_scale']}"
     return here if quota is None or quota.cores is None else f"{here} {quota.cores:g} of {quota.period_s}"
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _measure(

@@ -45,14 +45,9 @@ class Saving:
             return True
         progress = msgspec.structs.replace(progress, stream=self._batches.place(progress.step))
         started = time.monotonic()
-        writer = None
         try:
-            writer = CheckpointWriter(self._folder, self._run, progress, self._sound)
-            leader.save(writer)
-            self._newest = writer.commit()
+            size = self._write(leader, progress)
         except OSError as error:
-            if writer is not None:
-                writer.abandon()
             if needed:
                 raise CheckpointError(
                     f"the checkpoint of step {progress.step} cannot be written: {error.strerror}; the last one kept is of "
@@ -60,14 +55,21 @@ class Saving:
                 ) from error
             self._record.warn(f"no checkpoint of step {progress.step}: {error.strerror}; the one before is kept")
             return False
-        except BaseException:
-            if writer is not None:
-                writer.abandon()
-            raise
         self.step, self.at = progress.step, time.monotonic()
         self._batches.forget(self.step)
-        self._record.write(CheckpointSaved(self.at, progress.step, self.at - started, writer.bytes))
+        self._record.write(CheckpointSaved(self.at, progress.step, self.at - started, size))
         return True
+
+    def _write(self, leader: Leader, progress: Progress) -> int:
+        """Returns its bytes."""
+        writer = CheckpointWriter(self._folder, self._run, progress, self._sound)
+        try:
+            leader.save(writer)
+            self._newest = writer.commit()
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer.bytes
 
     def _newest_is_lost(self) -> bool:
         try:

@@ -127,12 +127,11 @@ class Work:
     model: MeasuredModel
     batch_size: int
     microbatches: int  # with "auto" where the search begins
-    steps_per_epoch: int | None  # None: a stream
-    batch_sizes: frozenset[int]
+    batches: TrainingBatches
 
     def allows(self, count: int) -> bool:
         """Whether every microbatch has enough samples when batches are sliced into so many."""
-        return min(counts.microbatch_sizes(self.batch_sizes, count)) >= self.model.least_microbatch
+        return min(counts.microbatch_sizes(self.batches.sizes(), count)) >= self.model.least_microbatch
 
 
 def work_of(config: RunConfig, model: Model, train: Source, phase: Callable[[str], None]) -> Work:
@@ -149,8 +148,7 @@ def work_of(config: RunConfig, model: Model, train: Source, phase: Callable[[str
         # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.
         half, twice = largest // 2 if largest >= 4 else largest, 2 * largest if microbatches > 1 else largest
         how = replace(how, others=(half, twice))
-    found = measure(model, train, how, phase)
-    return Work(found, batch_size, microbatches, batches.steps_per_epoch, frozenset(batches.sizes()))
+    return Work(measure(model, train, how, phase), batch_size, microbatches, batches)
 
 
 def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:
