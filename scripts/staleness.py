@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ringtmp.api import Silent, start
+from ringtmp import Watcher
+from ringtmp.api import start
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import LossNotFinite
 
@@ -48,7 +49,7 @@ def final_loss(model: str, optimizer: str, settings: dict[str, Any], staleness: 
     config = RunConfig(ModelPart(model, work.settings), training, RingPart(nodes=1), KeepPart(protect="off"))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            loss = start(config, None, None, None, run_dir=Path(folder) / "run", watcher=Silent()).summary.test_loss
+            loss = start(config, run_dir=Path(folder) / "run", watcher=Watcher()).summary.test_loss
         except LossNotFinite:
             return math.inf
     return loss if loss is not None and math.isfinite(loss) else math.inf

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, Unpack
 
 import torch
@@ -32,22 +29,20 @@ from ringtmp.launch.node_pool import Crew
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
-from ringtmp.run.inference import Inference
+from ringtmp.run.inference import Inference, inference
+from ringtmp.run.interruption import interruptible
 from ringtmp.run.job import Job, Watcher
 from ringtmp.run.progress import OnStep, watching
 from ringtmp.run.resolve import resolve, resumed
 from ringtmp.run.result import Result
-from ringtmp.run.training_loop import EVALUATION_FACTOR, Session
+from ringtmp.run.session import Session
+from ringtmp.run.training_loop import EVALUATION_FACTOR
 from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
-from ringtmp.system.signals import on_signals
 
 Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
-
-
-Silent = Watcher  # looks on and says nothing
 
 
 class Ring:
@@ -307,40 +302,8 @@ def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunct
     require_files(nodes)
     threads = config.training.threads or 1
     crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
-    with left_alone(), Inference(run, config, nodes, loss, crew) as ring:
+    with left_alone(), inference(run, config, loss, crew) as ring:
         yield ring
-
-
-class Interruption:
-    """Whether the user wants to stop. Once armed, the first signal asks and the second insists."""
-
-    def __init__(self) -> None:
-        self.armed = False
-        self.asked = False
-        self.deaf = False  # the run is being ended already
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        # A shell that goes sends its own, and the terminal another: nobody insists.
-        if self.deaf or (self.asked and number == signal.SIGHUP):
-            return
-        again, self.asked = self.asked, True  # also where something swallows what is raised here
-        if not self.armed or again:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def interruptible() -> Iterator[Interruption]:
-    """Ctrl-C, SIGTERM and a closed terminal become a question while the ring trains. Only the main thread may ask for
-    signals."""
-    interruption = Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    with on_signals(interruption.handle):
-        yield interruption
 
 
 def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:

@@ -23,8 +23,6 @@ from ringtmp.cli import lab as verb
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.lab import control_groups
 from ringtmp.lab.devices_file import Device, toml
-from ringtmp.lab.run_command import LEAST_MEMORY_MB
-from ringtmp.launch.joined_devices import TORCH_BYTES
 
 needs_isolation = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
@@ -344,7 +342,6 @@ def test_a_missing_devices_file_is_named() -> None:
 
 
 def test_a_device_without_room_for_torch_is_refused_at_once(tmp_path: Path) -> None:
-    assert LEAST_MEMORY_MB * 2**20 == TORCH_BYTES, "what the master would leave out"
     file = devices_file(tmp_path, device("a"), device("tiny", memory_mb=200))
     with pytest.raises(DoesNotFit, match="tiny has 200 MiB, and torch alone needs 230"):
         verb.command.main(["--devices", str(file), "train"], standalone_mode=False)

@@ -56,7 +56,7 @@ class Base:
         training = TrainingPart(data="given", steps=1, batch_size=16, microbatches=4, optimizer="adamw")
         config = RunConfig(training=training, ring=RingPart(nodes=1), keep=KeepPart())
         data = tensors("t", *blobs()), tensors("t", *blobs(30))
-        api.start(config, model, data, None, run_dir=folder / "base", watcher=api.Silent(), crew=MemoryCrew(1))
+        api.start(config, model, data, None, run_dir=folder / "base", watcher=api.Watcher(), crew=MemoryCrew(1))
 
     def run(
         self, crew: MemoryCrew, strategy: str, settings: dict[str, Any] | None = None, keep: KeepPart | None = None,
@@ -76,7 +76,7 @@ class Base:
         )
         run.write_config(msgspec.structs.replace(saved, config=config))
         data = tensors("t", *blobs()), tensors("t", *blobs(30))
-        return api.resume(run.path, {"steps": steps}, data, None, watcher=api.Silent(), crew=crew)
+        return api.resume(run.path, {"steps": steps}, data, None, watcher=api.Watcher(), crew=crew)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ringtmp.api import Result, Silent
+from ringtmp.api import Result, Watcher
 from ringtmp.errors import CheckpointError, UsageError
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
@@ -172,7 +172,7 @@ def run(folder: Path, watcher: Any) -> Result:
     return start(settings(2, steps=9), stack(), data, None, run_dir=folder, watcher=watcher, crew=MemoryCrew(2))
 
 
-class Meddles(Silent):
+class Meddles(Watcher):
     """No file may grow beyond `size` from the third step on; of the seventh the limit is gone, if it ever goes."""
 
     def __init__(self, ends: bool) -> None:
@@ -192,7 +192,7 @@ class Meddles(Silent):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_the_summary_of_a_run_whose_disk_was_full_is_true(tmp_path: Path, ends: bool) -> None:
-    whole = run(tmp_path / "whole", Silent()).summary
+    whole = run(tmp_path / "whole", Watcher()).summary
     meddles = Meddles(ends)
     with files_of_at_most(2**30):
         hit = run(tmp_path / "run", meddles)
@@ -212,7 +212,7 @@ def test_the_summary_of_a_run_whose_disk_was_full_is_true(tmp_path: Path, ends: 
 
 def test_a_damaged_record_gives_a_summary_or_a_sentence(tmp_path: Path) -> None:
     """One bit flipped, here and there in the lines that begin and end a run."""
-    run(tmp_path / "run", Silent())
+    run(tmp_path / "run", Watcher())
     path = tmp_path / "run/events.jsonl"
     whole = path.read_bytes()
     kept = [line for line in whole.splitlines(keepends=True) if not line.startswith(b'{"type":"node_step"')]
@@ -228,7 +228,7 @@ def test_a_damaged_record_gives_a_summary_or_a_sentence(tmp_path: Path) -> None:
     assert len(said) <= 2, "the other: nothing was started"
 
 
-class Removes(Silent):
+class Removes(Watcher):
     """After the fifth step the run directory is gone; with `for_good` nothing can take its place."""
 
     def __init__(self, folder: Path, for_good: bool) -> None:

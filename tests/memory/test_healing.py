@@ -79,7 +79,7 @@ def run(
         keep=keep or KeepPart(checkpoint_every=4),
     )
     data = data or (tensors("t", *blobs()), tensors("t", *blobs(30)))
-    return api.start(config, stack(), data, None, run_dir=folder, watcher=watcher or api.Silent(), crew=crew)
+    return api.start(config, stack(), data, None, run_dir=folder, watcher=watcher or api.Watcher(), crew=crew)
 
 
 class Departing(MemoryCrew):
@@ -183,7 +183,7 @@ class DyingTogether(Mortal):
 def test_nodes_that_die_together_are_all_named(tmp_path: Path, others: tuple[int, ...]) -> None:
     said: list[str] = []
 
-    class Listener(api.Silent):
+    class Listener(api.Watcher):
         def warn(self, text: str) -> None:
             said.append(text)
 

@@ -28,7 +28,7 @@ from ringtmp.data.stream_store import Kept, Spool, kept_copy
 from ringtmp.errors import RingError
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
-from ringtmp.run import generation
+from ringtmp.run import session
 from test_healing import STEPS, Ticking, run
 from test_training_loop import blobs
 
@@ -102,7 +102,7 @@ def test_with_nothing_kept_the_run_goes_on_with_the_next_batch_and_says_what_it_
     (stray,) = [each for each in events.read(tmp_path / "run/events.jsonl") if isinstance(each, events.StreamStrayed)]
     assert (stray.step, stray.skipped) == (healed.step, summary.skipped_samples)
     again = (from_python(one_pass()), None)
-    more = api.resume(tmp_path / "run", {"steps": STEPS + 1}, again, None, watcher=api.Silent(), crew=MemoryCrew(4))
+    more = api.resume(tmp_path / "run", {"steps": STEPS + 1}, again, None, watcher=api.Watcher(), crew=MemoryCrew(4))
     assert (more.summary.skipped_samples, more.summary.exactness) == (summary.skipped_samples, "stream")
 
 
@@ -117,7 +117,7 @@ def test_with_nothing_kept_what_can_be_read_again_is_read_again(tmp_path: Path) 
 
 def test_a_checkpoint_is_taken_when_what_is_kept_fills_its_room(tmp_path: Path, expected: str) -> None:
     size = 16 * (6 * 4 + 8)
-    with mock.patch.object(generation, "MEMORY_LIMIT_BYTES", 3 * size):
+    with mock.patch.object(session, "MEMORY_LIMIT_BYTES", 3 * size):
         full = trained(tmp_path / "run", Both(4, 10), every=None)
     assert full.summary.weights_sha256 == expected
     saved = [
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_taken_when_what_is_kept_fills_its_room(tmp_path: Path, 
     assert saved == [4, 8, 12]
 
 
-class NoDisk(api.Silent):
+class NoDisk(api.Watcher):
     """Nothing can be saved from step 1 to the last but one; notes how much is kept meanwhile."""
 
     def __init__(self, checkpoints: Path, spools: list[Spool]) -> None:
@@ -152,9 +152,9 @@ def test_while_no_checkpoint_can_be_saved_a_whole_snapshot_lets_batches_go(tmp_p
 
     watcher = NoDisk(tmp_path / "run/checkpoints", made)
     with (
-        mock.patch.object(generation, "MEMORY_LIMIT_BYTES", 3 * size),
+        mock.patch.object(session, "MEMORY_LIMIT_BYTES", 3 * size),
         mock.patch.object(data_batches, "Spool", spool),
-        mock.patch.object(api, "Silent", return_value=watcher),
+        mock.patch.object(api, "Watcher", return_value=watcher),
     ):
         done = trained(tmp_path / "run", MemoryCrew(4), every=None)
     assert done.summary.weights_sha256 == expected
@@ -164,7 +164,7 @@ def test_while_no_checkpoint_can_be_saved_a_whole_snapshot_lets_batches_go(tmp_p
     )
 
 
-class Stopping(api.Silent):
+class Stopping(api.Watcher):
     """Ends the master at a step, without a word to anybody."""
 
     def __init__(self, step: int) -> None:
@@ -177,7 +177,7 @@ class Stopping(api.Silent):
 
 def test_a_resumed_master_finds_the_batches_it_left_on_disk(tmp_path: Path, expected: str) -> None:
     keep = KeepPart(checkpoint_every=5, stream_keep="disk")
-    with pytest.raises(RingError, match="stopped"), mock.patch.object(api, "Silent", return_value=Stopping(9)):
+    with pytest.raises(RingError, match="stopped"), mock.patch.object(api, "Watcher", return_value=Stopping(9)):
         run(tmp_path / "run", MemoryCrew(4), keep, (from_python(one_pass()), None))
     left = sorted((tmp_path / "run/stream").iterdir())
     assert [path.name for path in left] == [f"{step:012d}.batch" for step in range(5, 9)]
@@ -185,7 +185,7 @@ def test_a_resumed_master_finds_the_batches_it_left_on_disk(tmp_path: Path, expe
     assert (tmp_path / "run/stream").stat().st_mode & 0o777 == 0o700
     # What the stream gave for the first nine steps is gone, as at a sensor; the files have what is needed of it.
     source = from_python(one_pass(first=9))
-    resumed = api.resume(tmp_path / "run", {}, (source, None), None, watcher=api.Silent(), crew=MemoryCrew(4))
+    resumed = api.resume(tmp_path / "run", {}, (source, None), None, watcher=api.Watcher(), crew=MemoryCrew(4))
     assert resumed.summary.weights_sha256 == expected
     assert any("gives other batches than before" in text for text in resumed.summary.warnings)
     assert not (tmp_path / "run/stream").exists()

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from costs import devices
-from ringtmp import api
-from ringtmp.api import Silent
+from ringtmp import Watcher, api
 from ringtmp.cli import train
 from ringtmp.cli.settings import build
 from ringtmp.config import RingPart, RunConfig, TrainingPart
@@ -85,11 +84,11 @@ def run(folder: Path, microbatches: Any, nodes: int = 3, watcher: Any = None) ->
         ring=RingPart(nodes=nodes),
     )
     return api.start(
-        config, stack(), (data, None), None, run_dir=folder, watcher=watcher or Silent(), crew=MemoryCrew(nodes)
+        config, stack(), (data, None), None, run_dir=folder, watcher=watcher or Watcher(), crew=MemoryCrew(nodes)
     )
 
 
-class Reader(Silent):
+class Reader(Watcher):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -120,10 +119,10 @@ def test_auto_gives_the_bits_of_the_same_number_by_hand_and_is_recorded(tmp_path
 def test_a_resumed_run_keeps_the_number_that_was_chosen(tmp_path: Path) -> None:
     first = run(tmp_path / "run", "auto")
     data = (tensors("t", torch.randn(60, 6), torch.arange(60) % 3), None)
-    again = api.resume(tmp_path / "run", {"steps": 7, "nodes": 2}, data, None, watcher=Silent(), crew=MemoryCrew(2))
+    again = api.resume(tmp_path / "run", {"steps": 7, "nodes": 2}, data, None, watcher=Watcher(), crew=MemoryCrew(2))
     assert again.summary.microbatches == first.summary.microbatches
     with pytest.raises(UsageError, match="cannot change microbatches"):
-        api.resume(tmp_path / "run", {"microbatches": "auto"}, data, None, watcher=Silent(), crew=MemoryCrew(2))
+        api.resume(tmp_path / "run", {"microbatches": "auto"}, data, None, watcher=Watcher(), crew=MemoryCrew(2))
 
 
 def test_auto_is_for_the_ring_and_other_words_are_refused() -> None:

@@ -18,7 +18,7 @@ from ringtmp.launch.in_memory import MemoryCrew
 FIRST, LAST = 2, 5
 
 
-class Collecting(api.Silent):
+class Collecting(api.Watcher):
     """Keeps what became garbage between two steps."""
 
     found: list[Any] | None = None
@@ -75,7 +75,7 @@ def test_what_was_there_before_the_first_step_is_not_looked_through_again(tmp_pa
     """A search through all of torch takes as long as several steps. The caller's garbage is collected again afterwards."""
     seen: list[int] = []
 
-    class Counting(api.Silent):
+    class Counting(api.Watcher):
         def step(self, done: int, *rest: Any) -> None:
             seen.append(gc.get_freeze_count())
 

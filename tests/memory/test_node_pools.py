@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ringtmp import api
 from ringtmp.config import KeepPart
 from ringtmp.errors import DoesNotFit, Interrupted
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
-from ringtmp.run.losses_of_nodes import unlike
+from ringtmp.run.interruption import Interruption
+from ringtmp.run.record import unlike
 from ringtmp.runtime.checkpoint import CheckpointWriter, Progress
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.stage import Stage
@@ -70,7 +70,7 @@ def test_a_run_that_does_not_fit_the_survivors_pauses_until_another_comes(tmp_pa
 
 def test_a_user_who_stops_a_paused_run_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = Short(Death(2, 4), comes=False)
-    monkeypatch.setattr(api.Interruption, "__call__", lambda self: bool(crew.paused))
+    monkeypatch.setattr(Interruption, "__call__", lambda self: bool(crew.paused))
     with pytest.raises(Interrupted, match="paused: go on with Ring\\(...\\).resume"):
         run(tmp_path / "run", crew)
 

@@ -75,7 +75,7 @@ def on(crew: MemoryCrew, folder: Path, ring: dict[str, Any] | None = None, **tra
     config = settings(crew.nodes, **training)
     config = msgspec.structs.replace(config, ring=msgspec.structs.replace(config.ring, **(ring or {})), keep=KeepPart())
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    return api.start(config, stack(), data, None, run_dir=folder, watcher=api.Silent(), crew=crew)
+    return api.start(config, stack(), data, None, run_dir=folder, watcher=api.Watcher(), crew=crew)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -154,7 +154,7 @@ def test_an_epoch_whose_last_step_is_done_again_ends_once(tmp_path: Path) -> Non
 
     def run(name: str, crew: MemoryCrew) -> api.Result:
         config = msgspec.structs.replace(settings(3, epochs=3), ring=ring, keep=KeepPart())
-        return api.start(config, stack(), data, None, run_dir=tmp_path / name, watcher=api.Silent(), crew=crew)
+        return api.start(config, stack(), data, None, run_dir=tmp_path / name, watcher=api.Watcher(), crew=crew)
 
     calm = run("calm", MemoryCrew(3))
     per_epoch = calm.summary.steps // 3

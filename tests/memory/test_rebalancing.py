@@ -327,7 +327,7 @@ def train(
     )
     config = RunConfig(training=training, ring=RingPart(nodes=crew.nodes, **ring), keep=keep or KeepPart())
     return api.start(
-        config, deep(), (tensors("t", *blobs()), None), None, run_dir=folder, watcher=api.Silent(), crew=crew
+        config, deep(), (tensors("t", *blobs()), None), None, run_dir=folder, watcher=api.Watcher(), crew=crew
     )
 
 

@@ -10,7 +10,7 @@ from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.metrics.events import LineTried, NodeStep
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
-from ringtmp.run.generation import Laying
+from ringtmp.run.generation import Generations
 from ringtmp.strategies.ring import device_trials
 from ringtmp.wire.messages import Timed
 from test_healing import STEPS, Death, Mortal, run
@@ -59,7 +59,7 @@ def test_nodes_that_met_and_died_leave_the_bits_as_they_are(
 ) -> None:
     if again:  # as if somebody had come each time whom nobody knows
         nothing = property(lambda laying: None, lambda laying, brief: None)
-        monkeypatch.setattr(Laying, "_known", nothing, raising=False)
+        monkeypatch.setattr(Generations, "_known", nothing, raising=False)
     hit = run(tmp_path / "run", Strangers(4, *deaths, seed=again))
     assert hit.summary.weights_sha256 == expected
     tried = lines(tmp_path / "run")

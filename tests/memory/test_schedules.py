@@ -15,7 +15,7 @@ from torch import nn
 
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
-from ringtmp.api import Interruption, Ring, Silent, start
+from ringtmp.api import Ring, Watcher, start
 from ringtmp.config import KeepPart, RingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
@@ -23,9 +23,10 @@ from ringtmp.errors import Interrupted, UsageError
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
+from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
 from ringtmp.run.resolve import resolve
-from ringtmp.run.training_loop import Session
+from ringtmp.run.session import Session
 from ringtmp.runtime.losses import cross_entropy, loss_named, next_byte
 from ringtmp.runtime.run_directory import RunDirectory
 from test_recompute import Centred
@@ -156,14 +157,14 @@ def test_an_interrupted_delayed_run_finishes_the_steps_it_has_begun(tmp_path: Pa
     job = Job(config, stack(), *data, loss_named("cross_entropy"), "cross_entropy", run)
     crew = Watching(3, stopping)
     with pytest.raises(Interrupted, match="after step 2"):
-        Session(job, crew, Silent(), stopping).train()
+        Session(job, crew, Watcher(), stopping).train()
     assert resume(tmp_path / "parts", 2).summary.weights_sha256 == whole.summary.weights_sha256
 
 
 def run_on(folder: Path, model: nn.Module, ring: RingPart, **training: Any) -> Any:
     config = msgspec.structs.replace(settings(steps=5, **training), ring=ring)
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    return start(config, model, data, None, run_dir=folder, watcher=Silent(), crew=MemoryCrew(ring.nodes)).summary
+    return start(config, model, data, None, run_dir=folder, watcher=Watcher(), crew=MemoryCrew(ring.nodes)).summary
 
 
 def test_a_run_takes_its_route_and_what_to_recompute_from_the_settings(tmp_path: Path) -> None:

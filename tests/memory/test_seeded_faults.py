@@ -28,9 +28,10 @@ from ringtmp.data.sources import tensors
 from ringtmp.errors import RingError
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
+from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
 from ringtmp.run.resolve import resolve
-from ringtmp.run.training_loop import Session
+from ringtmp.run.session import Session
 from ringtmp.runtime import snapshot_schedule
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.losses import cross_entropy
@@ -217,7 +218,7 @@ class Base:
             nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 5), nn.Linear(5, 3)
         )  # fmt: skip
         self.data = tensors("t", torch.randn(24, 4), torch.arange(24) % 3), None
-        api.start(config, model, self.data, None, run_dir=folder / "base", watcher=api.Silent(), crew=MemoryCrew(1))
+        api.start(config, model, self.data, None, run_dir=folder / "base", watcher=api.Watcher(), crew=MemoryCrew(1))
         for step in (folder / "base" / "checkpoints").glob("step-*1"):
             shutil.rmtree(step)  # back to step 0
         self.digest = self.run("calm", MemoryCrew(3, memory_bytes=MEMORY_BYTES)).summary.weights_sha256
@@ -235,7 +236,7 @@ class Base:
         keep = KeepPart(checkpoint_every=checkpoint_every)
         config = RunConfig(training=self.training, ring=RingPart(nodes=crew.nodes, cuts=cuts), keep=keep)
         job = Job(resolve(config), None, *self.data, cross_entropy, "cross_entropy", RunDirectory(own))
-        Session(job, crew, api.Silent(), api.Interruption()).train()
+        Session(job, crew, api.Watcher(), Interruption()).train()
         return api.Result(own)
 
 

@@ -335,7 +335,7 @@ def latest_flat(result: api.Result) -> list[torch.Tensor]:
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tmp_path: Path) -> None:
     whole = train(case, tmp_path / "whole", steps=12)
     train(case, tmp_path / "half", steps=6)
-    rest = api.resume(tmp_path / "half" / "run", {"steps": 12}, None, None, watcher=api.Silent(), crew=MemoryCrew(3))
+    rest = api.resume(tmp_path / "half" / "run", {"steps": 12}, None, None, watcher=api.Watcher(), crew=MemoryCrew(3))
     assert rest.summary.weights_sha256 == whole.summary.weights_sha256
 
 
@@ -422,7 +422,7 @@ def test_more_servers_than_keys_is_refused_with_the_number_of_keys(tmp_path: Pat
             None,
             None,
             run_dir=tmp_path / "run",
-            watcher=api.Silent(),
+            watcher=api.Watcher(),
             crew=MemoryCrew(8),
         )
 

@@ -255,7 +255,7 @@ def test_a_loader_from_a_file_is_seeded_like_one_from_python(tmp_path: Path) -> 
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-class Listening(api.Silent):
+class Listening(api.Watcher):
     def __init__(self) -> None:
         self.warnings: list[str] = []
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from oracle import plain_loop, state_sha256
 from ringtmp import Ring, api
-from ringtmp.api import Interruption, Silent, start
+from ringtmp.api import Watcher, start
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
@@ -25,9 +25,10 @@ from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
+from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
 from ringtmp.run.resolve import resolve
-from ringtmp.run.training_loop import Session
+from ringtmp.run.session import Session
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.losses import cross_entropy, loss_named
 from ringtmp.runtime.run_directory import RunDirectory
@@ -64,13 +65,13 @@ def train(
 ) -> api.Result:
     inputs, labels = blobs()
     data = data or (tensors("t", inputs, labels), tensors("t", *blobs(30)))
-    config, watcher = settings(nodes, **training), watcher or Silent()
+    config, watcher = settings(nodes, **training), watcher or Watcher()
     return start(config, model or stack(), data, None, run_dir=folder, watcher=watcher, crew=MemoryCrew(nodes))
 
 
 def resume(folder: Path, nodes: int, **changes: Any) -> api.Result:
     data = (tensors("t", *blobs()), tensors("t", *blobs(30)))
-    return api.resume(folder, {"nodes": nodes, **changes}, data, None, watcher=Silent(), crew=MemoryCrew(nodes))
+    return api.resume(folder, {"nodes": nodes, **changes}, data, None, watcher=Watcher(), crew=MemoryCrew(nodes))
 
 
 def test_a_run_equals_a_plain_loop_and_its_model_loads_in_plain_pytorch(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_an_interrupted_run_saves_and_goes_on_with_the_same_bits(tmp_path: Path)
     run = RunDirectory(tmp_path / "run")
     interruption = Interruption()
 
-    class PullsThePlug(Silent):
+    class PullsThePlug(Watcher):
         def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
             if done == 5:
                 assert interruption.armed
@@ -143,7 +144,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
         victim.write_bytes(bytes(content))
     said: list[str] = []
 
-    class Listener(Silent):
+    class Listener(Watcher):
         def warn(self, text: str) -> None:
             said.append(text)
 
@@ -158,7 +159,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
 def test_a_run_reports_the_digest_of_its_own_last_step_whatever_is_done_to_its_checkpoints(
     tmp_path: Path, what: str
 ) -> None:
-    class Meddles(Silent):
+    class Meddles(Watcher):
         def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
             kept = tmp_path / "run/checkpoints"
             if done == 4 and what == "copied":
@@ -295,7 +296,7 @@ def test_neither_inputs_nor_labels_nor_logit_gradients_leave_the_master(tmp_path
 
     data = tensors("t", inputs, labels)
     crew = MemoryCrew(3, wrap=lambda transport: Tapped(transport, listen))
-    start(settings(3, steps=8), stack(), (data, None), loss, run_dir=tmp_path / "run", watcher=Silent(), crew=crew)
+    start(settings(3, steps=8), stack(), (data, None), loss, run_dir=tmp_path / "run", watcher=Watcher(), crew=crew)
     assert len(secrets) >= 8 * 12
     secrets += [row.numpy().tobytes() for row in inputs]
     secrets += [label.numpy().tobytes() for label in labels[1::2]]
@@ -307,7 +308,7 @@ def test_neither_inputs_nor_labels_nor_logit_gradients_leave_the_master(tmp_path
 def test_a_loss_only_tail_is_possible_and_warned_of(tmp_path: Path) -> None:
     said: list[str] = []
 
-    class Listener(Silent):
+    class Listener(Watcher):
         def warn(self, text: str) -> None:
             said.append(text)
 
@@ -389,19 +390,19 @@ def test_labels_beyond_the_models_outputs_are_refused(tmp_path: Path) -> None:
 
 def test_a_model_by_name_follows_the_data(tmp_path: Path) -> None:
     config = RunConfig(ModelPart("mlp", {"width": 8, "depth": 2}), TrainingPart(steps=2), RingPart(nodes=2))
-    result = start(config, None, None, None, run_dir=tmp_path / "run", watcher=Silent(), crew=MemoryCrew(2))
+    result = start(config, None, None, None, run_dir=tmp_path / "run", watcher=Watcher(), crew=MemoryCrew(2))
     assert next(tuple(p.shape) for p in result.model.parameters()) == (8, 64)
     with pytest.raises(UsageError, match="unknown setting of mlp 'widht': did you mean 'width'"):
-        start(RunConfig(ModelPart("mlp", {"widht": 8})), None, None, None, run_dir=tmp_path / "x", watcher=Silent())
+        start(RunConfig(ModelPart("mlp", {"widht": 8})), None, None, None, run_dir=tmp_path / "x", watcher=Watcher())
     with pytest.raises(UsageError, match="unknown model 'mpl': did you mean 'mlp'"):
-        start(RunConfig(ModelPart("mpl")), None, None, None, run_dir=tmp_path / "x", watcher=Silent())
+        start(RunConfig(ModelPart("mpl")), None, None, None, run_dir=tmp_path / "x", watcher=Watcher())
 
 
 def test_a_node_released_in_mid_run_changes_no_bit(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 1, steps=9)
     crew = MemoryCrew(4)
 
-    class Releases(Silent):
+    class Releases(Watcher):
         def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
             if done in (2, 5):
                 crew.release(1)

@@ -14,7 +14,7 @@ from ringtmp.errors import DoesNotFit
 from ringtmp.launch import joined_devices
 from ringtmp.launch.agent import join
 from ringtmp.launch.agent_messages import Facts
-from ringtmp.launch.device_facts import TORCH_BYTES, device_facts
+from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.in_memory import MemoryCrew
 from ringtmp.launch.join_server import Device, Hub
 from ringtmp.launch.join_token import Token
@@ -149,7 +149,7 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
     crew: Any = RemoteCrew(
         Rings(tmp_path), "home", "127.0.0.1", 1, nodes=3, threads=1, phase=said.append, tell=said.append
     )
-    facts = Facts("late", "cpu", 1, TORCH_BYTES + 300 * 2**20, "2", "1", 1)
+    facts = Facts("late", "cpu", 1, PROCESS_BYTES + 300 * 2**20, "2", "1", 1)
     crew._opened = Table(Device("key", "1", facts, b"", 0.0), after=5)
     with pytest.raises(DoesNotFit) as short:
         crew._gather_spares(350 * 2**20)

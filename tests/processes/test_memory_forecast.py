@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import ringtmp
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 
 #: So large that the process itself, which takes the same whatever it holds, does not decide.
 GPT = "--model gpt --set depth=8 --set width=384 --set context=128 --data pysource --batch-size 24 --steps 3"
@@ -15,7 +16,6 @@ CONVNET = "--model convnet --set depth=6 --set width=48 --data random:3x32x32x10
 RUN = "--nodes 3 --microbatches 6 --no-rebalance --json --quiet"
 #: So long that every node has sent and kept a snapshot.
 PROTECTED = "--protect memory --steps 16"
-PROCESS_BYTES = 230 * 2**20
 WITHIN = 0.15
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -20,12 +21,12 @@ from ringtmp.cli import ringtmp as verbs
 from ringtmp.errors import RingError
 from ringtmp.lab import devices_file as devices_file
 from ringtmp.launch import planned_devices
+from ringtmp.model import profile
 from ringtmp.plan import advice
-from ringtmp.plan.devices import Device, Link
+from ringtmp.plan.devices import Device, Link, Measured
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
 from ringtmp.report.step_drawing import svg, tick_count, tick_s
-from ringtmp.run import measure_model
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Task
 from ringtmp.strategies.compare import compare
@@ -123,6 +124,58 @@ def test_a_plan_for_people_says_who_holds_what_what_limits_it_and_what_would_hel
     assert "node 1" in text
 
 
+def sizes_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Microbatch sizes of all that is measured from now on, of layers and of the loss."""
+    found: list[int] = []
+    measure, measure_loss = profile._measure, profile._measure_loss
+
+    def layer(*given: Any, **more: Any) -> profile.Profile:
+        found.extend(given[3])
+        return measure(*given, **more)
+
+    def loss(*given: Any) -> Measured:
+        found.append(given[3])
+        return measure_loss(*given)
+
+    monkeypatch.setattr(profile, "_measure", layer)
+    monkeypatch.setattr(profile, "_measure_loss", loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "microbatches", "sizes", "then"),
+    [("plan", "7", {4, 8, 16}, set()), ("train", "7", {8}, {4, 16}), ("plan", "auto", {1, 3, 6, 12, 25}, set())],
+)
+def test_a_plan_and_a_run_are_the_same_plan_and_whoever_comes_second_measures_nothing_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    first: str, microbatches: str, sizes: set[int], then: set[int],
+) -> None:  # fmt: skip
+    """A plan measures half and twice the run's microbatches too: to say what other numbers of them would cost."""
+    monkeypatch.chdir(folder)
+    flags = (
+        "--set",
+        "depth=6",
+        "--set",
+        "width=64",
+        "--batch-size",
+        "50",
+        "--microbatches",
+        microbatches,
+        "--nodes",
+        "2",
+    )
+    more = {"plan": (), "train": ("--steps", "1", "--run-dir", "run")}
+    said, measured = {}, sizes_measured(monkeypatch)
+    for verb, expected in zip(sorted(more, key=lambda each: each != first), (sizes, then), strict=True):
+        run(verb, *flags, *more[verb], "--json", "--quiet")
+        said[verb] = json.loads(capsys.readouterr().out)
+        assert set(measured) == expected
+        measured.clear()
+    assert said["plan"]["step_s"] == said["train"]["forecast"]["step_s"]
+    layers = [re.findall(r"#([0-9-]+)", " ".join(each["segments"])) for each in said["train"]["per_node"]]
+    assert [each["layers"].split(", ") for each in said["plan"]["per_node"]] == layers
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
@@ -148,7 +201,7 @@ def test_refusals_say_why_in_one_line(
     says: str,
 ) -> None:
     (folder / "tiny.toml").write_text(FOUR.replace("512", "266").replace("1024", "240"))
-    monkeypatch.setattr(measure_model, "peak_rss_bytes", lambda: PROCESS_BYTES)  # not what other tests have left here
+    monkeypatch.setattr(planned_devices, "peak_rss_bytes", lambda: PROCESS_BYTES)  # not what other tests have left here
     monkeypatch.chdir(folder)
     with pytest.raises(RingError) as refusal:
         run("plan", "--quiet", *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def costs(*modules: nn.Module, sizes: Sequence[int] = (4, 8), cache: ProfileCach
         return torch.ones(count, 16)
 
     built = build_layers(list(modules), 0, sample, [max(sizes)])
-    profiler = Profiler(sample(max(sizes)), sizes, 1, adam, "adam", cache)
+    profiler = Profiler(
+        sample(max(sizes)), sizes, 1, adam, optimizer_name="adam", cache=cache or ProfileCache(Path(os.devnull))
+    )
     return [profiler.cost(each) for each in built]
 
 
@@ -77,6 +80,17 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert (again.hits, again.misses) == (1, 0)
 
 
+def test_another_size_is_measured_alone_and_kept_beside_those_before(tmp_path: Path) -> None:
+    (first,) = costs(nn.Linear(16, 16), sizes=(4, 8), cache=ProfileCache(tmp_path))
+    (wider,) = costs(nn.Linear(16, 16), sizes=(4, 6, 8), cache=ProfileCache(tmp_path))
+    assert [each.samples for each in wider.measured] == [4, 6, 8]
+    assert (wider.measured[0], wider.measured[2], wider.update_s) == (*first.measured, first.update_s)
+    again = ProfileCache(tmp_path)
+    (one,) = costs(nn.Linear(16, 16), sizes=(6,), cache=again)
+    assert one.measured == wider.measured[1:2]
+    assert (again.hits, again.misses) == (1, 0)
+
+
 @pytest.mark.parametrize("change", ["version", "threads", "sizes", "optimizer", "shape", "damage"])
 def test_anything_else_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     costs(nn.Linear(16, 16), cache=ProfileCache(tmp_path))
@@ -93,9 +107,9 @@ def test_anything_else_is_measured_anew(tmp_path: Path, monkeypatch: pytest.Monk
     elif change == "shape":
         width = 24
     else:
-        next(tmp_path.iterdir()).write_bytes(b'{"sizes": "many"}')
+        next(tmp_path.iterdir()).write_bytes(b'{"points": "many"}')
     built = build_layers([nn.Linear(width, 16)], 0, lambda count: torch.ones(count, width), [max(sizes)])
-    profiler = Profiler(torch.ones(max(sizes), width), sizes, threads, adam, name, cache)
+    profiler = Profiler(torch.ones(max(sizes), width), sizes, threads, adam, optimizer_name=name, cache=cache)
     for each in built:
         profiler.cost(each)
     assert (cache.hits, cache.misses) == (0, 1)

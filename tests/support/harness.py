@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ringtmp.plan.cuts_for_laps import bounds_for
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import holders_of, route_over
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
+from ringtmp.runtime.leader import Lead, Start
 from ringtmp.strategies.ring.master import Master
 from ringtmp.wire.messages import Recipe, Setup
 
@@ -68,11 +70,14 @@ def ring_in_memory(
     route = route_over(holders, bounds)
     crew = MemoryCrew(nodes, seed, wrap)
     log = EventLog(built.log)
-    master = Master(crew.start("test", 1), crew, built.layers, loss, log)
+    start = Start(crew.start("test", 1), crew, log)
     try:
-        master.gather(range(1, nodes))
+        scout = Lead(start)
+        scout.gather(range(1, nodes))
         admitted = window or schedule_named(schedule).default_window(len(route.visits), microbatches, how.staleness)
-        master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute), built.checkpoint)
+        setup = Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute)
+        master = Master(replace(start, hellos=scout.hellos), setup, built.layers, loss)
+        master.lay_out(built.checkpoint)
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
         upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
         losses = [master.train_step(step, batch, step == 0, upcoming) for step, batch in enumerate(whole)]

@@ -46,9 +46,10 @@ def look() -> Environment:
     import zmq
 
     from ringtmp import __version__
-    from ringtmp.launch.device_facts import cpu_name, usable_cores
+    from ringtmp.launch.device_facts import usable_cores
     from ringtmp.launch.key_store import Rings
     from ringtmp.system.container_limits import group_limits
+    from ringtmp.system.resources import cpu_name
 
     limits = group_limits()
     return Environment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def command(
         from ringtmp import api
     from ringtmp.cli import plan_show, show
     from ringtmp.data import by_name
-    from ringtmp.model.profile import ProfileCache
+    from ringtmp.launch import planned_devices
     from ringtmp.run import measure_model
     from ringtmp.run.resolve import resolve
     from ringtmp.strategies import compare as ways
@@ -70,22 +71,23 @@ def command(
     with show.watcher(quiet) as watcher:
         train, _ = by_name.load(settings.training.data, settings.training.seed, settings.model.settings)
         model = api.named_model(settings.model, train)
-        work = measure_model.measure(settings, model, train, watcher.phase, ProfileCache())
+        work = measure_model.work_of(settings, model, train, watcher.phase)
         watcher.phase("planning")
-        devices = measure_model.with_master_here(devices, counted_bytes)
+        devices = planned_devices.with_master_here(devices, counted_bytes)
         made = measure_model.plan(settings, work, devices, settings.ring.all_devices or file is None)
         everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
         members = made.devices if len(made.devices) > 1 else devices
         others = [
-            ways.compare(each, Task(work.layers, members, _options(settings, each, work, made)))
+            ways.compare(each, Task(work.model.costs, members, _options(settings, each, work, made)))
             for each in choices
             if registry.spelled(each) != settings.ring.strategy
         ]
         watcher.phase("trying what would help")
         page = plan_show.page(
-            made, devices, file is not None, others, work.steps_per_epoch, settings, train.name, everyone,
+            replace(made, layers=work.model.costs_at_all_sizes), devices, file is not None, others,
+            steps_per_epoch=work.batches.steps_per_epoch, settings=settings, data=train.name, with_all=everyone,
         )  # fmt: skip
     if svg is not None:
         _draw(made, f"{settings.model.name} on {train.name}: {plan_show.headline(made)}", svg)
@@ -139,7 +141,9 @@ def _options(settings: RunConfig, choice: Choice, work: Work, made: Plan) -> Pla
         return made.options
     changed = resolve(choice.applied_to(settings))
     count = usual_microbatches(changed.training) if "microbatches" in choice.run else made.options.microbatches
-    return plan_options(changed, work.batch_size, count, len(work.layers), len(made.devices), made.options.keep_all)
+    return plan_options(
+        changed, work.batch_size, count, len(work.model.costs), len(made.devices), made.options.keep_all
+    )
 
 
 def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: int) -> tuple[Device, ...]:

@@ -85,6 +85,10 @@ class TrainingBatches:
         rest = self._source.size % self._size
         return {self._size, rest} - {0}
 
+    def slice_into(self, microbatches: int) -> None:
+        """From now on."""
+        self._microbatches = microbatches
+
     def batch(self, step: int) -> Batch | None:
         """None when a stream has ended for good."""
         if self._arrivals is not None:

@@ -20,14 +20,13 @@ from typing import IO
 from ringtmp.errors import DoesNotFit, NodeLost, UsageError, WaitTimeout
 from ringtmp.lab.devices_file import Device
 from ringtmp.lab.emulated_devices import Rack
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.system.signals import on_signals
 
 #: A slow device imports torch slowly.
 TOKEN_LIMIT_S = 600.0
 STOP_LIMIT_S = 60.0
 FAREWELL_LIMIT_S = 5.0
-#: Below this the master leaves a device out (`launch/joined_devices.py`) and would wait for another.
-LEAST_MEMORY_MB = 230
 _TOKEN = re.compile(rb"ringtmp node --join (rt1\.\S+)")
 #: What a master tells people to type on each device: here nobody has to.
 _INVITATION, _INVITED = (
@@ -202,9 +201,10 @@ def execute(rack: Rack, command: Sequence[str], signals: Signals) -> int:
 
 def require_memory(devices: Sequence[Device]) -> None:
     for device in devices:
-        if device.memory_mb < LEAST_MEMORY_MB:
+        # The master would leave it out (`launch/joined_devices.py`) and wait for another.
+        if device.memory_mb * 2**20 < PROCESS_BYTES:
             raise DoesNotFit(
-                f"{device.name} has {device.memory_mb:g} MiB, and torch alone needs {LEAST_MEMORY_MB}: "
+                f"{device.name} has {device.memory_mb:g} MiB, and torch alone needs {PROCESS_BYTES // 2**20}: "
                 "give it a larger memory_mb, or leave it out"
             )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import re
 import socket
 
@@ -16,11 +15,9 @@ from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.agent_messages import Died, Facts, Started
 from ringtmp.launch.key_store import NAME
 from ringtmp.strategies import registry
-from ringtmp.system.resources import free_memory_bytes
+from ringtmp.system.resources import cpu_name, free_memory_bytes
 from ringtmp.wire.protocol import PROTOCOL
 
-#: What a node needs before it holds a single weight.
-TORCH_BYTES = 230 * 2**20
 MOST_CORES = 4096
 MOST_PACKAGES = 8
 _ENDPOINT = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
@@ -70,17 +67,6 @@ def default_name() -> str:
     """The host's name, made to fit."""
     text = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-")[:32]
     return text if NAME.fullmatch(text) else "device"
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith(("model name", "Model", "Hardware")):
-                    return line.split(":", 1)[1].strip()[:80]
-    except OSError:
-        pass
-    return (platform.processor() or platform.machine())[:80]
 
 
 def usable_cores() -> int:

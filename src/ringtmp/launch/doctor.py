@@ -22,8 +22,9 @@ import zmq
 
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT, HUB_PORT_OFFSET
-from ringtmp.launch.device_facts import TORCH_BYTES, address_towards, own_addresses, usable_cores
+from ringtmp.launch.device_facts import address_towards, own_addresses, usable_cores
 from ringtmp.launch.key_store import config_dir
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.system.container_limits import Limits, group_limits
 from ringtmp.units import bytes_text, seconds_text
 
@@ -162,12 +163,12 @@ def check_cores(usable: int, limits: Limits) -> Finding:
 
 def check_memory(available_bytes: int, limits: Limits) -> Finding:
     free = min(available_bytes, limits.memory_free_bytes if limits.memory_free_bytes is not None else available_bytes)
-    text = f"{bytes_text(free)} free, torch alone needs {bytes_text(TORCH_BYTES)}"
+    text = f"{bytes_text(free)} free, torch alone needs {bytes_text(PROCESS_BYTES)}"
     if limits.memory_bytes is not None and free < available_bytes:
         text += f" (a control group allows {bytes_text(limits.memory_bytes)})"
-    if free < TORCH_BYTES:
+    if free < PROCESS_BYTES:
         return Finding("memory", "fail", text, "close other programs, boot without a desktop, or leave this device out")
-    if free < 2 * TORCH_BYTES:
+    if free < 2 * PROCESS_BYTES:
         return Finding("memory", "warn", text, "little is left for layers: give this device a small segment (--cuts)")
     return Finding("memory", "ok", text)
 

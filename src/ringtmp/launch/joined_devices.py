@@ -12,12 +12,13 @@ from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import join_token as tokens
 from ringtmp.launch.agent_messages import SILENCE_LIMIT_S, Died, End, Prepare
 from ringtmp.launch.dead_processes import MOST_DEATHS, Deaths, dead
-from ringtmp.launch.device_facts import TORCH_BYTES, usable_cores
+from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.join_server import REOPEN_S, Device, Hub
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import Rings
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
 from ringtmp.plan import devices as planned
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.snapshot_store import Shelf
 from ringtmp.system.resources import free_memory_bytes, own_memory_bytes
@@ -221,7 +222,7 @@ class RemoteCrew:
 
     def _room_bytes(self) -> int:
         """What the devices said they have free, less what torch takes, and what is free here."""
-        others = sum(max(0, device.facts.memory_bytes - TORCH_BYTES) for device in self._devices.values())
+        others = sum(max(0, device.facts.memory_bytes - PROCESS_BYTES) for device in self._devices.values())
         return others + free_memory_bytes()
 
     def _mind_the_door(self) -> None:
@@ -396,13 +397,13 @@ class RemoteCrew:
         self._mind_the_door()
 
     def _fits(self, device: Device, seen: set[str]) -> bool:
-        if device.facts.memory_bytes >= TORCH_BYTES:
+        if device.facts.memory_bytes >= PROCESS_BYTES:
             return True
         if device.key not in seen:
             seen.add(device.key)
             self._tell(
                 f"{device.facts.name} has {bytes_text(device.facts.memory_bytes)} free, and torch alone needs "
-                f"{bytes_text(TORCH_BYTES)}: it is left out"
+                f"{bytes_text(PROCESS_BYTES)}: it is left out"
             )
         return False
 

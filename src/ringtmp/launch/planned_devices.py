@@ -23,7 +23,7 @@ from ringtmp.plan.devices import (
 )
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.system.container_limits import Limits
-from ringtmp.system.resources import own_memory_bytes, rss_bytes
+from ringtmp.system.resources import own_memory_bytes, peak_rss_bytes, rss_bytes
 
 #: Of a full Ethernet frame (1538 bytes with gap and preamble) this is payload; the rest is headers.
 PAYLOAD_SHARE = 0.94
@@ -67,6 +67,15 @@ def as_this_process(device: Device) -> Device:
     return replace(device, memory_bytes=memory, extra_bytes=max(0, taken - PROCESS_BYTES))
 
 
+def with_master_here(devices: Sequence[Device], counted_bytes: int) -> tuple[Device, ...]:
+    """For a plan on paper: what this process holds by now (data, the model's builder) the master will hold then.
+    `counted_bytes`: what it held when the memory beside it was measured; of a described device, whose memory is all there
+    is, none."""
+    memory = devices[0].memory_bytes + counted_bytes
+    extra = max(0.0, float(peak_rss_bytes() - PROCESS_BYTES))
+    return (replace(devices[0], memory_bytes=memory, extra_bytes=extra), *devices[1:])
+
+
 def local_processes(
     nodes: int, threads: int, cores: int, free_bytes: int, limits: Limits | None = None
 ) -> tuple[Device, ...]:
@@ -80,13 +89,8 @@ def local_processes(
     quota = quota_of(capped.cores, capped.period_s, min(nodes, cores))
     return tuple(
         Device(
-            "master" if node == 0 else f"node {node}",
-            speed,
-            quota,
-            threads,
-            free_bytes / nodes,
-            link=link,
-            takes_turns=nodes * threads > cores,
+            "master" if node == 0 else f"node {node}", speed, quota, threads,
+            memory_bytes=free_bytes / nodes, link=link, takes_turns=nodes * threads > cores,
         )
         for node in range(nodes)
-    )
+    )  # fmt: skip

@@ -5,7 +5,7 @@ the median counts, because a ring meets the usual case. With one thread its proc
 quota nor a busy machine lengthens; with more the time on the wall, for want of a better. What autograd keeps is seen
 through its saved-tensor hooks.
 Measurements are kept on disk under the layer's signature (graph, shapes, what wants gradients), the device's fingerprint,
-thread count and this version; anything else is measured anew.
+thread count and this version, for every size that was ever asked for; anything else is measured anew.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.layers import SMALLER
-from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.files import write_atomic
-from ringtmp.system.resources import fingerprint, free_memory_bytes
+from ringtmp.system.resources import cpu_name, fingerprint, free_memory_bytes
 from ringtmp.units import bytes_text
 
 #: Of the file's layout and of how things are measured.
-FORMAT = 2
+FORMAT = 3
 #: Each size is measured until this time is spent, but within these numbers of runs.
 MEASURE_S = 0.15
 LEAST_RUNS, MOST_RUNS = 3, 15
@@ -45,6 +44,10 @@ LEAST_RUNS, MOST_RUNS = 3, 15
 WHILE_MEASURED = 2
 #: Touched between runs: in a ring other layers have been in the cache meanwhile.
 OTHERS_BYTES = 4 * 2**20
+
+
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+Clock = Callable[[], float]
 
 
 class Optimizer(Protocol):
@@ -56,17 +59,25 @@ class Optimizer(Protocol):
     def step(self, lr: float) -> None: ...
 
 
-class Profile(msgspec.Struct, frozen=True):
-    """What is kept on disk: one layer at several sizes."""
+MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]
 
-    sizes: tuple[int, ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    stored_bytes: tuple[int, ...]
-    output_bytes: tuple[int, ...]
-    update_s: float
-    optimizer_bytes: int
-    weights_s: tuple[float, ...]  # of backward_s: gradients of the layer's own tensors
+
+class Profile(msgspec.Struct, frozen=True):
+    """What is kept on disk: one layer, or a loss, at every size that was measured."""
+
+    points: tuple[Measured, ...]
+    update_s: float = 0.0
+    optimizer_bytes: int = 0
+
+    def missing(self, sizes: Sequence[int]) -> list[int]:
+        there = {each.samples for each in self.points}
+        return [size for size in sizes if size not in there]
+
+    def at(self, sizes: Sequence[int]) -> tuple[Measured, ...]:
+        return tuple(sorted((each for each in self.points if each.samples in sizes), key=lambda each: each.samples))
+
+
+NOTHING = Profile(())
 
 
 class ProfileCache:
@@ -76,13 +87,16 @@ class ProfileCache:
         self._folder = folder or default_folder()
         self.hits = self.misses = 0
 
-    def get(self, key: str) -> Profile | None:
+    def get(self, key: str, sizes: Sequence[int]) -> Profile:
+        """What is known, which may be less than all `sizes`."""
         try:
             found = msgspec.json.decode((self._folder / f"{key}.json").read_bytes(), type=Profile)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            found = NOTHING
+        if found.missing(sizes):
             self.misses += 1
-            return None
-        self.hits += 1
+        else:
+            self.hits += 1
         return found
 
     def put(self, key: str, profile: Profile) -> None:
@@ -103,14 +117,9 @@ class Profiler:
     `optimizer_name` with its settings, for the cache."""
 
     def __init__(
-        self,
-        inputs: Any,
-        sizes: Sequence[int],
-        threads: int,
-        make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
-        optimizer_name: str,
-        cache: ProfileCache | None = None,
-    ) -> None:
+        self, inputs: Any, sizes: Sequence[int], threads: int, make_optimizer: MakeOptimizer, *, optimizer_name: str,
+        cache: ProfileCache,
+    ) -> None:  # fmt: skip
         self._inputs = inputs
         self._sizes = sizes
         self._make_optimizer = make_optimizer
@@ -124,22 +133,46 @@ class Profiler:
         """Of the next layer."""
         leaves = pytree.tree_leaves(self._inputs)
         wants = tuple(self._trained and leaf.is_floating_point() for leaf in leaves)
-        key = signature(each.layer, leaves, wants, self._sizes, self._here)
-        found = self._seen.get(key) or (self._cache.get(key) if self._cache is not None else None)
-        if found is None:
+        key = signature((each.layer.train, each.layer.tensors), leaves, wants, self._here)
+        found = self._seen.get(key) or self._cache.get(key, self._sizes)
+        if missing := found.missing(self._sizes):
             _refuse_what_cannot_be_tried(each, self._make_optimizer(()).state_tensors)
-            found = _measure(each.layer, each.tensors, leaves, wants, self._sizes, self._make_optimizer, self._clock)
-            if self._cache is not None:
-                self._cache.put(key, found)
+            fresh = _measure(each, leaves, wants, missing, make_optimizer=self._make_optimizer, clock=self._clock)
+            # An update has no size: the first one measured stays.
+            found = msgspec.structs.replace(found if found.points else fresh, points=(*found.points, *fresh.points))
+            self._cache.put(key, found)
         self._seen[key] = found
         self._inputs = each.sample_outputs
         self._trained = self._trained or any(tensor.trainable for tensor in each.layer.tensors)
-        return layer_cost(each.layer, each.tensors, found)
+        weights = sum(tensor.nbytes for tensor in each.tensors.values())
+        return LayerCost(
+            each.layer.name, found.at(self._sizes), weights, _trainable_bytes(each), optimizer_bytes=found.optimizer_bytes,
+            update_s=found.update_s, has_parameters=each.layer.parameters > 0,
+        )  # fmt: skip
+
+    def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:
+        """The last layer's cost with that of the loss behind it, which the tail computes too. `targets`: as many as the
+        largest size has, or more. Without a `name` nobody else's measurement stands in for it."""
+        leaves = pytree.tree_leaves(self._inputs)
+        key = signature((name, _shape(targets)), leaves, (), self._here)
+        found = self._cache.get(key, self._sizes) if name is not None else NOTHING
+        if missing := found.missing(self._sizes):
+            fresh = (_measure_loss(loss, self._inputs, targets, size, self._clock) for size in missing)
+            found = Profile((*found.points, *fresh))
+            if name is not None:
+                self._cache.put(key, found)
+        measured = tuple(
+            dataclasses.replace(
+                point, forward_s=point.forward_s + more.forward_s, backward_s=point.backward_s + more.backward_s
+            )
+            for point, more in zip(cost.measured, found.at(self._sizes), strict=True)
+        )
+        return dataclasses.replace(cost, measured=measured)
 
 
 def _refuse_what_cannot_be_tried(built: BuiltLayer, state_tensors: int) -> None:
     """A copy to train, its gradient and the optimizer's state; the layer itself is here already."""
-    trainable = _trainable_bytes(built.layer, built.tensors)
+    trainable = _trainable_bytes(built)
     needed, free = (WHILE_MEASURED + state_tensors) * trainable, free_memory_bytes()
     if needed > free:
         raise DoesNotFit(
@@ -148,131 +181,69 @@ def _refuse_what_cannot_be_tried(built: BuiltLayer, state_tensors: int) -> None:
         )
 
 
-def _trainable_bytes(layer: Layer, tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensors[each.name].nbytes for each in layer.tensors if each.trainable)
+def _trainable_bytes(built: BuiltLayer) -> int:
+    return sum(built.tensors[each.name].nbytes for each in built.layer.tensors if each.trainable)
 
 
-def with_loss(
-    cost: LayerCost,
-    loss: Callable[[Any, torch.Tensor], torch.Tensor],
-    outputs: Any,
-    targets: torch.Tensor,
-    threads: int,
-) -> LayerCost:
-    """The last layer's cost with that of the loss behind it, which the tail computes too. `outputs` and `targets`: as
-    many samples as the largest size has, or more."""
-    clock = _clock(threads)
-    measured = []
-    for point in cost.measured:
-        size = int(point.samples)
-        kept = pytree.tree_map(lambda leaf, size=size: leaf[:size].detach(), outputs)
-        forward, backward = [], []
-        for _ in range(LEAST_RUNS + 1):
-            leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(kept)]
-            given = pytree.tree_map(torch.clone, kept)  # a loss may change what it is given in place
-            began = clock()
-            value = loss(given, targets[:size])
-            middle = clock()
-            if value.requires_grad:
-                torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
-            forward.append(middle - began)
-            backward.append(clock() - middle)
-        measured.append(
-            dataclasses.replace(
-                point,
-                forward_s=point.forward_s + statistics.median(forward[1:]),
-                backward_s=point.backward_s + statistics.median(backward[1:]),
-            )
-        )
-    return dataclasses.replace(cost, measured=tuple(measured))
+def _measure_loss(loss: LossFunction, outputs: Any, targets: torch.Tensor, size: int, clock: Clock) -> Measured:
+    kept = pytree.tree_map(lambda leaf: leaf[:size].detach(), outputs)
+    forward, backward = [], []
+    for _ in range(LEAST_RUNS + 1):
+        leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(kept)]
+        given = pytree.tree_map(torch.clone, kept)  # a loss may change what it is given in place
+        began = clock()
+        value = loss(given, targets[:size])
+        middle = clock()
+        if value.requires_grad:
+            torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+        forward.append(middle - began)
+        backward.append(clock() - middle)
+    return Measured(size, statistics.median(forward[1:]), statistics.median(backward[1:]), 0, 0)
 
 
-def layer_cost(layer: Layer, tensors: dict[str, torch.Tensor], profile: Profile) -> LayerCost:
-    points = zip(
-        profile.sizes, profile.forward_s, profile.backward_s, profile.stored_bytes, profile.output_bytes,
-        profile.weights_s, strict=True,
-    )  # fmt: skip
-    return LayerCost(
-        layer.name,
-        tuple(Measured(*point) for point in points),
-        sum(tensor.nbytes for tensor in tensors.values()),
-        _trainable_bytes(layer, tensors),
-        profile.optimizer_bytes,
-        profile.update_s,
-        layer.parameters > 0,
-    )
-
-
-def signature(
-    layer: Layer, leaves: Sequence[torch.Tensor], wants: Sequence[bool], sizes: Sequence[int], here: str
-) -> str:
+def signature(what: object, leaves: Sequence[torch.Tensor], wants: Sequence[bool], here: str) -> str:
     """Equal for measurements that may stand in for each other; the layer's name does not matter."""
-    shapes = [(str(leaf.dtype), list(leaf.shape[1:])) for leaf in leaves]
-    known = (layer.train, layer.tensors, shapes, list(wants), list(sizes), here, __version__, FORMAT)
+    known = (what, [_shape(leaf) for leaf in leaves], list(wants), here, __version__, FORMAT)
     return hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()[:40]
 
 
-def _clock(threads: int) -> Callable[[], float]:
+def _shape(leaf: torch.Tensor) -> tuple[str, list[int]]:
+    return str(leaf.dtype), list(leaf.shape[1:])
+
+
+def _clock(threads: int) -> Clock:
     return time.thread_time if threads == 1 else time.perf_counter
 
 
 def _device(threads: int) -> str:
     known = fingerprint(threads)
-    cpu = next((line for line in _cpuinfo() if line.startswith(("model name", "Model", "Hardware"))), "")
     # Several threads are measured on the wall, where a quota shows.
     quota = group_limits() if threads > 1 else None
-    here = f"{known['torch']} {known['capability']} {threads} {cpu.partition(':')[2].strip()} {known['lab_scale']}"
+    here = f"{known['torch']} {known['capability']} {threads} {cpu_name()} {known['lab_scale']}"
     return here if quota is None or quota.cores is None else f"{here} {quota.cores:g} of {quota.period_s}"
 
 
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _measure(
-    layer: Layer,
-    tensors: dict[str, torch.Tensor],
-    leaves: Sequence[torch.Tensor],
-    wants: Sequence[bool],
-    sizes: Sequence[int],
-    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
-    clock: Callable[[], float],
-) -> Profile:
+    built: BuiltLayer, leaves: Sequence[torch.Tensor], wants: Sequence[bool], sizes: Sequence[int], *,
+    make_optimizer: MakeOptimizer, clock: Clock,
+) -> Profile:  # fmt: skip
+    layer = built.layer
     program = Program(layer.train)
-    owned = {each.name: tensors[each.name].clone() for each in layer.tensors}
+    owned = {each.name: built.tensors[each.name].clone() for each in layer.tensors}
     for each in layer.tensors:
         owned[each.name].requires_grad_(each.trainable)
-    forward: list[float] = []
-    backward: list[float] = []
-    weights: list[float] = []
-    stored: list[int] = []
-    outputs: list[int] = []
+    points = []
     largest = max(leaf.shape[0] for leaf in leaves if leaf.dim())
     with torch.random.fork_rng(devices=[]):
         for size in sizes:
             given = [leaf[:size] if leaf.dim() and leaf.shape[0] == largest else leaf for leaf in leaves]
             runner = _Runner(program, owned, given, wants)
-            stored.append(runner.stored_bytes())
-            outputs.append(runner.output_bytes)
+            stored = runner.stored_bytes()
             forward_s, backward_s = runner.times(clock)
-            forward.append(forward_s)
-            backward.append(backward_s)
-            weights.append(max(0.0, backward_s - runner.input_gradient_s(clock)))
+            weights_s = max(0.0, backward_s - runner.input_gradient_s(clock))
+            points.append(Measured(size, forward_s, backward_s, stored, runner.output_bytes, weights_s))
     trained = [owned[each.name] for each in layer.tensors if each.trainable]
-    update_s, optimizer_bytes = _update(trained, make_optimizer, clock)
-    return Profile(
-        tuple(sizes),
-        tuple(forward),
-        tuple(backward),
-        tuple(stored),
-        tuple(outputs),
-        update_s,
-        optimizer_bytes,
-        tuple(weights),
-    )
+    return Profile(tuple(points), *_update(trained, make_optimizer, clock))
 
 
 class _Runner:
@@ -290,9 +261,12 @@ class _Runner:
         for name, before in self._before.items():
             self._owned[name].copy_(before)
 
+    def _leaves(self) -> list[torch.Tensor]:
+        return [leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)]
+
     def _forward(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         self._forget()
-        leaves = [leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)]
+        leaves = self._leaves()
         return leaves, self._go(leaves)
 
     def _go(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -315,16 +289,14 @@ class _Runner:
         self.output_bytes = sum(output.nbytes for output in outputs)
         return sum(storage.nbytes() for start, storage in kept.items() if start not in foreign)
 
-    def times(self, clock: Callable[[], float]) -> tuple[float, float]:
+    def times(self, clock: Clock) -> tuple[float, float]:
         forward: list[float] = []
         backward: list[float] = []
         others = torch.ones(OTHERS_BYTES // 4)
         generator = torch.default_generator
         spent, runs = 0.0, 0
         while runs <= LEAST_RUNS or (spent < MEASURE_S and runs < MOST_RUNS):
-            leaves = [
-                leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(self._given, self._wants, strict=True)
-            ]
+            leaves = self._leaves()
             others.add_(1.0)
             self._forget()
             began = clock()
@@ -347,7 +319,7 @@ class _Runner:
                 break
         return statistics.median(forward), statistics.median(backward)
 
-    def input_gradient_s(self, clock: Callable[[], float]) -> float:
+    def input_gradient_s(self, clock: Clock) -> float:
         """Seconds of the gradients of what entered, without those of the layer's own tensors."""
         took = []
         for run in range(LEAST_RUNS + 1):
@@ -364,11 +336,7 @@ class _Runner:
         return statistics.median(took[1:])
 
 
-def _update(
-    trained: list[torch.Tensor],
-    make_optimizer: Callable[[Sequence[torch.Tensor]], Optimizer],
-    clock: Callable[[], float],
-) -> tuple[float, int]:
+def _update(trained: list[torch.Tensor], make_optimizer: MakeOptimizer, clock: Clock) -> tuple[float, int]:
     """Seconds of one optimizer step, and the bytes of its state."""
     trained = [each for each in trained if each.grad is not None]
     if not trained:

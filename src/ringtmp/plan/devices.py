@@ -7,8 +7,8 @@ runs only as long as its quota lets it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from ringtmp.errors import UsageError
 
@@ -147,6 +147,10 @@ class LayerCost:
     def largest_s(self) -> float:
         """Forward and backward of the largest microbatch that was measured."""
         return self.measured[-1].forward_s + self.measured[-1].backward_s
+
+    def only_at(self, sizes: Collection[int]) -> LayerCost:
+        """As if it had been measured at these sizes and no others."""
+        return replace(self, measured=tuple(each for each in self.measured if each.samples in sizes))
 
     def at(self, samples: float) -> Measured:
         """At any microbatch size: a straight line through the two nearest sizes, or through nothing with one."""

@@ -3,61 +3,73 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
+from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import CheckpointError
 from ringtmp.metrics.events import CheckpointSaved
-from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, Stamp
+from ringtmp.run.record import Record
+from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, Stamp, latest
 from ringtmp.strategies.base import Leader
 
 
 class Saving:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._run = ""
-        self._newest: Path | None = None
-        self._sound: set[Stamp] = set()
-        self.step = -1
-        self.at = time.monotonic()
+    """`step` is that of the newest checkpoint, saved or gone on from; `at` when it was."""
 
-    def opened(self, checkpoint: Checkpoint) -> None:
-        """The run goes on from this one."""
-        self._run, self.step, self._newest = checkpoint.manifest.run, checkpoint.progress.step, checkpoint.folder
+    def __init__(self, folder: Path, run: str, batches: TrainingBatches, record: Record) -> None:
+        self._folder = folder
+        self._run = run
+        self._batches = batches
+        self._record = record
+        self._sound: set[Stamp] = set()
+        self.at = time.monotonic()
+        self.opened = self.open()
+
+    def open(self) -> Checkpoint:
+        """The newest that is sound: the run goes on from this one."""
+        self.opened, problems = latest(self._folder, self._run)
+        self.step, self._newest = self.opened.progress.step, self.opened.folder
+        for problem in problems:
+            self._record.warn(f"checkpoint {problem}; going back to step {self.step}")
+        return self.opened
 
     def newest(self) -> Checkpoint:
         """The one the run went on from or saved last, and no other. CheckpointError: it is damaged, or was removed."""
-        assert self._newest is not None, "a run opens a checkpoint first"
         return Checkpoint(self._newest)
 
-    def save(
-        self, leader: Leader, progress: Progress, needed: bool, warn: Callable[[str], None]
-    ) -> CheckpointSaved | None:
-        """None if there was nothing to save, or no room for it."""
+    def save(self, leader: Leader, progress: Progress, needed: bool = False) -> bool:
+        """Whether there is a checkpoint of this very step; unless it is `needed`, a full disk is no reason to end the run."""
         if self.step == progress.step and not (needed and self._newest_is_lost()):
-            return None
+            return True
+        progress = msgspec.structs.replace(progress, stream=self._batches.place(progress.step))
         started = time.monotonic()
-        writer = None
         try:
-            writer = CheckpointWriter(self._folder, self._run, progress, self._sound)
-            leader.save(writer)
-            self._newest = writer.commit()
+            size = self._write(leader, progress)
         except OSError as error:
-            if writer is not None:
-                writer.abandon()
             if needed:
                 raise CheckpointError(
                     f"the checkpoint of step {progress.step} cannot be written: {error.strerror}; the last one kept is of "
                     f"step {self.step}"
                 ) from error
-            warn(f"no checkpoint of step {progress.step}: {error.strerror}; the one before is kept")
-            return None
-        except BaseException:
-            if writer is not None:
-                writer.abandon()
-            raise
+            self._record.warn(f"no checkpoint of step {progress.step}: {error.strerror}; the one before is kept")
+            return False
         self.step, self.at = progress.step, time.monotonic()
-        return CheckpointSaved(self.at, progress.step, self.at - started, writer.bytes)
+        self._batches.forget(self.step)
+        self._record.write(CheckpointSaved(self.at, progress.step, self.at - started, size))
+        return True
+
+    def _write(self, leader: Leader, progress: Progress) -> int:
+        """Returns its bytes."""
+        writer = CheckpointWriter(self._folder, self._run, progress, self._sound)
+        try:
+            leader.save(writer)
+            self._newest = writer.commit()
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer.bytes
 
     def _newest_is_lost(self) -> bool:
         try:

@@ -1,317 +1,259 @@
-"""What a run stands on: settings, crew, log and checkpoints, and a strategy laid out over the nodes that are there."""
+"""A generation: who holds what, under whose lead. Lays the run's strategy out over the nodes that are there."""
 
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import torch
 
 from ringtmp import __version__
-from ringtmp.config import usual_microbatches
-from ringtmp.data.batches import Batch, TrainingBatches
-from ringtmp.data.sources import Stream
-from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
+from ringtmp.config import RunConfig
+from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import UsageError
 from ringtmp.launch.node_pool import Crew
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog
-from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.checkpoints import Saving
-from ringtmp.run.job import Interruption, Job, Watcher
-from ringtmp.run.losses_of_nodes import Losses, lost_text, unlike
+from ringtmp.run.interruption import Interruption
+from ringtmp.run.job import Job
 from ringtmp.run.rebalancing import Rebalancing
-from ringtmp.runtime.checkpoint import Checkpoint, Progress, latest
+from ringtmp.run.record import Record, unlike
+from ringtmp.runtime.checkpoint import Checkpoint, Progress
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.learning_rates import checked_schedule
+from ringtmp.runtime.leader import Lead, Start
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Brief, Leader
-from ringtmp.system.resources import fingerprint, free_memory_bytes, set_threads
+from ringtmp.strategies.base import Brief, Leader, Plan, Strategy
+from ringtmp.system.resources import fingerprint, set_threads
+from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Recipe
 
-FAILED_STOP_LIMIT_S = 0.5
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What lasts as long as the run, whatever its generation."""
+
+    job: Job
+    crew: Crew
+    record: Record
+    interrupted: Interruption
+    name: str  # of the ring, on its links
+    index: LayerIndex
+    layers: list[Layer]
+    batches: TrainingBatches
+    batch_size: int
+    targets: torch.Tensor  # of a few samples
+    total_steps: int | None  # None: until the data ends
+    lr_schedule: dict[str, Any]
+    saving: Saving
+    protection: Protection
+    rebalancing: Rebalancing
+    strategy: Strategy
 
 
-class Laying:
-    """The part of a run that is the same in every generation."""
+@dataclass(frozen=True)
+class Origin:
+    """What a generation is laid out from: a checkpoint, or after a loss the layers of a snapshot."""
 
-    def __init__(self, job: Job, crew: Crew, watcher: Watcher, interrupted: Interruption) -> None:
-        self._job = job
-        self._crew = crew
-        self._watcher = watcher
-        self._interrupted = interrupted
-        training = job.config.training
-        assert training.microbatches is not None, "the settings are not resolved"
-        self._microbatches = usual_microbatches(training)  # with "auto" until the plan has chosen
-        size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
-        self._batch_size = size
-        self._batches = self._training_batches()
-        self._targets = job.train.example(EXAMPLE_BATCH)[1]
-        self._saving = Saving(job.run.checkpoints)
-        self._log: EventLog | None = None
-        self.unwritten: list[events.Event] = []  # what the record on the disk lacks when the run has ended
-        self._master: Leader | None = None
-        self._endpoint: Endpoint | None = None
-        self._begun = False  # the run's first line is written
+    checkpoint: Checkpoint
+    progress: Progress
+    hellos: Mapping[int, Hello] = field(default_factory=dict)  # of those who have said it already
+    snapshot: Snapshot | None = None
+    apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
+
+    @property
+    def step(self) -> int:
+        return self.progress.step if self.snapshot is None else self.snapshot.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One membership and plan. `step` is the nodes' first one, which may lie beyond what `progress` has counted."""
+
+    number: int
+    members: tuple[int, ...]
+    endpoint: Endpoint
+    plan: Plan
+    leader: Leader
+    microbatches: int
+    progress: Progress
+    step: int
+
+
+def settled(config: RunConfig, crew: Crew) -> RunConfig:
+    """With what only the crew knows: how many came, and the thread count they have in common."""
+    ring, threads = config.ring, config.training.threads or crew.threads
+    if ring.nodes != crew.nodes:  # cuts and window were meant for another ring
+        ring = msgspec.structs.replace(ring, nodes=crew.nodes, cuts=None, window=None)
+    set_threads(threads)
+    training = msgspec.structs.replace(config.training, threads=threads)
+    return msgspec.structs.replace(config, training=training, ring=ring)
+
+
+class Generations:
+    """Makes one generation after another. `newest` is there from the moment somebody leads it, laid out or not."""
+
+    def __init__(self, run: Run, config: RunConfig, microbatches: int, endpoint: Endpoint) -> None:
+        """`config` is settled with the crew; `microbatches` with "auto" until the plan has chosen."""
+        self._run = run
+        self.config = config
+        self._microbatches = microbatches
+        self.endpoint = endpoint
+        self.number = 1
+        self.newest: Generation | None = None
+        self.begun = False  # the run's first line is written
+        self._left = 0  # the number of the last generation that was left
+        self._told: Mapping[int, float] = {}
         self._named: set[str] = set()  # nodes unlike the master that were told of
-        self._progress = Progress(0)
-        self._ring = secrets.token_hex(8)
-        self._generation = 1
-        self._least = 1
-        self._index = LayerIndex("", (), ())
-        self._lr_schedule: dict[str, Any] = {}
-        self._losses = Losses()
-        self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
-        ring, keep = job.config.ring, job.config.keep
-        self._strategy = registry.get(ring.strategy)
-        protect = keep.protect if self._strategy.state_from == "snapshot" else "checkpoint"
-        self._protection = Protection(protect, training.staleness)
-        self._rebalancing = Rebalancing(ring.rebalance)
         self._known: Brief | None = None  # of the last layout, if its devices need not be tried again
-        self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
 
-    def _close(self, outcome: str, error: str | None, digest: str | None) -> None:
-        self._interrupted.deaf = True  # every wait from here has a limit
-        log = self._log
-        try:
-            if self._master is not None and log is not None:
-                try:
-                    if outcome == "failed":  # somebody may be dead and never answer
-                        self._master.stop(outcome, FAILED_STOP_LIMIT_S)
-                    else:
-                        self._dismiss(self._master, outcome)
-                except Exception as problem:  # a broken link must not hide why the run ended
-                    log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
-                log.write(self._master.farewell())
-        finally:
-            self._crew.stop()
-            if outcome in ("done", "stopped early") or self._saving.step == self._progress.step:
-                self._batches.close()
-            if log is not None:
-                self._tell_of_removed()
-                ended = events.RunEnded(time.monotonic(), self._progress.step, outcome, digest, error, self._begun)
-                log.write(ended)
-                log.close()
-                self._tell_of_unwritten(log)
-            self._job.run.discard()
-            self._job.run.unlock()
+    def leave(self) -> Mapping[int, float]:
+        """The newest generation ends. Losses of steps that are done and not counted yet."""
+        if self.newest is not None and self.newest.number > self._left:
+            self._left, self._told = self.newest.number, self.newest.leader.leave()
+        return self._told
 
-    def _check(self, batch: Batch, table: str, stream: str) -> Batch:
-        """The batch, if its shapes and labels are what the model takes."""
-        for inputs in batch.inputs:
-            self._index.check_inputs(inputs, stream)
-        self._index.label_range(self._job.loss_name).check_batch(batch, table, stream)
-        return batch
+    def settle(self) -> None:
+        """Others are there than were."""
+        self.config = settled(self.config, self._run.crew)
 
-    def _tell_of_removed(self) -> None:
-        """Somebody may have removed what the run itself never reads again."""
-        if self._begun and (missing := self._job.run.missing()):
-            self._warn(
-                f"{self._job.run.path} lacks {' and '.join(missing)}, removed while the run lasted: it cannot be resumed; "
-                "checkpoints written since then load in plain PyTorch"
-            )
-
-    def _tell_of_unwritten(self, log: EventLog) -> None:
-        self.unwritten = log.unwritten
-        if not self.unwritten and (news := log.news()) is not None:
-            self._watcher.warn(news)
-        if count := len(self.unwritten):
-            text = f"{self._job.run.events} lacks the last {count} events, for which there was no room"
-            if log.gone:
-                text = f"{self._job.run.events} was removed and cannot be written again: its {count} events are in memory alone"
-            self.unwritten.append(events.Warned(time.monotonic(), text))
-            self._watcher.warn(text)
-
-    def _dismiss(self, master: Leader, reason: str) -> None:
-        """Stop everyone. Somebody who died when all was saved was needed by nobody any more: a loss that costs nothing."""
-        assert self._log is not None
-        for lost in master.stop(reason):
-            assert lost.node is not None
-            self._warn(f"{lost}; the checkpoint of step {self._saving.step} was there by then")
-            self._log.write(
-                events.Regrouped(
-                    time.monotonic(), self._progress.step, self._generation, str(lost), self._crew.nodes, 0.0,
-                    (lost.node,), lost.notice_s, source="checkpoint",
-                )
-            )  # fmt: skip
-
-    def _settle(self) -> None:
-        """What only the crew knows: how many came, and the thread count they have in common."""
-        config, ring = self._job.config, self._job.config.ring
-        threads = config.training.threads or self._crew.threads
-        if ring.nodes != self._crew.nodes:  # cuts and window were meant for another ring
-            ring = msgspec.structs.replace(ring, nodes=self._crew.nodes, cuts=None, window=None)
-        training = msgspec.structs.replace(config.training, threads=threads)
-        config = msgspec.structs.replace(config, training=training, ring=ring)
-        self._job = dataclasses.replace(self._job, config=config)
-        set_threads(threads)
-
-    def _open(self) -> tuple[LayerIndex, list[Layer], Checkpoint]:
-        index, layers = self._job.run.read_layers()
-        checkpoint, problems = latest(self._job.run.checkpoints, index.run)
-        for problem in problems:
-            self._warn(f"checkpoint {problem}; going back to step {checkpoint.progress.step}")
-        self._least = index.least_microbatch
-        self._index = index
-        self._progress = checkpoint.progress
-        self._saving.opened(checkpoint)
-        return index, layers, checkpoint
-
-    def _lay_out(
-        self, endpoint: Endpoint, index: LayerIndex, layers: list[Layer], checkpoint: Checkpoint,
-        hellos: Mapping[int, Hello] = MappingProxyType({}), snapshot: Snapshot | None = None,
-    ) -> None:  # fmt: skip
-        job, config = self._job, self._job.config
-        assert self._log is not None
-        self._endpoint = endpoint
-        training = config.training
-        schedule = self._lr_schedule = checked_schedule(training.lr_schedule, self._total_steps())
-        recipe = self._recipe()
-        brief = Brief(
-            config, index, layers, job.loss, job.loss_name, recipe,
-            snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
-            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices,
-            self._targets, self._apart,
-        )  # fmt: skip
-        brief, found = self._measured(brief, endpoint, hellos)
-        if training.microbatches == "auto":
+    def lay_out(self, origin: Origin) -> Generation:
+        run, crew, log, phase = self._run, self._run.crew, self._run.record.log, self._run.record.watcher.phase
+        brief, hellos = self._measured(self._brief(origin), origin.hellos)
+        if self.config.training.microbatches == "auto":
             brief = self._choose_microbatches(brief)
-            config, training = brief.config, brief.config.training
-        plan = self._strategy.plan(brief)
+        plan = run.strategy.plan(brief)
         # One that was left out may have been busy with something else: it has another chance with the next layout.
-        again = self._crew.alike or plan.left_out
+        again = crew.alike or plan.left_out
         self._known = None if again else brief
-        self._watcher.expect(plan.lines)
+        run.record.watcher.expect(plan.lines)
         for warning in plan.warnings:
-            self._warn(warning)
-        kept = msgspec.structs.replace(config, training=msgspec.structs.replace(training, lr_schedule=schedule))
-        try:
-            job.run.write_config(SavedConfig(__version__, kept, job.loss_name))
-        except OSError as error:
-            if not self._begun:
-                raise UsageError(f"the run directory {job.run.path} cannot be written: {error.strerror}") from error
-            self._warn(f"the run's settings cannot be written anew: {error.strerror}; those of before are kept")
-        if not self._begun:
-            self._begun = True
-            self._log.write(
-                events.RunStarted(
-                    time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
-                    msgspec.to_builtins(config),
-                    {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
-                     "microbatches_chosen": brief.chosen, "checked": index.checked,
-                     "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
-                     "skipped_samples": self._progress.stream.skipped, "exactness": self._exactness()},
-                    self._generation, self._progress.step,
-                )
-            )  # fmt: skip
-        self._master = master = plan.lead(endpoint, self._crew, self._log)
-        master.hellos.update(found)
-        master.snapshot, master.protection = snapshot, self._protection
-        master.survived = self._survived
-        self._protection.renew(self._progress.step, self._crew.nodes)
-        plan.start(master, checkpoint, self._watcher.phase)
-        for text in unlike(master.hellos, fingerprint(self._crew.threads)):
-            if text not in self._named:
-                self._named.add(text)
-                self._warn(text)
-        names = (
-            {}
-            if self._crew.alike
-            else dict(zip(sorted(brief.addresses), (each.name for each in brief.devices), strict=True))
+            run.record.warn(warning)
+        self._write_settings()
+        if not self.begun:
+            self._begin(plan, brief.chosen, origin.progress)
+        phase("waiting for the nodes")
+        scout = Lead(Start(self.endpoint, crew, log, hellos))
+        members = tuple(share.node for share in plan.shares)
+        scout.gather(members)
+        run.protection.renew(origin.progress.step, crew.nodes)
+        leader = plan.lead(
+            Start(
+                self.endpoint,
+                crew,
+                log,
+                scout.hellos,
+                snapshot=origin.snapshot,
+                protection=run.protection,
+                survived=run.record.survived,
+            )
         )
-        for share in plan.shares:
-            self._log.write(
-                events.NodeStarted(
-                    time.monotonic(), share.node, share.role, self._crew.pids().get(share.node, 0), self._generation,
-                    share.segments, share.parameters, names.get(share.node, ""),
-                )
-            )  # fmt: skip
-        self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
-        self._log.flush()
-        self._rebalancing.watch(plan, self._log, endpoint.clock, self._crew.alike)
-
-    def _measured(
-        self, brief: Brief, endpoint: Endpoint, hellos: Mapping[int, Hello]
-    ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
-        """With devices as the run knows them, or as they are found to be now: trying them takes longer than healing."""
-        if (moved := self._rebalancing.devices_for(brief)) is not None:
-            return moved, dict(hellos)
-        known = {} if self._known is None else {(each.name, each.identity): each for each in self._known.devices}
-        same = all((each.name, each.identity) in known for each in brief.devices)
-        if self._known is not None and same and self._strategy.tried_alike(brief, self._known):
-            devices = tuple(known[each.name, each.identity] for each in brief.devices)
-            return dataclasses.replace(brief, devices=devices, paths=self._known.paths), dict(hellos)
-        assert self._log is not None
-        return self._strategy.tried(
-            brief, endpoint, self._crew, self._log, phase=self._watcher.phase, hellos=hellos
+        self.newest = generation = Generation(
+            number=self.number, members=members, endpoint=self.endpoint, plan=plan, leader=leader,
+            microbatches=self._microbatches, progress=origin.progress, step=origin.step,
         )  # fmt: skip
+        phase("placing the layers")
+        leader.lay_out(origin.checkpoint)
+        self._tell_of_unlike(scout.hellos)
+        self._write_nodes(generation, brief)
+        run.rebalancing.watch(plan, log, self.endpoint.clock, crew.alike)
+        return generation
+
+    def _brief(self, origin: Origin) -> Brief:
+        run, crew, job, training = self._run, self._run.crew, self._run.job, self.config.training
+        recipe = Recipe(
+            training.seed, training.threads or crew.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
+            training.clip_norm, training.staleness,
+        )  # fmt: skip
+        return Brief(
+            self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
+            microbatches=self._microbatches, batch_size=run.batch_size, addresses=crew.addresses(), devices=crew.devices(),
+            keep_all=crew.alike or self.config.ring.all_devices, targets=run.targets, apart=origin.apart,
+        )  # fmt: skip
+
+    def _measured(self, brief: Brief, hellos: Mapping[int, Hello]) -> tuple[Brief, Mapping[int, Hello]]:
+        """With devices as the run knows them, or as they are found to be now: trying them takes longer than healing."""
+        if (moved := self._run.rebalancing.devices_for(brief)) is not None:
+            return moved, hellos
+        if (last := self._known) is not None:
+            known = {(each.name, each.identity): each for each in last.devices}
+            same = all((each.name, each.identity) in known for each in brief.devices)
+            if same and self._run.strategy.tried_alike(brief, last):
+                devices = tuple(known[each.name, each.identity] for each in brief.devices)
+                return dataclasses.replace(brief, devices=devices, paths=last.paths), hellos
+        record = self._run.record
+        return self._run.strategy.tried(
+            brief, self.endpoint, self._run.crew, record.log, phase=record.watcher.phase, hellos=hellos
+        )
 
     def _choose_microbatches(self, brief: Brief) -> Brief:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
-        self._watcher.phase("choosing the number of microbatches")
-        brief = self._strategy.with_best_microbatches(brief, self._batches.sizes())
-        self._microbatches = brief.microbatches
-        self._job = dataclasses.replace(self._job, config=brief.config)
-        self._batches = self._training_batches()
+        self._run.record.watcher.phase("choosing the number of microbatches")
+        brief = self._run.strategy.with_best_microbatches(brief, self._run.batches.sizes())
+        self.config, self._microbatches = brief.config, brief.microbatches
+        self._run.batches.slice_into(self._microbatches)
         return brief
 
-    def _training_batches(self) -> TrainingBatches:
-        return TrainingBatches(
-            self._job.train, self._batch_size, self._microbatches, self._job.config.training.seed,
-            keep=self._job.config.keep.stream_keep, folder=self._job.run.stream,
-            memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_LIMIT_BYTES, free_memory_bytes() // 4)),
+    def _write_settings(self) -> None:
+        job = self._run.job
+        training = msgspec.structs.replace(self.config.training, lr_schedule=self._run.lr_schedule)
+        kept = msgspec.structs.replace(self.config, training=training)
+        try:
+            job.run.write_config(SavedConfig(__version__, kept, job.loss_name))
+        except OSError as error:
+            if not self.begun:
+                raise UsageError(f"the run directory {job.run.path} cannot be written: {error.strerror}") from error
+            self._run.record.warn(
+                f"the run's settings cannot be written anew: {error.strerror}; those of before are kept"
+            )
+
+    def _begin(self, plan: Plan, chosen: bool, progress: Progress) -> None:
+        """The run's first line."""
+        run, job = self._run, self._run.job
+        self.begun = True
+        run.record.write(
+            events.RunStarted(
+                time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, run.index.run,
+                version=__version__, config=msgspec.to_builtins(self.config),
+                facts={**fingerprint(run.crew.threads), **plan.facts, "microbatches": self._microbatches,
+                 "microbatches_chosen": chosen, "checked": run.index.checked,
+                 "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
+                 "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress)},
+                generation=self.number, first_step=progress.step,
+            )
         )  # fmt: skip
 
-    def _exactness(self) -> str:
-        if self._batches.not_ours is not None or self._progress.stream.strayed:
+    def _exactness(self, progress: Progress) -> str:
+        if self._run.batches.not_ours is not None or progress.stream.strayed:
             return "stream"
-        if self._job.config.training.wire != "float32":
+        if not wire_format(self.config.training.wire).exact:
             return "steps"
-        strategy, settings = registry.of(self._job.config.ring)
+        strategy, settings = registry.of(self.config.ring)
         return strategy.exactness(settings)
 
-    def _recipe(self) -> Recipe:
-        training = self._job.config.training
-        assert training.threads is not None, "settled with the crew"
-        return Recipe(
-            training.seed, training.threads, training.optimizer, training.optimizer_settings, self._lr_schedule,
-            training.clip_norm, training.staleness,
-        )  # fmt: skip
+    def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:
+        for text in unlike(hellos, fingerprint(self._run.crew.threads)):
+            if text not in self._named:
+                self._named.add(text)
+                self._run.record.warn(text)
 
-    def _total_steps(self) -> int | None:
-        training = self._job.config.training
-        if training.steps is not None:
-            return training.steps
-        per_epoch = self._batches.steps_per_epoch
-        return per_epoch * training.epochs if per_epoch is not None and training.epochs is not None else None
-
-    def _survived(self, event: events.Regrouped) -> None:
-        assert self._log is not None
-        self._log.write(event)
-        self._watcher.tell(lost_text(event))
-
-    def _saved(self, master: Leader) -> bool:
-        """Whether there is a checkpoint of this very step; a full disk is no reason to end the run."""
-        self._save(master)
-        return self._saving.step == self._progress.step
-
-    def _save(self, master: Leader, needed: bool = False) -> None:
-        assert self._log is not None
-        progress = msgspec.structs.replace(self._progress, stream=self._batches.place(self._progress.step))
-        saved = self._saving.save(master, progress, needed, self._warn)
-        if saved is not None:
-            self._batches.forget(saved.step)
-            self._log.write(saved)
-
-    def _warn(self, text: str) -> None:
-        self._watcher.warn(text)
-        if self._log is not None:
-            self._log.write(events.Warned(time.monotonic(), text))
+    def _write_nodes(self, generation: Generation, brief: Brief) -> None:
+        log, crew = self._run.record.log, self._run.crew
+        names = {} if crew.alike else dict(zip(sorted(brief.addresses), brief.devices, strict=True))
+        for share in generation.plan.shares:
+            log.write(
+                events.NodeStarted(
+                    time.monotonic(), share.node, share.role, crew.pids().get(share.node, 0),
+                    generation=generation.number, segments=share.segments, parameters=share.parameters,
+                    device=names[share.node].name if names else "",
+                )
+            )  # fmt: skip
+        log.servers = frozenset(share.node for share in generation.plan.shares if share.role == "server")
+        log.flush()

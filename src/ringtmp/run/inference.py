@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ringtmp.config import RunConfig
@@ -13,67 +15,51 @@ from ringtmp.launch.node_pool import Crew
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.partition import equal_cost
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
-from ringtmp.plan.route import MASTER, plain_ring
+from ringtmp.plan.route import plain_ring
 from ringtmp.runtime.checkpoint import latest
+from ringtmp.runtime.leader import Lead, Start
 from ringtmp.runtime.losses import LossFunction
-from ringtmp.runtime.run_directory import RunDirectory
+from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
 from ringtmp.strategies.ring.master import Master
 from ringtmp.system.resources import set_threads
 from ringtmp.wire.messages import Recipe, Setup
 
 
+@dataclass(frozen=True)
 class Inference:
-    """A ring laid out from a run's newest checkpoint, to evaluate or predict with. A context manager."""
-
-    def __init__(self, run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, crew: Crew) -> None:
-        self._index, self._layers = run.read_layers()
-        self._checkpoint, self.warnings = latest(run.checkpoints, self._index.run)
-        self.step = self._checkpoint.progress.step
-        bounds = equal_cost(self._index.cost_s, [layer.parameters > 0 for layer in self._layers], nodes)
-        self._route = plain_ring(nodes, bounds)
-        self._config = config
-        self._loss = loss
-        self._crew = crew
-        self._log = EventLog(Path(os.devnull))
-        self._made: Master | None = None
+    master: Master
+    step: int
+    index: LayerIndex
 
     def checked(self, batches: Iterable[Batch], where: str, loss: str | None = None) -> Iterator[Batch]:
         """The same batches, each held against what the model takes before it is used; labels too where there is a loss."""
-        for batch in batches:
-            for each in batch.inputs:
-                self._index.check_inputs(each, where)
-            if loss is not None:
-                self._index.label_range(loss).check_batch(batch, where, where)
-            yield batch
+        return (self.index.check_batch(batch, loss, where, where) for batch in batches)
 
-    @property
-    def master(self) -> Master:
-        assert self._made is not None, "use it in a with statement"
-        return self._made
 
-    def __enter__(self) -> Inference:
-        training = self._config.training
+@contextmanager
+def inference(run: RunDirectory, config: RunConfig, loss: LossFunction, crew: Crew) -> Iterator[Inference]:
+    index, layers = run.read_layers()
+    checkpoint, _ = latest(run.checkpoints, index.run)
+    step, training = checkpoint.progress.step, config.training
+    route = plain_ring(crew.nodes, equal_cost(index.cost_s, [layer.parameters > 0 for layer in layers], crew.nodes))
+    assert isinstance(training.microbatches, int), "a saved run has a number"
+    window = DEFAULT_SCHEDULE.default_window(len(route.visits), training.microbatches)
+    log = EventLog(Path(os.devnull))
+    try:
+        endpoint = crew.start(secrets.token_hex(8), 1)
+        set_threads(training.threads or crew.threads)
+        scout = Lead(Start(endpoint, crew, log))
+        scout.gather(route.nodes())
+        recipe = Recipe(
+            training.seed, crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
+        )
+        setup = Setup(route, recipe, window, DEFAULT_SCHEDULE.name, step, crew.addresses(), 0)
+        master = Master(Start(endpoint, crew, log, scout.hellos), setup, layers, loss)
         try:
-            endpoint = self._crew.start(secrets.token_hex(8), 1)
-            set_threads(training.threads or self._crew.threads)
-            self._made = master = Master(endpoint, self._crew, self._layers, self._loss, self._log)
-            master.gather([node for node in self._route.nodes() if node != MASTER])
-            recipe = Recipe(
-                training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
-            )
-            assert isinstance(training.microbatches, int), "a saved run has a number"
-            window = DEFAULT_SCHEDULE.default_window(len(self._route.visits), training.microbatches)
-            setup = Setup(self._route, recipe, window, DEFAULT_SCHEDULE.name, self.step, self._crew.addresses(), 0)
-            master.lay_out(setup, self._checkpoint)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            if self._made is not None:
-                self._made.stop("done")
+            master.lay_out(checkpoint)
+            yield Inference(master, step, index)
         finally:
-            self._crew.stop()
-            self._log.close()
+            master.stop("done")
+    finally:
+        crew.stop()
+        log.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ringtmp.config import RunConfig
 from ringtmp.data.sources import Source
@@ -12,15 +11,6 @@ from ringtmp.metrics import events
 from ringtmp.model.layers import Model
 from ringtmp.runtime.losses import LossFunction
 from ringtmp.runtime.run_directory import RunDirectory
-
-
-class Interruption(Protocol):
-    """Whether the user wants to stop. Armed while there is something to save, deaf while the run is being ended."""
-
-    armed: bool
-    deaf: bool
-
-    def __call__(self) -> bool: ...
 
 
 class Watcher:

@@ -1,107 +1,160 @@
-"""From settings to what a plan needs: layers built and measured, the batch they see, the options they run under.
+"""Layers built and measured, one at a time: what a plan on paper and the plan of a run both stand on.
 
-Measuring runs every kind of layer a few times at three microbatch sizes, with the thread count of the run; what was
-measured before comes from the cache.
+Measuring runs every kind of layer a few times at the run's microbatch size, with the thread count of the run; what was
+measured before comes from the cache, whoever measured it. So a plan made before a run is the run's plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ringtmp.config import RunConfig, usual_microbatches
+from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Source, Stream
-from ringtmp.model.build import build_layers
+from ringtmp.data.sources import Source, Stream, leaves
+from ringtmp.model.build import BuiltLayer, build_layers
 from ringtmp.model.layers import Model
-from ringtmp.model.profile import ProfileCache, Profiler, with_loss
+from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan import planner
 from ringtmp.plan.devices import Device, LayerCost
-from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.planner import Plan
-from ringtmp.runtime.losses import loss_named
+from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
 from ringtmp.runtime.optimizers import make_optimizer
 from ringtmp.strategies.ring.plan import plan_options
-from ringtmp.system.resources import peak_rss_bytes, set_threads
+from ringtmp.system.resources import set_threads
+from ringtmp.wire.messages import Crossing
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model is read: for which microbatches, and under which settings it is measured."""
+
+    training: TrainingPart
+    loss: LossFunction
+    loss_name: str
+    sizes: list[int]  # of the microbatches to come
+    measured: list[int]  # those whose cost the plan wants to know
+    #: Sizes that are measured besides, to tell what other numbers of microbatches would cost.
+    others: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(
+        training: TrainingPart, batches: TrainingBatches, batch_size: int, loss: tuple[LossFunction, str]
+    ) -> Reading:
+        auto, usual = training.microbatches == "auto", usual_microbatches(training)
+        return Reading(training, *loss, *counts.to_build(batches.sizes(), batch_size, usual, auto))
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    costs: tuple[LayerCost, ...]
+    costs_at_all_sizes: tuple[LayerCost, ...]
+    entering: tuple[Crossing, ...]  # the first layer
+    leaving: tuple[tuple[Crossing, ...], ...]  # each layer
+    least_microbatch: int  # samples the model needs at least
+    checked: str
+
+
+def measure(
+    model: Model,
+    train: Source,
+    how: Reading,
+    phase: Callable[[str], None],
+    *,
+    take: Callable[[int, BuiltLayer], None] = lambda index, built: None,
+    known: Callable[[int], None] = lambda count: None,
+) -> MeasuredModel:
+    """One layer at a time: the whole model is never in memory. `take` gets each before the next is built; `known` is told
+    the number of layers before the first is read, if it can be known."""
+
+    def sample(count: int) -> Any:
+        return train.example(count)[0]
+
+    training, sizes = how.training, sorted({*how.sizes, *how.others})
+    optimizer, settings = training.optimizer, training.optimizer_settings
+    profiler = Profiler(
+        sample(sizes[-1]),
+        sorted({*how.measured, *how.others}),
+        training.threads or 1,
+        lambda parameters: make_optimizer(optimizer, settings, parameters),
+        optimizer_name=f"{optimizer} {sorted(settings.items())}",
+        cache=ProfileCache(),
+    )
+    costs: list[LayerCost] = []
+    leaving: list[tuple[Crossing, ...]] = []
+    outputs, one_sample, checked = None, True, ""
+    for index, built in enumerate(build_layers(model, training.seed, sample, sizes, known)):
+        take(index, built)
+        costs.append(profiler.cost(built))
+        leaving.append(_crossings(built.sample_outputs, sizes[-1]))
+        outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
+        phase(f"reading the model: layer {index + 1}, {built.layer.name}")
+        del built  # one layer in memory, not two
+    targets = train.example(_samples_of(outputs))[1]
+    check_loss(how.loss, how.loss_name, outputs, targets)
+    costs[-1] = profiler.with_loss(costs[-1], how.loss, how.loss_name if how.loss_name in LOSSES else None, targets)
+    return MeasuredModel(
+        tuple(each.only_at(how.measured) for each in costs), tuple(costs),
+        _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
+    )  # fmt: skip
+
+
+def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
+    """What leaves a layer for `samples` samples, as the plan knows it."""
+    found = []
+    for leaf in leaves(outputs):
+        per_sample = leaf.dim() > 0 and leaf.shape[0] == samples
+        rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
+        found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
+    return tuple(found)
+
+
+def _samples_of(outputs: Any) -> int:
+    while isinstance(outputs, tuple | list):
+        outputs = outputs[0]
+    return len(outputs)
+
+
+# -- for a plan on paper ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Work:
     """What is to be done in a step, measured."""
 
-    layers: tuple[LayerCost, ...]
+    model: MeasuredModel
     batch_size: int
     microbatches: int  # with "auto" where the search begins
-    steps_per_epoch: int | None  # None: a stream
-    batch_sizes: frozenset[int]
-    least_microbatch: int  # samples the model needs at least
+    batches: TrainingBatches
 
     def allows(self, count: int) -> bool:
         """Whether every microbatch has enough samples when batches are sliced into so many."""
-        return min(counts.microbatch_sizes(self.batch_sizes, count)) >= self.least_microbatch
+        return min(counts.microbatch_sizes(self.batches.sizes(), count)) >= self.model.least_microbatch
 
 
-def measure(
-    config: RunConfig,
-    model: Model,
-    train: Source,
-    phase: Callable[[str], None] = lambda text: None,
-    cache: ProfileCache | None = None,
-) -> Work:
+def work_of(config: RunConfig, model: Model, train: Source, phase: Callable[[str], None]) -> Work:
     """`config` is resolved. Refuses what a session would refuse of model and data."""
     training = config.training
-    assert training.microbatches is not None, "the settings are not resolved"
-    threads = training.threads or 1
-    set_threads(threads)
+    set_threads(training.threads or 1)
     batch_size = train.batch_size if isinstance(train, Stream) else training.batch_size
     microbatches = min(usual_microbatches(training), batch_size)
     batches = TrainingBatches(train, batch_size, microbatches, training.seed)
-    if training.microbatches == "auto":
-        (smallest, _), sizes = counts.to_build(batches.sizes(), batch_size, microbatches, auto=True)
-    else:
-        largest, smallest = -(-batch_size // microbatches), batch_size // microbatches
+    name = training.loss or train.loss
+    how = Reading.of(training, batches, batch_size, (loss_named(name), name))
+    if training.microbatches != "auto":
+        largest = how.measured[-1]
         # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.
         half, twice = largest // 2 if largest >= 4 else largest, 2 * largest if microbatches > 1 else largest
-        sizes = sorted({half, largest, twice})
-
-    def sample(count: int) -> object:
-        return train.example(count)[0]
-
-    profiler = Profiler(
-        sample(sizes[-1]),
-        sizes,
-        threads,
-        lambda parameters: make_optimizer(training.optimizer, training.optimizer_settings, parameters),
-        f"{training.optimizer} {sorted(training.optimizer_settings.items())}",
-        cache,
-    )
-    layers, outputs, one_sample = [], None, True
-    for built in build_layers(model, training.seed, sample, [smallest, sizes[-1]]):
-        layers.append(profiler.cost(built))
-        outputs, one_sample = built.sample_outputs, built.takes_one_sample
-        phase(f"measuring the model: layer {len(layers)}, {built.layer.name}")
-        del built  # one layer in memory, not two
-    least = 1 if one_sample else 2
-    loss = loss_named(training.loss or train.loss)
-    targets = train.example(sizes[-1])[1]
-    layers[-1] = with_loss(layers[-1], loss, outputs, targets, threads)
-    return Work(
-        tuple(layers), batch_size, microbatches, batches.steps_per_epoch, frozenset(batches.sizes()), least
-    )  # fmt: skip
-
-
-def with_master_here(devices: Sequence[Device], counted_bytes: int) -> tuple[Device, ...]:
-    """The master is this process: what it holds by now (data, the model's builder) it will hold then. `counted_bytes`: what it
-    held when the memory beside it was measured; of a described device, whose memory is all there is, none."""
-    memory = devices[0].memory_bytes + counted_bytes
-    extra = max(0.0, float(peak_rss_bytes() - PROCESS_BYTES))
-    return (replace(devices[0], memory_bytes=memory, extra_bytes=extra), *devices[1:])
+        how = replace(how, others=(half, twice))
+    return Work(measure(model, train, how, phase), batch_size, microbatches, batches)
 
 
 def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:
     """As the run's settings have it; with "auto" with the number of microbatches that is found fastest."""
-    options = plan_options(config, work.batch_size, work.microbatches, len(work.layers), len(devices), keep_all)
+    costs = work.model.costs
+    options = plan_options(config, work.batch_size, work.microbatches, len(costs), len(devices), keep_all)
     if config.training.microbatches == "auto":
-        return counts.best_plan(work.layers, devices, options, work.allows)
-    return planner.plan(work.layers, devices, options)
+        return counts.best_plan(costs, devices, options, work.allows)
+    return planner.plan(costs, devices, options)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -106,30 +107,12 @@ class Several(Watcher):
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers
+        for name in _METHODS:
+            setattr(self, name, partial(self._each, name))
 
-    def phase(self, text: str) -> None:
-        for each in self.watchers:
-            each.phase(text)
-
-    def step(self, done: int, total: int | None, event: StepDone, idle: float) -> None:
-        for each in self.watchers:
-            each.step(done, total, event, idle)
-
-    def evaluated(self, event: Evaluated) -> None:
-        for each in self.watchers:
-            each.evaluated(event)
-
-    def warn(self, text: str) -> None:
-        for each in self.watchers:
-            each.warn(text)
-
-    def expect(self, lines: Sequence[str]) -> None:
-        for each in self.watchers:
-            each.expect(lines)
-
-    def tell(self, text: str) -> None:
-        for each in self.watchers:
-            each.tell(text)
+    def _each(self, name: str, *said: Any) -> None:
+        for watcher in self.watchers:
+            getattr(watcher, name)(*said)
 
 
 def _checked(watcher: Any) -> Watcher:

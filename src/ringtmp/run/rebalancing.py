@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
 from ringtmp.plan.rebalance import PAUSE_S, Balance, Move
+from ringtmp.run.record import steps_again
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.strategies.base import Brief, Leader, Plan
 
@@ -20,6 +22,13 @@ MOVE_S = 2.0
 SNAPSHOT_LIMIT_S = 15.0
 #: A ring that gained less than half of what was promised is left alone for longer and longer, up to this.
 LONGEST_PAUSE_S = 16 * PAUSE_S
+
+
+class Ready(NamedTuple):
+    """A move whose time has come: from a snapshot, or from `here`, of which a checkpoint must be saved first."""
+
+    move: Move
+    here: bool
 
 
 class Rebalancing:
@@ -81,14 +90,14 @@ class Rebalancing:
         balance.lines_found(self._clock(), rates)
         return True
 
-    def ready(self, protection: Protection) -> str:
-        """What to lay out from, now: 'snapshot', or 'checkpoint' (to be saved first); '' while there is no move or its
-        snapshot is on its way."""
+    def ready(self, protection: Protection) -> Ready | None:
+        """What to do now; None while there is no move or its snapshot is on its way."""
         if self._move is None:
-            return ""
+            return None
         if not protection.on or self._clock() - self._decided_at > SNAPSHOT_LIMIT_S:
-            return "checkpoint"
-        return "snapshot" if protection.whole is not None and protection.whole.step >= self._from_step else ""
+            return Ready(self._move, here=True)
+        whole = protection.whole is not None and protection.whole.step >= self._from_step
+        return Ready(self._move, here=False) if whole else None
 
     def devices_for(self, brief: Brief) -> Brief | None:
         """With the devices as the run has measured them; None if nothing is to move, or others are there than were."""
@@ -102,23 +111,15 @@ class Rebalancing:
         """The move cannot be made now."""
         self._move = None
 
-    def begin(self) -> Move:
-        move = self._move
-        assert move is not None, "there is something to move"
+    def begin(self, move: Move) -> None:
         self._unproven, self._moved_at = move, self._clock()
         self._not_before, self._calm_until = self._moved_at + PAUSE_S, self._moved_at + self._pause_s
-        return move
 
     def moved(self, event: Regrouped, move: Move) -> str:
         """Returns one line for whoever looks on."""
         self._move_s = event.seconds
-        return _text(event, move)
-
-
-def _text(event: Regrouped, move: Move) -> str:
-    steps = "no step" if not event.repeated else f"{event.repeated} step{'s' if event.repeated > 1 else ''}"
-    return (
-        f"rebalanced: {event.reason}; layers dealt anew after {event.seconds:.1f} s, {steps} to do again from the "
-        f"{event.source} of step {event.step}; a step should now take {move.promised_s:.3g} s instead of {move.step_s:.3g} s "
-        f"(generation {event.generation})"
-    )
+        return (
+            f"rebalanced: {event.reason}; layers dealt anew after {event.seconds:.1f} s, {steps_again(event.repeated)} to do "
+            f"again from the {event.source} of step {event.step}; a step should now take {move.promised_s:.3g} s instead of "
+            f"{move.step_s:.3g} s (generation {event.generation})"
+        )

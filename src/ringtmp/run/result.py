@@ -83,14 +83,11 @@ class Result:
         index, layers = RunDirectory(self.run_dir).read_layers()
         checkpoint, _ = latest(self.run_dir / "checkpoints", index.run)
         if self._source is not None and (own := _module_of(self._source)) is not None:
-            _load(own, layers, checkpoint, self.run_dir)
-            return own.eval()
+            return _loaded(own, layers, checkpoint, self.run_dir)
         if self._otherwise is not None:
             with contextlib.suppress(UsageError):  # its name says nothing, or its file is gone or has changed
-                own = _module_of(self._otherwise())
-                if own is not None:
-                    _load(own, layers, checkpoint, self.run_dir)
-                    return own.eval()
+                if (own := _module_of(self._otherwise())) is not None:
+                    return _loaded(own, layers, checkpoint, self.run_dir)
         tensors = [(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
         shapes = [tuple(each.rest for each in leaving) for leaving in index.outputs]
         return revive(tensors, shapes).eval()
@@ -126,8 +123,8 @@ def _copied(module: nn.Module) -> nn.Module | None:
         return None
 
 
-def _load(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run_dir: Path) -> None:
-    """Everything that was trained, buffers outside the state_dict included."""
+def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run_dir: Path) -> nn.Module:
+    """With everything that was trained, buffers outside the state_dict included."""
     # A module that is no nn.Sequential is one layer, called "0".
     alone = not isinstance(own, nn.Sequential)
     saved: dict[str, torch.Tensor] = {}
@@ -141,6 +138,7 @@ def _load(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run_d
         own.load_state_dict(saved)
         for name, tensor in rest.items():
             own.get_buffer(name).copy_(tensor)
+        return own.eval()
     except (RuntimeError, AttributeError) as error:
         problem = " ".join(str(error).split())
         raise UsageError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -52,21 +53,54 @@ class Crew(Protocol):
         ...
 
 
-class Lead:
-    """The part of a master that knows no strategy. `_member` is what works on the master's own node."""
+class NoPlanYet:
+    """The master's member before there is a plan, and when a generation has ended: no work, and nobody to talk to."""
 
-    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
-        self.endpoint = endpoint
-        self.hellos: dict[int, Hello] = {}
-        self._crew = crew
-        self._log = log
-        self.protection = Protection("off")  # a run that heals from snapshots sets its own
-        self.snapshot: Snapshot | None = None  # what to lay out instead of a checkpoint
-        #: Told of a node whose loss needed no new generation.
-        self.survived: Callable[[events.Regrouped], None] = log.write
-        self._member: Member | None = None
-        self._reports: Reports | None = None  # of the plan that was laid out
-        self._committed = 0
+    step = 0
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def handle(self, mail: Mail) -> None:
+        raise ProtocolError(f"sent {type(mail.message).__name__}, which nobody asked for")
+
+    def act(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        pass
+
+    def farewell(self) -> events.NodeEnded:
+        return farewell(self._endpoint)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a master begins to lead with, whatever the strategy."""
+
+    endpoint: Endpoint
+    crew: Crew
+    log: EventLog
+    hellos: Mapping[int, Hello] = field(default_factory=dict)  # of those who have said it already
+    snapshot: Snapshot | None = None  # what to lay out instead of a checkpoint
+    protection: Protection = field(default_factory=lambda: Protection("off"))
+    #: Told of a node whose loss needed no new generation.
+    survived: Callable[[events.Regrouped], None] = lambda event: None
+
+
+class Lead:
+    """The part of a master that knows no strategy. By itself it has no plan: it gathers the nodes. `_member` is what works on
+    the master's own node."""
+
+    def __init__(self, start: Start, committed: int = 0, detailed_steps: int = 0) -> None:
+        self.endpoint = start.endpoint
+        self.hellos = dict(start.hellos)
+        self._crew = start.crew
+        self._log = start.log
+        self._snapshot = start.snapshot
+        self._member: Member = NoPlanYet(start.endpoint)
+        self._reports = Reports(committed, detailed_steps, start.endpoint.clock)
+        self._committed = committed
         self._placed: set[tuple[int, int]] = set()  # node, layer
         self._states: dict[int, tuple[LayerState, list[torch.Tensor]]] = {}  # by sender, of the layer that is awaited
         self._awaited: int | None = None
@@ -79,17 +113,17 @@ class Lead:
         """The first step whose batch has not been given to the nodes: everything before must be finished."""
         return self._committed
 
-    def gather(self, others: Sequence[int]) -> None:
-        """Wait until every node has said hello."""
-        for node in others:
-            self._until_node(node, lambda node=node: node in self.hellos, "to start", HELLO_LIMIT_S)  # type: ignore[misc]
+    def gather(self, nodes: Iterable[int]) -> None:
+        """Wait until each of these has said hello; the master need not."""
+        for node in nodes:
+            if node != MASTER:
+                self._until_node(node, lambda node=node: node in self.hellos, "to start", HELLO_LIMIT_S)  # type: ignore[misc]
 
     def leave(self) -> dict[int, float]:
         """This generation ends: what its members have of use goes on their shelves. Returns the losses of steps that are
         not counted yet."""
-        if self._member is not None:
-            self._member.leave()
-            self._member = None
+        self._member.leave()
+        self._member = NoPlanYet(self.endpoint)
         return {}
 
     def stop(self, reason: str, limit_s: float = STOP_LIMIT_S) -> list[NodeLost]:
@@ -121,7 +155,7 @@ class Lead:
         found: dict[int, NodeLost] = {}
         while True:
             try:
-                self._crew.check(self._member.step if self._member is not None else 0)
+                self._crew.check(self._member.step)
                 return found
             except NodeLost as lost:
                 if lost.node is None or lost.node in found:
@@ -130,7 +164,7 @@ class Lead:
                 self._crew.bury(lost.node)
 
     def farewell(self) -> events.NodeEnded:
-        return self._member.farewell() if self._member is not None else farewell(self.endpoint)
+        return self._member.farewell()
 
     def try_lines(self) -> dict[int, tuple[float, float]]:
         return {}
@@ -171,7 +205,7 @@ class Lead:
 
     def _watch(self) -> None:
         try:
-            self._crew.check(self._member.step if self._member is not None else 0)
+            self._crew.check(self._member.step)
         except NodeLost as lost:
             if lost.node is None or not self._survive(lost):
                 raise
@@ -180,14 +214,14 @@ class Lead:
 
     def _act(self) -> bool:
         try:
-            return self._member.act() if self._member is not None else False
+            return self._member.act()
         except Misconduct as error:
             self.endpoint.offended(error.node, str(error), sure=False)
             return True
 
     def _drop_offenders(self) -> None:
         """Who broke the protocol is out, and named; the run heals as from any loss."""
-        step = self._member.step if self._member is not None else 0
+        step = self._member.step
         offences = [each for each in self.endpoint.offences() if each.node != MASTER]
         for each in offences:
             self._crew.expel(each.node, each.sure)
@@ -217,7 +251,7 @@ class Lead:
             self.hellos[mail.sender] = reply_checks.hello(message)
         elif isinstance(message, Report):
             for event in message.events:
-                self._log.write_encoded(self._reported(event, mail.sender))
+                self._log.write_encoded(self._reports.line(event, mail.sender, self._committed))
         elif isinstance(message, Bye):
             if mail.sender in self._gone:
                 raise ProtocolError("said goodbye twice")
@@ -231,14 +265,7 @@ class Lead:
             said = untrusted.line(message.error), untrusted.lines(message.traceback)
             raise NodeFailed(f"node {mail.sender} failed in step {message.step}: {said[0]}\n{said[1]}")
         elif not self._hear(mail):
-            if self._member is None:
-                raise ProtocolError(f"sent {type(message).__name__}, which nobody asked for")
             self._member.handle(mail)
-
-    def _reported(self, event: bytes, sender: int) -> bytes:
-        if self._reports is None:
-            raise ProtocolError("sent Report, which nobody asked for")
-        return self._reports.line(event, sender, self._committed)
 
     def _accused(self, accuser: int, message: Accused) -> None:
         """Of the two one breaks the protocol. The accuser is believed: it has nothing to win."""

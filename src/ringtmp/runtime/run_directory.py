@@ -21,6 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from ringtmp.config import RunConfig
+from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
 from ringtmp.model import portable_layer
@@ -79,6 +80,14 @@ class LayerIndex(msgspec.Struct, frozen=True):
                     f"{where} holds {str(tensor.dtype).removeprefix('torch.')} numbers, and the model was built for "
                     f"{expected.dtype}: convert them"
                 )
+
+    def check_batch(self, batch: Batch, loss: str | None, table: str, stream: str) -> Batch:
+        """The batch, if its shapes are what the model takes, and its labels too where there is a loss."""
+        for inputs in batch.inputs:
+            self.check_inputs(inputs, stream)
+        if loss is not None:
+            self.label_range(loss).check_batch(batch, table, stream)
+        return batch
 
     def label_range(self, loss: str) -> LabelRange:
         """What a loss over classes takes of this model; any label where its outputs are several tensors or unknown."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.data.batches import Batch
     from ringtmp.errors import NodeLost
-    from ringtmp.metrics.events import EventLog, NodeEnded, Regrouped
+    from ringtmp.metrics.events import EventLog, NodeEnded
     from ringtmp.model.portable_layer import Layer
     from ringtmp.plan.devices import Device, LayerCost, Paths
     from ringtmp.plan.memory_forecast import MemoryForecast
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from ringtmp.plan.simulation import Simulated
     from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
     from ringtmp.runtime.endpoint import Endpoint
-    from ringtmp.runtime.leader import Crew
+    from ringtmp.runtime.leader import Crew, Start
     from ringtmp.runtime.losses import LossFunction, Score
     from ringtmp.runtime.member import Member
     from ringtmp.runtime.run_directory import LayerIndex
-    from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
     from ringtmp.strategies.data_parallel.member import ParallelMember
     from ringtmp.wire.address import Address
     from ringtmp.wire.messages import Enlist, Hello, Message, Recipe
@@ -263,15 +262,13 @@ class Share:
 class Leader(Protocol):
     """The master of a run."""
 
-    endpoint: Endpoint
-    hellos: dict[int, Hello]  # of the nodes that are there
-    protection: Protection
-    snapshot: Snapshot | None
-    survived: Callable[[Regrouped], None]  # told of a node whose loss needed no new generation
-
     @property
     def committed(self) -> int:
         """The first step nobody has begun: a run may only be stopped there."""
+        ...
+
+    def lay_out(self, checkpoint: Checkpoint) -> None:
+        """Give everyone what it needs: of the snapshot the run goes back to, or else of the checkpoint."""
         ...
 
     def train_step(self, step: int, batch: Batch, fresh: bool, upcoming: Upcoming = nothing_ahead) -> float:
@@ -317,8 +314,6 @@ class Plan(Protocol):
         """Watches whether nodes are as fast as planned; None: nothing could be moved from one to another."""
         ...
 
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Leader: ...
-
-    def start(self, leader: Any, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
-        """Wait for the nodes and give everyone what it needs. `leader` is the one `lead` made."""
+    def lead(self, start: Start) -> Leader:
+        """Who leads the nodes of `shares`, which have all said hello."""
         ...

@@ -25,6 +25,17 @@ ENOUGH_FILES = 65_536
 FILES_AT_LEAST, FILES_PER_NODE = 32, 8
 
 
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith(("model name", "Model", "Hardware")):
+                    return line.split(":", 1)[1].strip()[:80]
+    except OSError:
+        pass
+    return (platform.processor() or platform.machine())[:80]
+
+
 def peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024

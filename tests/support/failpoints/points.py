@@ -34,7 +34,7 @@ NODE, KEEPING, SHELF = (
     "runtime.snapshot_store:Shelf",
 )
 WORKER, ENDPOINT, MASTER = "runtime.worker:Worker", "runtime.endpoint:Endpoint", "strategies.ring.master:Master"
-WRITER, SESSION = "runtime.checkpoint:CheckpointWriter", "run.training_loop:Session"
+WRITER = "runtime.checkpoint:CheckpointWriter"
 
 #: Where layers lie, so that points can count them: nodes 1 and 2 have two each, the master the first and the last.
 CUTS = "0,1-2,3-4,5"
@@ -94,7 +94,7 @@ MASTERS = {
     "before the ring is laid out": Point(0, f"{MASTER}.lay_out", "before"),
     "before a batch is given": Point(0, f"{MASTER}._begin_step", "before", 25),
     "at the loss": Point(0, f"{MASTER}.tail", "before", 120),
-    "before a snapshot is whole": Point(0, "ring.protect:Protection.held", "before", 9),
+    "before a snapshot is whole": Point(0, "runtime.snapshot_schedule:Protection.held", "before", 9),
     "between a checkpoint's layers": Point(0, f"{WRITER}.add", "after", 10),
     "before a checkpoint is there": Point(0, f"{WRITER}.commit", "before", 2),
     "after a checkpoint is there": Point(0, f"{WRITER}.commit", "after", 2),

@@ -34,7 +34,7 @@ class Arming:
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         short = name.removeprefix("ringtmp.")
         armed = [each for each in self._points if self._points[each].what.split(":")[0] == short]
-        if not name.startswith("ringtmp.") or not (armed or short == "ring.endpoint"):
+        if not name.startswith("ringtmp.") or not (armed or short == "runtime.endpoint"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None
@@ -43,7 +43,7 @@ class Arming:
 
         def loaded(module: ModuleType) -> None:
             load(module)
-            if short == "ring.endpoint":
+            if short == "runtime.endpoint":
                 self._remember(module.Endpoint)
             for each in armed:
                 self._arm(module, each)

@@ -11,8 +11,8 @@ import psutil
 
 import ringtmp
 from ringtmp import __version__
-from ringtmp.launch.device_facts import cpu_name, usable_cores
-from ringtmp.system.resources import fingerprint
+from ringtmp.launch.device_facts import usable_cores
+from ringtmp.system.resources import cpu_name, fingerprint
 
 LOOK_S = 0.5
 #: What others may use of the machine before its figures need a warning.

@@ -19,15 +19,13 @@ from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
 from ringtmp.errors import LossNotFinite, NodeLost, ProtocolError
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog
 from ringtmp.model import portable_layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
-from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.leader import Crew, Lead
+from ringtmp.runtime.endpoint import Mail
+from ringtmp.runtime.leader import Lead, Start
 from ringtmp.runtime.losses import Score
-from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
 from ringtmp.strategies.data_parallel.member import ParallelMember
@@ -58,8 +56,10 @@ PLACING_BYTES = 8 * 1024**2
 
 
 class ParallelLead(Lead):
-    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog, plan: ParallelPlan) -> None:
-        super().__init__(endpoint, crew, log)
+    def __init__(self, start: Start, plan: ParallelPlan) -> None:
+        super().__init__(start, plan.brief.step, plan.enlist.detailed_steps)
+        self._survived = start.survived
+        self._told = self._snapshot.told if self._snapshot is not None else {}
         self._plan = plan
         self._layers = plan.brief.layers
         self._workers = plan.roles.workers
@@ -68,7 +68,6 @@ class ParallelLead(Lead):
         self._laid_out = False
         self._pace = plan.pace
         self._ledgers = {worker: Ledger() for worker in self._workers}
-        self._committed = plan.brief.step
         self._done = plan.brief.step
         self._dids: dict[int, list[tuple[int, Did]]] = {}
         self._dealt: dict[int, dict[int, float]] = {worker: {} for worker in self._workers}  # step -> share, under way
@@ -81,22 +80,23 @@ class ParallelLead(Lead):
         self._most_samples = 0  # of the batch that is evaluated
         self._asked_whole = False  # the layer that was asked for last
         self._kept: dict[int, tuple[Kept, list[torch.Tensor]]] = {}
+        # Before there is a member, which claims what lies here.
+        step, shelf = None if self._snapshot is None else self._snapshot.step, self.endpoint.shelf
+        self._holders = {} if step is None else places(step, self.hellos, shelf.contents())  # by layer
+        self._part = self._member = cast(ParallelMember, plan.strategy.member(self.endpoint, plan.enlist))
+        self._part.emit = self._log.write
+        self.endpoint.inspect_too(self._inspect)
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     def lay_out(self, checkpoint: Checkpoint) -> None:
         """Everyone gets the plan; servers their keys, workers the layers; one layer at a time."""
         enlist = self._plan.enlist
-        self._reports = Reports(enlist.step, enlist.detailed_steps, self.endpoint.clock)
-        kept = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for node in range(enlist.nodes):
             if node != MASTER:
                 self.endpoint.post(node, enlist)
-        self._part = self._member = cast(ParallelMember, self._plan.strategy.member(self.endpoint, enlist))
-        self._part.emit = self._log.write
-        self.endpoint.inspect_too(self._inspect)
         for index, layer in enumerate(self._layers):
-            holders = kept.get(index, [])
+            holders = self._holders.get(index, [])
             for worker in holders:
                 self.endpoint.post(worker, Restore(enlist.step, index, portable_layer.encode(layer)))
             lacking = [worker for worker in self._workers if worker not in holders]
@@ -197,8 +197,7 @@ class ParallelLead(Lead):
     def _count(self, step: int) -> float:
         """The mean loss of the samples that made up the step. Where nobody could tell, that of the step before."""
         if step < self._plan.brief.step:
-            told = self.snapshot.told if self.snapshot is not None else {}
-            self._last_loss = told.get(step, self._last_loss)
+            self._last_loss = self._told.get(step, self._last_loss)
             return self._last_loss
         if self._pace.mixed:
             taken: list[Did] = []
@@ -214,13 +213,11 @@ class ParallelLead(Lead):
         return self._last_loss
 
     def leave(self) -> dict[int, float]:
-        if self._member is not None:
-            for mail in self.endpoint.collect():  # what the last steps came to may be among it
-                self._take(mail)
+        for mail in self.endpoint.collect():  # what the last steps came to may be among it
+            self._take(mail)
         super().leave()
-        told = self.snapshot.told if self.snapshot is not None else {}
         heard = {step: _mean_loss([did for _, did in dids], math.nan) for step, dids in self._dids.items()}
-        return {**told, **{step: loss for step, loss in heard.items() if math.isfinite(loss)}}
+        return {**self._told, **{step: loss for step, loss in heard.items() if math.isfinite(loss)}}
 
     def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
         for worker in self._workers:
@@ -405,7 +402,7 @@ class ParallelLead(Lead):
                 self.endpoint.post(other, Lost(node))
         if serves and self._fetch is not None:
             self.endpoint.post(heir, self._fetch)
-        self.survived(
+        self._survived(
             events.Regrouped(
                 time.monotonic(), self._committed, self.endpoint.generation, str(lost), len(self.hellos),
                 self.endpoint.clock() - started, (node,), lost.notice_s, 0, "replica" if serves else "servers",

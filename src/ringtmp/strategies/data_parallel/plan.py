@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ringtmp.errors import UsageError
-from ringtmp.metrics.events import EventLog
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.written_parameters import refuse_written
 from ringtmp.plan.rebalance import Balance
-from ringtmp.plan.route import MASTER
-from ringtmp.runtime.checkpoint import Checkpoint
-from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import Crew
+from ringtmp.runtime.leader import Start
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Brief, Roles, Share, Strategy
@@ -62,14 +58,8 @@ class ParallelPlan:
     def balance(self, not_before: float) -> Balance | None:
         return None
 
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> ParallelLead:
-        return ParallelLead(endpoint, crew, log, self)
-
-    def start(self, leader: ParallelLead, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
-        phase("waiting for the nodes")
-        leader.gather([node for node in range(self.enlist.nodes) if node != MASTER])
-        phase("placing the layers")
-        leader.lay_out(checkpoint)
+    def lead(self, start: Start) -> ParallelLead:
+        return ParallelLead(start, self)
 
 
 def plan(

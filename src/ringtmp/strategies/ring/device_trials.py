@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 import torch
 
-from ringtmp.metrics.events import EventLog, LineTried
+from ringtmp.metrics.events import LineTried
 from ringtmp.model import portable_layer
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program, dtype_of
@@ -21,7 +21,7 @@ from ringtmp.plan.devices import LayerCost
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.leader import HELLO_LIMIT_S, Crew, Lead
+from ringtmp.runtime.leader import HELLO_LIMIT_S, Lead, Start
 from ringtmp.runtime.segment_edges import run_backward
 from ringtmp.strategies.ring.link_trials import (
     AGAIN_S,
@@ -158,10 +158,10 @@ class Answers:
 
 
 class Scout(Lead):
-    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
-        super().__init__(endpoint, crew, log)
+    def __init__(self, start: Start) -> None:
+        super().__init__(start)
         self._timed: dict[int, Timed] = {}
-        self._lines = Lines(endpoint, self._until_node)
+        self._lines = Lines(self.endpoint, self._until_node)
 
     def look(
         self, addresses: Mapping[int, Address], sample: Sample, pairs: Callable[[Sequence[int]], list[list[Pair]]] = rounds_of,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,17 +19,16 @@ import torch
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
 from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, ProtocolError, SnapshotUnusable, WaitTimeout
-from ringtmp.metrics.events import EventLog, SnapshotWhole, Warned
+from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
 from ringtmp.model.export import EXAMPLE_BATCH, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
-from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.leader import WAIT_S, Crew, Lead
+from ringtmp.runtime.endpoint import Mail
+from ringtmp.runtime.leader import WAIT_S, Lead, Start
 from ringtmp.runtime.losses import LossFunction, Score
-from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
@@ -86,49 +86,51 @@ class _Step:
 
 
 class Master(Lead):
-    def __init__(
-        self, endpoint: Endpoint, crew: Crew, layers: Sequence[Layer], loss: LossFunction, log: EventLog
-    ) -> None:
-        super().__init__(endpoint, crew, log)
+    """Leads a ring whose nodes have all said hello. `setup` has everyone's addresses; a node gets those of its neighbours."""
+
+    def __init__(self, start: Start, setup: Setup, layers: Sequence[Layer], loss: LossFunction) -> None:
+        super().__init__(start, setup.step, setup.detailed_steps)
+        endpoint = self.endpoint
+        self._setup = setup
+        self._protection = start.protection
         self._layers = layers
         self._loss = loss
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
         self._lines = Lines(endpoint, self._until_node)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
-        self._batch: Batch | None = None  # of an evaluation
         self._steps: dict[int, _Step] = {}  # training steps under way
         self._question: Fetch | Recall | None = None  # which layer was asked for last
         self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
-        self._score: Score | None = None
-        self._outputs: list[Any] | None = None
+        self._came_out: Callable[[int, Any], None] = lambda microbatch, outputs: None  # in a pass without training
+        endpoint.shelf.reserve_bytes = checkpoint_bytes(layers, setup.recipe)
+        self.node = Node(endpoint, self._setup_of(MASTER), owner=self)
+        self.node.emit = self._log.write
+        self._member = self.node
+        endpoint.inspect_too(self._inspect)
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
-    def lay_out(self, setup: Setup, checkpoint: Checkpoint) -> None:
+    def lay_out(self, checkpoint: Checkpoint) -> None:
         """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
         whoever has it in the last whole snapshot, which mostly is the holder itself."""
-        everyone = setup.addresses
-        self._reports = Reports(setup.step, setup.detailed_steps, self.endpoint.clock)
-        self.endpoint.shelf.reserve_bytes = checkpoint_bytes(self._layers, setup.recipe)
-        for node in setup.route.nodes():
-            near = {peer: everyone[peer] for peer in setup.route.neighbours(node)}
-            theirs = msgspec.structs.replace(setup, addresses=near)
-            if node == MASTER:
-                self._member = node_here = Node(self.endpoint, theirs, owner=self)
-                node_here.emit = self._log.write
-                self.endpoint.inspect_too(self._inspect)
-            else:
-                self.endpoint.post(node, theirs)
-        for node in self.hellos.keys() - setup.route.nodes():
+        route, snapshot = self._setup.route, self._snapshot
+        for node in route.nodes():
+            if node != MASTER:
+                self.endpoint.post(node, self._setup_of(node))
+        for node in self.hellos.keys() - route.nodes():
             self.endpoint.post(node, Meet({}))  # left out: nobody's peer
-        here = {} if self.snapshot is None else places(self.snapshot.step, self.hellos, self.endpoint.shelf.contents())
+        here = {} if snapshot is None else places(snapshot.step, self.hellos, self.endpoint.shelf.contents())
         for index, layer in enumerate(self._layers):
-            holder = setup.route.holder(index).node
-            if self.snapshot is not None and layer.tensors:
-                self._bring_back(self.snapshot.step, index, holder, here[index])
+            holder = route.holder(index).node
+            if snapshot is not None and layer.tensors:
+                self._bring_back(snapshot.step, index, holder, here[index])
             else:
                 self._place(index, holder, checkpoint.layer(index, layer))
+
+    def _setup_of(self, node: int) -> Setup:
+        near = {peer: self._setup.addresses[peer] for peer in self._setup.route.neighbours(node)}
+        return msgspec.structs.replace(self._setup, addresses=near)
 
     def _place(self, index: int, holder: int, given: LayerTensors) -> None:
         tensors, state = given
@@ -164,11 +166,6 @@ class Master(Lead):
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    @property
-    def node(self) -> Node:
-        assert isinstance(self._member, Node), "the ring is not laid out yet"
-        return self._member
-
     def train_step(
         self, step: int, batch: Batch, fresh: bool, upcoming: Callable[[int], Batch | None] | None = None
     ) -> float:
@@ -179,7 +176,9 @@ class Master(Lead):
         """
         started = self.endpoint.clock()
         if step not in self._steps:
-            self._begin_step(step, batch, fresh, self.protection.due(step))  # nothing is under way: the ring is at rest
+            self._begin_step(
+                step, batch, fresh, self._protection.due(step)
+            )  # nothing is under way: the ring is at rest
         if upcoming is not None and self.node.setup.recipe.staleness and step + 1 not in self._steps:
             following = upcoming(step + 1)
             if following is not None:
@@ -193,41 +192,39 @@ class Master(Lead):
 
     def _begin_step(self, step: int, batch: Batch, fresh: bool, keep: bool = False) -> None:
         if keep:
-            self.protection.begin([index for index, layer in enumerate(self._layers) if layer.tensors])
+            self._protection.begin([index for index, layer in enumerate(self._layers) if layer.tensors])
         self._steps[step] = _Step(batch, self._begin_pass(step, batch, True, fresh, keep))
         self._committed = step + 1
 
-    def evaluate(self, batches: Sequence[Batch] | Any, step: int, bytes_model: bool) -> Score:
-        self._score = Score(bytes_model=bytes_model)
-        for batch in batches:
-            self._batch = batch
-            self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
-        self._batch = None
-        score, self._score = self._score, None
+    def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
+        score = Score(bytes_model=bytes_model)
+
+        def add(batch: Batch, microbatch: int, outputs: Any) -> None:
+            targets = batch.targets[microbatch]
+            score.add(float(self._loss(outputs, targets)), outputs, targets)
+
+        self._run_through(batches, step, add)
         return score
 
-    def predict(self, batches: Any, step: int) -> list[Any]:
+    def predict(self, batches: Iterable[Batch], step: int) -> list[Any]:
         """The model's outputs, one entry per microbatch, in order."""
-        self._outputs = []
+        found: list[Any] = []
+        self._run_through(batches, step, lambda batch, microbatch, outputs: found.append(outputs))
+        return found
+
+    def _run_through(
+        self, batches: Iterable[Batch], step: int, came_out: Callable[[Batch, int, Any], None]
+    ) -> None:  # fmt: skip
         for batch in batches:
-            self._batch = batch
+            self._came_out = partial(came_out, batch)
             self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)
-        outputs, self._outputs = self._outputs, None
-        self._batch = None
-        return outputs
 
     def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None:
         """Called by the node when a microbatch has gone through the last layer."""
         nested = nest(self._layers[-1].output, outputs)
-        if not training and self._outputs is not None:
-            self._outputs.append(nested)
-            return None
         if not training:
-            assert self._batch is not None
-            assert self._score is not None
-            targets = self._batch.targets[microbatch]
             with torch.no_grad():
-                self._score.add(float(self._loss(nested, targets)), nested, targets)
+                self._came_out(microbatch, nested)
             return None
         current = self._steps[step]
         with torch.enable_grad():
@@ -331,9 +328,9 @@ class Master(Lead):
             self._inspected[mail.sender] = reply_checks.inspected(mail.message, mail.sender, self.node.route)
         elif isinstance(mail.message, Held):
             held = reply_checks.held(mail.message, mail.sender, self.node.route, len(self._layers))
-            if self.protection.held(held, mail.sender):
+            if self._protection.held(held, mail.sender):
                 # Now, and not when the step ends: it may never end, and nobody has the one before any more.
-                self._log.write(SnapshotWhole(time.monotonic(), held.step, self.protection.interval))
+                self._log.write(SnapshotWhole(time.monotonic(), held.step, self._protection.interval))
                 for node in self.node.route.nodes():
                     self.endpoint.post(node, Whole(held.step))
             elif held.trouble:

@@ -27,9 +27,8 @@ from ringtmp.plan.partition import deeper
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.rebalance import Balance
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
-from ringtmp.runtime.checkpoint import Checkpoint
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import Crew
+from ringtmp.runtime.leader import Crew, Start
 from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import Brief, Share
 from ringtmp.strategies.ring.device_trials import Scout, sample_of
@@ -60,14 +59,8 @@ class RingPlan:
         members = [visit.node for visit in self.setup.route.visits[:-1]]
         return Balance(self.planned, self.brief.devices, members, not_before)
 
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
-        return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
-
-    def start(self, leader: Master, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
-        phase("waiting for the nodes")
-        leader.gather([node for node in self.setup.route.nodes() if node != MASTER])
-        phase("placing the layers")
-        leader.lay_out(self.setup, checkpoint)
+    def lead(self, start: Start) -> Master:
+        return Master(start, self.setup, self.brief.layers, self.brief.loss)
 
 
 def plan(brief: Brief) -> RingPlan:
@@ -110,8 +103,7 @@ def tried(
     if crew.alike or sample is None:
         return brief, dict(hellos)
     phase("measuring the devices")
-    scout = Scout(endpoint, crew, log)
-    scout.hellos.update(hellos)
+    scout = Scout(Start(endpoint, crew, log, hellos))
     numbers = sorted(brief.addresses)
     pairs = neighbours_of if order_is_given(brief) else rounds_of
     seen = scout.look(brief.addresses, sample[1], pairs, brief.apart)

@@ -1,0 +1,243 @@
+"""Leads when a node has died, and whenever else the ring must be laid out anew: devices come, go, or turn out slower.
+
+A new generation goes on from the newest state that is whole. Those who live stay as they are, somebody takes the lost one's
+place, the steps since are done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, SnapshotUnusable
+from ringtmp.metrics.events import Regrouped
+from ringtmp.model.portable_layer import Layer
+from ringtmp.run.generation import Generation, Generations, Origin, Run
+from ringtmp.run.rebalancing import Ready
+from ringtmp.runtime.checkpoint import Progress
+from ringtmp.runtime.leader import Lead, Start
+from ringtmp.runtime.optimizers import state_tensors
+from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
+from ringtmp.strategies.base import Leader
+from ringtmp.wire.messages import Renew
+
+#: So many losses in a row without a step further than ever before: something kills them, and would go on.
+MOST_IN_A_ROW = 8
+
+
+def memory_need(layers: Sequence[Layer], optimizer: str, settings: Mapping[str, Any], nodes: int) -> int:
+    """Bytes that all nodes together need at least: weights, gradients, optimizer state. Nothing is kept twice here, and
+    activations are not counted: what is short of this cannot go on, what is above it is tried."""
+    if nodes == 1:
+        return 0
+    parameters = sum(layer.parameters for layer in layers) * 4
+    return parameters * (2 + state_tensors(optimizer, settings))
+
+
+class Losses:
+    """The losses of one healing, and whether there were too many without any progress between them."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._furthest = 0
+        self._now: list[NodeLost] = []
+
+    def begin(self) -> None:
+        self._now = []
+
+    def bear(self, lost: NodeLost) -> bool:
+        """Whether to go on after one more."""
+        self._now.append(lost)
+        self._in_a_row += 1
+        return lost.node is not None and self._in_a_row <= MOST_IN_A_ROW
+
+    def found(self, losses: Iterable[NodeLost]) -> list[NodeLost]:
+        """Of these, whoever was not told of in this healing; from here on it is."""
+        new = [each for each in losses if each.node not in self.nodes]
+        self._now += new
+        return new
+
+    def step_done(self, steps: int) -> None:
+        if steps > self._furthest:
+            self._furthest, self._in_a_row = steps, 0
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(map(str, self._now))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        lost = (each.node for each in self._now if not isinstance(each, LinkLost))
+        return tuple(dict.fromkeys(node for node in lost if node is not None))
+
+    @property
+    def notice_s(self) -> float:
+        return max((each.notice_s for each in self._now), default=0.0)
+
+
+class Healing:
+    def __init__(self, run: Run, generations: Generations) -> None:
+        self._run = run
+        self._generations = generations
+        self._crew = run.crew
+        self.record = run.record
+        self.losses = Losses()
+        self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
+
+    # -- the four reasons for a new generation ------------------------------------------------------------------------
+
+    def heal(self, lost: NodeLost, reached: Progress) -> Generation:
+        """Somebody was lost. A loss meanwhile begins it anew."""
+        noticed = time.monotonic()
+        self.losses.begin()
+        while True:
+            if self._run.job.config.keep.protect == "off" or not self.losses.bear(lost):
+                raise lost
+            if isinstance(lost, LinkLost):
+                self._apart |= {lost.pair}
+            else:  # whoever takes its place may have other links
+                self._apart = frozenset(pair for pair in self._apart if lost.node not in pair)
+            self.record.warn(f"{lost}; healing")
+            try:
+                generation, source = self._revive(reached)
+                break
+            except NodeLost as another:
+                lost = another
+        repeated = reached.step - generation.progress.step
+        self.record.survived(
+            self._regrouped(self.losses.reason, noticed, generation.step, repeated=repeated, source=source)
+        )
+        return generation
+
+    def regroup(self, leader: Leader, progress: Progress, reason: str) -> Generation | None:
+        """Devices come or go: at a step boundary save, and begin again from what was saved with those who are left. None:
+        there is no room on the disk."""
+        started = time.monotonic()
+        self.losses.begin()
+        if not self._run.saving.save(leader, progress):
+            return None
+        self.record.watcher.tell(f"{reason}: laying the ring out anew after step {progress.step}")
+        if self._crew.all_anew():
+            self.dismiss(leader, progress, "a new generation begins")
+            generation = self._all_anew(progress)
+        else:
+            generation, _ = self._revive(progress)
+        reasons = "; ".join(filter(None, (reason, self.losses.reason)))
+        self.record.write(self._regrouped(reasons, started, generation.progress.step))
+        return generation
+
+    def rebalance(self, leader: Leader, progress: Progress, ready: Ready) -> Generation | None:
+        """Devices are not as fast as planned. None: there is no room on the disk."""
+        rebalancing = self._run.rebalancing
+        # Going back to a snapshot would skip the batches since, where they are not kept.
+        here = ready.here or self._run.batches.gone
+        if here and not self._run.saving.save(leader, progress):
+            rebalancing.drop()
+            return None
+        rebalancing.begin(ready.move)
+        started = time.monotonic()
+        self.losses.begin()
+        generation, source = self._revive(progress)
+        step = generation.progress.step
+        event = self._regrouped(
+            ready.move.reason, started, step, repeated=progress.step - step, source=source, kind="rebalanced"
+        )
+        self.record.write(event)
+        self.record.watcher.tell(rebalancing.moved(event, ready.move))
+        return generation
+
+    def dismiss(self, leader: Leader, progress: Progress, reason: str) -> None:
+        """Stop everyone. Somebody who died when all was saved was needed by nobody any more: a loss that costs nothing."""
+        for lost in leader.stop(reason):
+            self.losses.begin()
+            self.losses.found([lost])
+            self.record.warn(f"{lost}; the checkpoint of step {self._run.saving.step} was there by then")
+            self.record.write(self._regrouped(str(lost), time.monotonic(), progress.step, source="checkpoint"))
+
+    # -- the next generation ------------------------------------------------------------------------------------------
+
+    def _regrouped(
+        self, reason: str, since: float, step: int, *, repeated: int = 0, source: str = "", kind: str = ""
+    ) -> Regrouped:
+        now, losses = time.monotonic(), self.losses
+        return Regrouped(
+            now, step, self._generations.number, reason, nodes=self._crew.nodes, seconds=now - since, lost=losses.nodes,
+            notice_s=losses.notice_s, repeated=repeated, source=source, kind=kind,
+        )  # fmt: skip
+
+    def _revive(self, reached: Progress) -> tuple[Generation, str]:
+        """From the newest state that is whole; returns what that was, too. Those who are left may not hold the model: then
+        the run pauses until another comes."""
+        while True:
+            try:
+                return self._revived(reached)
+            except DoesNotFit as short:
+                if self._crew.await_another(str(short), self._run.interrupted):
+                    continue
+                if self._run.interrupted():
+                    go_on = self._run.job.how_to_go_on
+                    raise Interrupted(f"interrupted while the run was paused: {go_on}") from None
+                raise
+
+    def _revived(self, reached: Progress) -> tuple[Generation, str]:
+        run, generations, protection = self._run, self._generations, self._run.protection
+        endpoint, config = generations.endpoint, generations.config
+        told = generations.leave()
+        generations.number += 1
+        checkpoint = run.saving.open()
+        need_bytes = memory_need(
+            run.layers, config.training.optimizer, config.training.optimizer_settings, self._crew.nodes
+        )
+        living = self._crew.mend(run.name, generations.number, not run.strategy.splits_layers, need_bytes)
+        for other in self.losses.found(self._crew.found_lost):
+            self.record.warn(f"{other}; healing")
+        endpoint.renew(generations.number, Renew(generations.number), living)
+        generations.settle()
+        scout = Lead(Start(endpoint, self._crew, self.record.log))
+        scout.gather(self._crew.addresses())
+        kept, saved = endpoint.shelf.contents(), checkpoint.progress.step
+        if survivors := run.strategy.state_from == "survivors":
+            snapshot = in_hand(scout.hellos, kept, run.layers, Snapshot(reached, told=told), saved)
+        else:
+            snapshot = protection.newest(scout.hellos, kept, run.layers, saved)
+        if snapshot is None and (whole := protection.whole) is not None and whole.step > saved:
+            protection.spoil()  # gone with those who held it
+        progress = checkpoint.progress if snapshot is None else self._without_undone_epoch(snapshot.progress)
+        try:
+            generation = generations.lay_out(Origin(checkpoint, progress, scout.hellos, snapshot, self._apart))
+        except SnapshotUnusable as problem:
+            protection.spoil()
+            self.record.warn(f"{problem}; going back to the checkpoint of step {saved}")
+            return self._revived(reached)
+        return generation, "checkpoint" if snapshot is None else "survivors" if survivors else "snapshot"
+
+    def _without_undone_epoch(self, progress: Progress) -> Progress:
+        """Where the step that ends an epoch is done again, the epoch has not ended."""
+        per_epoch = self._run.batches.steps_per_epoch
+        if per_epoch is None:
+            return progress
+        return msgspec.structs.replace(progress, epochs_done=min(progress.epochs_done, progress.step // per_epoch))
+
+    def _all_anew(self, progress: Progress) -> Generation:
+        """Every process starts again, with fresh keys. Somebody may be lost meanwhile: then all who are left start again."""
+        generations = self._generations
+        generations.leave()
+        self.losses.begin()
+        while True:
+            generations.number += 1
+            try:
+                generations.endpoint = self._crew.regroup(self._run.name, generations.number)
+                break
+            except NodeLost as lost:
+                if not self.losses.bear(lost):
+                    raise
+                self.record.warn(f"{lost}; starting again without it")
+        generations.settle()
+        checkpoint = self._run.saving.open()
+        try:
+            return generations.lay_out(Origin(checkpoint, checkpoint.progress, apart=self._apart))
+        except DoesNotFit:  # without the one that was revoked: pauses until another comes
+            return self._revive(progress)[0]

@@ -1,0 +1,59 @@
+"""What a run says of itself: to its event log, and to whoever looks on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog, Regrouped
+from ringtmp.run.job import Watcher
+from ringtmp.wire.messages import Hello
+
+
+class Record:
+    def __init__(self, log: EventLog, watcher: Watcher) -> None:
+        self.log = log
+        self.watcher = watcher
+
+    def write(self, event: events.Event) -> None:
+        self.log.write(event)
+
+    def warn(self, text: str) -> None:
+        self.watcher.warn(text)
+        self.log.write(events.Warned(time.monotonic(), text))
+
+    def survived(self, event: Regrouped) -> None:
+        """A node was lost, and the run goes on."""
+        self.log.write(event)
+        self.watcher.tell(lost_text(event))
+
+
+def unlike(hellos: Mapping[int, Hello], own: Mapping[str, Any]) -> list[str]:
+    """A line for every node whose arithmetic may not be the master's."""
+    return [
+        f"node {node} has torch {hello.torch} with {hello.capability}, the master {own['torch']} with {own['capability']}: "
+        "weights may differ in their last bits from those of one process, and after a loss from an undisturbed run's"
+        for node, hello in sorted(hellos.items())
+        if (hello.torch, hello.capability) != (own["torch"], own["capability"])
+    ]
+
+
+def steps_again(count: int) -> str:
+    return "no step" if not count else f"{count} step{'s' if count > 1 else ''}"
+
+
+def lost_text(event: Regrouped) -> str:
+    """One line for whoever looks on."""
+    who = " and ".join(f"node {node}" for node in event.lost) or "a link"
+    steps = steps_again(event.repeated)
+    lost = f"{who} lost, noticed within {event.notice_s:.1f} s"
+    after = f"{event.nodes} nodes go on after {event.seconds:.1f} s (generation {event.generation})"
+    if event.source == "servers":
+        return f"{lost}; the servers have the parameters, no step to do again; {after}"
+    if event.source == "replica":
+        return f"{lost}; the next server has its keys, no step to do again; {after}"
+    if event.source == "survivors":
+        return f"{lost}; on from step {event.step} with what the survivors have, {steps} to do again; {after}"
+    return f"{lost}; back to the {event.source} of step {event.step}, {steps} to do again; {after}"

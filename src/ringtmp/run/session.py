@@ -1,0 +1,190 @@
+"""One training run, from settings to result: build or resume, lay out, train, keep.
+
+Everything that can be refused is refused before a node starts; everything that was started is stopped on every way out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import partial
+
+from ringtmp.config import usual_microbatches
+from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.sources import Stream
+from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
+from ringtmp.errors import Interrupted, NodeLost, RingError
+from ringtmp.launch.node_pool import Crew
+from ringtmp.metrics import events
+from ringtmp.metrics.events import EventLog
+from ringtmp.model.export import EXAMPLE_BATCH
+from ringtmp.run.build_model import write_model
+from ringtmp.run.checkpoints import Saving
+from ringtmp.run.generation import Generations, Origin, Run, settled
+from ringtmp.run.healing import Healing
+from ringtmp.run.interruption import Interruption
+from ringtmp.run.job import Job, Watcher
+from ringtmp.run.measure_model import Reading
+from ringtmp.run.rebalancing import Rebalancing
+from ringtmp.run.record import Record
+from ringtmp.run.training_loop import TrainingLoop
+from ringtmp.runtime.checkpoint import Progress, weights_sha256
+from ringtmp.runtime.learning_rates import checked_schedule
+from ringtmp.runtime.snapshot_schedule import Protection
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import Leader
+from ringtmp.system.resources import free_memory_bytes, keeping_what_is_there
+
+FAILED_STOP_LIMIT_S = 0.5
+
+
+class Session:
+    def __init__(self, job: Job, crew: Crew, watcher: Watcher, interrupted: Interruption) -> None:
+        self._job = job
+        self._crew = crew
+        self._watcher = watcher
+        self._interrupted = interrupted
+        training, keep = job.config.training, job.config.keep
+        self._microbatches = usual_microbatches(training)
+        self._batch_size = job.train.batch_size if isinstance(job.train, Stream) else training.batch_size
+        self._batches = TrainingBatches(
+            job.train, self._batch_size, self._microbatches, training.seed, keep=keep.stream_keep, folder=job.run.stream,
+            memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_LIMIT_BYTES, free_memory_bytes() // 4)),
+        )  # fmt: skip
+        self._targets = job.train.example(EXAMPLE_BATCH)[1]
+        self._ring = secrets.token_hex(8)
+        self._outcome = "failed"
+        self._step = 0  # where the run ended
+        self._begun = False  # its first line is written
+        self.unwritten: list[events.Event] = []  # what the record on the disk lacks when the run has ended
+
+    def train(self) -> None:
+        """Run to the end. Raises; whatever it raises, the checkpoints and events so far are kept."""
+        run = self._job.run
+        if self._job.model is None:
+            run.open()
+        else:
+            run.create()
+        run.lock()
+        try:
+            self._recorded(Record(EventLog(run.events), self._watcher))
+        finally:
+            run.discard()
+            run.unlock()
+
+    def _recorded(self, record: Record) -> None:
+        error, digest = None, None
+        try:
+            digest = self._whole_run(record)
+        except RingError as problem:
+            error = str(problem)
+            raise
+        except BaseException as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            raise
+        finally:
+            self._interrupted.deaf = True  # every wait from here has a limit
+            self._crew.stop()
+            self._tell_of_removed(record)
+            record.write(events.RunEnded(time.monotonic(), self._step, self._outcome, digest, error, self._begun))
+            record.log.close()
+            self._tell_of_unwritten(record)
+
+    def _whole_run(self, record: Record) -> str:
+        """Returns the digest of the weights."""
+        job, config = self._job, self._job.config
+        endpoint = self._crew.start(self._ring, 1)
+        config = settled(config, self._crew)
+        if job.model is not None:
+            keep_all = self._crew.alike or config.ring.all_devices
+            enough = partial(registry.get(config.ring.strategy).refuse_too_few, config, self._crew.nodes, keep_all)
+            how = Reading.of(config.training, self._batches, self._batch_size, (job.loss, job.loss_name))
+            write_model(job.run, job.model, job.train, how, phase=self._watcher.phase, known=enough)
+        run = self._opened(record)
+        generations = Generations(run, config, self._microbatches, endpoint)
+        with keeping_what_is_there():
+            return self._led(run, generations)
+
+    def _opened(self, record: Record) -> Run:
+        """With the model as it lies in the run directory."""
+        job, (index, layers) = self._job, self._job.run.read_layers()
+        training, ring, keep = job.config.training, job.config.ring, job.config.keep
+        total, per_epoch = training.steps, self._batches.steps_per_epoch
+        if total is None and per_epoch is not None and training.epochs is not None:
+            total = per_epoch * training.epochs
+        strategy = registry.get(ring.strategy)
+        protect = keep.protect if strategy.state_from == "snapshot" else "checkpoint"
+        return Run(
+            job=job, crew=self._crew, record=record, interrupted=self._interrupted, name=self._ring, index=index,
+            layers=layers, batches=self._batches, batch_size=self._batch_size, targets=self._targets, total_steps=total,
+            lr_schedule=checked_schedule(training.lr_schedule, total),
+            saving=Saving(job.run.checkpoints, index.run, self._batches, record),
+            strategy=strategy, protection=Protection(protect, training.staleness), rebalancing=Rebalancing(ring.rebalance),
+        )  # fmt: skip
+
+    def _led(self, run: Run, generations: Generations) -> str:
+        """The first generation, and all that come after it."""
+        healing, origin, loop = Healing(run, generations), run.saving.opened, None
+        try:
+            self._begin_stream(run)
+            try:
+                first = generations.lay_out(Origin(origin, origin.progress))
+            except NodeLost as lost:
+                first = healing.heal(lost, origin.progress)
+            self._interrupted.armed = True
+            loop = TrainingLoop(run, first, healing)
+            self._outcome = loop.to_the_end()
+            return weights_sha256(run.saving.newest(), run.layers)
+        except Interrupted:
+            self._outcome = "interrupted"
+            raise
+        finally:
+            self._interrupted.deaf = True
+            self._begun, reached = generations.begun, origin.progress if loop is None else loop.progress
+            self._step = reached.step
+            if generations.newest is not None:
+                self._stop(generations.newest.leader, healing, reached)
+            if self._outcome in ("done", "stopped early") or run.saving.step == reached.step:
+                self._batches.close()
+
+    def _begin_stream(self, run: Run) -> None:
+        batches, progress = self._batches, run.saving.opened.progress
+        if self._job.config.training.steps is None and batches.steps_per_epoch is None and batches.once:
+            self._watcher.tell("the data is read once: training goes on until it ends, or give steps")
+        batches.go_on(progress.step, progress.stream)
+        if self._job.model is None and (reason := batches.not_ours) is not None:
+            run.record.warn(
+                f"{reason}: their order is not ours to repeat, so this run may see other batches than one that never stopped"
+            )
+
+    def _stop(self, leader: Leader, healing: Healing, reached: Progress) -> None:
+        record = healing.record
+        try:
+            if self._outcome == "failed":  # somebody may be dead and never answer
+                leader.stop(self._outcome, FAILED_STOP_LIMIT_S)
+            else:
+                healing.dismiss(leader, reached, self._outcome)
+        except Exception as problem:  # a broken link must not hide why the run ended
+            record.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
+        record.write(leader.farewell())
+
+    def _tell_of_removed(self, record: Record) -> None:
+        """Somebody may have removed what the run itself never reads again."""
+        run = self._job.run
+        if self._begun and (missing := run.missing()):
+            record.warn(
+                f"{run.path} lacks {' and '.join(missing)}, removed while the run lasted: it cannot be resumed; "
+                "checkpoints written since then load in plain PyTorch"
+            )
+
+    def _tell_of_unwritten(self, record: Record) -> None:
+        log, file = record.log, self._job.run.events
+        self.unwritten = log.unwritten
+        if not self.unwritten and (news := log.news()) is not None:
+            self._watcher.warn(news)
+        if count := len(self.unwritten):
+            text = f"{file} lacks the last {count} events, for which there was no room"
+            if log.gone:
+                text = f"{file} was removed and cannot be written again: its {count} events are in memory alone"
+            self.unwritten.append(events.Warned(time.monotonic(), text))
+            self._watcher.warn(text)
