@@ -20,6 +20,7 @@ from ringtmp.launch.join_server import Device, Hub
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.joined_devices import RemoteCrew
 from ringtmp.launch.key_store import Rings, identity
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.route import kept_apart
 from ringtmp.transport.base import Transport
 from ringtmp.transport.faults import Severed

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from ringtmp.run.losses_of_nodes import memory_need
 
 from ringtmp.api import Result, Ring
 from ringtmp.config import RunConfig, TrainingPart, resolve
 from ringtmp.errors import UsageError
+from ringtmp.run.healing import memory_need
 from ringtmp.runtime.learning_rates import checked_schedule, learning_rate
 from ringtmp.runtime.optimizers import (
     OPTIMIZERS,
