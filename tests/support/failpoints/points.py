@@ -28,9 +28,13 @@ def _evaluating(_node: Any, state: Any) -> bool:
     return bool(state.activations) and not state.activations[0].message.training
 
 
-NODE, KEEPING, SHELF = "ring.node:Node", "ring.keeping:Keeping", "ring.shelf:Shelf"
-WORKER, ENDPOINT, MASTER = "ring.worker:Worker", "ring.endpoint:Endpoint", "ring.master:Master"
-WRITER, SESSION = "ring.checkpoint:CheckpointWriter", "session:Session"
+NODE, KEEPING, SHELF = (
+    "strategies.ring.node:Node",
+    "strategies.ring.node_snapshots:Keeping",
+    "runtime.snapshot_store:Shelf",
+)
+WORKER, ENDPOINT, MASTER = "runtime.worker:Worker", "runtime.endpoint:Endpoint", "strategies.ring.master:Master"
+WRITER, SESSION = "runtime.checkpoint:CheckpointWriter", "run.training_loop:Session"
 
 #: Where layers lie, so that points can count them: nodes 1 and 2 have two each, the master the first and the last.
 CUTS = "0,1-2,3-4,5"
