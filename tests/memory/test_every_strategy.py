@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ringtmp.bench.cases import case_named, pipelined
+from ringtmp.bench.training_runs.speed_cases import case_named, pipelined
 from ringtmp.bench.ideal import busiest_values
 
 from costs import devices, layers

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ringtmp.api import Result, Ring
-from ringtmp.config import RunConfig, TrainingPart, resolve
+from ringtmp.config import RunConfig, TrainingPart
+from ringtmp.run.resolve import resolve
 from ringtmp.errors import UsageError
 from ringtmp.run.healing import memory_need
 from ringtmp.runtime.learning_rates import checked_schedule, learning_rate

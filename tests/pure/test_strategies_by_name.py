@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from ringtmp.bench.cases import case_named, chosen_cases
+from ringtmp.bench.training_runs.speed_cases import case_named, chosen_cases
 
 import ringtmp
 from installed import importable, install
 from ringtmp.bench.experiments import ways
 from ringtmp.cli.strategies import command
-from ringtmp.config import RingPart, RunConfig, resolve
+from ringtmp.config import RingPart, RunConfig
+from ringtmp.run.resolve import resolve
 from ringtmp.errors import UsageError
 from ringtmp.strategies import registry
 from ringtmp.strategies.registry import Choice
