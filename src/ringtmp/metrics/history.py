@@ -63,9 +63,9 @@ def history_of(parts: Sequence[Part]) -> History:
 
 def _row(step: StepDone, test: Evaluated | None, at_s: float, part: int) -> Row:
     return Row(
-        step.step + 1, step.epoch + 1, step.loss,
-        test.loss if test else None, test.accuracy if test else None, test.bits_per_byte if test else None,
-        step.lr, step.samples, step.wall_s, at_s, part,
+        step=step.step + 1, epoch=step.epoch + 1, loss=step.loss, test_loss=test.loss if test else None,
+        accuracy=test.accuracy if test else None, bits_per_byte=test.bits_per_byte if test else None, rate=step.lr,
+        samples=step.samples, seconds=step.wall_s, at_s=at_s, part=part,
     )  # fmt: skip
 
 
@@ -76,8 +76,9 @@ def _epoch(rows: Sequence[Row]) -> Row:
     samples = sum(each.samples for each in rows)
     loss = sum(each.loss * each.samples for each in rows) / samples if samples else last.loss
     return Row(
-        last.step, last.epoch, loss, tested.test_loss, tested.accuracy, tested.bits_per_byte,
-        last.rate, samples, sum(each.seconds for each in rows), last.at_s, last.part,
+        step=last.step, epoch=last.epoch, loss=loss, test_loss=tested.test_loss, accuracy=tested.accuracy,
+        bits_per_byte=tested.bits_per_byte, rate=last.rate, samples=samples,
+        seconds=sum(each.seconds for each in rows), at_s=last.at_s, part=last.part,
     )  # fmt: skip
 
 

@@ -167,8 +167,10 @@ class _Tally:
 
     def part(self, before_s: float) -> Part:
         return Part(
-            self._started, self.ended, self._nodes, self._ends, self._powers, tuple(self._steps), tuple(self._every_step),
-            {node: tuple(done) for node, done in self._node_steps.items()}, tuple(self.evaluations.values()),
-            tuple(self._recoveries), tuple(self._warnings), self._lost, self._last_at - self._started.at, before_s,
-            tuple(self._strayed), tuple(self._pauses),
+            started=self._started, ended=self.ended, nodes=self._nodes, ends=self._ends, powers=self._powers,
+            steps=tuple(self._steps), every_step=tuple(self._every_step),
+            node_steps={node: tuple(done) for node, done in self._node_steps.items()},
+            evaluations=tuple(self.evaluations.values()), recoveries=tuple(self._recoveries),
+            warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self._last_at - self._started.at,
+            before_s=before_s, strayed=tuple(self._strayed), pauses=tuple(self._pauses),
         )  # fmt: skip

@@ -121,9 +121,10 @@ class Recorder:
         kept = is_detailed(step, first_step, self._detailed_steps)
         joules = self._joules() if self._joules is not None else None
         record = NodeStep(
-            self._node, step, start, self._last_end, sum(self._busy.values()), sum(self._idle.values()),
-            dict(self._idle), self._sent, self._received, tuple(self._spans) if kept else (), dict(self._busy), oldest,
-            joules - self._joules_before if joules is not None else None, self._power,
+            node=self._node, step=step, start=start, end=self._last_end, busy_s=sum(self._busy.values()),
+            idle_s=sum(self._idle.values()), idle=dict(self._idle), sent_bytes=self._sent,
+            received_bytes=self._received, spans=tuple(self._spans) if kept else (), busy=dict(self._busy),
+            oldest=oldest, joules=joules - self._joules_before if joules is not None else None, power=self._power,
         )  # fmt: skip
         self._power = None
         self._keep_spans = is_detailed(step + 1, first_step, self._detailed_steps)

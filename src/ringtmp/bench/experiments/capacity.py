@@ -63,8 +63,9 @@ def job(choices: Choices, way: Way) -> Job:
         "--steps", "2", "--seed", str(choices.seed), *way.words(), *protect, "--all-devices", "--json", "--quiet",
     ]  # fmt: skip
     search = Search(
-        tuple(words), INPUTS, OUTPUTS, WIDTH, first_depth(choices, way), nodes(choices), 2.0 if choices.quick else 1.4,
-        2 if choices.quick else 6, not choices.quick,
+        words=tuple(words), inputs=INPUTS, outputs=OUTPUTS, width=WIDTH, depth=first_depth(choices, way),
+        least_depth=nodes(choices), factor=2.0 if choices.quick else 1.4, most_tries=2 if choices.quick else 6,
+        grow_width=not choices.quick,
     )  # fmt: skip
     return Job(
         experiment="capacity",

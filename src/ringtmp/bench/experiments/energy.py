@@ -72,11 +72,7 @@ def section(choices: Choices, measured: Measured) -> Section:
             *_by_node(every, measured),
         ),
         tuple(tables),
-        (
-            *shared_runs.refused(choices),
-            *behind,
-            *shared_runs.missing(cells(choices), measured),
-        ),
+        (*shared_runs.refused(choices), *behind, *shared_runs.missing(cells(choices), measured)),
     )
 
 

@@ -71,8 +71,9 @@ def measure(job: Job, repeat: int, environment: Environment, limit_s: float) -> 
                 error = f"{problem}\n{_last_words(finished.err)}"
     outcome: Outcome = "measured" if result else "timed out" if finished.timed_out else "failed"
     return Measurement(
-        SCHEMA, job, repeat, digest(job, environment), environment, at, finished.wall_s, meter.load_before,
-        meter.busy_before, stolen_s, outcome, error, result,
+        schema=SCHEMA, job=job, repeat=repeat, digest=digest(job, environment), environment=environment, at=at,
+        wall_s=finished.wall_s, load_before=meter.load_before, busy_before=meter.busy_before, stolen_s=stolen_s,
+        outcome=outcome, error=error, result=result,
     )  # fmt: skip
 
 

@@ -107,17 +107,17 @@ def _track(part: Part, start: NodeStarted) -> Track:
         causes.update(each.idle)
     end = part.ends.get(start.node)
     return Track(
-        start.node,
-        start.role,
-        start.parameters,
-        tuple(each.busy_s if each else 0.0 for each in mine),
-        tuple(each.idle_s if each else 0.0 for each in mine),
-        tuple(each.sent_bytes if each else 0 for each in mine),
-        tuple(each.received_bytes if each else 0 for each in mine),
-        dict(causes),
-        end.peak_rss_bytes if end else None,
-        part.powers.get(start.node),
-        end.sent_to if end else {},
+        node=start.node,
+        role=start.role,
+        parameters=start.parameters,
+        busy_s=tuple(each.busy_s if each else 0.0 for each in mine),
+        idle_s=tuple(each.idle_s if each else 0.0 for each in mine),
+        sent_bytes=tuple(each.sent_bytes if each else 0 for each in mine),
+        received_bytes=tuple(each.received_bytes if each else 0 for each in mine),
+        causes=dict(causes),
+        peak_rss_bytes=end.peak_rss_bytes if end else None,
+        power=part.powers.get(start.node),
+        sent_to=end.sent_to if end else {},
     )
 
 

@@ -89,7 +89,9 @@ def _ping(endpoint: Endpoint, exchange: Exchange) -> list[float]:
     found = []
     for number in range(exchange.count):
         began = time.perf_counter()
-        endpoint.post(1, Activations(0, 0, 0, number, exchange.count, True, False, (True,)), [tensor])
+        endpoint.post(
+            1, Activations(0, 0, 0, number, exchange.count, training=True, fresh=False, wants=(True,)), [tensor]
+        )
         _awaited(endpoint)
         found.append((time.perf_counter() - began) / 2)
     return found
