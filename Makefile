@@ -29,8 +29,8 @@ demo: setup
 	$(BIN)/ringtmp train
 
 lint: setup
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts examples
+	$(BIN)/ruff format --check src tests scripts examples
 	$(BIN)/mypy
 
 quick: setup

@@ -13,6 +13,7 @@ import pytest
 
 from commands import ringtmp
 from installed import EXAMPLE
+from test_joining import Ring
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +47,29 @@ def test_an_installed_strategy_is_listed_trained_with_and_compared(environment: 
     refused = ringtmp("train", "--strategy", "averaging:0", cwd=tmp_path, code=2, env=environment)
     assert "tau=0 must be at least 1" in refused.stderr
     assert "unknown strategy 'averaging'" in ringtmp("train", "--strategy", "averaging", cwd=tmp_path, code=2).stderr
+
+
+class Equipped(Ring):
+    """Only the master and one device have the package."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        super().__init__(folder)
+        self._path = environment["PYTHONPATH"]
+
+    def environment(self, name: str) -> dict[str, str]:
+        return super().environment(name) | ({"PYTHONPATH": self._path} if name != "bare" else {})
+
+
+@pytest.mark.long  # in memory in test_every_strategy
+def test_a_device_without_the_package_is_left_out_and_one_that_has_it_takes_part(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    ring = Equipped(tmp_path, environment)
+    try:
+        ring.master(3, "--strategy", "averaging:2", "--steps", 4, "--start-with", 2, "--wait", 1)
+        ring.device("bare")
+        ring.until("master", "bare lacks ringtmp-averaging 1.0, which the strategy comes from: it is left out")
+        ring.device("good")
+        assert ring.result()["steps"] == 4
+    finally:
+        ring.close()

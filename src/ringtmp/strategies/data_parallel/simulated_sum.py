@@ -31,8 +31,8 @@ def simulate_sums(
         if count > 1 and step == every - 1:
             ready = (_tree if tree else _ring)(crew, load, ready)
         ready = [crew.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
-    memory = [table.stored[-1]] * count
-    return crew.result(0.0, max(ready), every, per_step(crew.lines.carried, {}, every), memory)
+    carried = per_step(crew.lines.carried, {}, every)
+    return crew.result(0.0, max(ready), every, carried, memory_bytes=[table.stored[-1]] * count)
 
 
 def _ring(crew: Crew, load: Workload, ready: list[float]) -> list[float]:

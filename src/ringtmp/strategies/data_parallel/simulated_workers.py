@@ -86,15 +86,9 @@ class Crew:
         return self.devices[node].link.cpu_s(size)
 
     def result(
-        self,
-        begin: float,
-        end: float,
-        steps: float,
-        link_bytes: dict[tuple[int, int], float],
-        memory_bytes: Sequence[float],
-        servers: int = 0,
-        waits: Sequence[float] | None = None,
-    ) -> Simulated:
+        self, begin: float, end: float, steps: float, link_bytes: dict[tuple[int, int], float],
+        *, memory_bytes: Sequence[float], servers: int = 0, waits: Sequence[float] | None = None,
+    ) -> Simulated:  # fmt: skip
         """Nodes below `servers` are dedicated. `waits`: seconds each node waited for the slowest."""
         step_s = (end - begin) / steps
         sent, received = line_bytes(link_bytes, len(self.devices))

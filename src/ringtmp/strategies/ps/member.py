@@ -69,12 +69,14 @@ class PsMember:
         table = parameter_keys.cut(plan.sizes, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
-        self.server = Server(endpoint, plan, settings, roles, table, owners, recorder) if serves else None
+        self.server = (
+            Server(endpoint, plan, settings, roles, table=table, owners=owners, recorder=recorder) if serves else None
+        )
         self.trainer: Trainer | None = None
         self._client: Client | None = None
         if works:
             replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise")
-            self._client = Client(endpoint, plan, settings, table, owners, recorder, replica)
+            self._client = Client(endpoint, plan, settings, replica, table=table, owners=owners, recorder=recorder)
             self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
             self.trainer.emit = lambda event: self.emit(event)
         elif self.server is not None:
@@ -140,8 +142,8 @@ class Client(Exchange):
     cause = "parameters"
 
     def __init__(
-        self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, table: Sequence[Key], owners: Sequence[int],
-        recorder: Recorder, replica: Replica,
+        self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, replica: Replica,
+        *, table: Sequence[Key], owners: Sequence[int], recorder: Recorder,
     ) -> None:  # fmt: skip
         self.endpoint = endpoint
         self._plan = plan

@@ -23,14 +23,9 @@ class Answer:
 
 class Slot:
     def __init__(
-        self,
-        key: Key,
-        values: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        recipe: Recipe,
-        step: int,
-        workers: tuple[int, ...],
-    ) -> None:
+        self, key: Key, values: torch.Tensor, state: dict[str, torch.Tensor], recipe: Recipe,
+        *, step: int, workers: tuple[int, ...],
+    ) -> None:  # fmt: skip
         self.key = key
         self.values = values
         self._recipe = recipe

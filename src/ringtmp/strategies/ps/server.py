@@ -30,8 +30,8 @@ class Server:
     """Holds a shard. All it does, it does on a message."""
 
     def __init__(
-        self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles, table: Sequence[Key],
-        owners: Sequence[int], recorder: Recorder,
+        self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles,
+        *, table: Sequence[Key], owners: Sequence[int], recorder: Recorder,
     ) -> None:  # fmt: skip
         self.endpoint = endpoint
         self.me = endpoint.node
@@ -288,7 +288,7 @@ class Server:
     def _store(self, message: Store, tensors: list[torch.Tensor]) -> None:
         key = self._table[message.key]
         state = dict(zip(message.state, tensors[1:], strict=True))
-        slot = Slot(key, tensors[0], state, self._plan.recipe, self._plan.step, self._roles.workers)
+        slot = Slot(key, tensors[0], state, self._plan.recipe, step=self._plan.step, workers=self._roles.workers)
         (self._slots if key.number in self._owned else self._replicas)[key.number] = slot
 
     def _fetched(self, fetch: Fetch) -> bool:

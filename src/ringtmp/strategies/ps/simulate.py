@@ -91,8 +91,8 @@ class _Servers:
         begin, before = self._warm
         memory = [self._table.stored[-1] if node in self._pulled else 0.0 for node in range(len(self._crew.devices))]
         return self._crew.result(
-            begin, self._end, steps,
-            per_step(self._crew.lines.carried, before, steps), memory, self._options.servers, self._waited,
+            begin, self._end, steps, per_step(self._crew.lines.carried, before, steps),
+            memory_bytes=memory, servers=self._options.servers, waits=self._waited,
         )  # fmt: skip
 
     def _push(self, time: float, kind: int, key: int, source: int, node: int) -> None:
