@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ringtmp.bench.training_runs.speed_cases import case_named, pipelined
-from ringtmp.bench.ideal import busiest_values
 
 from costs import devices, layers
 from installed import importable, install_example
 from ringtmp import api
-from ringtmp.bench import ideal as bounds
-from ringtmp.bench.experiments import ways
+from ringtmp.bench.analysis import step_time_bounds as bounds
+from ringtmp.bench.analysis.step_time_bounds import busiest_values
+from ringtmp.bench.training_runs import strategy_variants as ways
+from ringtmp.bench.training_runs.speed_cases import case_named, pipelined
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import NodeLost, RingError, UsageError
 from ringtmp.launch.device_facts import device_facts

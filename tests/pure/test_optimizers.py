@@ -13,9 +13,9 @@ import torch
 
 from ringtmp.api import Result, Ring
 from ringtmp.config import RunConfig, TrainingPart
-from ringtmp.run.resolve import resolve
 from ringtmp.errors import UsageError
 from ringtmp.run.healing import memory_need
+from ringtmp.run.resolve import resolve
 from ringtmp.runtime.learning_rates import checked_schedule, learning_rate
 from ringtmp.runtime.optimizers import (
     OPTIMIZERS,

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from ringtmp.bench.training_runs.speed_cases import case_named, chosen_cases
 
 import ringtmp
 from installed import importable, install
-from ringtmp.bench.experiments import ways
+from ringtmp.bench.training_runs import strategy_variants as ways
+from ringtmp.bench.training_runs.speed_cases import case_named, chosen_cases
 from ringtmp.cli.strategies import command
 from ringtmp.config import RingPart, RunConfig
-from ringtmp.run.resolve import resolve
 from ringtmp.errors import UsageError
+from ringtmp.run.resolve import resolve
 from ringtmp.strategies import registry
 from ringtmp.strategies.registry import Choice
 
@@ -27,7 +27,7 @@ ROOT = Path(ringtmp.__file__).parent
 #: Files that may have a strategy's name, and what it is there.
 ALLOWED = {
     "strategies/registry.py": "the part of the settings called ring",
-    "config.py": "the default strategy; the part of the settings called ring; the shape of a route",
+    "config/parts.py": "the default strategy; the part of the settings called ring; the shape of a route",
     "metrics/summary.py": "the part of the settings called ring",
     "cli/settings.py": "the part of the settings called ring",
     "api.py": "the default strategy in a signature, and the shape of a route; a ring that devices join",
@@ -41,7 +41,7 @@ ALLOWED = {
     "launch/key_store.py": "the ring whose keys they are",
     "report/theme.py": "colours that stay the same from page to page",
     "bench/experiments/energy.py": "the heading of a column",
-    "bench/experiments/draw.py": "the heading of a column",
+    "bench/analysis/shared_figures.py": "the heading of a column",
 }
 
 
