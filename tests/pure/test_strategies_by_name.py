@@ -27,9 +27,10 @@ ROOT = Path(ringtmp.__file__).parent
 #: Files that may have a strategy's name, and what it is there.
 ALLOWED = {
     "strategies/registry.py": "the part of the settings called ring",
+    "config/keyword_types.py": "the shape of a route",
+    "bench/experiments/plan_accuracy.py": "the heading of a column",
     "config/parts.py": "the default strategy; the part of the settings called ring; the shape of a route",
     "metrics/summary.py": "the part of the settings called ring",
-    "cli/settings.py": "the part of the settings called ring",
     "api.py": "the default strategy in a signature, and the shape of a route; a ring that devices join",
     "plan/route.py": "the shape of a route",
     "plan/planner.py": "the shape of a route",
