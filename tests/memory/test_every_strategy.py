@@ -36,8 +36,9 @@ from test_join_security import free_port
 from test_strategies import CUTS, model, sizes, weights
 from test_who_may_send_what import RECIPE, at
 
-#: Every strategy with settings that make it do what it is for.
+#: Our own and the example, with settings that make them do what they are for; and whatever packages bring, as it is.
 CHOICES = ["ring", "ps:bsp", "ps:async:workers", "allreduce:ring", "allreduce:tree", "averaging:2"]
+CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})
 NODES, BATCH = 3, 64
 
 
