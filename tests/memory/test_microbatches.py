@@ -116,11 +116,12 @@ def test_auto_gives_the_bits_of_the_same_number_by_hand_and_is_recorded(tmp_path
     assert "(auto)" in reader.lines[0]
 
 
-def test_a_resumed_run_keeps_the_number_that_was_chosen(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_number_that_was_chosen_and_notices_other_data(tmp_path: Path) -> None:
     first = run(tmp_path / "run", "auto")
     data = (tensors("t", torch.randn(60, 6), torch.arange(60) % 3), None)
     again = api.resume(tmp_path / "run", {"steps": 7, "nodes": 2}, data, None, watcher=Watcher(), crew=MemoryCrew(2))
     assert again.summary.microbatches == first.summary.microbatches
+    assert any("the data (t) is not what it was" in text for text in again.summary.warnings)
     with pytest.raises(UsageError, match="cannot change microbatches"):
         api.resume(tmp_path / "run", {"microbatches": "auto"}, data, None, watcher=Watcher(), crew=MemoryCrew(2))
 
