@@ -15,7 +15,7 @@ from ringtmp.api import Result, Ring
 from ringtmp.config import RunConfig, TrainingPart, resolve
 from ringtmp.errors import UsageError
 from ringtmp.run.losses_of_nodes import memory_need
-from ringtmp.runtime.learning_rates import checked_schedule, learning_rate
+from ringtmp.runtime.learning_rates import RATE_SCHEDULES, RateSchedule, checked_schedule, learning_rate
 from ringtmp.runtime.optimizers import (
     OPTIMIZERS,
     Setting,
@@ -153,6 +153,15 @@ def test_learning_rates_are_plain_functions_of_the_step() -> None:
     assert rates[12] == rates[13] == pytest.approx(0.1)
     stepped = checked_schedule({"kind": "step", "every": 5, "factor": 0.1}, None)
     assert [learning_rate(stepped, 1.0, step) for step in (0, 4, 5, 10)] == pytest.approx([1, 1, 0.1, 0.01])
+
+
+def test_a_learning_rate_schedule_in_one_entry_is_checked_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    halving = RateSchedule("halving", {"warmup": 0, "every": None}, lambda given, step: 0.5 ** (step // given["every"]))
+    monkeypatch.setitem(RATE_SCHEDULES, "halving", halving)
+    with pytest.raises(UsageError, match="schedule halving needs every=N"):
+        checked_schedule({"kind": "halving"}, None)
+    full = checked_schedule({"kind": "halving", "every": 2, "warmup": 1}, None)
+    assert [learning_rate(full, 1.0, step) for step in range(5)] == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_a_node_does_not_load_torchs_compiler() -> None:

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from ringtmp.config import RunConfig, TrainingPart, resolve
 from ringtmp.errors import UsageError
 from ringtmp.wire.formats import PLAIN, WIRE_FORMATS, ErrorFeedback, WireFormat, wire_format
 from ringtmp.wire.message_parts import Crossing, fits
@@ -81,3 +82,15 @@ def test_a_format_is_named_and_refused_without_loading_torch() -> None:
         wire_format("int7")
     check = "import sys, ringtmp.wire.formats, ringtmp.wire.protocol; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_format_in_one_entry_is_taken_from_the_settings_to_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers in 16 bits, with a scale for every 8 values."""
+    coarse = WireFormat("int16", 2, lambda scaled: scaled.round().short(), block=8)
+    monkeypatch.setitem(WIRE_FORMATS, "int16", coarse)
+    assert resolve(RunConfig(training=TrainingPart(wire="int16"))).training.wire == "int16"
+    tensor = torch.randn(3, 7)
+    specs = tuple(describe(each)[0] for each in coarse.encode(tensor))
+    assert fits([Crossing("float32", (3, 7), False)], specs, coarse)
+    assert sum(spec.nbytes for spec in specs) == coarse.payload_bytes(21)
+    assert bool((coarse.decode(coarse.encode(tensor)) - tensor).abs().max() < 0.02)
