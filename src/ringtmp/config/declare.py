@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -22,7 +22,7 @@ class Declaration:
     least: float | None = None
     most: float | None = None
     above: float | None = None
-    choices: tuple[str, ...] = ()  # of a text; a Literal has its own
+    choices: Collection[str] = ()  # of a text; a Literal has its own
     usual: str = ""  # what happens where the default is no value
     bits: bool = False  # another value gives other weights
     resume: bool | None = None  # a resumed run may change it; None: if it changes no bits
@@ -85,7 +85,7 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         literal = get_args(self.kinds[0]) if get_origin(self.kinds[0]) is Literal else ()
-        return self.said.choices or literal
+        return tuple(self.said.choices) or literal
 
     @property
     def help(self) -> str:

@@ -72,7 +72,7 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Threads per node, the same on every node.", NODES, least=1, keyword_of="Ring", bits=True,
         usual="1; with --listen the smallest core count among the devices")] = None
     wire: Annotated[str, Is(
-        "How numbers travel between nodes: {choices}.", PIPELINE, choices=tuple(WIRE_FORMATS), bits=True)] = "float32"
+        "How numbers travel between nodes: {choices}.", PIPELINE, choices=WIRE_FORMATS, bits=True)] = "float32"
     staleness: Annotated[int, Is(
         "With 1, gradients are taken at the weights one update ago, so that steps overlap.", TRAINING, least=0, most=1,
         split=True, bits=True)] = 0
