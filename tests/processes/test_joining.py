@@ -82,10 +82,11 @@ class Ring:
         return self.begin(name, "node", "--join", "-", "--name", name, *args, stdin=self.token + "\n")
 
     def result(self, seconds: float = 90) -> dict[str, object]:
+        """Of the master, which has to end within so many seconds."""
         process = self.processes["master"]
-        assert process.stdout is not None
-        out = process.stdout.read()
-        assert process.wait(seconds) == 0, self.said("master")
+        process.stdin = None  # closed already
+        out, _ = process.communicate(timeout=seconds)
+        assert process.returncode == 0, self.said("master")
         loaded: dict[str, object] = json.loads(out)
         return loaded
 
@@ -320,8 +321,9 @@ def test_a_new_device_that_comes_late_gets_layers_and_no_bit_changes(ring: Ring)
     summary = ring.result()
     alone = ringtmp("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
     assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
-    (change,) = summary["recoveries"]  # type: ignore[misc]
-    assert (change["reason"], change["nodes"]) == ("beta joined", 3)
+    # On a busy machine a device may be silent for so long that it counts as lost, and heals: not what this is about.
+    joined = [each for each in summary["recoveries"] if each["reason"] == "beta joined"]  # type: ignore[attr-defined]
+    assert [each["nodes"] for each in joined] == [3]
 
 
 @pytest.mark.long  # the API with processes in test_processes
