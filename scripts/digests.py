@@ -45,9 +45,9 @@ SETTINGS = {
     "window 1": "--steps 12 --nodes 3 --window 1",
     "uneven batches": "--steps 60 --batch-size 50 --microbatches 7",
     "two threads": "--steps 6 --threads 2",
-    "wire bfloat16": "--steps 12 --wire bfloat16",
-    "wire float16": "--steps 12 --wire float16",
-    "wire int8": "--steps 12 --wire int8",
+    "wire bfloat16": "--steps 12 --wire bfloat16 --nodes 3 --cuts 0-1,2,3-4,5",
+    "wire float16": "--steps 12 --wire float16 --nodes 3 --cuts 0-1,2,3-4,5",
+    "wire int8": "--steps 12 --wire int8 --nodes 3 --cuts 0-1,2,3-4,5",
     "early stop": "--epochs 3 --early-stop 1 --lr 0.05",
 }
 PARALLEL = {
