@@ -357,6 +357,6 @@ def test_neither_keys_nor_tokens_nor_addresses_are_in_a_bug_report(tmp_path: Pat
 
 
 def test_the_agent_and_the_doctor_load_without_torch() -> None:
-    names = ("launch.agent", "launch.hub", "launch.doctor", "launch.knock", "cli.doctor", "cli.env", "cli.node")
+    names = ("launch.agent", "launch.join_server", "launch.doctor", "launch.reach_master", "cli.doctor", "cli.env", "cli.node")
     check = f"import sys, {', '.join(f'ringtmp.{name}' for name in names)}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "False\n"
