@@ -32,11 +32,11 @@ from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT, SILENCE_LIMIT_S
 from ringtmp.launch.device_facts import parse_listen
-from ringtmp.launch.in_memory import MemoryCrew
-from ringtmp.launch.joined_devices import RemoteCrew
+from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.joined_devices import DevicePool
 from ringtmp.launch.key_store import Rings, checked_name
-from ringtmp.launch.local_processes import LocalCrew
-from ringtmp.launch.node_pool import Crew
+from ringtmp.launch.local_processes import LocalPool
+from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
@@ -147,10 +147,10 @@ class Ring:
         )  # fmt: skip
         given = None if isinstance(train_data, str) else _given(train_data, test_data, seed)
         with watching(self._progress, watcher, on_step) as told:
-            crew = None
+            pool = None
             if self._listen:
-                crew = remote_crew(self._listen, self._ring, self._part.nodes, self._threads, told)
-            return start(config, None if isinstance(model, str) else model, given, loss, run_dir, told, crew)
+                pool = device_pool(self._listen, self._ring, self._part.nodes, self._threads, told)
+            return start(config, None if isinstance(model, str) else model, given, loss, run_dir, told, pool)
 
     def resume(
         self,
@@ -171,14 +171,14 @@ class Ring:
         ring = {"nodes": part.nodes, "cuts": part.cuts, "window": part.window, "rebalance": part.rebalance}
         changed = {**ring, "schedule": self._part.schedule, **changes}
         with watching(self._progress, watcher, on_step) as told:
-            crew = None
+            pool = None
             if self._listen:
                 saved = settings_of(run_dir, changed)
-                crew = remote_crew(
+                pool = device_pool(
                     self._listen, self._ring, saved.ring.nodes, saved.training.threads, told,
                     notice_s=saved.keep.notice_s,
                 )  # fmt: skip
-            return resume(run_dir, changed, given, loss, told, crew, model)
+            return resume(run_dir, changed, given, loss, told, pool, model)
 
     def evaluate(self, run_dir: str | Path, data: Data = None) -> dict[str, Any]:
         """Loss and scores of a run's newest checkpoint; on its own test part unless data is given."""
@@ -196,7 +196,7 @@ def start(
     loss: str | LossFunction | None,
     run_dir: str | Path | None,
     watcher: Watcher,
-    crew: Crew | None = None,
+    pool: NodePool | None = None,
 ) -> Result:
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
@@ -205,7 +205,7 @@ def start(
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
     with _modes_kept(source):
-        unwritten = _train(Job(config, source, train, test, function, name, run), watcher, crew)
+        unwritten = _train(Job(config, source, train, test, function, name, run), watcher, pool)
     return Result(run.path, None if isinstance(source, Iterator) else source, unwritten=unwritten)
 
 
@@ -215,7 +215,7 @@ def resume(
     data: tuple[Source, Source | None] | None,
     loss: LossFunction | None,
     watcher: Watcher,
-    crew: Crew | None = None,
+    pool: NodePool | None = None,
     model: Model | None = None,
 ) -> Result:
     """Go on with the run in `run_dir` from its newest whole checkpoint."""
@@ -226,7 +226,7 @@ def resume(
     if loss is None and saved.loss == "callable":
         raise UsageError(f"the run {run_dir} was trained with a loss of your own: pass it again")
     function = loss or loss_named(saved.loss)
-    unwritten = _train(Job(config, None, train, test, function, saved.loss, run), watcher, crew)
+    unwritten = _train(Job(config, None, train, test, function, saved.loss, run), watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 
 
@@ -280,7 +280,7 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
     return _concatenate(outputs)
 
 
-def remote_crew(
+def device_pool(
     listen: str,
     ring: str,
     nodes: int,
@@ -289,7 +289,7 @@ def remote_crew(
     start_with: int | None = None,
     wait_s: float = 0.0,
     notice_s: float = SILENCE_LIMIT_S,
-) -> Crew:
+) -> NodePool:
     """Devices that join this machine's ring over the network."""
     if nodes == 1:
         raise UsageError("--listen with --nodes 1 has nobody to listen for: leave one of them out")
@@ -297,7 +297,7 @@ def remote_crew(
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
     name = checked_name("ring", ring)
-    return RemoteCrew(
+    return DevicePool(
         Rings(), name, host, port, nodes=nodes, threads=threads, phase=watcher.phase, tell=watcher.tell,
         start_with=start_with, wait_s=wait_s, notice_s=notice_s,
     )  # fmt: skip
@@ -333,18 +333,18 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
     return by_name.load(config.training.data, config.training.seed, config.model.settings)
 
 
-def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
+def _train(job: Job, watcher: Watcher, pool: NodePool | None) -> list[events.Event]:
     """To the end; returns what could not be written of the record."""
     require_files(job.config.ring.nodes)
-    if crew is None:
+    if pool is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
         if nodes == 1:
-            crew = MemoryCrew(1, threads=threads)
+            pool = InMemoryPool(1, threads=threads)
         else:
-            crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
+            pool = LocalPool(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
     with left_alone(), interruptible() as interruption:
-        session = Session(job, crew, watcher, interruption)
+        session = Session(job, pool, watcher, interruption)
         session.train()
     return session.unwritten
 
@@ -353,8 +353,10 @@ def _train(job: Job, watcher: Watcher, crew: Crew | None) -> list[events.Event]:
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
     require_files(nodes)
     threads = config.training.threads or 1
-    crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
-    with left_alone(), Inference(run, config, nodes, loss, crew) as ring:
+    pool: NodePool = (
+        InMemoryPool(1, threads=threads) if nodes == 1 else LocalPool(nodes, threads, run.logs, keeps=False)
+    )
+    with left_alone(), Inference(run, config, nodes, loss, pool) as ring:
         yield ring
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.devices import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quota, latency_between, rate_between
@@ -275,10 +275,10 @@ def test_a_scout_tries_every_line_and_those_between_the_others(
 ) -> None:
     monkeypatch.setattr(device_trials, "timed", lambda sample: Timed(1.0, PROCESS_BYTES, 2**30))
     log = EventLog(tmp_path / "events.jsonl")
-    crew = MemoryCrew(4)
-    endpoint = crew.start("ring", 0)
+    pool = InMemoryPool(4)
+    endpoint = pool.start("ring", 0)
     try:
-        looked = Scout(endpoint, crew, log).look(crew.addresses(), Sample(b"", (), 1), apart=[frozenset((1, 3))])
+        looked = Scout(endpoint, pool, log).look(pool.addresses(), Sample(b"", (), 1), apart=[frozenset((1, 3))])
     finally:
         endpoint.close()
         log.close()

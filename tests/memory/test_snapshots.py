@@ -13,7 +13,7 @@ import torch
 from ringtmp import api
 from ringtmp.config import KeepPart
 from ringtmp.errors import SnapshotUnusable
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.plan.memory_forecast import PIECES_BYTES
 from ringtmp.runtime import snapshot_schedule
@@ -289,7 +289,7 @@ def test_one_that_cannot_be_kept_ends_the_snapshots_and_is_told_once() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_loss_goes_back_to_a_snapshot_and_the_bits_stay(case: str, tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4), KeepPart(protect="off"), **CASES[case])
+    calm = run(tmp_path / "calm", InMemoryPool(4), KeepPart(protect="off"), **CASES[case])
     hit = run(tmp_path / "hit", Mortal(4, Death(2, 7, 4), Death(3, 10, 1)), KeepPart(), **CASES[case])
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert [each.source for each in hit.summary.recoveries] == ["snapshot", "snapshot"]
@@ -297,7 +297,7 @@ def test_a_loss_goes_back_to_a_snapshot_and_the_bits_stay(case: str, tmp_path: P
 
 
 def test_an_owner_lost_with_its_holder_means_the_checkpoint(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
 
     class Both(Mortal):
         def kill(self, node: int) -> None:
@@ -340,7 +340,7 @@ class RottingOnce(Mortal):
 
 @pytest.mark.usefixtures("often")
 def test_a_damaged_layer_is_refused_and_its_next_source_taken(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     hit = run(tmp_path / "hit", RottingOnce(4, Death(1, 7)), KeepPart(checkpoint_every=5))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     (healed,) = hit.summary.recoveries
@@ -350,7 +350,7 @@ def test_a_damaged_layer_is_refused_and_its_next_source_taken(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("often")
 def test_a_damaged_snapshot_is_refused_and_the_checkpoint_taken(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     hit = run(tmp_path / "hit", Rotting(4, Death(2, 7)), KeepPart(checkpoint_every=5))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     (healed,) = hit.summary.recoveries
@@ -367,7 +367,7 @@ class Full(Mortal):
 
 
 def test_without_room_training_goes_on_protected_by_checkpoints_and_says_so_once(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(3))
+    calm = run(tmp_path / "calm", InMemoryPool(3))
     hit = run(tmp_path / "hit", Full(3, Death(1, 7)), KeepPart(checkpoint_every=5))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert hit.summary.recoveries[0].source == "checkpoint"
@@ -385,7 +385,7 @@ class Tight(Mortal):
 
 @pytest.mark.parametrize("mode", ["auto", "memory"])
 def test_a_master_near_its_limit_keeps_room_for_checkpoints_and_says_so_once(mode: Any, tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(3))
+    calm = run(tmp_path / "calm", InMemoryPool(3))
     hit = run(tmp_path / "hit", Tight(3, Death(1, 7)), KeepPart(checkpoint_every=5, protect=mode))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert hit.summary.recoveries[0].source == "checkpoint"

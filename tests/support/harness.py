@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ringtmp.data.batches import Batch, split_batch
-from ringtmp.launch.in_memory import MemoryCrew, Wrapper
+from ringtmp.launch.in_memory import InMemoryPool, Wrapper
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
@@ -66,13 +66,13 @@ def ring_in_memory(
     if bounds is None:
         bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
     route = route_over(holders, bounds)
-    crew = MemoryCrew(nodes, seed, wrap)
+    pool = InMemoryPool(nodes, seed, wrap)
     log = EventLog(built.log)
-    master = Master(crew.start("test", 1), crew, built.layers, loss, log)
+    master = Master(pool.start("test", 1), pool, built.layers, loss, log)
     try:
         master.gather(range(1, nodes))
         admitted = window or schedule_named(schedule).default_window(len(route.visits), microbatches, how.staleness)
-        master.lay_out(Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute), built.checkpoint)
+        master.lay_out(Setup(route, how, admitted, schedule, 0, pool.addresses(), 0, {}, recompute), built.checkpoint)
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
         upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
         losses = [master.train_step(step, batch, step == 0, upcoming) for step, batch in enumerate(whole)]
@@ -85,5 +85,5 @@ def ring_in_memory(
         master.stop("done")
         return digest.hexdigest(), losses
     finally:
-        crew.stop()
+        pool.stop()
         log.close()

@@ -57,17 +57,17 @@ def command(
     if resume is not None:
         settings = api.settings_of(resume, _changes(chosen))
     with show.watcher(quiet) as watcher:
-        crew = None
+        pool = None
         if listen is not None:
             nodes, threads = settings.ring.nodes, settings.training.threads
             notice_s = settings.keep.notice_s
-            crew = api.remote_crew(listen, ring_name, nodes, threads, watcher, start_with, wait_s, notice_s)
+            pool = api.device_pool(listen, ring_name, nodes, threads, watcher, start_with, wait_s, notice_s)
         elif start_with is not None:
             raise UsageError("--start-with goes with --listen: processes on this machine all come")
         if resume is not None:
-            result = api.resume(resume, _changes(chosen), None, None, watcher, crew)
+            result = api.resume(resume, _changes(chosen), None, None, watcher, pool)
         else:
-            result = api.start(settings, None, None, None, run_dir, watcher, crew)
+            result = api.start(settings, None, None, None, run_dir, watcher, pool)
     if as_json:
         show.print_json(result.summary)
     else:

@@ -30,8 +30,8 @@ LONGEST_NAP = 40
 QUIET_ROUNDS = 10
 
 
-class MemoryCrew:
-    alike = True
+class InMemoryPool:
+    same_machine = True
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class MemoryCrew:
     def all_anew(self) -> bool:
         return True
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         living = {worker.endpoint.node for worker in self._workers}
         self.found_lost = [NodeLost(f"node {node} was killed", node) for node in sorted(self._dead)]
         for node in set(range(1, self.nodes)) - living:
@@ -142,12 +142,12 @@ class MemoryCrew:
         for node in self._dead:
             raise NodeLost(f"node {node} was killed in step {step}", node)
 
-    def bury(self, node: int) -> None:
+    def drop(self, node: int) -> None:
         self.kill(node)
         self._dead.discard(node)
 
     def expel(self, node: int, sure: bool) -> None:
-        self.bury(node)
+        self.drop(node)
 
     def stop(self) -> None:
         for worker in self._workers:

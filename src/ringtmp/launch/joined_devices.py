@@ -33,10 +33,10 @@ START_LIMIT_S = 60.0
 SILENCE_WHILE_STARTING_S = 35.0
 
 
-class RemoteCrew:
+class DevicePool:
     """Waits for `nodes` - 1 devices, or after `wait_s` for as few as `start_with` - 1, and numbers them as they came."""
 
-    alike = False
+    same_machine = False
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class RemoteCrew:
         self._devices = {index + 1: device for index, device in enumerate(everyone)}
         return self._begin(ring)
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
         numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""
         assert self._transport is not None
@@ -336,7 +336,7 @@ class RemoteCrew:
                 text = f"{who} has not been heard for {silent:.1f} s in step {step}: power, cable, Wi-Fi?"
                 yield NodeLost(text, node, silent)
 
-    def bury(self, node: int) -> None:
+    def drop(self, node: int) -> None:
         device = self._devices.pop(node)
         self._end(device)
         self._places.pop(device.key, None)
@@ -345,7 +345,7 @@ class RemoteCrew:
         device = self._devices.get(node)
         if device is None:
             return
-        self.bury(node)
+        self.drop(node)
         self._accused[device.key] += MOST_DEATHS if sure else 1
         if self._accused[device.key] >= MOST_DEATHS:
             self._tell(f"{device.facts.name} is left out until the end of the run: it broke the protocol")

@@ -34,13 +34,13 @@ from ringtmp.wire.address import Address
 STEPS_BEFORE_SPARE = 3
 
 
-class LocalCrew:
-    alike = True
+class LocalPool:
+    same_machine = True
 
     def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False, keeps: bool = True
     ) -> None:  # fmt: skip
         """`spare`: have a process ready for the place of one that dies; `keeps`: snapshots in the run's own folder, which has
-        one crew that trains and any number that look."""
+        one pool that trains and any number that look."""
         self.nodes = nodes
         self.threads = threads
         self._logs = logs
@@ -101,7 +101,7 @@ class LocalCrew:
     def all_anew(self) -> bool:
         return False
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A fresh process takes the place of each that has died, at its number."""
         assert self._folder is not None, "not started"
         self._folder.remake()  # a cleaner of temporary files may have come by; nodes make their sockets anew themselves
@@ -165,7 +165,7 @@ class LocalCrew:
         self._stopped_at.pop(node, None)
         return 0.0
 
-    def bury(self, node: int) -> None:
+    def drop(self, node: int) -> None:
         child = self._children.pop(node)
         child.kill()
         end(child)
@@ -173,7 +173,7 @@ class LocalCrew:
     def expel(self, node: int, sure: bool) -> None:
         """A process of our own: a fresh one will do."""
         if node in self._children:
-            self.bury(node)
+            self.drop(node)
 
     def _shelf(self, node: int) -> Path:
         if not self._keeps:

@@ -1,4 +1,4 @@
-"""What a run stands on: settings, crew, log and checkpoints, and a strategy laid out over the nodes that are there."""
+"""What a run stands on: settings, pool, log and checkpoints, and a strategy laid out over the nodes that are there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Stream
 from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
 from ringtmp.errors import UsageError
-from ringtmp.launch.node_pool import Crew
+from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.export import EXAMPLE_BATCH
@@ -44,9 +44,9 @@ FAILED_STOP_LIMIT_S = 0.5
 class Laying:
     """The part of a run that is the same in every generation."""
 
-    def __init__(self, job: Job, crew: Crew, watcher: Watcher, interrupted: Interruption) -> None:
+    def __init__(self, job: Job, pool: NodePool, watcher: Watcher, interrupted: Interruption) -> None:
         self._job = job
-        self._crew = crew
+        self._node_pool = pool
         self._watcher = watcher
         self._interrupted = interrupted
         training = job.config.training
@@ -76,7 +76,7 @@ class Laying:
         self._protection = Protection(protect, training.staleness)
         self._rebalancing = Rebalancing(ring.rebalance)
         self._known: Brief | None = None  # of the last layout, if its devices need not be tried again
-        self._not_before = 0.0  # when a change of the crew is taken up again that found the disk full
+        self._not_before = 0.0  # when a change of the pool is taken up again that found the disk full
 
     def _close(self, outcome: str, error: str | None, digest: str | None) -> None:
         self._interrupted.deaf = True  # every wait from here has a limit
@@ -92,7 +92,7 @@ class Laying:
                     log.write(events.Warned(time.monotonic(), f"while stopping: {problem}"))
                 log.write(self._master.farewell())
         finally:
-            self._crew.stop()
+            self._node_pool.stop()
             if outcome in ("done", "stopped early") or self._saving.step == self._progress.step:
                 self._batches.close()
             if log is not None:
@@ -138,17 +138,17 @@ class Laying:
             self._warn(f"{lost}; the checkpoint of step {self._saving.step} was there by then")
             self._log.write(
                 events.Regrouped(
-                    time.monotonic(), self._progress.step, self._generation, str(lost), self._crew.nodes, 0.0,
+                    time.monotonic(), self._progress.step, self._generation, str(lost), self._node_pool.nodes, 0.0,
                     (lost.node,), lost.notice_s, source="checkpoint",
                 )
             )  # fmt: skip
 
     def _settle(self) -> None:
-        """What only the crew knows: how many came, and the thread count they have in common."""
+        """What only the pool knows: how many came, and the thread count they have in common."""
         config, ring = self._job.config, self._job.config.ring
-        threads = config.training.threads or self._crew.threads
-        if ring.nodes != self._crew.nodes:  # cuts and window were meant for another ring
-            ring = msgspec.structs.replace(ring, nodes=self._crew.nodes, cuts=None, window=None)
+        threads = config.training.threads or self._node_pool.threads
+        if ring.nodes != self._node_pool.nodes:  # cuts and window were meant for another ring
+            ring = msgspec.structs.replace(ring, nodes=self._node_pool.nodes, cuts=None, window=None)
         training = msgspec.structs.replace(config.training, threads=threads)
         config = msgspec.structs.replace(config, training=training, ring=ring)
         self._job = dataclasses.replace(self._job, config=config)
@@ -178,7 +178,7 @@ class Laying:
         brief = Brief(
             config, index, layers, job.loss, job.loss_name, recipe,
             snapshot.step if snapshot else self._progress.step, self._microbatches, self._batch_size,
-            self._crew.addresses(), self._crew.devices(), self._crew.alike or config.ring.all_devices,
+            self._node_pool.addresses(), self._node_pool.devices(), self._node_pool.same_machine or config.ring.all_devices,
             self._targets, self._apart,
         )  # fmt: skip
         brief, found = self._measured(brief, endpoint, hellos)
@@ -187,7 +187,7 @@ class Laying:
             config, training = brief.config, brief.config.training
         plan = registry.plan(brief)
         # One that was left out may have been busy with something else: it has another chance with the next layout.
-        again = self._crew.alike or (isinstance(plan, ring_plan.RingPlan) and plan.left_out)
+        again = self._node_pool.same_machine or (isinstance(plan, ring_plan.RingPlan) and plan.left_out)
         self._known = None if again else brief
         self._watcher.expect(plan.lines)
         for warning in plan.warnings:
@@ -205,38 +205,38 @@ class Laying:
                 events.RunStarted(
                     time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, index.run, __version__,
                     msgspec.to_builtins(config),
-                    {**fingerprint(self._crew.threads), **plan.facts, "microbatches": self._microbatches,
+                    {**fingerprint(self._node_pool.threads), **plan.facts, "microbatches": self._microbatches,
                      "microbatches_chosen": brief.chosen, "checked": index.checked,
                      "batch_size": self._batch_size, "data": job.train.name, "loss": job.loss_name,
                      "skipped_samples": self._progress.stream.skipped, "exactness": self._exactness()},
                     self._generation, self._progress.step,
                 )
             )  # fmt: skip
-        self._master = master = plan.lead(endpoint, self._crew, self._log)
+        self._master = master = plan.lead(endpoint, self._node_pool, self._log)
         master.hellos.update(found)
         master.snapshot, master.protection = snapshot, self._protection
         master.survived = self._survived
-        self._protection.renew(self._progress.step, self._crew.nodes)
+        self._protection.renew(self._progress.step, self._node_pool.nodes)
         plan.start(master, checkpoint, self._watcher.phase)
-        for text in unlike(master.hellos, fingerprint(self._crew.threads)):
+        for text in unlike(master.hellos, fingerprint(self._node_pool.threads)):
             if text not in self._named:
                 self._named.add(text)
                 self._warn(text)
         names = (
             {}
-            if self._crew.alike
+            if self._node_pool.same_machine
             else dict(zip(sorted(brief.addresses), (each.name for each in brief.devices), strict=True))
         )
         for share in plan.shares:
             self._log.write(
                 events.NodeStarted(
-                    time.monotonic(), share.node, share.role, self._crew.pids().get(share.node, 0), self._generation,
+                    time.monotonic(), share.node, share.role, self._node_pool.pids().get(share.node, 0), self._generation,
                     share.segments, share.parameters, names.get(share.node, ""),
                 )
             )  # fmt: skip
         self._log.servers = frozenset(share.node for share in plan.shares if share.role == "server")
         self._log.flush()
-        self._rebalancing.watch(plan, self._log, endpoint.clock, self._crew.alike)
+        self._rebalancing.watch(plan, self._log, endpoint.clock, self._node_pool.same_machine)
 
     def _measured(
         self, brief: Brief, endpoint: Endpoint, hellos: Mapping[int, Hello]
@@ -254,7 +254,7 @@ class Laying:
             devices = tuple(known[each.name, each.identity] for each in brief.devices)
             return dataclasses.replace(brief, devices=devices, paths=self._known.paths), dict(hellos)
         assert self._log is not None
-        return ring_plan.tried(brief, endpoint, self._crew, self._log, self._watcher.phase, hellos)
+        return ring_plan.tried(brief, endpoint, self._node_pool, self._log, self._watcher.phase, hellos)
 
     def _choose_microbatches(self, brief: Brief) -> Brief:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""

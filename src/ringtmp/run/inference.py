@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
-from ringtmp.launch.node_pool import Crew
+from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.partition import equal_cost
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
@@ -25,7 +25,7 @@ from ringtmp.wire.messages import Recipe, Setup
 class Inference:
     """A ring laid out from a run's newest checkpoint, to evaluate or predict with. A context manager."""
 
-    def __init__(self, run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, crew: Crew) -> None:
+    def __init__(self, run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, pool: NodePool) -> None:
         self._index, self._layers = run.read_layers()
         self._checkpoint, self.warnings = latest(run.checkpoints, self._index.run)
         self.step = self._checkpoint.progress.step
@@ -33,7 +33,7 @@ class Inference:
         self._route = plain_ring(nodes, bounds)
         self._config = config
         self._loss = loss
-        self._crew = crew
+        self._node_pool = pool
         self._log = EventLog(Path(os.devnull))
         self._made: Master | None = None
 
@@ -54,16 +54,20 @@ class Inference:
     def __enter__(self) -> Inference:
         training = self._config.training
         try:
-            endpoint = self._crew.start(secrets.token_hex(8), 1)
-            set_threads(training.threads or self._crew.threads)
-            self._made = master = Master(endpoint, self._crew, self._layers, self._loss, self._log)
+            endpoint = self._node_pool.start(secrets.token_hex(8), 1)
+            set_threads(training.threads or self._node_pool.threads)
+            self._made = master = Master(endpoint, self._node_pool, self._layers, self._loss, self._log)
             master.gather([node for node in self._route.nodes() if node != MASTER])
             recipe = Recipe(
-                training.seed, self._crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
+                training.seed,
+                self._node_pool.threads,
+                training.optimizer,
+                training.optimizer_settings,
+                training.lr_schedule,
             )
             assert isinstance(training.microbatches, int), "a saved run has a number"
             window = DEFAULT_SCHEDULE.default_window(len(self._route.visits), training.microbatches)
-            setup = Setup(self._route, recipe, window, DEFAULT_SCHEDULE.name, self.step, self._crew.addresses(), 0)
+            setup = Setup(self._route, recipe, window, DEFAULT_SCHEDULE.name, self.step, self._node_pool.addresses(), 0)
             master.lay_out(setup, self._checkpoint)
         except BaseException:
             self.__exit__()
@@ -75,5 +79,5 @@ class Inference:
             if self._made is not None:
                 self._made.stop("done")
         finally:
-            self._crew.stop()
+            self._node_pool.stop()
             self._log.close()

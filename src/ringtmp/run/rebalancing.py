@@ -38,11 +38,11 @@ class Rebalancing:
         self._pause_s = PAUSE_S
         self._move_s = MOVE_S
         self._clock: Callable[[], float] = time.monotonic
-        self._alike = True
+        self._same_machine = True
 
-    def watch(self, plan: Plan, log: EventLog, clock: Callable[[], float], alike: bool) -> None:
-        """A generation has been laid out. `alike`: all on this machine, where there are no lines to try."""
-        self._move, self._clock, self._alike = None, clock, alike
+    def watch(self, plan: Plan, log: EventLog, clock: Callable[[], float], same_machine: bool) -> None:
+        """A generation has been laid out. `same_machine`: all on this machine, where there are no lines to try."""
+        self._move, self._clock, self._same_machine = None, clock, same_machine
         self._balance, log.listener = None, self._heard
         if self._wanted and isinstance(plan, RingPlan) and plan.planned is not None and len(plan.planned.devices) > 1:
             # The master has the last visit too.
@@ -78,7 +78,7 @@ class Rebalancing:
     def at_rest(self, leader: Leader, protection: Protection) -> bool:
         """The ring stands still: a moment to try lines that are suspected. True if it was taken."""
         balance = self._balance
-        if balance is None or self._alike or self._move is not None or not protection.quiet:
+        if balance is None or self._same_machine or self._move is not None or not protection.quiet:
             return False
         if not isinstance(leader, Master) or not balance.suspects_lines(self._clock()):
             return False

@@ -51,14 +51,14 @@ class Session(Laying):
         outcome, error, digest = "failed", None, None
         try:
             self._log = EventLog(run.events)
-            endpoint = self._crew.start(self._ring, self._generation)
+            endpoint = self._node_pool.start(self._ring, self._generation)
             self._settle()
             if self._job.model is not None:
                 auto = self._job.config.training.microbatches == "auto"
                 sizes = to_build(self._batches.sizes(), self._batch_size, self._microbatches, auto)
                 loss = self._job.loss, self._job.loss_name
-                keep_all = self._crew.alike or self._job.config.ring.all_devices
-                enough = partial(refuse_too_few, self._job.config, self._crew.nodes, keep_all)
+                keep_all = self._node_pool.same_machine or self._job.config.ring.all_devices
+                enough = partial(refuse_too_few, self._job.config, self._node_pool.nodes, keep_all)
                 write_model(
                     run, self._job.model, self._job.train, loss, self._recipe(), *sizes, self._watcher.phase, enough
                 )  # fmt: skip
@@ -120,7 +120,7 @@ class Session(Laying):
                 lost = another
         losses, now = self._losses, time.monotonic()
         event = events.Regrouped(
-            now, step, self._generation, losses.reason, self._crew.nodes, now - noticed,
+            now, step, self._generation, losses.reason, self._node_pool.nodes, now - noticed,
             losses.nodes, losses.notice_s, reached.step - self._progress.step, source,
         )  # fmt: skip
         self._survived(event)
@@ -132,7 +132,7 @@ class Session(Laying):
             try:
                 return self._revived(reached)
             except DoesNotFit as short:
-                if self._crew.await_another(str(short), self._interrupted):
+                if self._node_pool.await_another(str(short), self._interrupted):
                     continue
                 if self._interrupted():
                     raise Interrupted(f"interrupted while the run was paused: {self._job.how_to_go_on}") from None
@@ -151,15 +151,15 @@ class Session(Laying):
         config = self._job.config
         index, layers, checkpoint = self._open()
         need_bytes = memory_need(
-            layers, config.training.optimizer, config.training.optimizer_settings, self._crew.nodes
+            layers, config.training.optimizer, config.training.optimizer_settings, self._node_pool.nodes
         )
-        living = self._crew.mend(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
-        for other in self._losses.found(self._crew.found_lost):
+        living = self._node_pool.replace_lost(self._ring, self._generation, config.ring.strategy != "ring", need_bytes)
+        for other in self._losses.found(self._node_pool.found_lost):
             self._warn(f"{other}; healing")
         endpoint.renew(self._generation, Renew(self._generation), living)
         self._settle()
-        scout = Lead(endpoint, self._crew, self._log)
-        scout.gather([node for node in self._crew.addresses() if node != MASTER])
+        scout = Lead(endpoint, self._node_pool, self._log)
+        scout.gather([node for node in self._node_pool.addresses() if node != MASTER])
         kept, saved = endpoint.shelf.contents(), checkpoint.progress.step
         if survivors := config.ring.strategy == "allreduce":
             snapshot = in_hand(scout.hellos, kept, layers, Snapshot(reached, told=told), saved)
@@ -287,7 +287,7 @@ class Session(Laying):
 
     def _change(self) -> str | None:
         """Why the ring must be laid out anew, unless the disk was too full for it a moment ago."""
-        return self._crew.changed() if time.monotonic() >= self._not_before else None
+        return self._node_pool.changed() if time.monotonic() >= self._not_before else None
 
     def _protect(self, step_s: float) -> None:
         """What a finished step means for the snapshots."""
@@ -310,7 +310,7 @@ class Session(Laying):
             self._not_before = started + RETRY_S  # who joins, leaves or is let in waits for room on the disk
             return master
         self._watcher.tell(f"{reason}: laying the ring out anew after step {self._progress.step}")
-        if self._crew.all_anew():
+        if self._node_pool.all_anew():
             self._dismiss(master, "a new generation begins")
             master.leave()
             endpoint = self._started_anew()
@@ -325,7 +325,7 @@ class Session(Laying):
         now, losses = time.monotonic(), self._losses
         event = events.Regrouped(
             now, self._progress.step, self._generation, "; ".join(filter(None, (reason, losses.reason))),
-            self._crew.nodes, now - started, losses.nodes, losses.notice_s,
+            self._node_pool.nodes, now - started, losses.nodes, losses.notice_s,
         )  # fmt: skip
         self._log.write(event)
         return self._master
@@ -336,7 +336,7 @@ class Session(Laying):
         while True:
             self._generation += 1
             try:
-                return self._crew.regroup(self._ring, self._generation)
+                return self._node_pool.regroup(self._ring, self._generation)
             except NodeLost as lost:
                 if not self._losses.bear(lost):
                     raise
@@ -355,7 +355,7 @@ class Session(Laying):
         source, _ = self._revive(self._progress)
         now = time.monotonic()
         event = events.Regrouped(
-            now, self._progress.step, self._generation, move.reason, self._crew.nodes, now - started,
+            now, self._progress.step, self._generation, move.reason, self._node_pool.nodes, now - started,
             self._losses.nodes, self._losses.notice_s, repeated=reached - self._progress.step, source=source, kind="rebalanced",
         )  # fmt: skip
         self._log.write(event)

@@ -16,7 +16,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import STOP_LIMIT_S, Crew
+from ringtmp.runtime.leader import STOP_LIMIT_S, NodePool
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.run_directory import LayerIndex
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
@@ -109,7 +109,7 @@ class Plan(Protocol):
     @property
     def shares(self) -> tuple[Share, ...]: ...
 
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Leader: ...
+    def lead(self, endpoint: Endpoint, pool: NodePool, log: EventLog) -> Leader: ...
 
     def start(self, leader: Any, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
         """Wait for the nodes and give everyone what it needs. `leader` is the one `lead` made."""

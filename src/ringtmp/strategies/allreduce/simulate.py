@@ -15,7 +15,7 @@ from typing import Literal
 
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.simulation import Simulated
-from ringtmp.strategies.data_parallel.simulated_workers import Crew, Workload
+from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
 
 Shape = Literal["ring", "tree"]
 
@@ -25,7 +25,7 @@ def simulate_allreduce(
 ) -> Simulated:
     count = len(devices)
     table, microbatches = load.share(count)
-    crew = Crew(devices, paths)
+    crew = SimulatedWorkers(devices, paths)
     compute_s = microbatches * (table.forward_s[-1] + table.backward_s[-1])
     ready = [crew.work(node, 0.0, compute_s, 0.0, "compute") for node in range(count)]
     if count > 1:
@@ -35,7 +35,7 @@ def simulate_allreduce(
     return crew.result(f"allreduce:{shape}", 0.0, max(ends), 1, dict(crew.lines.carried), memory)
 
 
-def _ring(crew: Crew, load: Workload, ready: list[float]) -> list[float]:
+def _ring(crew: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
     count = len(ready)
     chunk, add_s = load.exchanged_bytes / count, load.add_s / count
     for phase in range(2 * (count - 1)):
@@ -50,7 +50,7 @@ def _ring(crew: Crew, load: Workload, ready: list[float]) -> list[float]:
     return ready
 
 
-def _tree(crew: Crew, load: Workload, ready: list[float]) -> list[float]:
+def _tree(crew: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
     count, size = len(ready), load.exchanged_bytes
     reach = 1
     while reach < count:
@@ -69,6 +69,6 @@ def _tree(crew: Crew, load: Workload, ready: list[float]) -> list[float]:
     return ready
 
 
-def _hop(crew: Crew, now: float, source: int, target: int, size: float) -> float:
+def _hop(crew: SimulatedWorkers, now: float, source: int, target: int, size: float) -> float:
     sent = crew.work(source, now, 0.0, crew.message_s(source, size), "send")
     return crew.lines.arrive(crew.lines.depart(sent, source, target, size), source, target, size)

@@ -25,7 +25,7 @@ from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.leader import Crew, Lead
+from ringtmp.runtime.leader import Lead, NodePool
 from ringtmp.runtime.losses import Score
 from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.snapshot_schedule import places
@@ -64,8 +64,8 @@ AHEAD, AHEAD_ASYNC = 1, 16
 
 
 class ParallelLead(Lead):
-    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog, plan: ParallelPlan) -> None:
-        super().__init__(endpoint, crew, log)
+    def __init__(self, endpoint: Endpoint, pool: NodePool, log: EventLog, plan: ParallelPlan) -> None:
+        super().__init__(endpoint, pool, log)
         self._plan = plan
         self._layers = plan.brief.layers
         self._workers = plan.roles.workers

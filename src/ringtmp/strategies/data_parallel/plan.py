@@ -15,7 +15,7 @@ from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.checkpoint import Checkpoint
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import Crew
+from ringtmp.runtime.leader import NodePool
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Brief, Share
@@ -42,8 +42,8 @@ class ParallelPlan:
     shares: tuple[Share, ...]
     loss: tuple[Layer, list[torch.Tensor]] | None  # one of the user's own, which every worker needs
 
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> ParallelLead:
-        return ParallelLead(endpoint, crew, log, self)
+    def lead(self, endpoint: Endpoint, pool: NodePool, log: EventLog) -> ParallelLead:
+        return ParallelLead(endpoint, pool, log, self)
 
     def start(self, leader: ParallelLead, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
         phase("waiting for the nodes")

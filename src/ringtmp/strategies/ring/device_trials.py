@@ -21,7 +21,7 @@ from ringtmp.plan.devices import LayerCost
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.leader import HELLO_LIMIT_S, Crew, Lead
+from ringtmp.runtime.leader import HELLO_LIMIT_S, Lead, NodePool
 from ringtmp.runtime.segment_edges import run_backward
 from ringtmp.strategies.ring.link_trials import (
     AGAIN_S,
@@ -158,8 +158,8 @@ class Answers:
 
 
 class Scout(Lead):
-    def __init__(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> None:
-        super().__init__(endpoint, crew, log)
+    def __init__(self, endpoint: Endpoint, pool: NodePool, log: EventLog) -> None:
+        super().__init__(endpoint, pool, log)
         self._timed: dict[int, Timed] = {}
         self._lines = Lines(endpoint, self._until_node)
 

@@ -26,7 +26,7 @@ from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.leader import WAIT_S, Crew, Lead
+from ringtmp.runtime.leader import WAIT_S, Lead, NodePool
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.optimizers import state_tensors
@@ -87,9 +87,9 @@ class _Step:
 
 class Master(Lead):
     def __init__(
-        self, endpoint: Endpoint, crew: Crew, layers: Sequence[Layer], loss: LossFunction, log: EventLog
+        self, endpoint: Endpoint, pool: NodePool, layers: Sequence[Layer], loss: LossFunction, log: EventLog
     ) -> None:
-        super().__init__(endpoint, crew, log)
+        super().__init__(endpoint, pool, log)
         self._layers = layers
         self._loss = loss
         self._turn = 0
@@ -297,7 +297,7 @@ class Master(Lead):
         """Who does not answer a question any more holds the ring up, and is as good as lost."""
         mute = self._ask_everyone(NO_MICROBATCH, self._pump)
         if mute:
-            self._crew.bury(mute[0])
+            self._node_pool.drop(mute[0])
             text = f"node {mute[0]} is there and answers nobody in step {step}: {stalled}"
             raise NodeLost(text, mute[0], self._stall_limit()) from None
 
@@ -413,7 +413,7 @@ class Master(Lead):
         for mail in self.endpoint.collect():
             if isinstance(mail.message, Inspected | Failed):
                 self._take(mail)
-        if not self._crew.advance():
+        if not self._node_pool.advance():
             self.endpoint.wait(WAIT_S)
 
     def _diagnose(self, found: NotFinite) -> LossNotFinite:

@@ -28,7 +28,7 @@ from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.runtime.checkpoint import Checkpoint
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import Crew
+from ringtmp.runtime.leader import NodePool
 from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import Brief, Share
 from ringtmp.strategies.ring.device_trials import Scout, sample_of
@@ -52,8 +52,8 @@ class RingPlan:
     planned: Plan | None = None  # None: cuts by hand, or not a plain ring
     left_out: bool = False  # somebody was
 
-    def lead(self, endpoint: Endpoint, crew: Crew, log: EventLog) -> Master:
-        return Master(endpoint, crew, self.brief.layers, self.brief.loss, log)
+    def lead(self, endpoint: Endpoint, pool: NodePool, log: EventLog) -> Master:
+        return Master(endpoint, pool, self.brief.layers, self.brief.loss, log)
 
     def start(self, leader: Master, checkpoint: Checkpoint, phase: Callable[[str], None]) -> None:
         phase("waiting for the nodes")
@@ -91,7 +91,7 @@ def plan(brief: Brief) -> RingPlan:
 
 
 def tried(
-    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog, phase: Callable[[str], None],
+    brief: Brief, endpoint: Endpoint, pool: NodePool, log: EventLog, phase: Callable[[str], None],
     hellos: Mapping[int, Hello],
 ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
     """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
@@ -99,10 +99,10 @@ def tried(
     ring, index = brief.config.ring, brief.index
     largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
     sample = sample_of(brief.layers, index.costs, index.outputs, largest, len(brief.addresses))
-    if crew.alike or ring.strategy != "ring" or sample is None:
+    if pool.same_machine or ring.strategy != "ring" or sample is None:
         return brief, dict(hellos)
     phase("measuring the devices")
-    scout = Scout(endpoint, crew, log)
+    scout = Scout(endpoint, pool, log)
     scout.hellos.update(hellos)
     numbers = sorted(brief.addresses)
     pairs = neighbours_of if order_is_given(brief) else rounds_of
