@@ -419,7 +419,7 @@ def looking() -> nn.Module:
     return layer
 
 
-HERE = r"test_trust\.py:\d+"
+HERE = r"test_check_against_eager\.py:\d+"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a branch on the number of samples": (Branching, rf"layer '0' .Branching.* the number of samples .{HERE}"),
     "a branch on even numbers": (Even, rf"layer '0' .Even.* depends on the number of samples .{HERE}"),
