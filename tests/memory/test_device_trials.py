@@ -17,6 +17,7 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.plan.devices import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quota, latency_between, rate_between
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.leader import Start
 from ringtmp.strategies.ring import device_trials
 from ringtmp.strategies.ring.device_trials import Answers, Scout
 from ringtmp.strategies.ring.link_trials import (
@@ -278,7 +279,7 @@ def test_a_scout_tries_every_line_and_those_between_the_others(
     crew = MemoryCrew(4)
     endpoint = crew.start("ring", 0)
     try:
-        looked = Scout(endpoint, crew, log).look(crew.addresses(), Sample(b"", (), 1), apart=[frozenset((1, 3))])
+        looked = Scout(Start(endpoint, crew, log)).look(crew.addresses(), Sample(b"", (), 1), apart=[frozenset((1, 3))])
     finally:
         endpoint.close()
         log.close()

@@ -67,7 +67,7 @@ def train(text: str, folder: Path, steps: int, crew: MemoryCrew | None = None, *
         keep=KeepPart(**keep),
     )
     torch.manual_seed(0)
-    return api.start(config, model(), None, None, folder / "run", api.Watcher(), crew or MemoryCrew(NODES, seed=steps))
+    return api.start(config, model(), run_dir=folder / "run", crew=crew or MemoryCrew(NODES, seed=steps))
 
 
 @pytest.mark.parametrize("text", CHOICES)
