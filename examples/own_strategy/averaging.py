@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ringtmp.errors import UsageError
 from ringtmp.strategies.base import (
     About,
-    Brief,
     OnPaper,
     Plan,
+    PlanRequest,
     Roles,
     Settings,
     Sizes,
@@ -69,10 +69,10 @@ class Averaging(Strategy):
         """Between two means a worker knows nothing of what the others learn."""
         return settings.tau > 1
 
-    def plan(self, brief: Brief) -> Plan:
+    def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.data_parallel.plan import Pace, plan
 
-        return plan(brief, self, pace=Pace(alike=False))
+        return plan(request, self, pace=Pace(alike=False))
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AveragingSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.data_parallel.member import WorkerMember

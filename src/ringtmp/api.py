@@ -21,11 +21,11 @@ from ringtmp.data.sources import Source, from_python, leaves
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
-from ringtmp.launch.in_memory import MemoryCrew
-from ringtmp.launch.joined_devices import RemoteCrew
+from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.joined_devices import DevicePool
 from ringtmp.launch.key_store import Rings, checked_name
-from ringtmp.launch.local_processes import LocalCrew
-from ringtmp.launch.node_pool import Crew
+from ringtmp.launch.local_processes import LocalPool
+from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
@@ -106,7 +106,7 @@ class Ring:
         with watching(self._progress, watcher, on_step) as told:
             return start(
                 config, None if isinstance(model, str) else model, data, loss, run_dir=run_dir, watcher=told,
-                crew=self._devices(config, told),
+                pool=self._devices(config, told),
             )  # fmt: skip
 
     def resume(
@@ -129,7 +129,7 @@ class Ring:
         data = None if train_data is None else _given(train_data, test_data, config.training.seed)
         with watching(self._progress, watcher, on_step) as told:
             return resume(
-                run_dir, changed, data, loss, watcher=told, crew=self._devices(config, told), model=model
+                run_dir, changed, data, loss, watcher=told, pool=self._devices(config, told), model=model
             )  # fmt: skip
 
     def evaluate(self, run_dir: str | Path, data: Data = None, loss: LossFunction | None = None) -> dict[str, Any]:
@@ -141,8 +141,8 @@ class Ring:
         """The outputs of a run's newest checkpoint for a batch of inputs."""
         return predict(run_dir, inputs, self._nodes)
 
-    def _devices(self, config: RunConfig, watcher: Watcher) -> Crew | None:
-        return None if self._listen is None else remote_crew(self._listen, self._ring, config, watcher)
+    def _devices(self, config: RunConfig, watcher: Watcher) -> NodePool | None:
+        return None if self._listen is None else device_pool(self._listen, self._ring, config, watcher)
 
 
 def start(
@@ -153,7 +153,7 @@ def start(
     *,
     run_dir: str | Path | None = None,
     watcher: Watcher | None = None,
-    crew: Crew | None = None,
+    pool: NodePool | None = None,
 ) -> Result:
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
@@ -162,7 +162,7 @@ def start(
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
     with _modes_kept(source):
-        unwritten = _train(Job(config, source, train, test, function, name, run), watcher, crew)
+        unwritten = _train(Job(config, source, train, test, function, name, run), watcher, pool)
     return Result(run.path, None if isinstance(source, Iterator) else source, unwritten=unwritten)
 
 
@@ -173,7 +173,7 @@ def resume(
     loss: LossFunction | None = None,
     *,
     watcher: Watcher | None = None,
-    crew: Crew | None = None,
+    pool: NodePool | None = None,
     model: Model | None = None,
 ) -> Result:
     """Go on with the run in `run_dir` from its newest whole checkpoint."""
@@ -182,7 +182,7 @@ def resume(
     config = settings_of(run_dir, changes)
     train, test = data or _named_again(config)
     job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
-    unwritten = _train(job, watcher, crew)
+    unwritten = _train(job, watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 
 
@@ -234,9 +234,9 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
     return _concatenate(outputs)
 
 
-def remote_crew(
+def device_pool(
     listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0
-) -> Crew:
+) -> NodePool:
     """Devices that join this machine's ring over the network."""
     nodes = config.ring.nodes
     if nodes == 1:
@@ -244,7 +244,7 @@ def remote_crew(
     if start_with is not None and not 2 <= start_with <= nodes:
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
-    return RemoteCrew(
+    return DevicePool(
         Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
         tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
         package=registry.package_of(config.ring.strategy),
@@ -281,18 +281,18 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
     return by_name.load(config.training.data, config.training.seed, config.model.settings)
 
 
-def _train(job: Job, watcher: Watcher | None, crew: Crew | None) -> list[events.Event]:
+def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[events.Event]:
     """To the end; returns what could not be written of the record."""
     require_files(job.config.ring.nodes)
-    if crew is None:
+    if pool is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
         if nodes == 1:
-            crew = MemoryCrew(1, threads=threads)
+            pool = InMemoryPool(1, threads=threads)
         else:
-            crew = LocalCrew(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
+            pool = LocalPool(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
     with left_alone(), interruptible() as interruption:
-        session = Session(job, crew, watcher or Watcher(), interruption)
+        session = Session(job, pool, watcher or Watcher(), interruption)
         session.train()
     return session.unwritten
 
@@ -301,8 +301,10 @@ def _train(job: Job, watcher: Watcher | None, crew: Crew | None) -> list[events.
 def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
     require_files(nodes)
     threads = config.training.threads or 1
-    crew: Crew = MemoryCrew(1, threads=threads) if nodes == 1 else LocalCrew(nodes, threads, run.logs, keeps=False)
-    with left_alone(), inference(run, config, loss, crew) as ring:
+    pool: NodePool = (
+        InMemoryPool(1, threads=threads) if nodes == 1 else LocalPool(nodes, threads, run.logs, keeps=False)
+    )
+    with left_alone(), inference(run, config, loss, pool) as ring:
         yield ring
 
 

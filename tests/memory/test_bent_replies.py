@@ -75,9 +75,9 @@ class Bending:
 def outcome(base: Base, case: str, bending: Bending, calm: str) -> str:
     """healed, went on or ended; anything else is what must not be."""
     strategy, settings, nodes, bad, _ = CASES[case]
-    crew = Crooked(nodes, bad, bending)
+    pool = Crooked(nodes, bad, bending)
     try:
-        summary = base.run(crew, strategy, settings, steps=STEPS, clip_norm=0.5).summary
+        summary = base.run(pool, strategy, settings, steps=STEPS, clip_norm=0.5).summary
     except RingError as error:
         named = f"node {bad}" in str(error) and "\x1b" not in str(error)
         return "ended" if named else f"ended with {error}"
@@ -93,8 +93,8 @@ def outcome(base: Base, case: str, bending: Bending, calm: str) -> str:
 
 def calm_digest(base: Base, case: str) -> str:
     strategy, settings, nodes, bad, _ = CASES[case]
-    crew = Crooked(nodes, bad, lambda *_: None)
-    return str(base.run(crew, strategy, settings, steps=STEPS, clip_norm=0.5).summary.weights_sha256)
+    pool = Crooked(nodes, bad, lambda *_: None)
+    return str(base.run(pool, strategy, settings, steps=STEPS, clip_norm=0.5).summary.weights_sha256)
 
 
 class Tally:

@@ -473,7 +473,7 @@ def test_checking_leaves_no_trace_in_the_users_model() -> None:
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
 
 
-class Keeping(nn.Module):
+class NodeSnapshots(nn.Module):
     """Leaves a tensor for another layer past its return value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -492,7 +492,7 @@ kept = [torch.zeros(3, WIDTH)]
 
 def test_a_tensor_that_goes_from_layer_to_layer_behind_their_backs_is_refused() -> None:
     """Layer by layer it looks like a constant."""
-    model = nn.Sequential(Keeping(), nn.Linear(WIDTH, WIDTH), Taking(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(NodeSnapshots(), nn.Linear(WIDTH, WIDTH), Taking(), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(UsageError, match="the layers in a row would not train as they do in eager mode.*Return it"):
         list(build_layers(model, 0, numbers, [2, 3]))
 

@@ -19,7 +19,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import NodeLost
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.runtime.checkpoint import Progress, latest
 from ringtmp.runtime.run_directory import RunDirectory
@@ -33,7 +33,7 @@ from test_ring_of_processes import assert_all_gone, begin, ringtmp, wait_for_ste
 from test_training_loop import blobs
 
 STEPS = 12
-#: Turns of the crew into the step: before, between and after the parts of the exchange.
+#: Turns of the pool into the step: before, between and after the parts of the exchange.
 MOMENTS = [2, 7, 14]
 MORE_MOMENTS = [each for each in range(30) if each not in MOMENTS]
 
@@ -56,10 +56,10 @@ class Base:
         training = TrainingPart(data="given", steps=1, batch_size=16, microbatches=4, optimizer="adamw")
         config = RunConfig(training=training, ring=RingPart(nodes=1), keep=KeepPart())
         data = tensors("t", *blobs()), tensors("t", *blobs(30))
-        api.start(config, model, data, None, run_dir=folder / "base", watcher=api.Watcher(), crew=MemoryCrew(1))
+        api.start(config, model, data, None, run_dir=folder / "base", watcher=api.Watcher(), pool=InMemoryPool(1))
 
     def run(
-        self, crew: MemoryCrew, strategy: str, settings: dict[str, Any] | None = None, keep: KeepPart | None = None,
+        self, pool: InMemoryPool, strategy: str, settings: dict[str, Any] | None = None, keep: KeepPart | None = None,
         steps: int = STEPS, **training: Any,
     ) -> api.Result:  # fmt: skip
         self._runs += 1
@@ -67,7 +67,7 @@ class Base:
         shutil.copytree(self.folder / "base", run.path)
         (run.path / "events.jsonl").unlink()
         saved = run.read_config()
-        ring = RingPart(nodes=crew.nodes, strategy=strategy, strategy_settings=settings or {})
+        ring = RingPart(nodes=pool.nodes, strategy=strategy, strategy_settings=settings or {})
         config = msgspec.structs.replace(
             saved.config,
             ring=ring,
@@ -76,7 +76,7 @@ class Base:
         )
         run.write_config(msgspec.structs.replace(saved, config=config))
         data = tensors("t", *blobs()), tensors("t", *blobs(30))
-        return api.resume(run.path, {"steps": steps}, data, None, watcher=api.Watcher(), crew=crew)
+        return api.resume(run.path, {"steps": steps}, data, None, watcher=api.Watcher(), pool=pool)
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +123,14 @@ def counted(result: api.Result) -> Counter[int]:
 class Scarce(Mortal):
     """Nobody takes the place of a lost node; numbers stay without holes, so the last one may get another."""
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         assert compact
         for hole in sorted(set(range(1, self.nodes)) & self._dead):
             last = max((worker.endpoint.node for worker in self._workers), default=0)
             if last > hole:
                 self._workers = [worker for worker in self._workers if worker.endpoint.node != last]
         self.nodes -= len(self._dead)
-        return super().mend(ring, generation, compact, need_bytes)
+        return super().replace_lost(ring, generation, compact, need_bytes)
 
 
 # -- all-reduce -------------------------------------------------------------------------------------------------------
@@ -141,7 +141,8 @@ def calm(base: Base) -> dict[str, api.Result]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sum_over_workers, "BUCKET", 32)
         return {
-            name: base.run(MemoryCrew(4), "allreduce", {"algorithm": name}, clip_norm=1.0) for name in ("ring", "tree")
+            name: base.run(InMemoryPool(4), "allreduce", {"algorithm": name}, clip_norm=1.0)
+            for name in ("ring", "tree")
         }
 
 
@@ -150,8 +151,8 @@ def calm(base: Base) -> dict[str, api.Result]:
 def test_survivors_of_an_allreduce_give_the_new_one_what_they_have_and_no_bit_changes(
     algorithm: str, turns: int, base: Base, calm: dict[str, api.Result]
 ) -> None:
-    crew = Mortal(4, Death(1 + turns % 3, 5, turns), seed=turns)
-    hit = base.run(crew, "allreduce", {"algorithm": algorithm}, clip_norm=1.0)
+    pool = Mortal(4, Death(1 + turns % 3, 5, turns), seed=turns)
+    hit = base.run(pool, "allreduce", {"algorithm": algorithm}, clip_norm=1.0)
     (healed,) = hit.summary.recoveries
     assert healed.source == "survivors"
     assert healed.repeated <= 1, "the step under way"
@@ -297,8 +298,8 @@ class Returning(Mortal):
         self._away: int | None = None
         self._wait = 40
 
-    def bury(self, node: int) -> None:
-        super().bury(node)
+    def drop(self, node: int) -> None:
+        super().drop(node)
         self._away = node
 
     def changed(self) -> str | None:
@@ -308,9 +309,9 @@ class Returning(Mortal):
     def all_anew(self) -> bool:
         return False
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         self._away = None
-        return super().mend(ring, generation, compact, need_bytes)
+        return super().replace_lost(ring, generation, compact, need_bytes)
 
 
 def test_a_worker_that_comes_back_is_taken_in_at_a_step_boundary(base: Base) -> None:
@@ -326,12 +327,12 @@ def test_a_worker_that_comes_back_is_taken_in_at_a_step_boundary(base: Base) -> 
 
 
 def test_the_last_worker_and_a_server_without_replica_mean_the_checkpoint(base: Base) -> None:
-    for crew, settings in ((Mortal(2, Death(1, 6)), {}), (Mortal(4, Death(1, 6)), {"servers": 2})):
-        hit = base.run(crew, "ps", settings, KeepPart(checkpoint_every=4))
+    for pool, settings in ((Mortal(2, Death(1, 6)), {}), (Mortal(4, Death(1, 6)), {"servers": 2})):
+        hit = base.run(pool, "ps", settings, KeepPart(checkpoint_every=4))
         (healed,) = hit.summary.recoveries
         assert healed.source == "checkpoint"
         assert healed.step % 4 == 0
-        alone = base.run(MemoryCrew(crew.nodes), "ps", settings)
+        alone = base.run(InMemoryPool(pool.nodes), "ps", settings)
         assert same(hit, alone)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.devices import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quota, latency_between, rate_between
@@ -19,7 +19,7 @@ from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.leader import Start
 from ringtmp.strategies.ring import device_trials
-from ringtmp.strategies.ring.device_trials import Answers, Scout
+from ringtmp.strategies.ring.device_trials import Answers, DeviceTrials
 from ringtmp.strategies.ring.link_trials import (
     LINES_S,
     MIDDLE_BYTES,
@@ -276,10 +276,12 @@ def test_a_scout_tries_every_line_and_those_between_the_others(
 ) -> None:
     monkeypatch.setattr(device_trials, "timed", lambda sample: Timed(1.0, PROCESS_BYTES, 2**30))
     log = EventLog(tmp_path / "events.jsonl")
-    crew = MemoryCrew(4)
-    endpoint = crew.start("ring", 0)
+    pool = InMemoryPool(4)
+    endpoint = pool.start("ring", 0)
     try:
-        looked = Scout(Start(endpoint, crew, log)).look(crew.addresses(), Sample(b"", (), 1), apart=[frozenset((1, 3))])
+        looked = DeviceTrials(Start(endpoint, pool, log)).look(
+            pool.addresses(), Sample(b"", (), 1), apart=[frozenset((1, 3))]
+        )
     finally:
         endpoint.close()
         log.close()

@@ -14,7 +14,7 @@ import pytest
 
 from ringtmp.api import Result, Watcher
 from ringtmp.errors import CheckpointError, UsageError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog, NodeStarted, NodeStep, RunStarted, Span, StepDone, Warned
 from ringtmp.runtime.checkpoint import latest
@@ -169,7 +169,7 @@ def test_memory_for_what_the_disk_does_not_take_has_a_limit_and_steps_and_recove
 
 def run(folder: Path, watcher: Any) -> Result:
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    return start(settings(2, steps=9), stack(), data, None, run_dir=folder, watcher=watcher, crew=MemoryCrew(2))
+    return start(settings(2, steps=9), stack(), data, None, run_dir=folder, watcher=watcher, pool=InMemoryPool(2))
 
 
 class Meddles(Watcher):

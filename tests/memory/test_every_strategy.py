@@ -22,7 +22,7 @@ from ringtmp.bench.training_runs.speed_cases import case_named, pipelined
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import NodeLost, RingError, UsageError
 from ringtmp.launch.device_facts import device_facts
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.launch.join_server import Device, Hub
 from ringtmp.launch.key_store import Rings
 from ringtmp.plan.planner import PlanOptions
@@ -57,7 +57,7 @@ def parts(text: str) -> tuple[Strategy, Any, Choice]:
     return strategy, strategy.read(choice.settings), choice
 
 
-def train(text: str, folder: Path, steps: int, crew: MemoryCrew | None = None, **given: Any) -> api.Result:
+def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None, **given: Any) -> api.Result:
     split = registry.get(text.partition(":")[0]).splits_layers
     keep = {key: given.pop(key) for key in ("protect", "checkpoint_every") if key in given}
     part = {"batch_size": BATCH, "microbatches": 6, "steps": steps, "optimizer_settings": {"lr": 4e-3}, **given}
@@ -67,7 +67,7 @@ def train(text: str, folder: Path, steps: int, crew: MemoryCrew | None = None, *
         keep=KeepPart(**keep),
     )
     torch.manual_seed(0)
-    return api.start(config, model(), run_dir=folder / "run", crew=crew or MemoryCrew(NODES, seed=steps))
+    return api.start(config, model(), run_dir=folder / "run", pool=pool or InMemoryPool(NODES, seed=steps))
 
 
 @pytest.mark.parametrize("text", CHOICES)
@@ -77,7 +77,9 @@ def test_it_learns_and_sends_what_its_formula_says_and_repeats_the_bits_it_promi
     assert first.exactness == strategy.exactness(settings)
     assert first.loss.last < first.loss.first / 2
     if first.exactness in ("bits", "replay"):
-        assert first.weights_sha256 == train(text, tmp_path / "b", 30, MemoryCrew(NODES, seed=1)).summary.weights_sha256
+        assert (
+            first.weights_sha256 == train(text, tmp_path / "b", 30, InMemoryPool(NODES, seed=1)).summary.weights_sha256
+        )
     done = api.Result(tmp_path / "a" / "run")
     cuts = tuple(map(float, CUTS[NODES][1]))
     samples = 1437 / 23  # of an average step: an epoch's last batch is smaller

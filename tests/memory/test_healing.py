@@ -13,7 +13,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import from_python, tensors
 from ringtmp.errors import NodeLost
-from ringtmp.launch.in_memory import MemoryCrew, Wrapper
+from ringtmp.launch.in_memory import InMemoryPool, Wrapper
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from test_training_loop import blobs, stack
@@ -41,11 +41,11 @@ class Ticking:
 class Death(NamedTuple):
     node: int
     step: int  # that it has come to
-    turns: int = 0  # of the crew, from there on
+    turns: int = 0  # of the pool, from there on
     generation: int = 1  # not before
 
 
-class Mortal(MemoryCrew):
+class Mortal(InMemoryPool):
     """Nodes that stop without a word, one after the other."""
 
     def __init__(self, nodes: int, *deaths: Death, seed: int = 0, wrap: Wrapper = lambda transport: transport) -> None:
@@ -69,20 +69,25 @@ class Mortal(MemoryCrew):
 
 
 def run(
-    folder: Path, crew: MemoryCrew, keep: KeepPart | None = None, data: Any = None, watcher: Any = None, **training: Any
+    folder: Path,
+    pool: InMemoryPool,
+    keep: KeepPart | None = None,
+    data: Any = None,
+    watcher: Any = None,
+    **training: Any,
 ) -> api.Result:
     schedule, cuts = training.pop("schedule", "1f1b"), training.pop("cuts", None)
     base = {"batch_size": 16, "microbatches": 4, "optimizer": "adamw", "optimizer_settings": {"lr": 0.01}}
     config = RunConfig(
         training=TrainingPart(data="given", steps=STEPS, **{**base, **training}),
-        ring=RingPart(nodes=crew.nodes, schedule=schedule, all_devices=True, cuts=cuts),
+        ring=RingPart(nodes=pool.nodes, schedule=schedule, all_devices=True, cuts=cuts),
         keep=keep or KeepPart(checkpoint_every=4),
     )
     data = data or (tensors("t", *blobs()), tensors("t", *blobs(30)))
-    return api.start(config, stack(), data, None, run_dir=folder, watcher=watcher or api.Watcher(), crew=crew)
+    return api.start(config, stack(), data, None, run_dir=folder, watcher=watcher or api.Watcher(), pool=pool)
 
 
-class Departing(MemoryCrew):
+class Departing(InMemoryPool):
     """One dies when the last checkpoint is there, before it can be told to stop."""
 
     def __init__(self, nodes: int, node: int, run: Path) -> None:
@@ -98,9 +103,9 @@ class Departing(MemoryCrew):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_nodes_die_and_the_bits_are_those_of_an_undisturbed_run(case: str, tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4), **CASES[case])
-    crew = Mortal(4, Death(2, 3, 5), Death(1, 7, 1))
-    hit = run(tmp_path / "hit", crew, **CASES[case])
+    calm = run(tmp_path / "calm", InMemoryPool(4), **CASES[case])
+    pool = Mortal(4, Death(2, 3, 5), Death(1, 7, 1))
+    hit = run(tmp_path / "hit", pool, **CASES[case])
     assert len(hit.summary.recoveries) == 2
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert hit.summary.loss == calm.summary.loss
@@ -122,7 +127,7 @@ def test_what_is_done_again_counts_once_and_is_marked_in_the_trace(tmp_path: Pat
 
 
 def test_a_loss_after_the_last_layer_was_saved_is_recorded_too(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(3))
+    calm = run(tmp_path / "calm", InMemoryPool(3))
     assert not calm.summary.recoveries
     hit = run(tmp_path / "hit", Departing(3, 2, tmp_path / "hit"))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
@@ -133,7 +138,7 @@ def test_a_loss_after_the_last_layer_was_saved_is_recorded_too(tmp_path: Path) -
 
 
 def test_a_loss_while_healing_begins_the_healing_anew(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     hit = run(tmp_path / "hit", Mortal(4, Death(2, 5), Death(3, 0, 0, 2), Death(2, 0, 3, 3)))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     (healed,) = hit.summary.recoveries
@@ -142,9 +147,9 @@ def test_a_loss_while_healing_begins_the_healing_anew(tmp_path: Path) -> None:
 
 
 def test_a_node_that_always_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    crew = Mortal(3, *[Death(1, 5)] * 20)
+    pool = Mortal(3, *[Death(1, 5)] * 20)
     with pytest.raises(NodeLost, match="node 1"):
-        run(tmp_path / "hit", crew)
+        run(tmp_path / "hit", pool)
 
 
 def test_with_protection_off_a_loss_ends_the_run(tmp_path: Path) -> None:
@@ -160,7 +165,7 @@ def test_a_streams_batches_are_kept_until_nobody_can_ask_for_them(tmp_path: Path
             part = slice(16 * step, 16 * step + 16)
             yield inputs[part], labels[part]
 
-    calm = run(tmp_path / "calm", MemoryCrew(3), data=(from_python(stream()), None))
+    calm = run(tmp_path / "calm", InMemoryPool(3), data=(from_python(stream()), None))
     hit = run(tmp_path / "hit", Mortal(3, Death(1, 6)), data=(from_python(stream()), None))
     assert len(hit.summary.recoveries) == 1
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
@@ -187,7 +192,7 @@ def test_nodes_that_die_together_are_all_named(tmp_path: Path, others: tuple[int
         def warn(self, text: str) -> None:
             said.append(text)
 
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     hit = run(tmp_path / "hit", DyingTogether(4, Death(2, 5, 2), *others), watcher=Listener())
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     (healed,) = hit.summary.recoveries
@@ -198,7 +203,7 @@ def test_nodes_that_die_together_are_all_named(tmp_path: Path, others: tuple[int
 
 
 def test_a_node_lost_while_the_ring_is_laid_out_anew_for_another_reason_is_named(tmp_path: Path) -> None:
-    class Dies(MemoryCrew):
+    class Dies(InMemoryPool):
         """One dies when all are asked to lay the ring out anew, before anybody has looked."""
 
         asked = False
@@ -211,11 +216,11 @@ def test_a_node_lost_while_the_ring_is_laid_out_anew_for_another_reason_is_named
                 return None
             return "somebody joined"
 
-        def mend(self, *given: Any) -> Any:
+        def replace_lost(self, *given: Any) -> Any:
             if not self.asked:
                 self.asked = True
                 self.kill(2)
-            return super().mend(*given)
+            return super().replace_lost(*given)
 
     hit = run(tmp_path / "hit", Dies(4))
     (moved,) = hit.summary.recoveries

@@ -26,7 +26,7 @@ from ringtmp.data.sources import Stream, from_python
 from ringtmp.data.stream_batches import Arrivals, StreamPlace
 from ringtmp.data.stream_store import Kept, Spool, kept_copy
 from ringtmp.errors import RingError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run import session
 from test_healing import STEPS, Ticking, run
@@ -45,7 +45,7 @@ def one_pass(first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield buffer, labels[16 * step : 16 * step + 16]
 
 
-class Both(MemoryCrew):
+class Both(InMemoryPool):
     """Two neighbours die in the same moment: an owner, and the holder of its snapshot."""
 
     def __init__(self, nodes: int, *moments: int) -> None:
@@ -60,14 +60,14 @@ class Both(MemoryCrew):
         return super().advance()
 
 
-def trained(folder: Path, crew: MemoryCrew, keep: StreamKeep = "memory", data: Any = None, **more: Any) -> api.Result:
+def trained(folder: Path, pool: InMemoryPool, keep: StreamKeep = "memory", data: Any = None, **more: Any) -> api.Result:
     part = KeepPart(checkpoint_every=more.pop("every", 5), stream_keep=keep)
-    return run(folder, crew, part, (from_python(data or one_pass()), None), cuts=CUTS, **more)
+    return run(folder, pool, part, (from_python(data or one_pass()), None), cuts=CUTS, **more)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    digest = trained(tmp_path_factory.mktemp("calm"), MemoryCrew(4)).summary.weights_sha256
+    digest = trained(tmp_path_factory.mktemp("calm"), InMemoryPool(4)).summary.weights_sha256
     assert digest is not None
     return digest
 
@@ -102,13 +102,13 @@ def test_with_nothing_kept_the_run_goes_on_with_the_next_batch_and_says_what_it_
     (stray,) = [each for each in events.read(tmp_path / "run/events.jsonl") if isinstance(each, events.StreamStrayed)]
     assert (stray.step, stray.skipped) == (healed.step, summary.skipped_samples)
     again = (from_python(one_pass()), None)
-    more = api.resume(tmp_path / "run", {"steps": STEPS + 1}, again, None, watcher=api.Watcher(), crew=MemoryCrew(4))
+    more = api.resume(tmp_path / "run", {"steps": STEPS + 1}, again, None, watcher=api.Watcher(), pool=InMemoryPool(4))
     assert (more.summary.skipped_samples, more.summary.exactness) == (summary.skipped_samples, "stream")
 
 
 def test_with_nothing_kept_what_can_be_read_again_is_read_again(tmp_path: Path) -> None:
     batches = [(x.clone(), y) for x, y in one_pass()]
-    calm = trained(tmp_path / "calm", MemoryCrew(4), "none", batches)
+    calm = trained(tmp_path / "calm", InMemoryPool(4), "none", batches)
     hit = trained(tmp_path / "hit", Both(4, 9), "none", batches)
     assert hit.summary.recoveries
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
@@ -156,7 +156,7 @@ def test_while_no_checkpoint_can_be_saved_a_whole_snapshot_lets_batches_go(tmp_p
         mock.patch.object(data_batches, "Spool", spool),
         mock.patch.object(api, "Watcher", return_value=watcher),
     ):
-        done = trained(tmp_path / "run", MemoryCrew(4), every=None)
+        done = trained(tmp_path / "run", InMemoryPool(4), every=None)
     assert done.summary.weights_sha256 == expected
     assert any(after < before for before, after in pairwise(watcher.kept[:-1]))
     assert [text.partition(":")[0] for text in done.summary.warnings] == ["no checkpoint of step 4"], (
@@ -178,14 +178,14 @@ class Stopping(api.Watcher):
 def test_a_resumed_master_finds_the_batches_it_left_on_disk(tmp_path: Path, expected: str) -> None:
     keep = KeepPart(checkpoint_every=5, stream_keep="disk")
     with pytest.raises(RingError, match="stopped"), mock.patch.object(api, "Watcher", return_value=Stopping(9)):
-        run(tmp_path / "run", MemoryCrew(4), keep, (from_python(one_pass()), None))
+        run(tmp_path / "run", InMemoryPool(4), keep, (from_python(one_pass()), None))
     left = sorted((tmp_path / "run/stream").iterdir())
     assert [path.name for path in left] == [f"{step:012d}.batch" for step in range(5, 9)]
     assert {path.stat().st_mode & 0o777 for path in left} == {0o600}
     assert (tmp_path / "run/stream").stat().st_mode & 0o777 == 0o700
     # What the stream gave for the first nine steps is gone, as at a sensor; the files have what is needed of it.
     source = from_python(one_pass(first=9))
-    resumed = api.resume(tmp_path / "run", {}, (source, None), None, watcher=api.Watcher(), crew=MemoryCrew(4))
+    resumed = api.resume(tmp_path / "run", {}, (source, None), None, watcher=api.Watcher(), pool=InMemoryPool(4))
     assert resumed.summary.weights_sha256 == expected
     assert any("gives other batches than before" in text for text in resumed.summary.warnings)
     assert not (tmp_path / "run/stream").exists()

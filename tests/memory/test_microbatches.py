@@ -18,7 +18,7 @@ from ringtmp.cli.settings import build
 from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.plan.devices import Device, LayerCost, Measured
 from ringtmp.plan.microbatches import COUNTS, best_plan, microbatch_sizes, sizes
@@ -84,7 +84,7 @@ def run(folder: Path, microbatches: Any, nodes: int = 3, watcher: Any = None) ->
         ring=RingPart(nodes=nodes),
     )
     return api.start(
-        config, stack(), (data, None), None, run_dir=folder, watcher=watcher or Watcher(), crew=MemoryCrew(nodes)
+        config, stack(), (data, None), None, run_dir=folder, watcher=watcher or Watcher(), pool=InMemoryPool(nodes)
     )
 
 
@@ -119,11 +119,11 @@ def test_auto_gives_the_bits_of_the_same_number_by_hand_and_is_recorded(tmp_path
 def test_a_resumed_run_keeps_the_number_that_was_chosen_and_notices_other_data(tmp_path: Path) -> None:
     first = run(tmp_path / "run", "auto")
     data = (tensors("t", torch.randn(60, 6), torch.arange(60) % 3), None)
-    again = api.resume(tmp_path / "run", {"steps": 7, "nodes": 2}, data, None, watcher=Watcher(), crew=MemoryCrew(2))
+    again = api.resume(tmp_path / "run", {"steps": 7, "nodes": 2}, data, None, watcher=Watcher(), pool=InMemoryPool(2))
     assert again.summary.microbatches == first.summary.microbatches
     assert any("the data (t) is not what it was" in text for text in again.summary.warnings)
     with pytest.raises(UsageError, match="cannot change microbatches"):
-        api.resume(tmp_path / "run", {"microbatches": "auto"}, data, None, watcher=Watcher(), crew=MemoryCrew(2))
+        api.resume(tmp_path / "run", {"microbatches": "auto"}, data, None, watcher=Watcher(), pool=InMemoryPool(2))
 
 
 def test_auto_is_for_the_ring_and_other_words_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ringtmp import api
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 
 #: From the end of one of these steps to the end of the other everything is looked at.
 FIRST, LAST = 2, 5
@@ -65,7 +65,7 @@ def test_no_tensor_becomes_garbage_in_a_cycle(
         keep=KeepPart(),
         model=ModelPart(name="mlp", settings={"depth": 5, "width": 16}),
     )
-    api.start(config, None, None, None, run_dir=tmp_path / "run", watcher=collecting, crew=MemoryCrew(2))
+    api.start(config, None, None, None, run_dir=tmp_path / "run", watcher=collecting, pool=InMemoryPool(2))
     assert collecting.found is not None, "the steps between were never looked at"
     held = [tuple(each.shape) for each in collecting.found if isinstance(each, torch.Tensor)]
     assert not held, f"of these shapes: {held}"
@@ -86,6 +86,6 @@ def test_what_was_there_before_the_first_step_is_not_looked_through_again(tmp_pa
         keep=KeepPart(),
         model=ModelPart(name="mlp", settings={"depth": 2, "width": 16}),
     )
-    api.start(config, None, None, None, run_dir=tmp_path / "run", watcher=Counting(), crew=MemoryCrew(1))
+    api.start(config, None, None, None, run_dir=tmp_path / "run", watcher=Counting(), pool=InMemoryPool(1))
     assert seen[0] > 100_000
     assert gc.get_freeze_count() == before

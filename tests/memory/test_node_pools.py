@@ -1,4 +1,4 @@
-"""What a run does when its crew changes in an awkward moment, in memory."""
+"""What a run does when its pool changes in an awkward moment, in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from ringtmp.config import KeepPart
 from ringtmp.errors import DoesNotFit, Interrupted
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.record import unlike
@@ -27,12 +27,12 @@ from test_healing import Death, Mortal, run
 class Strangers(Mortal):
     """Devices that are tried before a plan is made, as those that joined are."""
 
-    alike = False
+    same_machine = False
 
 
 @pytest.mark.parametrize("turns", [6, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 30))])
 def test_a_device_lost_while_devices_are_tried_is_a_loss_like_any_other(turns: int, tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(3))
+    calm = run(tmp_path / "calm", InMemoryPool(3))
     hit = run(tmp_path / "hit", Strangers(3, Death(1, 0, turns), seed=turns))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert len(hit.summary.recoveries) == 1
@@ -48,10 +48,10 @@ class Short(Mortal):
         self._comes = comes
         self.paused: list[str] = []
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         if not self.paused:
             raise DoesNotFit("those who are left lack 5.0 MiB of memory")
-        return super().mend(ring, generation, compact, need_bytes)
+        return super().replace_lost(ring, generation, compact, need_bytes)
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
         self.paused.append(why)
@@ -59,23 +59,23 @@ class Short(Mortal):
 
 
 def test_a_run_that_does_not_fit_the_survivors_pauses_until_another_comes(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(3))
-    crew = Short(Death(2, 4), comes=True)
-    hit = run(tmp_path / "hit", crew)
-    assert crew.paused == ["those who are left lack 5.0 MiB of memory"]
+    calm = run(tmp_path / "calm", InMemoryPool(3))
+    pool = Short(Death(2, 4), comes=True)
+    hit = run(tmp_path / "hit", pool)
+    assert pool.paused == ["those who are left lack 5.0 MiB of memory"]
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     with pytest.raises(DoesNotFit, match="5.0 MiB"):
         run(tmp_path / "nobody", Short(Death(2, 4), comes=False))
 
 
 def test_a_user_who_stops_a_paused_run_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = Short(Death(2, 4), comes=False)
-    monkeypatch.setattr(Interruption, "__call__", lambda self: bool(crew.paused))
+    pool = Short(Death(2, 4), comes=False)
+    monkeypatch.setattr(Interruption, "__call__", lambda self: bool(pool.paused))
     with pytest.raises(Interrupted, match="paused: go on with Ring\\(...\\).resume"):
-        run(tmp_path / "run", crew)
+        run(tmp_path / "run", pool)
 
 
-class Leaving(MemoryCrew):
+class Leaving(InMemoryPool):
     """One is asked to leave after some steps."""
 
     def advance(self) -> bool:
@@ -87,7 +87,7 @@ class Leaving(MemoryCrew):
 def test_a_full_disk_delays_a_change_of_the_crew_and_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     commit, refused = CheckpointWriter.commit, Counter[str]()
 
     def full_once(self: CheckpointWriter) -> Any:
@@ -121,7 +121,7 @@ class Failing:
 def test_a_disk_too_full_for_a_folder_or_the_settings_costs_neither_run_nor_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     monkeypatch.setattr("ringtmp.run.checkpoints.CheckpointWriter", Failing(CheckpointWriter, 1))
     full = Failing(RunDirectory.write_config, 2)  # of the healing
     monkeypatch.setattr(RunDirectory, "write_config", lambda *args: full(*args))
@@ -141,7 +141,7 @@ def test_after_a_checkpoint_the_next_snapshot_comes_at_once(tmp_path: Path) -> N
             if node == 1:
                 super().kill(2)
 
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     # By hand, so that node 1 has something to lose: a ReLU alone would not be missed.
     hit = run(tmp_path / "hit", Both(4, Death(1, 8)), KeepPart(checkpoint_every=100), cuts="0-0,1-2,3-3,4-4,5-5")
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256

@@ -14,17 +14,17 @@ import pytest
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart
 from ringtmp.data.sources import tensors
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies.data_parallel import sum_over_workers
-from ringtmp.transport.base import Around, Arrival, Channel, Frame, Transport
+from ringtmp.transport.base import Arrival, Channel, Frame, Transport, TransportWrapper
 from test_data_parallel_healing import STEPS, Base, counted, same
 from test_healing import Death, Mortal
 from test_training_loop import blobs, settings, stack, train
 
 
-class Drifting(Around):
+class Drifting(TransportWrapper):
     """Packets wait, in order per peer and channel, for as long as a seed will have it."""
 
     def __init__(self, inner: Transport, seed: int) -> None:
@@ -42,7 +42,7 @@ class Drifting(Around):
         return self._inner.receive()
 
 
-class MasterFirst(Around):
+class MasterFirst(TransportWrapper):
     """What the master says is read before what has come from others, as from a socket that stands first in the list."""
 
     def receive(self) -> list[Arrival]:
@@ -56,7 +56,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
         yield Base(tmp_path_factory.mktemp("base"))
 
 
-class Tardy(MemoryCrew):
+class Tardy(InMemoryPool):
     """A worker takes a turn only after the master has done all it can."""
 
     def __init__(self, nodes: int) -> None:
@@ -71,11 +71,11 @@ class Tardy(MemoryCrew):
         return True
 
 
-def on(crew: MemoryCrew, folder: Path, ring: dict[str, Any] | None = None, **training: Any) -> api.Result:
-    config = settings(crew.nodes, **training)
+def on(pool: InMemoryPool, folder: Path, ring: dict[str, Any] | None = None, **training: Any) -> api.Result:
+    config = settings(pool.nodes, **training)
     config = msgspec.structs.replace(config, ring=msgspec.structs.replace(config.ring, **(ring or {})), keep=KeepPart())
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    return api.start(config, stack(), data, None, run_dir=folder, watcher=api.Watcher(), crew=crew)
+    return api.start(config, stack(), data, None, run_dir=folder, watcher=api.Watcher(), pool=pool)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -92,24 +92,24 @@ def test_norms_of_a_step_that_overlaps_the_one_before_are_sent_when_its_weight_g
 ) -> None:
     how = {"steps": 7, "staleness": 1, "clip_norm": 0.3, "microbatches": 2}
     whole = train(tmp_path / "whole", 1, **how).summary
-    crew = MemoryCrew(3, seed, lambda transport: Drifting(transport, seed))
-    parts = on(crew, tmp_path / "parts", {"schedule": "zero-bubble"}, **how).summary
+    pool = InMemoryPool(3, seed, lambda transport: Drifting(transport, seed))
+    parts = on(pool, tmp_path / "parts", {"schedule": "zero-bubble"}, **how).summary
     assert parts.weights_sha256 == whole.weights_sha256
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_evaluation_that_asks_for_newer_parameters_than_the_next_step_would_gets_them(seed: int, base: Base) -> None:
-    crew = MemoryCrew(5, seed, lambda transport: Drifting(transport, seed))
-    done = base.run(crew, "ps", {"quorum": 2}, steps=30)
+    pool = InMemoryPool(5, seed, lambda transport: Drifting(transport, seed))
+    done = base.run(pool, "ps", {"quorum": 2}, steps=30)
     assert set(counted(done)) == set(range(1, 30))
 
 
 @pytest.mark.parametrize("strategy", ["ps:bsp", "allreduce:ring", "allreduce:tree"])
 def test_drifting_channels_change_no_bit(strategy: str, base: Base) -> None:
-    calm = base.run(MemoryCrew(4), strategy, clip_norm=1.0)
+    calm = base.run(InMemoryPool(4), strategy, clip_norm=1.0)
     for seed in range(3):
-        crew = MemoryCrew(4, seed, lambda transport, seed=seed: Drifting(transport, seed))
-        assert same(base.run(crew, strategy, clip_norm=1.0), calm), f"seed {seed}"
+        pool = InMemoryPool(4, seed, lambda transport, seed=seed: Drifting(transport, seed))
+        assert same(base.run(pool, strategy, clip_norm=1.0), calm), f"seed {seed}"
 
 
 @pytest.mark.parametrize("turns", range(3, 24, 3))
@@ -126,9 +126,9 @@ def test_mail_of_a_lost_node_that_is_read_after_its_loss_is_left_alone(
 @pytest.mark.parametrize("turns", range(2, 30, 4))
 def test_a_server_lost_while_norms_are_added_up_changes_no_bit(turns: int, base: Base) -> None:
     given = {"servers": 3, "replicas": 1}
-    calm = base.run(MemoryCrew(6), "ps", given, clip_norm=0.2)
-    crew = Mortal(6, Death(1 + turns % 2, 4, turns), seed=turns, wrap=lambda transport: Drifting(transport, turns))
-    hit = base.run(crew, "ps", given, clip_norm=0.2)
+    calm = base.run(InMemoryPool(6), "ps", given, clip_norm=0.2)
+    pool = Mortal(6, Death(1 + turns % 2, 4, turns), seed=turns, wrap=lambda transport: Drifting(transport, turns))
+    hit = base.run(pool, "ps", given, clip_norm=0.2)
     assert [each.source for each in hit.summary.recoveries] == ["replica"]
     assert same(hit, calm)
 
@@ -152,11 +152,11 @@ def test_an_epoch_whose_last_step_is_done_again_ends_once(tmp_path: Path) -> Non
     ring = RingPart(nodes=3, strategy="allreduce")
     data = tensors("t", *blobs()), None
 
-    def run(name: str, crew: MemoryCrew) -> api.Result:
+    def run(name: str, pool: InMemoryPool) -> api.Result:
         config = msgspec.structs.replace(settings(3, epochs=3), ring=ring, keep=KeepPart())
-        return api.start(config, stack(), data, None, run_dir=tmp_path / name, watcher=api.Watcher(), crew=crew)
+        return api.start(config, stack(), data, None, run_dir=tmp_path / name, watcher=api.Watcher(), pool=pool)
 
-    calm = run("calm", MemoryCrew(3))
+    calm = run("calm", InMemoryPool(3))
     per_epoch = calm.summary.steps // 3
     for turns in range(12):
         hit = run(f"hit-{turns}", Mortal(3, Death(1, per_epoch - 1, turns), seed=turns))

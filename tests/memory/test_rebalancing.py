@@ -23,7 +23,7 @@ from costs import layers
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.model.profile import Profiler
 from ringtmp.plan import rebalance
@@ -274,7 +274,7 @@ class Clock:
         return self.now
 
 
-class Throttled(MemoryCrew):
+class Throttled(InMemoryPool):
     """From a step on, one node takes four times as long for each of its layers."""
 
     def __init__(self, nodes: int, slow: int = 2, step: int = 20) -> None:
@@ -294,8 +294,8 @@ class Throttled(MemoryCrew):
 
 @pytest.fixture
 def throttled(monkeypatch: pytest.MonkeyPatch) -> Throttled:
-    """Layers that take LAYER_S each, in the forecast and on the crew's clock."""
-    cost, forward, crew = Profiler.cost, Stage.forward, Throttled(3)
+    """Layers that take LAYER_S each, in the forecast and on the pool's clock."""
+    cost, forward, pool = Profiler.cost, Stage.forward, Throttled(3)
 
     def alike(self: Profiler, built: Any) -> LayerCost:
         real = cost(self, built)
@@ -303,14 +303,14 @@ def throttled(monkeypatch: pytest.MonkeyPatch) -> Throttled:
         return replace(real, measured=measured, update_s=0.0)
 
     def slowly(self: Stage, microbatch: int, step: int, *rest: Any) -> list[torch.Tensor]:
-        slow = self is crew.stage and step >= crew.step
-        crew.clock.now += len(self.visit.layers) * LAYER_S * (4 if slow else 1)
+        slow = self is pool.stage and step >= pool.step
+        pool.clock.now += len(self.visit.layers) * LAYER_S * (4 if slow else 1)
         return forward(self, microbatch, step, *rest)
 
     monkeypatch.setattr(Profiler, "cost", alike)
     monkeypatch.setattr(Stage, "forward", slowly)
     monkeypatch.setattr(rebalance, "REPAID", 0.0)  # steps take real time, and little of it
-    return crew
+    return pool
 
 
 def deep() -> nn.Sequential:
@@ -320,14 +320,14 @@ def deep() -> nn.Sequential:
 
 
 def train(
-    folder: Folder, crew: MemoryCrew, staleness: int = 0, keep: KeepPart | None = None, **ring: Any
+    folder: Folder, pool: InMemoryPool, staleness: int = 0, keep: KeepPart | None = None, **ring: Any
 ) -> api.Result:
     training = TrainingPart(
         data="given", steps=STEPS, batch_size=16, microbatches=2, clip_norm=0.5, staleness=staleness
     )
-    config = RunConfig(training=training, ring=RingPart(nodes=crew.nodes, **ring), keep=keep or KeepPart())
+    config = RunConfig(training=training, ring=RingPart(nodes=pool.nodes, **ring), keep=keep or KeepPart())
     return api.start(
-        config, deep(), (tensors("t", *blobs()), None), None, run_dir=folder, watcher=api.Watcher(), crew=crew
+        config, deep(), (tensors("t", *blobs()), None), None, run_dir=folder, watcher=api.Watcher(), pool=pool
     )
 
 
@@ -338,7 +338,7 @@ def train(
 def test_a_throttled_node_gets_fewer_layers_and_the_bits_stay(
     source: str, how: dict[str, Any], throttled: Throttled, tmp_path: Folder
 ) -> None:
-    calm = train(tmp_path / "calm", MemoryCrew(1), **how)
+    calm = train(tmp_path / "calm", InMemoryPool(1), **how)
     hit = train(tmp_path / "hit", throttled, **how)
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert hit.summary.steps == STEPS
@@ -351,7 +351,7 @@ def test_a_throttled_node_gets_fewer_layers_and_the_bits_stay(
 
 
 def test_lines_tried_between_steps_change_no_bit(tmp_path: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    calm = train(tmp_path / "calm", MemoryCrew(1))
+    calm = train(tmp_path / "calm", InMemoryPool(1))
     tried: list[dict[int, tuple[float, float]]] = []
 
     def at_rest(self: Rebalancing, leader: Any, protection: Protection) -> bool:
@@ -360,7 +360,7 @@ def test_lines_tried_between_steps_change_no_bit(tmp_path: Folder, monkeypatch: 
         return True
 
     monkeypatch.setattr(Rebalancing, "at_rest", at_rest)
-    hit = train(tmp_path / "hit", MemoryCrew(3), rebalance=False)
+    hit = train(tmp_path / "hit", InMemoryPool(3), rebalance=False)
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert tried
     assert all(set(rates) == {1, 2} and min(map(min, rates.values())) > 0 for rates in tried)

@@ -20,7 +20,7 @@ from oracle import state_sha256
 from ringtmp import Result, Ring, Watcher, api
 from ringtmp.data.sources import tensors
 from ringtmp.errors import UsageError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.model.to_module import PortableLayer
 from ringtmp.run.progress import Bar, Several, Telling, in_notebook, watching
@@ -202,7 +202,7 @@ def test_frozen_parameters_keep_their_bits_whatever_the_strategy(strategy: str, 
     config = settings(nodes, optimizer="adamw", steps=3)
     config = msgspec.structs.replace(config, ring=msgspec.structs.replace(config.ring, strategy=strategy))
     data = tensors("t", *blobs()), None
-    result = api.start(config, model, data, None, run_dir=tmp_path / "run", watcher=Watcher(), crew=MemoryCrew(nodes))
+    result = api.start(config, model, data, None, run_dir=tmp_path / "run", watcher=Watcher(), pool=InMemoryPool(nodes))
     trained, given = result.model.state_dict(), model.state_dict()
     same = {name for name in given if trained[name].equal(given[name])}
     assert same == {"0.weight", "0.bias", "2.weight", "2.bias"}

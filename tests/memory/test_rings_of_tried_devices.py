@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import LineTried, NodeStep
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
@@ -27,15 +27,15 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    return run(tmp_path_factory.mktemp("calm") / "run", MemoryCrew(4)).summary.weights_sha256
+    return run(tmp_path_factory.mktemp("calm") / "run", InMemoryPool(4)).summary.weights_sha256
 
 
 class Strangers(Mortal):
-    alike = False
+    same_machine = False
 
 
 class Far(Split):
-    alike = False
+    same_machine = False
 
 
 def lines(folder: Path) -> list[LineTried]:
@@ -58,7 +58,7 @@ def test_nodes_that_met_and_died_leave_the_bits_as_they_are(
     deaths: tuple[Death, ...], again: bool, tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if again:  # as if somebody had come each time whom nobody knows
-        nothing = property(lambda laying: None, lambda laying, brief: None)
+        nothing = property(lambda laying: None, lambda laying, request: None)
         monkeypatch.setattr(Generations, "_known", nothing, raising=False)
     hit = run(tmp_path / "run", Strangers(4, *deaths, seed=again))
     assert hit.summary.weights_sha256 == expected

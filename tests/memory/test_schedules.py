@@ -20,7 +20,7 @@ from ringtmp.config import KeepPart, RingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import Interrupted, UsageError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
 from ringtmp.run.interruption import Interruption
@@ -155,16 +155,16 @@ def test_an_interrupted_delayed_run_finishes_the_steps_it_has_begun(tmp_path: Pa
     config = msgspec.structs.replace(resolve(settings(3, epochs=2, staleness=1)), keep=KeepPart())
     stopping = Interruption()
     job = Job(config, stack(), *data, loss_named("cross_entropy"), "cross_entropy", run)
-    crew = Watching(3, stopping)
+    pool = Watching(3, stopping)
     with pytest.raises(Interrupted, match="after step 2"):
-        Session(job, crew, Watcher(), stopping).train()
+        Session(job, pool, Watcher(), stopping).train()
     assert resume(tmp_path / "parts", 2).summary.weights_sha256 == whole.summary.weights_sha256
 
 
 def run_on(folder: Path, model: nn.Module, ring: RingPart, **training: Any) -> Any:
     config = msgspec.structs.replace(settings(steps=5, **training), ring=ring)
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    return start(config, model, data, None, run_dir=folder, watcher=Watcher(), crew=MemoryCrew(ring.nodes)).summary
+    return start(config, model, data, None, run_dir=folder, watcher=Watcher(), pool=InMemoryPool(ring.nodes)).summary
 
 
 def test_a_run_takes_its_route_and_what_to_recompute_from_the_settings(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_layer_whose_activations_cannot_be_computed_again_is_named(tmp_path: P
         run_on(tmp_path / "run", model, RingPart(nodes=2, recompute="all"))
 
 
-class Watching(MemoryCrew):
+class Watching(InMemoryPool):
     """The user interrupts at the end of step 0, when step 1 has begun as well."""
 
     def __init__(self, nodes: int, stopping: Interruption) -> None:

@@ -26,7 +26,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import RingError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
@@ -39,7 +39,7 @@ from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.runtime.stage import Stage
 from ringtmp.strategies.ring.node import Node
-from ringtmp.strategies.ring.node_snapshots import Keeping
+from ringtmp.strategies.ring.node_snapshots import NodeSnapshots
 from ringtmp.transport.base import Channel, Frame, Transport
 from ringtmp.transport.faults import Faults, Severed, Shaped
 from ringtmp.wire import link
@@ -68,23 +68,23 @@ class Clock:
 class Line(Severed):
     """A node's end of the network: some lines are cut, waiting takes no time, and what was sent is remembered."""
 
-    def __init__(self, inner: Transport, crew: Simulated) -> None:
-        super().__init__(inner, crew.cuts)
-        self._crew = crew
+    def __init__(self, inner: Transport, pool: Simulated) -> None:
+        super().__init__(inner, pool.cuts)
+        self._node_pool = pool
         self.last: deque[tuple[int, Channel, list[bytes]]] = deque(maxlen=4)
 
     def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
-        self._crew.story.update(f"{self.node}>{peer}.{channel}.{len(frames)};".encode())
+        self._node_pool.story.update(f"{self.node}>{peer}.{channel}.{len(frames)};".encode())
         self.last.append((peer, channel, [bytes(frame) for frame in frames]))
         super().send(peer, channel, frames)
 
     def wait(self, timeout_s: float) -> bool:
         if not super().wait(0):
-            self._crew.clock.now += 5 * timeout_s
+            self._node_pool.clock.now += 5 * timeout_s
         return True
 
 
-class Simulated(MemoryCrew):
+class Simulated(InMemoryPool):
     """Faults by a seed; watches that a layer has one owner in a generation."""
 
     def __init__(self, nodes: int, seed: int) -> None:
@@ -186,8 +186,8 @@ class Simulated(MemoryCrew):
         generation, step = self.announced
         if any(each.endpoint.generation != generation for each in self._workers):
             return
-        shelves = {each.endpoint.node: each.endpoint.shelf.contents() for each in self._workers}
-        shelves[0] = self._master.shelf.contents()
+        shelves = {each.endpoint.node: each.endpoint.snapshots.contents() for each in self._workers}
+        shelves[0] = self._master.snapshots.contents()
         for worker in self._workers:
             for state in worker.member.visits.values() if isinstance(worker.member, Node) else ():
                 for layer, staged in state.stage._layers.items():
@@ -218,12 +218,12 @@ class Base:
             nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 5), nn.Linear(5, 3)
         )  # fmt: skip
         self.data = tensors("t", torch.randn(24, 4), torch.arange(24) % 3), None
-        api.start(config, model, self.data, None, run_dir=folder / "base", watcher=api.Watcher(), crew=MemoryCrew(1))
+        api.start(config, model, self.data, None, run_dir=folder / "base", watcher=api.Watcher(), pool=InMemoryPool(1))
         for step in (folder / "base" / "checkpoints").glob("step-*1"):
             shutil.rmtree(step)  # back to step 0
-        self.digest = self.run("calm", MemoryCrew(3, memory_bytes=MEMORY_BYTES)).summary.weights_sha256
+        self.digest = self.run("calm", InMemoryPool(3, memory_bytes=MEMORY_BYTES)).summary.weights_sha256
 
-    def run(self, name: str, crew: MemoryCrew, checkpoint_every: int = 100, cuts: str | None = None) -> api.Result:
+    def run(self, name: str, pool: InMemoryPool, checkpoint_every: int = 100, cuts: str | None = None) -> api.Result:
         """The result of a run whose folder is still there."""
         base, own = self.folder / "base", self.folder / name
         (own / "checkpoints").mkdir(parents=True)
@@ -232,11 +232,11 @@ class Base:
             shutil.copytree(step, own / "checkpoints" / step.name, copy_function=os.link)
         shutil.copy(base / "config.json", own)
         (own / "logs").mkdir()
-        cuts = cuts or CUTS[crew.nodes][0]
+        cuts = cuts or CUTS[pool.nodes][0]
         keep = KeepPart(checkpoint_every=checkpoint_every)
-        config = RunConfig(training=self.training, ring=RingPart(nodes=crew.nodes, cuts=cuts), keep=keep)
+        config = RunConfig(training=self.training, ring=RingPart(nodes=pool.nodes, cuts=cuts), keep=keep)
         job = Job(resolve(config), None, *self.data, cross_entropy, "cross_entropy", RunDirectory(own))
-        Session(job, crew, api.Watcher(), Interruption()).train()
+        Session(job, pool, api.Watcher(), Interruption()).train()
         return api.Result(own)
 
 
@@ -274,21 +274,21 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
     luck = random.Random(seed)
     base, nodes = luck.choice(bases), luck.choice([2, 3, 4])
-    crew = Simulated(nodes, seed)
+    pool = Simulated(nodes, seed)
     whole = Protection.held
 
     def watched(self: Protection, message: Held, holder: int) -> bool:
         done = whole(self, message, holder)
         if done:
             assert self.whole is not None
-            crew.announce(self.whole.step)
+            pool.announce(self.whole.step)
         return done
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Protection, "held", watched)
         name = f"seed-{seed}-{time.monotonic_ns()}"
         try:
-            result = base.run(name, crew, luck.choice([2, 100, 100]), luck.choice(CUTS[nodes]))
+            result = base.run(name, pool, luck.choice([2, 100, 100]), luck.choice(CUTS[nodes]))
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
@@ -297,14 +297,14 @@ def simulate(bases: list[Base], seed: int) -> tuple[Simulated, api.Result]:
     assert summary.steps == STEPS
     log = list(events.read(result.run_dir / "events.jsonl"))
     recorded = [event.step for event in log if isinstance(event, events.SnapshotWhole)]
-    assert recorded == crew.whole, f"seed {seed}: snapshots {recorded} are recorded, and whole were {crew.whole}"
+    assert recorded == pool.whole, f"seed {seed}: snapshots {recorded} are recorded, and whole were {pool.whole}"
     for kept in _snapshots(log):
         assert kept == sorted(set(kept)), f"seed {seed}: snapshots {kept}"
     done = sum(isinstance(event, events.StepDone) for event in log)
     again = sum(each.repeated for each in summary.recoveries)
     assert done == STEPS + again, f"seed {seed}: {done} steps, {again} of them again"
     shutil.rmtree(result.run_dir)
-    return crew, result
+    return pool, result
 
 
 def _snapshots(log: list[events.Event]) -> list[list[int]]:
@@ -332,12 +332,12 @@ class Tally:
         """One that fails does not keep the others from being tried."""
         self.seeds += 1
         try:
-            crew, result = simulate(bases, seed)
+            pool, result = simulate(bases, seed)
         except Exception as error:
             self.failed.append(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}")
             return
         self.healings += len(result.summary.recoveries)
-        self.faults += crew.faults
+        self.faults += pool.faults
 
 
 def check(bases: list[Base], seeds: Iterable[int]) -> None:
@@ -371,8 +371,8 @@ def test_twenty_thousand_seeds_change_no_bit(part: int, bases: list[Base]) -> No
 
 def test_a_snapshot_whole_in_a_step_that_never_ended_is_recorded(bases: list[Base]) -> None:
     """Both who had it die within that step; its step is reached again, and so is that of the one before."""
-    crew, _ = simulate(bases, 10_054)
-    assert crew.whole == [1, 2, 3, 2, 3], "the seed's story has become another: find one that has this"
+    pool, _ = simulate(bases, 10_054)
+    assert pool.whole == [1, 2, 3, 2, 3], "the seed's story has become another: find one that has this"
 
 
 def test_every_seed_that_fails_is_named(bases: list[Base], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,13 +403,13 @@ def no_holder_acknowledgement(patch: pytest.MonkeyPatch) -> None:
 
 
 def freeing_before_completion(patch: pytest.MonkeyPatch) -> None:
-    take = Keeping.take
+    take = NodeSnapshots.take
 
-    def hasty(self: Keeping, step: int, stage: Stage) -> None:
-        self._endpoint.shelf.free(step)
+    def hasty(self: NodeSnapshots, step: int, stage: Stage) -> None:
+        self._endpoint.snapshots.free(step)
         take(self, step, stage)
 
-    patch.setattr(Keeping, "take", hasty)
+    patch.setattr(NodeSnapshots, "take", hasty)
 
 
 @pytest.mark.usefixtures("offenders")  # who breaks the rules is blamed
@@ -426,7 +426,7 @@ def test_the_same_seed_gives_the_same_story(bases: list[Base]) -> None:
     stories = []
     seed = next(seed for seed in range(50) if simulate(bases, seed)[1].summary.recoveries)
     for _ in range(2):
-        crew, result = simulate(bases, seed)
+        pool, result = simulate(bases, seed)
         recoveries = [(each.generation, each.step, each.lost, each.source) for each in result.summary.recoveries]
-        stories.append((crew.story.hexdigest(), recoveries))
+        stories.append((pool.story.hexdigest(), recoveries))
     assert stories[0] == stories[1]

@@ -13,15 +13,15 @@ import torch
 from ringtmp import api
 from ringtmp.config import KeepPart
 from ringtmp.errors import SnapshotUnusable
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.plan.memory_forecast import PIECES_BYTES
 from ringtmp.runtime import snapshot_schedule
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.layer_snapshot import Parcel, Writing, laid_out
+from ringtmp.runtime.layer_snapshot import LayerSnapshot, Writing, laid_out
 from ringtmp.runtime.snapshot_schedule import BUDGET, Protection, interval_steps
-from ringtmp.runtime.snapshot_store import Shelf
+from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.strategies.ring.node import Node
 from ringtmp.strategies.ring.node_snapshots import LINE_SHARE, MOST_PIECE_BYTES, Pace
 from ringtmp.wire.messages import Held
@@ -35,21 +35,21 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_schedule, "BUDGET", 1e9)
 
 
-def parcel(step: int = 3, layer: int = 1) -> Parcel:
+def parcel(step: int = 3, layer: int = 1) -> LayerSnapshot:
     state = {("weight", "step"): torch.tensor(4.0), ("weight", "exp_avg"): torch.randn(5, 3).t()}
     return packed(step, layer, [torch.randn(5, 3).t(), torch.arange(4)], state)
 
 
-def packed(step: int, layer: int, tensors: list[torch.Tensor], state: dict[Any, torch.Tensor]) -> Parcel:
+def packed(step: int, layer: int, tensors: list[torch.Tensor], state: dict[Any, torch.Tensor]) -> LayerSnapshot:
     label, views = laid_out(step, layer, tensors, state)
     writing = Writing(label)
     for view in views:
         writing.add(view)
-    return writing.parcel()
+    return writing.finished()
 
 
-def put(shelf: Shelf, given: Parcel, mode: str) -> str | None:
-    return shelf.put(given.label, [raw_bytes(given.body)], mode)
+def put(snapshots: SnapshotStore, given: LayerSnapshot, mode: str) -> str | None:
+    return snapshots.put(given.label, [raw_bytes(given.body)], mode)
 
 
 def test_a_parcel_gives_back_bits_strides_and_boundaries() -> None:
@@ -72,18 +72,18 @@ def test_a_parcel_with_one_bit_changed_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["memory", "disk"])
 def test_a_shelf_keeps_parcels_until_they_may_go(mode: str, tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "shelf")
+    snapshots = SnapshotStore(tmp_path / "shelf")
     for step in (3, 6):
-        assert put(shelf, parcel(step), mode) is None
-    assert shelf.contents() == ((3, 1), (6, 1))
-    found = shelf.get(3, 1)
+        assert put(snapshots, parcel(step), mode) is None
+    assert snapshots.contents() == ((3, 1), (6, 1))
+    found = snapshots.get(3, 1)
     assert found is not None
     found.unpack()
-    shelf.free(before=6)
-    assert shelf.contents() == ((6, 1),)
-    assert shelf.get(3, 1) is None
+    snapshots.free(before=6)
+    assert snapshots.contents() == ((6, 1),)
+    assert snapshots.get(3, 1) is None
     assert len(list(tmp_path.rglob("*-1"))) == (1 if mode == "disk" else 0)
-    shelf.close()
+    snapshots.close()
     assert not (tmp_path / "shelf").exists()
 
 
@@ -91,39 +91,39 @@ def test_a_shelf_keeps_parcels_until_they_may_go(mode: str, tmp_path: Path) -> N
 def test_a_parcel_that_comes_in_pieces_is_refused_if_a_bit_changed_and_leaves_nothing_when_given_up(
     mode: str, tmp_path: Path
 ) -> None:
-    shelf, made = Shelf(tmp_path / "shelf"), parcel()
+    snapshots, made = SnapshotStore(tmp_path / "shelf"), parcel()
     body = raw_bytes(made.body)
 
     def bring(content: memoryview) -> str | None:
-        assert shelf.begin(made.label, mode) is None
+        assert snapshots.begin(made.label, mode) is None
         pieces = [content[start : start + 10] for start in range(0, len(content), 10)]
-        return next(filter(None, (shelf.add(made.label, each) for each in pieces)), None)
+        return next(filter(None, (snapshots.add(made.label, each) for each in pieces)), None)
 
     assert bring(body[:-1]) is None
-    assert "does not match its digest" in (shelf.finish(made.label) or "")
+    assert "does not match its digest" in (snapshots.finish(made.label) or "")
     changed = bytearray(body)
     changed[5] ^= 1
     assert bring(memoryview(changed)) is None
-    assert "does not match its digest" in (shelf.finish(made.label) or "")
+    assert "does not match its digest" in (snapshots.finish(made.label) or "")
     assert "has more bytes" in (bring(memoryview(bytes(body) + b"more")) or "")
     assert bring(body) is None
-    assert shelf.awaits(made.label)
-    shelf.discard(3)
-    assert not shelf.awaits(made.label)
+    assert snapshots.awaits(made.label)
+    snapshots.discard(3)
+    assert not snapshots.awaits(made.label)
     assert list(tmp_path.rglob("*-1")) == []
     assert bring(body) is None
-    assert shelf.finish(made.label) is None
-    piece = shelf.piece(made.label, 7, 10**6)
+    assert snapshots.finish(made.label) is None
+    piece = snapshots.piece(made.label, 7, 10**6)
     assert piece is not None
     assert piece.equal(made.body[7:])
-    assert shelf.label(3, 1) == made.label
+    assert snapshots.label(3, 1) == made.label
 
 
 def test_a_large_layer_goes_to_disk_and_to_a_neighbour_without_being_in_memory_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = [torch.ones(2**22)]  # 16 MiB
-    owner, holder = Shelf(tmp_path / "owner"), Shelf(tmp_path / "holder")
+    owner, holder = SnapshotStore(tmp_path / "owner"), SnapshotStore(tmp_path / "holder")
     made, empty = [0], torch.empty
 
     def counted(size: int, **how: Any) -> torch.Tensor:
@@ -153,14 +153,14 @@ def test_a_large_layer_goes_to_disk_and_to_a_neighbour_without_being_in_memory_o
 
 
 def test_auto_takes_memory_where_there_is_room_then_the_disk_then_nothing(tmp_path: Path) -> None:
-    roomy, tight = Shelf(tmp_path / "a", lambda: 2**30), Shelf(tmp_path / "b", lambda: 100)
+    roomy, tight = SnapshotStore(tmp_path / "a", lambda: 2**30), SnapshotStore(tmp_path / "b", lambda: 100)
     assert put(roomy, parcel(), "auto") is None
     assert not (tmp_path / "a").exists()
     assert put(tight, parcel(), "auto") is None
     assert (tmp_path / "b" / "3-1").exists()
-    assert put(Shelf(None, lambda: 400), parcel(), "auto") == "there is neither memory nor a disk for it"
+    assert put(SnapshotStore(None, lambda: 400), parcel(), "auto") == "there is neither memory nor a disk for it"
     (tmp_path / "file").write_text("in the way")
-    assert put(Shelf(tmp_path / "file" / "c"), parcel(), "disk") == "Not a directory"
+    assert put(SnapshotStore(tmp_path / "file" / "c"), parcel(), "disk") == "Not a directory"
 
 
 def test_the_interval_keeps_the_cost_within_the_budget() -> None:
@@ -253,17 +253,17 @@ def test_a_fast_line_is_not_held_back_nor_one_whose_rate_nobody_knows() -> None:
 
 def test_what_a_checkpoint_needs_is_left_free(tmp_path: Path) -> None:
     made = parcel()
-    shelf = Shelf(tmp_path / "shelf", lambda: 2000)
-    assert put(shelf, made, "memory") is None
-    shelf.reserve_bytes = 1900
-    assert put(shelf, parcel(6), "memory") == (
+    snapshots = SnapshotStore(tmp_path / "shelf", lambda: 2000)
+    assert put(snapshots, made, "memory") is None
+    snapshots.reserve_bytes = 1900
+    assert put(snapshots, parcel(6), "memory") == (
         f"100 B of memory are left beside the 1.9 KiB of a checkpoint, and a layer of {made.label.size} B does not fit in"
     )
-    assert put(shelf, parcel(6), "auto") is None
+    assert put(snapshots, parcel(6), "auto") is None
     assert (tmp_path / "shelf" / "6-1").exists()
-    shelf.discard(6)
-    shelf.discard(3)
-    assert shelf.contents() == ()
+    snapshots.discard(6)
+    snapshots.discard(3)
+    assert snapshots.contents() == ()
 
 
 def test_one_that_is_wanted_at_once_comes_when_the_one_under_way_is_whole() -> None:
@@ -289,7 +289,7 @@ def test_one_that_cannot_be_kept_ends_the_snapshots_and_is_told_once() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_loss_goes_back_to_a_snapshot_and_the_bits_stay(case: str, tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4), KeepPart(protect="off"), **CASES[case])
+    calm = run(tmp_path / "calm", InMemoryPool(4), KeepPart(protect="off"), **CASES[case])
     hit = run(tmp_path / "hit", Mortal(4, Death(2, 7, 4), Death(3, 10, 1)), KeepPart(), **CASES[case])
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert [each.source for each in hit.summary.recoveries] == ["snapshot", "snapshot"]
@@ -297,7 +297,7 @@ def test_a_loss_goes_back_to_a_snapshot_and_the_bits_stay(case: str, tmp_path: P
 
 
 def test_an_owner_lost_with_its_holder_means_the_checkpoint(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
 
     class Both(Mortal):
         def kill(self, node: int) -> None:
@@ -316,8 +316,8 @@ class Rotting(Mortal):
 
     def kill(self, node: int) -> None:
         for worker in self._workers:
-            for step, layer in worker.endpoint.shelf.contents():
-                found = worker.endpoint.shelf.get(step, layer)
+            for step, layer in worker.endpoint.snapshots.contents():
+                found = worker.endpoint.snapshots.get(step, layer)
                 assert found is not None
                 found.body[0] ^= 1
         super().kill(node)
@@ -330,8 +330,8 @@ class RottingOnce(Mortal):
         for worker in self._workers:
             if worker.endpoint.node == 2 and isinstance(worker.member, Node):
                 (state,) = worker.member.visits.values()
-                for step, layer in worker.endpoint.shelf.contents():
-                    found = worker.endpoint.shelf.get(step, layer)
+                for step, layer in worker.endpoint.snapshots.contents():
+                    found = worker.endpoint.snapshots.get(step, layer)
                     assert found is not None
                     if layer in state.visit.layers:
                         found.body[0] ^= 1
@@ -340,7 +340,7 @@ class RottingOnce(Mortal):
 
 @pytest.mark.usefixtures("often")
 def test_a_damaged_layer_is_refused_and_its_next_source_taken(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     hit = run(tmp_path / "hit", RottingOnce(4, Death(1, 7)), KeepPart(checkpoint_every=5))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     (healed,) = hit.summary.recoveries
@@ -350,7 +350,7 @@ def test_a_damaged_layer_is_refused_and_its_next_source_taken(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("often")
 def test_a_damaged_snapshot_is_refused_and_the_checkpoint_taken(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(4))
+    calm = run(tmp_path / "calm", InMemoryPool(4))
     hit = run(tmp_path / "hit", Rotting(4, Death(2, 7)), KeepPart(checkpoint_every=5))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     (healed,) = hit.summary.recoveries
@@ -363,11 +363,11 @@ class Full(Mortal):
 
     def _make(self, node: int, ring: str, generation: int) -> None:
         super()._make(node, ring, generation)
-        self._workers[-1].endpoint.shelf = Shelf(None, lambda: 0)
+        self._workers[-1].endpoint.snapshots = SnapshotStore(None, lambda: 0)
 
 
 def test_without_room_training_goes_on_protected_by_checkpoints_and_says_so_once(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(3))
+    calm = run(tmp_path / "calm", InMemoryPool(3))
     hit = run(tmp_path / "hit", Full(3, Death(1, 7)), KeepPart(checkpoint_every=5))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert hit.summary.recoveries[0].source == "checkpoint"
@@ -379,13 +379,13 @@ class Tight(Mortal):
 
     def start(self, ring: str, generation: int) -> Endpoint:
         endpoint = super().start(ring, generation)
-        endpoint.shelf = Shelf(None, lambda: endpoint.shelf.reserve_bytes + 1000)
+        endpoint.snapshots = SnapshotStore(None, lambda: endpoint.snapshots.reserve_bytes + 1000)
         return endpoint
 
 
 @pytest.mark.parametrize("mode", ["auto", "memory"])
 def test_a_master_near_its_limit_keeps_room_for_checkpoints_and_says_so_once(mode: Any, tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", MemoryCrew(3))
+    calm = run(tmp_path / "calm", InMemoryPool(3))
     hit = run(tmp_path / "hit", Tight(3, Death(1, 7)), KeepPart(checkpoint_every=5, protect=mode))
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     assert hit.summary.recoveries[0].source == "checkpoint"
@@ -404,7 +404,7 @@ def test_older_snapshots_go_when_a_newer_one_is_whole(tmp_path: Path) -> None:
     class Counting(Mortal):
         def advance(self) -> bool:
             for worker in self._workers:
-                most.append(len({step for step, _ in worker.endpoint.shelf.contents()}))
+                most.append(len({step for step, _ in worker.endpoint.snapshots.contents()}))
             return super().advance()
 
     result = run(tmp_path / "run", Counting(3), KeepPart(protect="memory"))

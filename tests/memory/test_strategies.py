@@ -19,7 +19,7 @@ from commands import CLI, here
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import NodeLost, RingError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary
 from ringtmp.model.portable_layer import Layer
@@ -84,7 +84,7 @@ def model() -> nn.Sequential:
 
 
 def train(
-    case: Case, folder: Path, seed: int = 0, crew: MemoryCrew | None = None, loss: Any = None, **training: Any
+    case: Case, folder: Path, seed: int = 0, pool: InMemoryPool | None = None, loss: Any = None, **training: Any
 ) -> api.Result:
     keep = KeepPart(protect=training.pop("protect", "auto"))
     part = {"batch_size": 64, "microbatches": 8, "optimizer_settings": {"lr": 4e-3}, "epochs": 9, **training}
@@ -101,8 +101,8 @@ def train(
         keep=keep,
     )
     torch.manual_seed(0)
-    crew = crew or MemoryCrew(case.nodes, seed)
-    return api.start(config, model(), None, loss, run_dir=folder / "run", crew=crew)
+    pool = pool or InMemoryPool(case.nodes, seed)
+    return api.start(config, model(), None, loss, run_dir=folder / "run", pool=pool)
 
 
 FOUND: dict[str, api.Result] = {}
@@ -299,17 +299,17 @@ def test_a_bound_of_zero_has_the_bits_of_bsp_and_every_interleaving_too(tmp_path
 
 
 def test_every_worker_of_an_allreduce_ends_with_the_same_bits(tmp_path: Path) -> None:
-    crew = MemoryCrew(4)
+    pool = InMemoryPool(4)
     seen: list[torch.Tensor] = []
-    stop = crew.stop
+    stop = pool.stop
 
     def look_then_stop() -> None:
-        for worker in crew._workers:
+        for worker in pool._workers:
             seen.append(torch.cat(worker.member.trainer.replica.values).clone())  # type: ignore[union-attr]
         stop()
 
-    crew.stop = look_then_stop  # type: ignore[method-assign]
-    result = train(Case("allreduce", 4, wire="int8"), tmp_path, crew=crew, steps=12)
+    pool.stop = look_then_stop  # type: ignore[method-assign]
+    result = train(Case("allreduce", 4, wire="int8"), tmp_path, pool=pool, steps=12)
     assert len(seen) == 3
     assert all(torch.equal(each, seen[0]) for each in seen)
     flat = torch.cat(latest_flat(result))
@@ -335,11 +335,11 @@ def latest_flat(result: api.Result) -> list[torch.Tensor]:
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tmp_path: Path) -> None:
     whole = train(case, tmp_path / "whole", steps=12)
     train(case, tmp_path / "half", steps=6)
-    rest = api.resume(tmp_path / "half" / "run", {"steps": 12}, None, None, watcher=api.Watcher(), crew=MemoryCrew(3))
+    rest = api.resume(tmp_path / "half" / "run", {"steps": 12}, None, None, watcher=api.Watcher(), pool=InMemoryPool(3))
     assert rest.summary.weights_sha256 == whole.summary.weights_sha256
 
 
-class Dying(MemoryCrew):
+class Dying(InMemoryPool):
     """One node stops without a word, some turns after it has come to a step."""
 
     def __init__(self, nodes: int, victim: int, step: int, turns: int) -> None:
@@ -360,14 +360,14 @@ class Dying(MemoryCrew):
 def test_with_replicas_a_server_may_die_and_the_bits_stay(turns: int, clip: float | None, tmp_path: Path) -> None:
     case = Case("ps", 5, {"servers": 2, "replicas": 1})
     calm = once(f"calm {clip}", lambda: train(case, tmp_path / "calm", steps=20, clip_norm=clip))
-    hit = train(case, tmp_path / "hit", steps=20, clip_norm=clip, crew=Dying(5, 1, 5, turns))
+    hit = train(case, tmp_path / "hit", steps=20, clip_norm=clip, pool=Dying(5, 1, 5, turns))
     assert any("node 0 serves its keys" in text for text in hit.summary.warnings)
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
 
 
 def test_with_replicas_and_async_a_lost_server_costs_no_gradient(tmp_path: Path) -> None:
     case = Case("ps", 5, {"servers": 3, "replicas": 1, "consistency": "async"})
-    hit = train(case, tmp_path, crew=Dying(5, 1, 15, 1), steps=40)
+    hit = train(case, tmp_path, pool=Dying(5, 1, 15, 1), steps=40)
     assert any("serves its keys" in text for text in hit.summary.warnings)
     check_counts(case, hit)  # the heir's count begins with what it repeated
 
@@ -375,7 +375,7 @@ def test_with_replicas_and_async_a_lost_server_costs_no_gradient(tmp_path: Path)
 def test_without_replicas_a_lost_server_is_a_clear_error_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
     case = Case("ps", 4, {"servers": 2})
     with pytest.raises(NodeLost, match="node 1"):
-        train(case, tmp_path, crew=Dying(4, 1, 5, 0), protect="off")
+        train(case, tmp_path, pool=Dying(4, 1, 5, 0), protect="off")
     checkpoint, problems = latest(tmp_path / "run" / "checkpoints")
     assert checkpoint.progress.step == 0
     assert not problems
@@ -423,7 +423,7 @@ def test_more_servers_than_keys_is_refused_with_the_number_of_keys(tmp_path: Pat
             None,
             run_dir=tmp_path / "run",
             watcher=api.Watcher(),
-            crew=MemoryCrew(8),
+            pool=InMemoryPool(8),
         )
 
 

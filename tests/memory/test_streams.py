@@ -27,7 +27,7 @@ from ringtmp import Ring, api
 from ringtmp.data import by_name
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
 from ringtmp.data.sources import from_python
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from test_healing import Death, Mortal, run
 from test_training_loop import blobs, stack
@@ -300,7 +300,7 @@ def test_cuts_and_losses_do_not_change_what_a_loader_gives(tmp_path: Path) -> No
         disturb(disturbed)
         return from_python(DataLoader(Shaken(*blobs(80)), 16, shuffle=True)), None
 
-    alone = run(tmp_path / "alone", MemoryCrew(1), data=data(1))
+    alone = run(tmp_path / "alone", InMemoryPool(1), data=data(1))
     hit = run(tmp_path / "hit", Mortal(3, Death(1, 7)), data=data(2))
     assert len(hit.summary.recoveries) == 1
     assert hit.summary.weights_sha256 == alone.summary.weights_sha256

@@ -21,7 +21,7 @@ from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPar
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
@@ -66,12 +66,12 @@ def train(
     inputs, labels = blobs()
     data = data or (tensors("t", inputs, labels), tensors("t", *blobs(30)))
     config, watcher = settings(nodes, **training), watcher or Watcher()
-    return start(config, model or stack(), data, None, run_dir=folder, watcher=watcher, crew=MemoryCrew(nodes))
+    return start(config, model or stack(), data, None, run_dir=folder, watcher=watcher, pool=InMemoryPool(nodes))
 
 
 def resume(folder: Path, nodes: int, **changes: Any) -> api.Result:
     data = (tensors("t", *blobs()), tensors("t", *blobs(30)))
-    return api.resume(folder, {"nodes": nodes, **changes}, data, None, watcher=Watcher(), crew=MemoryCrew(nodes))
+    return api.resume(folder, {"nodes": nodes, **changes}, data, None, watcher=Watcher(), pool=InMemoryPool(nodes))
 
 
 def test_a_run_equals_a_plain_loop_and_its_model_loads_in_plain_pytorch(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_an_interrupted_run_saves_and_goes_on_with_the_same_bits(tmp_path: Path)
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
     job = Job(resolve(settings(3, epochs=3)), stack(), *data, cross_entropy, "cross_entropy", run)
     with pytest.raises(Interrupted, match="after step 5; the checkpoint is saved: go on with"):
-        Session(job, MemoryCrew(3), PullsThePlug(), interruption).train()
+        Session(job, InMemoryPool(3), PullsThePlug(), interruption).train()
     assert resume(tmp_path / "run", 2).summary.weights_sha256 == whole.summary.weights_sha256
 
 
@@ -149,7 +149,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
             said.append(text)
 
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    result = api.resume(tmp_path / "run", {"steps": 9, "nodes": 2}, data, None, watcher=Listener(), crew=MemoryCrew(2))
+    result = api.resume(
+        tmp_path / "run", {"steps": 9, "nodes": 2}, data, None, watcher=Listener(), pool=InMemoryPool(2)
+    )
     assert "step-00000006" in said[0]
     assert "going back to step 3" in said[0]
     assert result.summary.weights_sha256 == whole.summary.weights_sha256
@@ -295,8 +297,8 @@ def test_neither_inputs_nor_labels_nor_logit_gradients_leave_the_master(tmp_path
         return nn.functional.cross_entropy(outputs, targets % 3)
 
     data = tensors("t", inputs, labels)
-    crew = MemoryCrew(3, wrap=lambda transport: Tapped(transport, listen))
-    start(settings(3, steps=8), stack(), (data, None), loss, run_dir=tmp_path / "run", watcher=Watcher(), crew=crew)
+    pool = InMemoryPool(3, wrap=lambda transport: Tapped(transport, listen))
+    start(settings(3, steps=8), stack(), (data, None), loss, run_dir=tmp_path / "run", watcher=Watcher(), pool=pool)
     assert len(secrets) >= 8 * 12
     secrets += [row.numpy().tobytes() for row in inputs]
     secrets += [label.numpy().tobytes() for label in labels[1::2]]
@@ -316,7 +318,7 @@ def test_a_loss_only_tail_is_possible_and_warned_of(tmp_path: Path) -> None:
         training=settings(steps=3).training, ring=RingPart(nodes=2, cuts="0-1,2-5,-"), keep=KeepPart(checkpoint_every=3)
     )
     data = (tensors("t", *blobs()), None)
-    result = start(config, stack(), data, None, run_dir=tmp_path / "run", watcher=Listener(), crew=MemoryCrew(2))
+    result = start(config, stack(), data, None, run_dir=tmp_path / "run", watcher=Listener(), pool=InMemoryPool(2))
     assert "labels, leave the master" in said[0]
     assert result.summary.weights_sha256 == train(tmp_path / "other", 1, steps=3).summary.weights_sha256
 
@@ -390,7 +392,7 @@ def test_labels_beyond_the_models_outputs_are_refused(tmp_path: Path) -> None:
 
 def test_a_model_by_name_follows_the_data(tmp_path: Path) -> None:
     config = RunConfig(ModelPart("mlp", {"width": 8, "depth": 2}), TrainingPart(steps=2), RingPart(nodes=2))
-    result = start(config, None, None, None, run_dir=tmp_path / "run", watcher=Watcher(), crew=MemoryCrew(2))
+    result = start(config, None, None, None, run_dir=tmp_path / "run", watcher=Watcher(), pool=InMemoryPool(2))
     assert next(tuple(p.shape) for p in result.model.parameters()) == (8, 64)
     with pytest.raises(UsageError, match="unknown setting of mlp 'widht': did you mean 'width'"):
         start(RunConfig(ModelPart("mlp", {"widht": 8})), None, None, None, run_dir=tmp_path / "x", watcher=Watcher())
@@ -400,15 +402,15 @@ def test_a_model_by_name_follows_the_data(tmp_path: Path) -> None:
 
 def test_a_node_released_in_mid_run_changes_no_bit(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 1, steps=9)
-    crew = MemoryCrew(4)
+    pool = InMemoryPool(4)
 
     class Releases(Watcher):
         def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
             if done in (2, 5):
-                crew.release(1)
+                pool.release(1)
 
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
-    result = start(settings(4, steps=9), stack(), data, None, run_dir=tmp_path / "run", watcher=Releases(), crew=crew)
+    result = start(settings(4, steps=9), stack(), data, None, run_dir=tmp_path / "run", watcher=Releases(), pool=pool)
     assert result.summary.weights_sha256 == whole.summary.weights_sha256
     assert [(each.generation, each.nodes) for each in result.summary.recoveries] == [(2, 3), (3, 2)]
     assert result.summary.nodes == 2

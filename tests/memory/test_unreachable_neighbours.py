@@ -15,10 +15,10 @@ from ringtmp.launch import joined_devices
 from ringtmp.launch.agent import join
 from ringtmp.launch.agent_messages import Facts
 from ringtmp.launch.device_facts import device_facts
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.launch.join_server import Device, Hub
 from ringtmp.launch.join_token import Token
-from ringtmp.launch.joined_devices import RemoteCrew
+from ringtmp.launch.joined_devices import DevicePool
 from ringtmp.launch.key_store import Rings, identity
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.route import kept_apart
@@ -49,7 +49,7 @@ class Waiting(Severed):
         return True
 
 
-class Split(MemoryCrew):
+class Split(InMemoryPool):
     """When the first worker comes to a step, lines are cut or one of the workers does nothing any more."""
 
     def __init__(self, nodes: int, at: int, cuts: set[tuple[int, int]] | None = None, idle: int | None = None) -> None:
@@ -70,14 +70,14 @@ class Split(MemoryCrew):
         finally:
             self._workers = workers
 
-    def bury(self, node: int) -> None:
-        super().bury(node)
+    def drop(self, node: int) -> None:
+        super().drop(node)
         self.stuck = None
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    return run(tmp_path_factory.mktemp("calm") / "run", MemoryCrew(4)).summary.weights_sha256
+    return run(tmp_path_factory.mktemp("calm") / "run", InMemoryPool(4)).summary.weights_sha256
 
 
 def test_a_node_that_is_there_and_does_nothing_is_replaced_after_the_stall_limit(tmp_path: Path, expected: str) -> None:
@@ -147,16 +147,16 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
 ) -> None:
     monkeypatch.setattr(joined_devices, "free_memory_bytes", lambda: 100 * 2**20)
     said: list[str] = []
-    crew: Any = RemoteCrew(
+    pool: Any = DevicePool(
         Rings(tmp_path), "home", "127.0.0.1", 1, nodes=3, threads=1, phase=said.append, tell=said.append
     )
     facts = Facts("late", "cpu", 1, PROCESS_BYTES + 300 * 2**20, "2", "1", 1)
-    crew._opened = Table(Device("key", "1", facts, b"", 0.0), after=5)
+    pool._opened = Table(Device("key", "1", facts, b"", 0.0), after=5)
     with pytest.raises(DoesNotFit) as short:
-        crew._gather_spares(350 * 2**20)
-    assert crew.await_another(str(short.value), lambda: False)
-    crew._gather_spares(350 * 2**20)
-    assert [device.facts.name for device in crew._devices.values()] == ["late"]
+        pool._gather_spares(350 * 2**20)
+    assert pool.await_another(str(short.value), lambda: False)
+    pool._gather_spares(350 * 2**20)
+    assert [device.facts.name for device in pool._devices.values()] == ["late"]
     assert len(said) == 1
     assert said[0].startswith("paused: those who are left lack 250.0 MiB of memory")
 
@@ -166,18 +166,18 @@ def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_
     port, said = free_port(), list[str]()
     rings = Rings(tmp_path)
     rings.open("home", create=True)
-    crew: Any = RemoteCrew(rings, "home", "127.0.0.1", port, nodes=2, threads=1, phase=said.append, tell=said.append)
-    crew._opened = hub = Hub("home", rings, "127.0.0.1", port)
+    pool: Any = DevicePool(rings, "home", "127.0.0.1", port, nodes=2, threads=1, phase=said.append, tell=said.append)
+    pool._opened = hub = Hub("home", rings, "127.0.0.1", port)
     try:
         hub.close_door()
         with socket.create_server(("127.0.0.1", port)):
-            crew.check(1)
-            crew.check(2)
-            assert crew._hub._door is None
+            pool.check(1)
+            pool.check(2)
+            assert pool._hub._door is None
         assert len(said) == 1
         assert said[0].startswith(f"nobody can join: cannot listen on port {port}: Address already in use")
-        crew._door_not_before = 0.0  # a while later
-        crew.check(3)
+        pool._door_not_before = 0.0  # a while later
+        pool.check(3)
         keys, facts = identity(tmp_path / "device"), device_facts("back")
         token = Token("home", f"127.0.0.1:{port}", rings.open("home").public, rings.new_secret("home", 1))
         joining = threading.Thread(target=join, args=(token, keys, facts))

@@ -18,7 +18,7 @@ import pytest
 from commands import ringtmp
 from ringtmp.launch import agent, doctor, reach_master
 from ringtmp.launch import join_token as tokens
-from ringtmp.launch.agent_messages import Died, End, Here
+from ringtmp.launch.agent_messages import Died, End, Heartbeat
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.doctor import Finding
 from ringtmp.launch.join_server import JOINS_PER_S
@@ -177,7 +177,7 @@ def test_news_of_a_death_waits_until_the_master_listens(tmp_path: Path) -> None:
     here._say_to_master = lambda message: not told.append(message)  # type: ignore[method-assign,func-returns-value]
     here._beat()
     here._beat()
-    assert [type(each) for each in told] == [Here, Died, Here]
+    assert [type(each) for each in told] == [Heartbeat, Died, Heartbeat]
     here.close()
 
 

@@ -20,7 +20,7 @@ import zmq
 from ringtmp.errors import UsageError
 from ringtmp.launch import agent, agent_messages
 from ringtmp.launch import join_token as tokens
-from ringtmp.launch.agent_messages import Here, Join
+from ringtmp.launch.agent_messages import Heartbeat, Join
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.join_server import MOST_AT_ONCE, Hub
 from ringtmp.launch.join_token import Token
@@ -168,7 +168,7 @@ def greet(master: Master, keys: KeyPair, seconds: float) -> bool:
     try:
         # A refused handshake may be over by now; ZeroMQ then has nobody to queue for, and a plain send would wait for ever.
         with contextlib.suppress(zmq.Again):
-            dealer.send(agent_messages.encode(Here("i" + keys.public[:4], device_facts("board"))), zmq.NOBLOCK)
+            dealer.send(agent_messages.encode(Heartbeat("i" + keys.public[:4], device_facts("board"))), zmq.NOBLOCK)
         return master.wait_for(keys.public, seconds)
     finally:
         dealer.close()
@@ -195,7 +195,7 @@ def test_a_device_that_says_a_lot_is_heard_a_part_at_a_time(master: Master, monk
     master.rest()
     context, dealer = table_socket(master, keys)
     try:
-        word = agent_messages.encode(Here("twin", device_facts("board")))
+        word = agent_messages.encode(Heartbeat("twin", device_facts("board")))
         for _ in range(4 * MOST_AT_ONCE + 1):
             dealer.send(word)
         limit = time.monotonic() + 20
@@ -258,7 +258,7 @@ def test_two_devices_with_one_identity_are_told_apart(master: Master) -> None:
     assert greet(master, keys, 5.0)
     context, dealer = table_socket(master, keys)
     try:
-        dealer.send(agent_messages.encode(Here("another", device_facts("copy"))))
+        dealer.send(agent_messages.encode(Heartbeat("another", device_facts("copy"))))
         assert dealer.poll(5000)
         answer = agent_messages.decode(agent_messages.from_master, dealer.recv(), agent_messages.Heard.STRANGER)
         assert isinstance(answer, agent_messages.Refused)

@@ -230,7 +230,7 @@ def test_a_killed_compute_process_is_started_again_by_its_agent(ring: Ring, expe
     assert summary["nodes"] == 2
 
 
-@pytest.mark.long  # a lost process of a device below, a change of the crew in test_crew
+@pytest.mark.long  # a lost process of a device below, a change of the pool in test_crew
 def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_back(ring: Ring) -> None:
     steps = 400
     process = ring.master(3, "--steps", steps, "--checkpoint-every", 50)

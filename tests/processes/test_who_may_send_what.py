@@ -16,7 +16,7 @@ import zmq
 from crooked import Crooked
 from ringtmp.errors import ProtocolError
 from ringtmp.launch import agent_messages, join_server
-from ringtmp.launch.agent_messages import Died, Here, Join, Started
+from ringtmp.launch.agent_messages import Died, Heartbeat, Join, Started
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
 from ringtmp.plan.route import plain_ring
@@ -55,10 +55,10 @@ EXAMPLES: dict[type, Message] = {
         messages.Void(0), messages.Recall(0, 1), messages.Restore(0, 1, b""), messages.Missing(1, ""),
         messages.Sample(b"", (), 1), messages.Timed(1.0, 1, 1), messages.Echo(0, 0), messages.Echoed(0),
         messages.Meet({}), messages.Try(2, 1.0), messages.Tried(2, 1.0, 1.0, 0.0), PLANS["ps"],
-        messages.Work(0, True, True, 1, 0, (1,), ""), messages.Did(0, 0.0, 1.0), messages.Scored(0.0, 1, 1, 1),
+        messages.Work(0, True, True, 1, 0, (1,), ""), messages.WorkDone(0, 0.0, 1.0), messages.Scored(0.0, 1, 1, 1),
         messages.Store(0, ()), messages.Kept(0, ()), messages.Push(0, 0, 1.0, True), messages.Pull(0, 0),
         messages.Pulled(0, 0, 0), messages.Copy(0, 0, 0, 1.0), messages.Copied(0, 0), messages.Lost(2),
-        messages.Squares(0, 0.0, 1), messages.Total(0, 0.0), messages.Part(0, 0, 0, 0, False),
+        messages.Squares(0, 0.0, 1), messages.Total(0, 0.0), messages.GradientPart(0, 0, 0, 0, False),
     )
 }  # fmt: skip
 
@@ -232,9 +232,9 @@ ORDERS = [each for each in MESSAGES if set(each.RULE.by) == {Who.MASTER}]
 def test_a_worker_that_gives_orders_is_dropped_and_named_and_no_bit_changes(
     kind: type, to: int, base: Base, calm: str, tmp_path: Path
 ) -> None:
-    crew = Crooked(3, 1, slipped_in(EXAMPLES[kind], to, messages.Gradients))
-    done = base.run(crew, "ring", steps=4).summary
-    assert crew.spoke
+    pool = Crooked(3, 1, slipped_in(EXAMPLES[kind], to, messages.Gradients))
+    done = base.run(pool, "ring", steps=4).summary
+    assert pool.spoke
     assert done.weights_sha256 == calm
     (recovery,) = done.recoveries
     assert recovery.lost == (1,)
@@ -272,10 +272,10 @@ FACTS = device_facts("board")
 @pytest.mark.parametrize(
     "said",
     [
-        Here("i", msgspec.structs.replace(FACTS, cores=0)),
-        Here("i", msgspec.structs.replace(FACTS, cores=10**9)),
-        Here("i", msgspec.structs.replace(FACTS, memory_bytes=-1)),
-        Here("i", msgspec.structs.replace(FACTS, name="\x1b[2J")),
+        Heartbeat("i", msgspec.structs.replace(FACTS, cores=0)),
+        Heartbeat("i", msgspec.structs.replace(FACTS, cores=10**9)),
+        Heartbeat("i", msgspec.structs.replace(FACTS, memory_bytes=-1)),
+        Heartbeat("i", msgspec.structs.replace(FACTS, name="\x1b[2J")),
         Join(b"s" * 16, FACTS),
         Started("run", 1, Address(("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", "file:///etc/passwd"), "k" * 40), 1),
         Died("run", -1, 0, ""),
@@ -285,7 +285,7 @@ FACTS = device_facts("board")
 )
 def test_a_device_that_says_what_cannot_be_is_told_so_and_has_no_part_in_the_run(said: Any, table: Table) -> None:
     table.hub.run = "run"
-    table.say(Here("i", FACTS))
+    table.say(Heartbeat("i", FACTS))
     assert table.until(lambda: bool(table.hub.present())), "an honest device is here"
     table.say(said)
     assert table.until(lambda: not table.hub.present()), "and after that it is not"
@@ -339,8 +339,9 @@ def table(tmp_path: Path) -> Iterator[Table]:
 def test_agents_and_the_master_say_everything_in_its_place_alone(kind: type) -> None:
     address = Address(("tcp://127.0.0.1:1",) * 3, "k" * 40)
     examples: list[Any] = [
-        Join(b"s", FACTS), agent_messages.Knock(b"s"), Here("i", FACTS), Started("r", 1, address, 1), Died("r", 1, 0, ""),
-        agent_messages.Leaving(), agent_messages.Welcome("x"), agent_messages.Refused("x"), agent_messages.Knocked("x"),
+        Join(b"s", FACTS), agent_messages.JoinCheck(b"s"), Heartbeat("i", FACTS), Started("r", 1, address, 1),
+        Died("r", 1, 0, ""),
+        agent_messages.Leaving(), agent_messages.Welcome("x"), agent_messages.Refused("x"), agent_messages.JoinCheckAnswer("x"),
         agent_messages.Prepare("r", 1, 1, address, 1), agent_messages.End(1),
     ]  # fmt: skip
     (example,) = [each for each in examples if type(each) is kind]

@@ -13,7 +13,7 @@ from torch import nn
 
 from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.launch import agent_messages
-from ringtmp.launch.agent_messages import Here, Join, Prepare
+from ringtmp.launch.agent_messages import Heartbeat, Join, Prepare
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.model import portable_layer
 from ringtmp.model.export import Exporter
@@ -41,7 +41,11 @@ def honest() -> tuple[list[list[bytes]], list[bytes], list[bytes]]:
     address = Address(("tcp://127.0.0.1:1",) * 3, "k" * 40)
     talk = [
         agent_messages.encode(each)
-        for each in (Join(b"s" * 16, device_facts("a")), Here("i", device_facts("a")), Prepare("r", 1, 1, address, 1))
+        for each in (
+            Join(b"s" * 16, device_facts("a")),
+            Heartbeat("i", device_facts("a")),
+            Prepare("r", 1, 1, address, 1),
+        )
     ]
     return packets, [encoded], talk
 

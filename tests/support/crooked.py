@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ringtmp.launch.in_memory import MemoryCrew
+from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.wire.messages import Message
 from test_healing import Ticking
@@ -30,7 +30,7 @@ class CrookedEndpoint(Endpoint):
         super().post(peer, message, tensors)
 
 
-class Crooked(MemoryCrew):
+class Crooked(InMemoryPool):
     """One node is crooked until it is replaced."""
 
     def __init__(self, nodes: int, bad: int, bend: Bend, seed: int = 0) -> None:
@@ -42,7 +42,7 @@ class Crooked(MemoryCrew):
         honest = super()._endpoint(node, ring, generation)
         if node != self._bad or generation > 1:
             return honest
-        made = CrookedEndpoint(honest._transport, ring, generation, self._clock, honest.limit_bytes, honest.shelf)
+        made = CrookedEndpoint(honest._transport, ring, generation, self._clock, honest.limit_bytes, honest.snapshots)
         made.bend = self._once
         return made
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ringtmp.data.batches import Batch, split_batch
-from ringtmp.launch.in_memory import MemoryCrew, Wrapper
+from ringtmp.launch.in_memory import InMemoryPool, Wrapper
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.layers import Model
@@ -20,7 +20,7 @@ from ringtmp.plan.cuts_for_laps import bounds_for
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import holders_of, route_over
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
-from ringtmp.runtime.leader import Lead, Start
+from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.strategies.ring.master import Master
 from ringtmp.wire.messages import Recipe, Setup
 
@@ -68,15 +68,15 @@ def ring_in_memory(
     if bounds is None:
         bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
     route = route_over(holders, bounds)
-    crew = MemoryCrew(nodes, seed, wrap)
+    pool = InMemoryPool(nodes, seed, wrap)
     log = EventLog(built.log)
-    start = Start(crew.start("test", 1), crew, log)
+    start = Start(pool.start("test", 1), pool, log)
     try:
-        scout = Lead(start)
-        scout.gather(range(1, nodes))
+        gathering = BaseLeader(start)
+        gathering.gather(range(1, nodes))
         admitted = window or schedule_named(schedule).default_window(len(route.visits), microbatches, how.staleness)
-        setup = Setup(route, how, admitted, schedule, 0, crew.addresses(), 0, {}, recompute)
-        master = Master(replace(start, hellos=scout.hellos), setup, built.layers, loss)
+        setup = Setup(route, how, admitted, schedule, 0, pool.addresses(), 0, {}, recompute)
+        master = Master(replace(start, hellos=gathering.hellos), setup, built.layers, loss)
         master.lay_out(built.checkpoint)
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
         upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
@@ -90,5 +90,5 @@ def ring_in_memory(
         master.stop("done")
         return digest.hexdigest(), losses
     finally:
-        crew.stop()
+        pool.stop()
         log.close()

@@ -44,7 +44,7 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     """
     from ringtmp.lab import devices_file as devices_file
     from ringtmp.lab import run_command
-    from ringtmp.lab.emulated_devices import Rack, remove_leftovers
+    from ringtmp.lab.emulated_devices import EmulatedDevices, remove_leftovers
 
     verb, rest = (words[0], list(words[1:])) if words else ("", [])
     if verb not in ("train", "exec") or (verb == "exec" and not rest):
@@ -70,12 +70,12 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
         if dead := remove_leftovers(not no_isolation):
             _say(f"removed what killed labs left behind: {', '.join(map(str, dead))}")
         began = time.monotonic()
-        with Rack(shares, factor, not no_isolation) as rack:
+        with EmulatedDevices(shares, factor, not no_isolation) as emulated:
             _tell(shares, factor, no_isolation, time.monotonic() - began)
             code = (
-                run_command.train(rack, rest, signals, _say)
+                run_command.train(emulated, rest, signals, _say)
                 if verb == "train"
-                else run_command.execute(rack, rest, signals)
+                else run_command.execute(emulated, rest, signals)
             )
     sys.exit(code)
 

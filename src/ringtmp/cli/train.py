@@ -57,13 +57,13 @@ def command(
     if resume is not None:
         settings = api.settings_of(resume, chosen)
     with show.watcher(quiet) as watcher:
-        crew = None
+        pool = None
         if listen is not None:
-            crew = api.remote_crew(listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s)
+            pool = api.device_pool(listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s)
         if resume is not None:
-            result = api.resume(resume, chosen, watcher=watcher, crew=crew)
+            result = api.resume(resume, chosen, watcher=watcher, pool=pool)
         else:
-            result = api.start(settings, run_dir=run_dir, watcher=watcher, crew=crew)
+            result = api.start(settings, run_dir=run_dir, watcher=watcher, pool=pool)
     if as_json:
         show.print_json(result.summary)
     else:

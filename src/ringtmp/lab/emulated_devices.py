@@ -1,4 +1,4 @@
-"""A rack of emulated devices on this machine: set up on entering, gone on leaving, however one leaves.
+"""Emulated devices on this machine: set up on entering, gone on leaving, however one leaves.
 
 Each device has a network namespace, control groups, a host name and a folder of its own. A process started in it dies
 with the lab, by the kernel's hand if need be; what a killed lab leaves behind, the next one removes.
@@ -35,7 +35,7 @@ _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
 
 
-class Rack:
+class EmulatedDevices:
     """Use as a context. Starts processes by fork, so the program must have one thread only."""
 
     def __init__(self, shares: Sequence[Share], scale: float, isolated: bool) -> None:
@@ -52,7 +52,7 @@ class Rack:
         self._started: list[subprocess.Popen[bytes]] = []
         self._libc = ctypes.CDLL(None, use_errno=True)
 
-    def __enter__(self) -> Rack:
+    def __enter__(self) -> EmulatedDevices:
         try:
             self._folder = Path(tempfile.mkdtemp(prefix=f"{networks.PREFIX}{self._lab}-"))  # 0700
             for index in range(len(self.shares)):

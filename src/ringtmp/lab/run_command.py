@@ -19,7 +19,7 @@ from typing import IO
 
 from ringtmp.errors import DoesNotFit, NodeLost, UsageError, WaitTimeout
 from ringtmp.lab.devices_file import Device
-from ringtmp.lab.emulated_devices import Rack
+from ringtmp.lab.emulated_devices import EmulatedDevices
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.system.signals import on_signals
 
@@ -130,12 +130,12 @@ def ringtmp(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "ringtmp", *words]
 
 
-def train(rack: Rack, arguments: Sequence[str], signals: Signals, say: Callable[[str], None]) -> int:
+def train(emulated: EmulatedDevices, arguments: Sequence[str], signals: Signals, say: Callable[[str], None]) -> int:
     """The master's exit code. `arguments` are complete but for the address and the number of nodes."""
     began = time.monotonic()
-    others = range(1, len(rack.shares))
-    where = ["--listen", rack.master_address()] if others else []
-    master = rack.start(0, ringtmp("train", *arguments, *where, "--nodes", str(len(rack.shares))))
+    others = range(1, len(emulated.shares))
+    where = ["--listen", emulated.master_address()] if others else []
+    master = emulated.start(0, ringtmp("train", *arguments, *where, "--nodes", str(len(emulated.shares))))
     signals.targets = [master]
     taps = Taps()
     nodes: dict[int, subprocess.Popen[bytes]] = {}
@@ -147,8 +147,8 @@ def train(rack: Rack, arguments: Sequence[str], signals: Signals, say: Callable[
         if not nodes and (found := _TOKEN.search(line)):
             token_at = time.monotonic()
             for index in others:
-                nodes[index] = _node(rack, index, found[1])
-                taps.add(nodes[index].stderr, Tap(sys.stderr.buffer, f"{rack.name(index)}: ", of_node(index)))
+                nodes[index] = _node(emulated, index, found[1])
+                taps.add(nodes[index].stderr, Tap(sys.stderr.buffer, f"{emulated.name(index)}: ", of_node(index)))
 
     def of_node(index: int) -> Callable[[bytes], None]:
         def see(line: bytes) -> None:
@@ -167,29 +167,29 @@ def train(rack: Rack, arguments: Sequence[str], signals: Signals, say: Callable[
             if node.poll() is not None and index not in joined:
                 taps.drain()
                 raise NodeLost(
-                    f"{rack.name(index)} ended with code {node.returncode} before it joined{_why(rack, index)}"
+                    f"{emulated.name(index)} ended with code {node.returncode} before it joined{_why(emulated, index)}"
                 )
         if others and not nodes and time.monotonic() - began > TOKEN_LIMIT_S:
-            raise WaitTimeout(f"{rack.name(0)} printed no token within {TOKEN_LIMIT_S:.0f} s")
+            raise WaitTimeout(f"{emulated.name(0)} printed no token within {TOKEN_LIMIT_S:.0f} s")
         if signals.overdue():
-            raise WaitTimeout(f"{rack.name(0)} did not stop within {STOP_LIMIT_S:.0f} s of the signal")
+            raise WaitTimeout(f"{emulated.name(0)} did not stop within {STOP_LIMIT_S:.0f} s of the signal")
     taps.drain()
     _let_go(list(nodes.values()), taps)
-    for index in range(len(rack.shares)):
-        if why := _why(rack, index):
-            say(f"{rack.name(index)}{why}")
+    for index in range(len(emulated.shares)):
+        if why := _why(emulated, index):
+            say(f"{emulated.name(index)}{why}")
     return _code(master)
 
 
-def execute(rack: Rack, command: Sequence[str], signals: Signals) -> int:
+def execute(emulated: EmulatedDevices, command: Sequence[str], signals: Signals) -> int:
     """Run a command in every device at once; returns the first exit code that is not 0, in the order of the devices."""
     taps = Taps()
     processes: list[subprocess.Popen[bytes]] = []
-    for index in range(len(rack.shares)):
-        process = rack.start(index, command, stdout=subprocess.PIPE)
+    for index in range(len(emulated.shares)):
+        process = emulated.start(index, command, stdout=subprocess.PIPE)
         processes.append(process)
-        taps.add(process.stdout, Tap(sys.stdout.buffer, f"{rack.name(index)}: "))
-        taps.add(process.stderr, Tap(sys.stderr.buffer, f"{rack.name(index)}: "))
+        taps.add(process.stdout, Tap(sys.stdout.buffer, f"{emulated.name(index)}: "))
+        taps.add(process.stderr, Tap(sys.stderr.buffer, f"{emulated.name(index)}: "))
     signals.targets = processes
     while any(process.poll() is None for process in processes):
         taps.flow(0.1)
@@ -235,12 +235,12 @@ def flag(arguments: Sequence[str], name: str) -> str | None:
     return value
 
 
-def _node(rack: Rack, index: int, token: bytes) -> subprocess.Popen[bytes]:
+def _node(emulated: EmulatedDevices, index: int, token: bytes) -> subprocess.Popen[bytes]:
     """The token goes in by standard input: a command line can be read by everybody on the machine."""
-    lent = rack.lent_memory_mb(index)
+    lent = emulated.lent_memory_mb(index)
     memory = ["--memory", str(lent)] if lent is not None else []
-    command = ringtmp("node", "--join", "-", "--name", rack.name(index), *memory, "--once")
-    node = rack.start(index, command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    command = ringtmp("node", "--join", "-", "--name", emulated.name(index), *memory, "--once")
+    node = emulated.start(index, command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert node.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         node.stdin.write(token + b"\n")
@@ -256,9 +256,9 @@ def _let_go(nodes: Sequence[subprocess.Popen[bytes]], taps: Taps) -> None:
     taps.drain()
 
 
-def _why(rack: Rack, index: int) -> str:
-    kills = rack.memory_kills(index)
-    cap = f"{rack.shares[index].device.memory_mb:g} MiB"
+def _why(emulated: EmulatedDevices, index: int) -> str:
+    kills = emulated.memory_kills(index)
+    cap = f"{emulated.shares[index].device.memory_mb:g} MiB"
     return f": the kernel ended {kills} of its processes at the memory cap of {cap}" if kills else ""
 
 

@@ -29,7 +29,7 @@ from ringtmp.launch.agent_messages import (
     End,
     Facts,
     Heard,
-    Here,
+    Heartbeat,
     Join,
     Leaving,
     Prepare,
@@ -46,7 +46,7 @@ from ringtmp.system.signals import on_signals
 from ringtmp.transport.encryption import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
-KNOCK_AGAIN_S = 2.0
+ASK_AGAIN_S = 2.0
 
 
 def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_S) -> str:
@@ -60,7 +60,7 @@ def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_
         socket.connect(f"tcp://{token.address}")
         limit = time.monotonic() + limit_s
         socket.send(agent_messages.encode(Join(token.secret, facts)))  # leaves only after the handshake
-        while not socket.poll(round(min(KNOCK_AGAIN_S, limit_s) * 1000)):
+        while not socket.poll(round(min(ASK_AGAIN_S, limit_s) * 1000)):
             if time.monotonic() >= limit:
                 raise _why_no_answer(token, monitor, limit_s)
             # A crowded door drops requests; one asked twice is answered twice and admitted once.
@@ -204,7 +204,7 @@ class Agent:
         self._folder = PrivateFolder()
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
-            message.threads, secure=True, memory_bytes=self._memory_bytes, shelf=str(self._folder.path / "snapshots"),
+            message.threads, secure=True, memory_bytes=self._memory_bytes, snapshots=str(self._folder.path / "snapshots"),
         )  # fmt: skip
         self._log = self._folder.path / "log"
         self._child = spawn(orders, self._log)
@@ -261,11 +261,11 @@ class Agent:
         self._beat()
 
     def _beat(self) -> None:
-        listening = self._say_to_master(Here(self._incarnation, self._facts))
+        listening = self._say_to_master(Heartbeat(self._incarnation, self._facts))
         while listening and self._news and (listening := self._say_to_master(self._news[0])):
             self._news.popleft()
 
-    def _say_to_master(self, message: Here | Started | Died | Leaving) -> bool:
+    def _say_to_master(self, message: Heartbeat | Started | Died | Leaving) -> bool:
         try:
             self._socket.send(agent_messages.encode(message), zmq.NOBLOCK)
         except zmq.Again:

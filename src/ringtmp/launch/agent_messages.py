@@ -48,7 +48,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     facts: Facts
 
 
-class Knock(msgspec.Struct, frozen=True, tag="knock"):
+class JoinCheck(msgspec.Struct, frozen=True, tag="knock"):
     """Would a join with this secret be let in? Admits nobody, uses nothing up."""
 
     AT: ClassVar = (Heard.DOOR,)
@@ -56,7 +56,7 @@ class Knock(msgspec.Struct, frozen=True, tag="knock"):
     padding: bytes = b""
 
 
-class Here(msgspec.Struct, frozen=True, tag="here"):
+class Heartbeat(msgspec.Struct, frozen=True, tag="here"):
     """Said every BEAT_S: I live. `incarnation` tells two processes with one key apart."""
 
     AT: ClassVar = (Heard.TABLE,)
@@ -94,7 +94,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-class Knocked(msgspec.Struct, frozen=True, tag="knocked"):
+class JoinCheckAnswer(msgspec.Struct, frozen=True, tag="knocked"):
     """The padding comes back to who knows a living secret; so no answer is larger than its question."""
 
     AT: ClassVar = (Heard.STRANGER,)
@@ -119,8 +119,8 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     over: bool = False  # the whole run; otherwise only this device's part in it, and it may get another
 
 
-FromAgent = Join | Knock | Here | Started | Died | Leaving
-FromMaster = Welcome | Refused | Knocked | Prepare | End
+FromAgent = Join | JoinCheck | Heartbeat | Started | Died | Leaving
+FromMaster = Welcome | Refused | JoinCheckAnswer | Prepare | End
 from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 from_master: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
 encode = msgspec.msgpack.Encoder().encode

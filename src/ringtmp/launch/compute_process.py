@@ -28,7 +28,7 @@ class Orders(msgspec.Struct, frozen=True):
     threads: int
     secure: bool = False
     memory_bytes: int = 0  # what this device lends; 0: what is free
-    shelf: str = ""  # a folder for snapshots; whoever gives the orders removes it
+    snapshots: str = ""  # a folder for snapshots; whoever gives the orders removes it
     log: str = ""  # a file to write to from here on; empty: as it was started
 
 
@@ -71,7 +71,7 @@ def main() -> int:
     from ringtmp.launch.watchdog import Watchdog
     from ringtmp.plan.route import MASTER
     from ringtmp.runtime.endpoint import Endpoint
-    from ringtmp.runtime.snapshot_store import Shelf
+    from ringtmp.runtime.snapshot_store import SnapshotStore
     from ringtmp.runtime.worker import Worker
     from ringtmp.strategies.registry import member
     from ringtmp.strategies.ring.device_trials import Answers
@@ -81,8 +81,10 @@ def main() -> int:
     set_threads(orders.threads)
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
-    shelf = Shelf(Path(orders.shelf)) if orders.shelf else Shelf()
-    endpoint = Endpoint(slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, shelf=shelf)
+    snapshots = SnapshotStore(Path(orders.snapshots)) if orders.snapshots else SnapshotStore()
+    endpoint = Endpoint(
+        slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, snapshots=snapshots
+    )
     worker = Worker(endpoint, orders.master, member, Answers())
     code = 0
     try:

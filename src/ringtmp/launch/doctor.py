@@ -1,4 +1,4 @@
-"""What may stand between this device and a ring, looked at one thing at a time; `knock.py` looks at the way to a master.
+"""What may stand between this device and a ring, looked at one thing at a time; `check_join.py` looks at the way to a master.
 
 A check takes what it judges as arguments, changes nothing and returns findings. None of them loads torch into this
 process: a device may be too small for it, and that is worth saying.

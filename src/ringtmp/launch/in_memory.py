@@ -13,7 +13,7 @@ from ringtmp.errors import NodeLost
 from ringtmp.launch.planned_devices import as_this_process
 from ringtmp.plan.devices import Device, quota_of
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.snapshot_store import Shelf
+from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.runtime.worker import Worker
 from ringtmp.strategies.registry import member
 from ringtmp.strategies.ring.device_trials import Answers
@@ -30,8 +30,8 @@ LONGEST_NAP = 40
 QUIET_ROUNDS = 10
 
 
-class MemoryCrew:
-    alike = True
+class InMemoryPool:
+    same_machine = True
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class MemoryCrew:
 
     def _endpoint(self, node: int, ring: str, generation: int) -> Endpoint:
         given = self._memory_bytes
-        shelf = Shelf() if given is None else Shelf(None, lambda: given)
-        return Endpoint(self._wrap(self._hub.transport(node)), ring, generation, self._clock, given, shelf)
+        snapshots = SnapshotStore() if given is None else SnapshotStore(None, lambda: given)
+        return Endpoint(self._wrap(self._hub.transport(node)), ring, generation, self._clock, given, snapshots)
 
     def all_anew(self) -> bool:
         return True
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         living = {worker.endpoint.node for worker in self._workers}
         self.found_lost = [NodeLost(f"node {node} was killed", node) for node in sorted(self._dead)]
         for node in set(range(1, self.nodes)) - living:
@@ -142,12 +142,12 @@ class MemoryCrew:
         for node in self._dead:
             raise NodeLost(f"node {node} was killed in step {step}", node)
 
-    def bury(self, node: int) -> None:
+    def drop(self, node: int) -> None:
         self.kill(node)
         self._dead.discard(node)
 
     def expel(self, node: int, sure: bool) -> None:
-        self.bury(node)
+        self.drop(node)
 
     def stop(self) -> None:
         for worker in self._workers:

@@ -24,10 +24,10 @@ from ringtmp.launch.agent_messages import (
     End,
     Facts,
     Heard,
-    Here,
+    Heartbeat,
     Join,
-    Knock,
-    Knocked,
+    JoinCheck,
+    JoinCheckAnswer,
     Leaving,
     Prepare,
     Refused,
@@ -182,7 +182,7 @@ class Hub:
     def _take(self, key: str, route: bytes, message: agent_messages.FromAgent) -> None:
         now = time.monotonic()
         device = self.devices.get(key)
-        if isinstance(message, Here):
+        if isinstance(message, Heartbeat):
             if device is not None and device.incarnation != message.incarnation:
                 if now - device.last_heard < 3 * BEAT_S and not device.left:
                     self._refuse(route, _TWINS)
@@ -266,15 +266,15 @@ class Door:
         self._gatekeeper.close()
         self._context.term()
 
-    def _answer(self, frame: zmq.Frame) -> Welcome | Refused | Knocked:
+    def _answer(self, frame: zmq.Frame) -> Welcome | Refused | JoinCheckAnswer:
         key = str(frame.get("User-Id"))
         try:
             message = agent_messages.decode(agent_messages.from_agent, frame.bytes, Heard.DOOR)
         except ProtocolError:
             return Refused("that was no request to join")
-        if isinstance(message, Knock):
+        if isinstance(message, JoinCheck):
             reason = self._rings.check_secret(self._ring, message.secret, key)
-            return Knocked("", message.padding) if reason is None else Knocked(reason)
+            return JoinCheckAnswer("", message.padding) if reason is None else JoinCheckAnswer(reason)
         try:
             reason = self._judge(message, key)
         except OSError as error:

@@ -20,7 +20,7 @@ from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
 from ringtmp.plan import devices as planned
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.snapshot_store import Shelf
+from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.system.resources import free_memory_bytes, own_memory_bytes
 from ringtmp.transport.encryption import new_key_pair
 from ringtmp.transport.slow_link import slowed
@@ -34,10 +34,10 @@ START_LIMIT_S = 60.0
 SILENCE_WHILE_STARTING_S = 35.0
 
 
-class RemoteCrew:
+class DevicePool:
     """Waits for `nodes` - 1 devices, or after `wait_s` for as few as `start_with` - 1, and numbers them as they came."""
 
-    alike = False
+    same_machine = False
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RemoteCrew:
         self._started = False
         self._revoked: set[str] = set()
         self._released: set[str] = set()
-        self._shelf = Shelf()
+        self._snapshots = SnapshotStore()
         self.found_lost: list[NodeLost] = []
         self._folder: PrivateFolder | None = None
         self._places: dict[str, int] = {}  # keys of devices whose compute process is linked, and its number
@@ -127,7 +127,7 @@ class RemoteCrew:
     def regroup(self, ring: str, generation: int) -> Endpoint:
         assert self._transport is not None
         self._transport.close()
-        self._shelf.close()
+        self._snapshots.close()
         self._drop_the_gone()
         self._rekey = False
         self._generation = generation
@@ -136,7 +136,7 @@ class RemoteCrew:
         self._devices = {index + 1: device for index, device in enumerate(everyone)}
         return self._begin(ring)
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
         numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""
         assert self._transport is not None
@@ -276,8 +276,8 @@ class RemoteCrew:
             self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
         self._await_compute(self._devices)
         self._folder = self._folder or PrivateFolder()
-        self._shelf = Shelf(self._folder.path / "snapshots")
-        return Endpoint(slowed(self._transport), ring, generation, shelf=self._shelf)
+        self._snapshots = SnapshotStore(self._folder.path / "snapshots")
+        return Endpoint(slowed(self._transport), ring, generation, snapshots=self._snapshots)
 
     def addresses(self) -> dict[int, Address]:
         assert self._transport is not None, "not started"
@@ -338,7 +338,7 @@ class RemoteCrew:
                 text = f"{who} has not been heard for {silent:.1f} s in step {step}: power, cable, Wi-Fi?"
                 yield NodeLost(text, node, silent)
 
-    def bury(self, node: int) -> None:
+    def drop(self, node: int) -> None:
         device = self._devices.pop(node)
         self._end(device)
         self._places.pop(device.key, None)
@@ -347,7 +347,7 @@ class RemoteCrew:
         device = self._devices.get(node)
         if device is None:
             return
-        self.bury(node)
+        self.drop(node)
         self._accused[device.key] += MOST_DEATHS if sure else 1
         if self._accused[device.key] >= MOST_DEATHS:
             self._tell(f"{device.facts.name} is left out until the end of the run: it broke the protocol")
@@ -359,7 +359,7 @@ class RemoteCrew:
             self._opened.close()
             self._opened = None
         self._devices.clear()
-        self._shelf.close()
+        self._snapshots.close()
         if self._folder is not None:
             self._folder.remove()
             self._folder = None

@@ -25,7 +25,7 @@ from ringtmp.launch.spare_process import Spare
 from ringtmp.launch.start_process import end, is_stopped, last_words, let_go, spawn
 from ringtmp.plan.devices import Device
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.snapshot_store import Shelf
+from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.resources import machine_free_bytes, own_memory_bytes
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
@@ -34,13 +34,13 @@ from ringtmp.wire.address import Address
 STEPS_BEFORE_SPARE = 3
 
 
-class LocalCrew:
-    alike = True
+class LocalPool:
+    same_machine = True
 
     def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False, keeps: bool = True
     ) -> None:  # fmt: skip
         """`spare`: have a process ready for the place of one that dies; `keeps`: snapshots in the run's own folder, which has
-        one crew that trains and any number that look."""
+        one pool that trains and any number that look."""
         self.nodes = nodes
         self.threads = threads
         self._logs = logs
@@ -64,7 +64,7 @@ class LocalCrew:
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
         for node in range(1, self.nodes):
             self._spawn(node, ring, generation)
-        return Endpoint(self._transport, ring, generation, shelf=Shelf(self._shelf(0)))
+        return Endpoint(self._transport, ring, generation, snapshots=SnapshotStore(self._snapshots(0)))
 
     def addresses(self) -> dict[int, Address]:
         assert self._folder is not None, "not started"
@@ -101,7 +101,7 @@ class LocalCrew:
     def all_anew(self) -> bool:
         return False
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A fresh process takes the place of each that has died, at its number."""
         assert self._folder is not None, "not started"
         self._folder.remake()  # a cleaner of temporary files may have come by; nodes make their sockets anew themselves
@@ -123,10 +123,10 @@ class LocalCrew:
 
     def _spawn(self, node: int, ring: str, generation: int) -> None:
         addresses = self.addresses()
-        shutil.rmtree(self._shelf(node), ignore_errors=True)  # of the one before
+        shutil.rmtree(self._snapshots(node), ignore_errors=True)  # of the one before
         orders = Orders(
             ring, generation, node, addresses[node].endpoints, addresses[0], self.threads,
-            shelf=str(self._shelf(node)),
+            snapshots=str(self._snapshots(node)),
         )  # fmt: skip
         ready = self._spare.take(orders, self._log(node)) if self._spare is not None else None
         self._children[node] = ready or spawn(orders, self._log(node))
@@ -165,7 +165,7 @@ class LocalCrew:
         self._stopped_at.pop(node, None)
         return 0.0
 
-    def bury(self, node: int) -> None:
+    def drop(self, node: int) -> None:
         child = self._children.pop(node)
         child.kill()
         end(child)
@@ -173,9 +173,9 @@ class LocalCrew:
     def expel(self, node: int, sure: bool) -> None:
         """A process of our own: a fresh one will do."""
         if node in self._children:
-            self.bury(node)
+            self.drop(node)
 
-    def _shelf(self, node: int) -> Path:
+    def _snapshots(self, node: int) -> Path:
         if not self._keeps:
             assert self._folder is not None, "not started"
             return self._folder.path / "snapshots" / str(node)
@@ -197,7 +197,7 @@ class LocalCrew:
             self._transport.close()
             self._transport = None
         if self._folder is not None:
-            shutil.rmtree(self._shelf(0).parent, ignore_errors=True)
+            shutil.rmtree(self._snapshots(0).parent, ignore_errors=True)
             self._folder.remove()
             self._folder = None
 

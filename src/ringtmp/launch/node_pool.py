@@ -12,12 +12,12 @@ from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.wire.address import Address
 
 
-class Crew(leader.Crew, Protocol):
+class NodePool(leader.NodePool, Protocol):
     """The other nodes, and how to start and end them. `nodes` and `threads` are settled once it has started."""
 
     nodes: int
     threads: int
-    #: Everyone whom the last `mend` found lost, those included that `check` had told of.
+    #: Everyone whom the last `replace_lost` found lost, those included that `check` had told of.
     found_lost: list[NodeLost]
 
     def start(self, ring: str, generation: int) -> Endpoint: ...
@@ -29,7 +29,7 @@ class Crew(leader.Crew, Protocol):
         """Of every node, the master first, as far as it is known without trying."""
         ...
 
-    def mend(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
         they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.
         DoesNotFit where all together have less memory than `need_bytes`."""

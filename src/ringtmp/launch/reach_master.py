@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch import agent_messages
-from ringtmp.launch.agent_messages import HUB_PORT_OFFSET, MAX_BYTES, Heard, Knock, Knocked, Refused
+from ringtmp.launch.agent_messages import HUB_PORT_OFFSET, MAX_BYTES, Heard, JoinCheck, JoinCheckAnswer, Refused
 from ringtmp.launch.device_facts import address_towards, own_addresses
 from ringtmp.launch.doctor import Finding
 from ringtmp.launch.join_token import Token
@@ -62,7 +62,7 @@ def try_joining(token: Token) -> list[Finding]:
     findings.append(
         Finding("round trip", "ok", f"{seconds_text(min(took_s))} (fastest of {2 * TRIES} TCP connections)")
     )
-    return findings + knock(token, _own_keys())
+    return findings + check_join(token, _own_keys())
 
 
 def reach(host: str, port: int, what: str) -> tuple[Finding, float | None]:
@@ -79,7 +79,7 @@ def reach(host: str, port: int, what: str) -> tuple[Finding, float | None]:
     return Finding("reach", "ok", f"{host} port {port} ({what}) answers"), best_s
 
 
-def knock(token: Token, keys: KeyPair) -> list[Finding]:
+def check_join(token: Token, keys: KeyPair) -> list[Finding]:
     """Key, token and speed, over one connection to the door."""
     with _at_the_door(token, keys) as (door, monitor):
         if not _handshake(monitor):
@@ -98,11 +98,11 @@ def knock(token: Token, keys: KeyPair) -> list[Finding]:
 
 
 def _alive(door: zmq.Socket[bytes], token: Token) -> Finding:
-    door.send(agent_messages.encode(Knock(token.secret)))
+    door.send(agent_messages.encode(JoinCheck(token.secret)))
     answer = _answer(door, time.monotonic() + ANSWER_LIMIT_S)
-    if isinstance(answer, Knocked) and not answer.reason:
+    if isinstance(answer, JoinCheckAnswer) and not answer.reason:
         return Finding("token", "ok", f"ring {token.ring} would let this device in")
-    if isinstance(answer, Knocked):
+    if isinstance(answer, JoinCheckAnswer):
         return Finding(
             "token",
             "fail",
@@ -119,7 +119,7 @@ def _alive(door: zmq.Socket[bytes], token: Token) -> Finding:
 
 def _speed(door: zmq.Socket[bytes], token: Token) -> Finding:
     """The best burst: its bytes in one direction over the time until all had come back, the master's own work included."""
-    question = agent_messages.encode(Knock(token.secret, bytes(PADDING_BYTES)))
+    question = agent_messages.encode(JoinCheck(token.secret, bytes(PADDING_BYTES)))
     best_bits_per_s = 0.0
     for _ in range(BURSTS):
         time.sleep(PAUSE_S)
@@ -129,7 +129,7 @@ def _speed(door: zmq.Socket[bytes], token: Token) -> Finding:
         limit = began + ANSWER_LIMIT_S / 2
         for answers in range(1, BURST + 1):
             answer = _answer(door, limit)
-            if not isinstance(answer, Knocked) or len(answer.padding) != PADDING_BYTES:
+            if not isinstance(answer, JoinCheckAnswer) or len(answer.padding) != PADDING_BYTES:
                 # What comes late would flatter the next burst.
                 return _speed_found(best_bits_per_s)
             best_bits_per_s = max(best_bits_per_s, 8 * PADDING_BYTES * answers / (time.monotonic() - began))

@@ -137,6 +137,6 @@ def parse_cuts(text: str, layers: int, nodes: int, visits: int | None = None) ->
 
 
 def holder_of(route: Route, node: int) -> int | None:
-    """Who holds a node's parcels: its clockwise neighbour. The master's own stay with it: with it the run ends anyway."""
+    """Who holds a node's snapshots: its clockwise neighbour. The master's own stay with it: with it the run ends anyway."""
     mine = route.on(node)
     return route.node(mine[0].index + 1) if node != MASTER and mine else None

@@ -16,7 +16,7 @@ from ringtmp import __version__
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import UsageError
-from ringtmp.launch.node_pool import Crew
+from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.checkpoints import Saving
@@ -26,11 +26,11 @@ from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record import Record, unlike
 from ringtmp.runtime.checkpoint import Checkpoint, Progress
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import Lead, Start
+from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Brief, Leader, Plan, Strategy
+from ringtmp.strategies.base import Leader, Plan, PlanRequest, Strategy
 from ringtmp.system.resources import fingerprint, set_threads
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Recipe
@@ -41,7 +41,7 @@ class Run:
     """What lasts as long as the run, whatever its generation."""
 
     job: Job
-    crew: Crew
+    pool: NodePool
     record: Record
     interrupted: Interruption
     name: str  # of the ring, on its links
@@ -87,11 +87,11 @@ class Generation:
     step: int
 
 
-def settled(config: RunConfig, crew: Crew) -> RunConfig:
-    """With what only the crew knows: how many came, and the thread count they have in common."""
-    ring, threads = config.ring, config.training.threads or crew.threads
-    if ring.nodes != crew.nodes:  # cuts and window were meant for another ring
-        ring = msgspec.structs.replace(ring, nodes=crew.nodes, cuts=None, window=None)
+def settled(config: RunConfig, pool: NodePool) -> RunConfig:
+    """With what only the pool knows: how many came, and the thread count they have in common."""
+    ring, threads = config.ring, config.training.threads or pool.threads
+    if ring.nodes != pool.nodes:  # cuts and window were meant for another ring
+        ring = msgspec.structs.replace(ring, nodes=pool.nodes, cuts=None, window=None)
     set_threads(threads)
     training = msgspec.structs.replace(config.training, threads=threads)
     return msgspec.structs.replace(config, training=training, ring=ring)
@@ -101,7 +101,7 @@ class Generations:
     """Makes one generation after another. `newest` is there from the moment somebody leads it, laid out or not."""
 
     def __init__(self, run: Run, config: RunConfig, microbatches: int, endpoint: Endpoint) -> None:
-        """`config` is settled with the crew; `microbatches` with "auto" until the plan has chosen."""
+        """`config` is settled with the pool; `microbatches` with "auto" until the plan has chosen."""
         self._run = run
         self.config = config
         self._microbatches = microbatches
@@ -112,7 +112,7 @@ class Generations:
         self._left = 0  # the number of the last generation that was left
         self._told: Mapping[int, float] = {}
         self._named: set[str] = set()  # nodes unlike the master that were told of
-        self._known: Brief | None = None  # of the last layout, if its devices need not be tried again
+        self._known: PlanRequest | None = None  # of the last layout, if its devices need not be tried again
 
     def leave(self) -> Mapping[int, float]:
         """The newest generation ends. Losses of steps that are done and not counted yet."""
@@ -122,34 +122,34 @@ class Generations:
 
     def settle(self) -> None:
         """Others are there than were."""
-        self.config = settled(self.config, self._run.crew)
+        self.config = settled(self.config, self._run.pool)
 
     def lay_out(self, origin: Origin) -> Generation:
-        run, crew, log, phase = self._run, self._run.crew, self._run.record.log, self._run.record.watcher.phase
-        brief, hellos = self._measured(self._brief(origin), origin.hellos)
+        run, pool, log, phase = self._run, self._run.pool, self._run.record.log, self._run.record.watcher.phase
+        request, hellos = self._measured(self._request(origin), origin.hellos)
         if self.config.training.microbatches == "auto":
-            brief = self._choose_microbatches(brief)
-        plan = run.strategy.plan(brief)
+            request = self._choose_microbatches(request)
+        plan = run.strategy.plan(request)
         # One that was left out may have been busy with something else: it has another chance with the next layout.
-        again = crew.alike or plan.left_out
-        self._known = None if again else brief
+        again = pool.same_machine or plan.left_out
+        self._known = None if again else request
         run.record.watcher.expect(plan.lines)
         for warning in plan.warnings:
             run.record.warn(warning)
         self._write_settings()
         if not self.begun:
-            self._begin(plan, brief.chosen, origin.progress)
+            self._begin(plan, request.chosen, origin.progress)
         phase("waiting for the nodes")
-        scout = Lead(Start(self.endpoint, crew, log, hellos))
+        gathering = BaseLeader(Start(self.endpoint, pool, log, hellos))
         members = tuple(share.node for share in plan.shares)
-        scout.gather(members)
-        run.protection.renew(origin.progress.step, crew.nodes)
+        gathering.gather(members)
+        run.protection.renew(origin.progress.step, pool.nodes)
         leader = plan.lead(
             Start(
                 self.endpoint,
-                crew,
+                pool,
                 log,
-                scout.hellos,
+                gathering.hellos,
                 snapshot=origin.snapshot,
                 protection=run.protection,
                 survived=run.record.survived,
@@ -161,45 +161,45 @@ class Generations:
         )  # fmt: skip
         phase("placing the layers")
         leader.lay_out(origin.checkpoint)
-        self._tell_of_unlike(scout.hellos)
-        self._write_nodes(generation, brief)
-        run.rebalancing.watch(plan, log, self.endpoint.clock, crew.alike)
+        self._tell_of_unlike(gathering.hellos)
+        self._write_nodes(generation, request)
+        run.rebalancing.watch(plan, log, self.endpoint.clock, pool.same_machine)
         return generation
 
-    def _brief(self, origin: Origin) -> Brief:
-        run, crew, job, training = self._run, self._run.crew, self._run.job, self.config.training
+    def _request(self, origin: Origin) -> PlanRequest:
+        run, pool, job, training = self._run, self._run.pool, self._run.job, self.config.training
         recipe = Recipe(
-            training.seed, training.threads or crew.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
+            training.seed, training.threads or pool.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
             training.clip_norm, training.staleness,
         )  # fmt: skip
-        return Brief(
+        return PlanRequest(
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
-            microbatches=self._microbatches, batch_size=run.batch_size, addresses=crew.addresses(), devices=crew.devices(),
-            keep_all=crew.alike or self.config.ring.all_devices, targets=run.targets, apart=origin.apart,
+            microbatches=self._microbatches, batch_size=run.batch_size, addresses=pool.addresses(), devices=pool.devices(),
+            keep_all=pool.same_machine or self.config.ring.all_devices, targets=run.targets, apart=origin.apart,
         )  # fmt: skip
 
-    def _measured(self, brief: Brief, hellos: Mapping[int, Hello]) -> tuple[Brief, Mapping[int, Hello]]:
+    def _measured(self, request: PlanRequest, hellos: Mapping[int, Hello]) -> tuple[PlanRequest, Mapping[int, Hello]]:
         """With devices as the run knows them, or as they are found to be now: trying them takes longer than healing."""
-        if (moved := self._run.rebalancing.devices_for(brief)) is not None:
+        if (moved := self._run.rebalancing.devices_for(request)) is not None:
             return moved, hellos
         if (last := self._known) is not None:
             known = {(each.name, each.identity): each for each in last.devices}
-            same = all((each.name, each.identity) in known for each in brief.devices)
-            if same and self._run.strategy.tried_alike(brief, last):
-                devices = tuple(known[each.name, each.identity] for each in brief.devices)
-                return dataclasses.replace(brief, devices=devices, paths=last.paths), hellos
+            same = all((each.name, each.identity) in known for each in request.devices)
+            if same and self._run.strategy.tried_alike(request, last):
+                devices = tuple(known[each.name, each.identity] for each in request.devices)
+                return dataclasses.replace(request, devices=devices, paths=last.paths), hellos
         record = self._run.record
         return self._run.strategy.tried(
-            brief, self.endpoint, self._run.crew, record.log, phase=record.watcher.phase, hellos=hellos
+            request, self.endpoint, self._run.pool, record.log, phase=record.watcher.phase, hellos=hellos
         )
 
-    def _choose_microbatches(self, brief: Brief) -> Brief:
+    def _choose_microbatches(self, request: PlanRequest) -> PlanRequest:
         """From here on it is a number, in the settings that are kept too: a resumed run has the same bits."""
         self._run.record.watcher.phase("choosing the number of microbatches")
-        brief = self._run.strategy.with_best_microbatches(brief, self._run.batches.sizes())
-        self.config, self._microbatches = brief.config, brief.microbatches
+        request = self._run.strategy.with_best_microbatches(request, self._run.batches.sizes())
+        self.config, self._microbatches = request.config, request.microbatches
         self._run.batches.slice_into(self._microbatches)
-        return brief
+        return request
 
     def _write_settings(self) -> None:
         job = self._run.job
@@ -222,7 +222,7 @@ class Generations:
             events.RunStarted(
                 time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, run.index.run,
                 version=__version__, config=msgspec.to_builtins(self.config),
-                facts={**fingerprint(run.crew.threads), **plan.facts, "microbatches": self._microbatches,
+                facts={**fingerprint(run.pool.threads), **plan.facts, "microbatches": self._microbatches,
                  "microbatches_chosen": chosen, "checked": run.index.checked,
                  "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
                  "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress)},
@@ -239,18 +239,18 @@ class Generations:
         return strategy.exactness(settings)
 
     def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:
-        for text in unlike(hellos, fingerprint(self._run.crew.threads)):
+        for text in unlike(hellos, fingerprint(self._run.pool.threads)):
             if text not in self._named:
                 self._named.add(text)
                 self._run.record.warn(text)
 
-    def _write_nodes(self, generation: Generation, brief: Brief) -> None:
-        log, crew = self._run.record.log, self._run.crew
-        names = {} if crew.alike else dict(zip(sorted(brief.addresses), brief.devices, strict=True))
+    def _write_nodes(self, generation: Generation, request: PlanRequest) -> None:
+        log, pool = self._run.record.log, self._run.pool
+        names = {} if pool.same_machine else dict(zip(sorted(request.addresses), request.devices, strict=True))
         for share in generation.plan.shares:
             log.write(
                 events.NodeStarted(
-                    time.monotonic(), share.node, share.role, crew.pids().get(share.node, 0),
+                    time.monotonic(), share.node, share.role, pool.pids().get(share.node, 0),
                     generation=generation.number, segments=share.segments, parameters=share.parameters,
                     device=names[share.node].name if names else "",
                 )

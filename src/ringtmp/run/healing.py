@@ -18,7 +18,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.run.generation import Generation, Generations, Origin, Run
 from ringtmp.run.rebalancing import Ready
 from ringtmp.runtime.checkpoint import Progress
-from ringtmp.runtime.leader import Lead, Start
+from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
 from ringtmp.strategies.base import Leader
@@ -82,7 +82,7 @@ class Healing:
     def __init__(self, run: Run, generations: Generations) -> None:
         self._run = run
         self._generations = generations
-        self._crew = run.crew
+        self._node_pool = run.pool
         self.record = run.record
         self.losses = Losses()
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
@@ -120,7 +120,7 @@ class Healing:
         if not self._run.saving.save(leader, progress):
             return None
         self.record.watcher.tell(f"{reason}: laying the ring out anew after step {progress.step}")
-        if self._crew.all_anew():
+        if self._node_pool.all_anew():
             self.dismiss(leader, progress, "a new generation begins")
             generation = self._all_anew(progress)
         else:
@@ -164,7 +164,7 @@ class Healing:
     ) -> Regrouped:
         now, losses = time.monotonic(), self.losses
         return Regrouped(
-            now, step, self._generations.number, reason, nodes=self._crew.nodes, seconds=now - since, lost=losses.nodes,
+            now, step, self._generations.number, reason, nodes=self._node_pool.nodes, seconds=now - since, lost=losses.nodes,
             notice_s=losses.notice_s, repeated=repeated, source=source, kind=kind,
         )  # fmt: skip
 
@@ -175,7 +175,7 @@ class Healing:
             try:
                 return self._revived(reached)
             except DoesNotFit as short:
-                if self._crew.await_another(str(short), self._run.interrupted):
+                if self._node_pool.await_another(str(short), self._run.interrupted):
                     continue
                 if self._run.interrupted():
                     go_on = self._run.job.how_to_go_on
@@ -189,25 +189,25 @@ class Healing:
         generations.number += 1
         checkpoint = run.saving.open()
         need_bytes = memory_need(
-            run.layers, config.training.optimizer, config.training.optimizer_settings, self._crew.nodes
+            run.layers, config.training.optimizer, config.training.optimizer_settings, self._node_pool.nodes
         )
-        living = self._crew.mend(run.name, generations.number, not run.strategy.splits_layers, need_bytes)
-        for other in self.losses.found(self._crew.found_lost):
+        living = self._node_pool.replace_lost(run.name, generations.number, not run.strategy.splits_layers, need_bytes)
+        for other in self.losses.found(self._node_pool.found_lost):
             self.record.warn(f"{other}; healing")
         endpoint.renew(generations.number, Renew(generations.number), living)
         generations.settle()
-        scout = Lead(Start(endpoint, self._crew, self.record.log))
-        scout.gather(self._crew.addresses())
-        kept, saved = endpoint.shelf.contents(), checkpoint.progress.step
+        gathering = BaseLeader(Start(endpoint, self._node_pool, self.record.log))
+        gathering.gather(self._node_pool.addresses())
+        kept, saved = endpoint.snapshots.contents(), checkpoint.progress.step
         if survivors := run.strategy.state_from == "survivors":
-            snapshot = in_hand(scout.hellos, kept, run.layers, Snapshot(reached, told=told), saved)
+            snapshot = in_hand(gathering.hellos, kept, run.layers, Snapshot(reached, told=told), saved)
         else:
-            snapshot = protection.newest(scout.hellos, kept, run.layers, saved)
+            snapshot = protection.newest(gathering.hellos, kept, run.layers, saved)
         if snapshot is None and (whole := protection.whole) is not None and whole.step > saved:
             protection.spoil()  # gone with those who held it
         progress = checkpoint.progress if snapshot is None else self._without_undone_epoch(snapshot.progress)
         try:
-            generation = generations.lay_out(Origin(checkpoint, progress, scout.hellos, snapshot, self._apart))
+            generation = generations.lay_out(Origin(checkpoint, progress, gathering.hellos, snapshot, self._apart))
         except SnapshotUnusable as problem:
             protection.spoil()
             self.record.warn(f"{problem}; going back to the checkpoint of step {saved}")
@@ -229,7 +229,7 @@ class Healing:
         while True:
             generations.number += 1
             try:
-                generations.endpoint = self._crew.regroup(self._run.name, generations.number)
+                generations.endpoint = self._node_pool.regroup(self._run.name, generations.number)
                 break
             except NodeLost as lost:
                 if not self.losses.bear(lost):

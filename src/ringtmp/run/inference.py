@@ -11,13 +11,13 @@ from pathlib import Path
 
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
-from ringtmp.launch.node_pool import Crew
+from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.partition import equal_cost
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
 from ringtmp.plan.route import plain_ring
 from ringtmp.runtime.checkpoint import latest
-from ringtmp.runtime.leader import Lead, Start
+from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
 from ringtmp.strategies.ring.master import Master
@@ -37,29 +37,29 @@ class Inference:
 
 
 @contextmanager
-def inference(run: RunDirectory, config: RunConfig, loss: LossFunction, crew: Crew) -> Iterator[Inference]:
+def inference(run: RunDirectory, config: RunConfig, loss: LossFunction, pool: NodePool) -> Iterator[Inference]:
     index, layers = run.read_layers()
     checkpoint, _ = latest(run.checkpoints, index.run)
     step, training = checkpoint.progress.step, config.training
-    route = plain_ring(crew.nodes, equal_cost(index.cost_s, [layer.parameters > 0 for layer in layers], crew.nodes))
+    route = plain_ring(pool.nodes, equal_cost(index.cost_s, [layer.parameters > 0 for layer in layers], pool.nodes))
     assert isinstance(training.microbatches, int), "a saved run has a number"
     window = DEFAULT_SCHEDULE.default_window(len(route.visits), training.microbatches)
     log = EventLog(Path(os.devnull))
     try:
-        endpoint = crew.start(secrets.token_hex(8), 1)
-        set_threads(training.threads or crew.threads)
-        scout = Lead(Start(endpoint, crew, log))
-        scout.gather(route.nodes())
+        endpoint = pool.start(secrets.token_hex(8), 1)
+        set_threads(training.threads or pool.threads)
+        gathering = BaseLeader(Start(endpoint, pool, log))
+        gathering.gather(route.nodes())
         recipe = Recipe(
-            training.seed, crew.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
+            training.seed, pool.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
         )
-        setup = Setup(route, recipe, window, DEFAULT_SCHEDULE.name, step, crew.addresses(), 0)
-        master = Master(Start(endpoint, crew, log, scout.hellos), setup, layers, loss)
+        setup = Setup(route, recipe, window, DEFAULT_SCHEDULE.name, step, pool.addresses(), 0)
+        master = Master(Start(endpoint, pool, log, gathering.hellos), setup, layers, loss)
         try:
             master.lay_out(checkpoint)
             yield Inference(master, step, index)
         finally:
             master.stop("done")
     finally:
-        crew.stop()
+        pool.stop()
         log.close()

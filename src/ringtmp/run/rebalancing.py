@@ -15,7 +15,7 @@ from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
 from ringtmp.plan.rebalance import PAUSE_S, Balance, Move
 from ringtmp.run.record import steps_again
 from ringtmp.runtime.snapshot_schedule import Protection
-from ringtmp.strategies.base import Brief, Leader, Plan
+from ringtmp.strategies.base import Leader, Plan, PlanRequest
 
 #: What a new generation costs, until one has been seen.
 MOVE_S = 2.0
@@ -45,11 +45,11 @@ class Rebalancing:
         self._pause_s = PAUSE_S
         self._move_s = MOVE_S
         self._clock: Callable[[], float] = time.monotonic
-        self._alike = True
+        self._same_machine = True
 
-    def watch(self, plan: Plan, log: EventLog, clock: Callable[[], float], alike: bool) -> None:
-        """A generation has been laid out. `alike`: all on this machine, where there are no lines to try."""
-        self._move, self._clock, self._alike = None, clock, alike
+    def watch(self, plan: Plan, log: EventLog, clock: Callable[[], float], same_machine: bool) -> None:
+        """A generation has been laid out. `same_machine`: all on this machine, where there are no lines to try."""
+        self._move, self._clock, self._same_machine = None, clock, same_machine
         self._balance, log.listener = plan.balance(self._not_before) if self._wanted else None, self._heard
         if self._balance is not None:
             self._balance.calm(self._calm_until)
@@ -82,7 +82,7 @@ class Rebalancing:
     def at_rest(self, leader: Leader, protection: Protection) -> bool:
         """The ring stands still: a moment to try lines that are suspected. True if it was taken."""
         balance = self._balance
-        if balance is None or self._alike or self._move is not None or not protection.quiet:
+        if balance is None or self._same_machine or self._move is not None or not protection.quiet:
             return False
         if not balance.suspects_lines(self._clock()):
             return False
@@ -99,13 +99,13 @@ class Rebalancing:
         whole = protection.whole is not None and protection.whole.step >= self._from_step
         return Ready(self._move, here=False) if whole else None
 
-    def devices_for(self, brief: Brief) -> Brief | None:
+    def devices_for(self, request: PlanRequest) -> PlanRequest | None:
         """With the devices as the run has measured them; None if nothing is to move, or others are there than were."""
         move = self._move
         named = {} if move is None else {each.name: each for each in move.devices}
-        if move is None or named.keys() != {each.name for each in brief.devices}:
+        if move is None or named.keys() != {each.name for each in request.devices}:
             return None
-        return replace(brief, devices=tuple(named[each.name] for each in brief.devices), paths=move.plan.paths)
+        return replace(request, devices=tuple(named[each.name] for each in request.devices), paths=move.plan.paths)
 
     def drop(self) -> None:
         """The move cannot be made now."""

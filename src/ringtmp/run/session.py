@@ -14,7 +14,7 @@ from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Stream
 from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
 from ringtmp.errors import Interrupted, NodeLost, RingError
-from ringtmp.launch.node_pool import Crew
+from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.export import EXAMPLE_BATCH
@@ -39,9 +39,9 @@ FAILED_STOP_LIMIT_S = 0.5
 
 
 class Session:
-    def __init__(self, job: Job, crew: Crew, watcher: Watcher, interrupted: Interruption) -> None:
+    def __init__(self, job: Job, pool: NodePool, watcher: Watcher, interrupted: Interruption) -> None:
         self._job = job
-        self._crew = crew
+        self._node_pool = pool
         self._watcher = watcher
         self._interrupted = interrupted
         training, keep = job.config.training, job.config.keep
@@ -84,7 +84,7 @@ class Session:
             raise
         finally:
             self._interrupted.deaf = True  # every wait from here has a limit
-            self._crew.stop()
+            self._node_pool.stop()
             self._tell_of_removed(record)
             record.write(events.RunEnded(time.monotonic(), self._step, self._outcome, digest, error, self._begun))
             record.log.close()
@@ -93,11 +93,11 @@ class Session:
     def _whole_run(self, record: Record) -> str:
         """Returns the digest of the weights."""
         job, config = self._job, self._job.config
-        endpoint = self._crew.start(self._ring, 1)
-        config = settled(config, self._crew)
+        endpoint = self._node_pool.start(self._ring, 1)
+        config = settled(config, self._node_pool)
         if job.model is not None:
-            keep_all = self._crew.alike or config.ring.all_devices
-            enough = partial(registry.get(config.ring.strategy).refuse_too_few, config, self._crew.nodes, keep_all)
+            keep_all = self._node_pool.same_machine or config.ring.all_devices
+            enough = partial(registry.get(config.ring.strategy).refuse_too_few, config, self._node_pool.nodes, keep_all)
             how = Reading.of(config.training, self._batches, self._batch_size, (job.loss, job.loss_name))
             write_model(job.run, job.model, job.train, how, phase=self._watcher.phase, known=enough)
         run = self._opened(record)
@@ -115,7 +115,7 @@ class Session:
         strategy = registry.get(ring.strategy)
         protect = keep.protect if strategy.state_from == "snapshot" else "checkpoint"
         return Run(
-            job=job, crew=self._crew, record=record, interrupted=self._interrupted, name=self._ring, index=index,
+            job=job, pool=self._node_pool, record=record, interrupted=self._interrupted, name=self._ring, index=index,
             layers=layers, batches=self._batches, batch_size=self._batch_size, targets=self._targets, total_steps=total,
             lr_schedule=checked_schedule(training.lr_schedule, total),
             saving=Saving(job.run.checkpoints, index.run, self._batches, record),

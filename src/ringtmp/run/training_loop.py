@@ -166,7 +166,7 @@ class TrainingLoop:
 
     def _change(self) -> str | None:
         """Why the ring must be laid out anew."""
-        return self._run.crew.changed() if self._may_try() else None
+        return self._run.pool.changed() if self._may_try() else None
 
     def _save(self, needed: bool = False) -> bool:
         return self._run.saving.save(self._generation.leader, self.progress, needed)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.runtime.snapshot_store import Shelf
+from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.wire.address import Address
@@ -55,7 +55,7 @@ class Endpoint:
         generation: int,
         clock: Callable[[], float] = time.monotonic,
         limit_bytes: int | None = None,
-        shelf: Shelf | None = None,
+        snapshots: SnapshotStore | None = None,
     ) -> None:
         """No message may bring more than `limit_bytes`: the memory that is free now, unless told otherwise."""
         self.limit_bytes = limit_bytes or free_memory_bytes()
@@ -63,7 +63,7 @@ class Endpoint:
         self.clock = clock
         self._transport = transport
         #: What outlives a generation.
-        self.shelf = shelf or Shelf()
+        self.snapshots = snapshots or SnapshotStore()
         self._ring = ring
         self._generation = generation
         self._links: dict[tuple[int, Channel], Link] = {}
@@ -300,7 +300,7 @@ class Endpoint:
         return [*self._retired, *now]
 
     def close(self) -> None:
-        self.shelf.close()
+        self.snapshots.close()
         self._transport.close()
 
     def _acknowledge(self) -> None:

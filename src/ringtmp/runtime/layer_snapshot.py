@@ -18,7 +18,7 @@ from ringtmp.wire.tensors import Landing, TensorSpec, payload, raw_bytes
 
 
 class Label(msgspec.Struct, frozen=True, array_like=True):
-    """What a parcel holds: the layer's tensors in its own order, then its optimizer state by name."""
+    """What a snapshot holds: the layer's tensors in its own order, then its optimizer state by name."""
 
     step: int
     layer: int
@@ -39,7 +39,7 @@ def laid_out(
 
 
 class Writing:
-    """Bytes on their way into a parcel, in order, in memory or into a file; their digest is taken as they pass."""
+    """Bytes on their way into a snapshot, in order, in memory or into a file; their digest is taken as they pass."""
 
     def __init__(self, label: Label, file: BinaryIO | None = None) -> None:
         self.label = label
@@ -69,12 +69,12 @@ class Writing:
         """The label with the digest of what has passed."""
         return msgspec.structs.replace(self.label, digest=self._digest.digest())
 
-    def parcel(self) -> Parcel:
+    def finished(self) -> LayerSnapshot:
         """Of one in memory."""
-        return Parcel(self.sealed(), self._body)
+        return LayerSnapshot(self.sealed(), self._body)
 
 
-class Parcel:
+class LayerSnapshot:
     def __init__(self, label: Label, body: torch.Tensor) -> None:
         self.label = label
         self.body = body

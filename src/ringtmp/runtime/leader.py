@@ -30,11 +30,11 @@ STOP_LIMIT_S = 2.0
 LAST_WORDS_S = 0.2
 
 
-class Crew(Protocol):
+class NodePool(Protocol):
     """The other nodes of a run, wherever they live."""
 
     #: All nodes run on this machine. Else each is tried before a plan is made, and one that slows the ring is left out.
-    alike: bool
+    same_machine: bool
 
     def advance(self) -> bool:
         """Let nodes that live in this process work. True if any did."""
@@ -44,12 +44,12 @@ class Crew(Protocol):
         """Raise NodeLost if a node has died."""
         ...
 
-    def bury(self, node: int) -> None:
+    def drop(self, node: int) -> None:
         """The run goes on without this one: it is not checked any more."""
         ...
 
     def expel(self, node: int, sure: bool) -> None:
-        """As `bury`, and not to be taken again; one that only others accuse may be, a few times."""
+        """As `drop`, and not to be taken again; one that only others accuse may be, a few times."""
         ...
 
 
@@ -79,7 +79,7 @@ class Start:
     """What a master begins to lead with, whatever the strategy."""
 
     endpoint: Endpoint
-    crew: Crew
+    pool: NodePool
     log: EventLog
     hellos: Mapping[int, Hello] = field(default_factory=dict)  # of those who have said it already
     snapshot: Snapshot | None = None  # what to lay out instead of a checkpoint
@@ -88,14 +88,14 @@ class Start:
     survived: Callable[[events.Regrouped], None] = lambda event: None
 
 
-class Lead:
+class BaseLeader:
     """The part of a master that knows no strategy. By itself it has no plan: it gathers the nodes. `_member` is what works on
     the master's own node."""
 
     def __init__(self, start: Start, committed: int = 0, detailed_steps: int = 0) -> None:
         self.endpoint = start.endpoint
         self.hellos = dict(start.hellos)
-        self._crew = start.crew
+        self._node_pool = start.pool
         self._log = start.log
         self._snapshot = start.snapshot
         self._member: Member = NoPlanYet(start.endpoint)
@@ -147,7 +147,7 @@ class Lead:
             for mail in self.endpoint.collect():
                 if isinstance(mail.message, Report | Bye):
                     self._take(mail)
-            if not self._crew.advance():
+            if not self._node_pool.advance():
                 self.endpoint.wait(0.01)
 
     def _dead(self) -> dict[int, NodeLost]:
@@ -155,13 +155,13 @@ class Lead:
         found: dict[int, NodeLost] = {}
         while True:
             try:
-                self._crew.check(self._member.step)
+                self._node_pool.check(self._member.step)
                 return found
             except NodeLost as lost:
                 if lost.node is None or lost.node in found:
                     return found
                 found[lost.node] = lost
-                self._crew.bury(lost.node)
+                self._node_pool.drop(lost.node)
 
     def farewell(self) -> events.NodeEnded:
         return self._member.farewell()
@@ -185,7 +185,7 @@ class Lead:
         try:
             self._until(condition, lambda: f"node {node} {what}", limit_s)
         except WaitTimeout as stalled:
-            self._crew.bury(node)
+            self._node_pool.drop(node)
             raise NodeLost(str(stalled), node, limit_s) from None
 
     def _pump(self) -> bool:
@@ -194,7 +194,7 @@ class Lead:
             self._take(each)
         worked = self._act()
         self._drop_offenders()
-        helped = self._crew.advance()
+        helped = self._node_pool.advance()
         now = self.endpoint.clock()
         if now - self._last_watch > WATCH_EVERY_S:
             self._last_watch = now
@@ -205,11 +205,11 @@ class Lead:
 
     def _watch(self) -> None:
         try:
-            self._crew.check(self._member.step)
+            self._node_pool.check(self._member.step)
         except NodeLost as lost:
             if lost.node is None or not self._survive(lost):
                 raise
-            self._crew.bury(lost.node)
+            self._node_pool.drop(lost.node)
             self.hellos.pop(lost.node, None)
 
     def _act(self) -> bool:
@@ -224,7 +224,7 @@ class Lead:
         step = self._member.step
         offences = [each for each in self.endpoint.offences() if each.node != MASTER]
         for each in offences:
-            self._crew.expel(each.node, each.sure)
+            self._node_pool.expel(each.node, each.sure)
         for each in offences:
             lost = NodeLost(f"node {each.node} broke the protocol in step {step}: it {each.text}", each.node)
             if not self._survive(lost):

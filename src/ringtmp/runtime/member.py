@@ -25,7 +25,7 @@ class Member(Protocol):
         ...
 
     def leave(self) -> None:
-        """The generation ends: put what the next can use on the endpoint's shelf."""
+        """The generation ends: put what the next can use into the endpoint's snapshot store."""
         ...
 
     def farewell(self) -> events.NodeEnded:

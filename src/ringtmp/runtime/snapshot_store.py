@@ -1,4 +1,4 @@
-"""What a node keeps from one generation to the next: parcels of snapshots, its own and its neighbour's; under all-reduce,
+"""What a node keeps from one generation to the next: snapshots of snapshots, its own and its neighbour's; under all-reduce,
 where every worker has the whole model, what it had in hand when the generation ended.
 
 In memory where there is room, else in files of a private folder. Files are not synced: a machine that lost its power has
@@ -16,7 +16,7 @@ import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.runtime.checkpoint import LayerTensors
-from ringtmp.runtime.layer_snapshot import Label, Parcel, Writing
+from ringtmp.runtime.layer_snapshot import Label, LayerSnapshot, Writing
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text
 
@@ -24,12 +24,12 @@ from ringtmp.units import bytes_text
 ROOM_FACTOR = 4
 
 
-class Shelf:
+class SnapshotStore:
     def __init__(self, folder: Path | None = None, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
         """Without a folder everything is in memory. The folder is made when it is first needed."""
         self._folder = folder
         self._free_bytes = free_bytes
-        self._parcels: dict[tuple[int, int], Parcel] = {}
+        self._held: dict[tuple[int, int], LayerSnapshot] = {}
         self._files: dict[tuple[int, int], Label] = {}
         self._writing: dict[tuple[int, int], Writing] = {}
         self._in_hand: dict[tuple[int, int], LayerTensors] = {}
@@ -89,7 +89,7 @@ class Shelf:
             self._abandon(key)
             return f"layer {label.layer} in the snapshot of step {label.step} does not match its digest"
         if writing.file is None:
-            self._parcels[key] = writing.parcel()
+            self._held[key] = writing.finished()
         else:
             try:
                 writing.file.close()
@@ -101,15 +101,15 @@ class Shelf:
         return None
 
     def label(self, step: int, layer: int) -> Label | None:
-        parcel = self._parcels.get((step, layer))
-        return self._files.get((step, layer)) if parcel is None else parcel.label
+        held = self._held.get((step, layer))
+        return self._files.get((step, layer)) if held is None else held.label
 
     def piece(self, label: Label, start: int, size: int) -> torch.Tensor | None:
         """Some of its bytes; None if they cannot be had."""
         size = min(size, label.size - start)
-        parcel = self._parcels.get((label.step, label.layer))
-        if parcel is not None:
-            return parcel.body[start : start + size]
+        held = self._held.get((label.step, label.layer))
+        if held is not None:
+            return held.body[start : start + size]
         if (label.step, label.layer) not in self._files:
             return None
         content = bytearray(size)
@@ -121,17 +121,17 @@ class Shelf:
             return None
         return torch.frombuffer(content, dtype=torch.uint8) if came == size else None
 
-    def get(self, step: int, layer: int) -> Parcel | None:
+    def get(self, step: int, layer: int) -> LayerSnapshot | None:
         """All of it, in memory."""
-        parcel = self._parcels.get((step, layer))
+        held = self._held.get((step, layer))
         label = self._files.get((step, layer))
-        if parcel is not None or label is None:
-            return parcel
+        if held is not None or label is None:
+            return held
         body = self.piece(label, 0, label.size)
-        return None if body is None else Parcel(label, body)
+        return None if body is None else LayerSnapshot(label, body)
 
     def contents(self) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted({**self._parcels, **self._files, **self._in_hand}))
+        return tuple(sorted({**self._held, **self._files, **self._in_hand}))
 
     def hand_over(self, states: dict[tuple[int, int], LayerTensors]) -> None:
         """Layers as a member leaves them to the next generation's, by step and layer. Nothing is copied."""
@@ -160,8 +160,8 @@ class Shelf:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _drop(self, unwanted: Callable[[int], bool]) -> None:
-        for key in [each for each in self._parcels if unwanted(each[0])]:
-            del self._parcels[key]
+        for key in [each for each in self._held if unwanted(each[0])]:
+            del self._held[key]
         for key in [each for each in self._files if unwanted(each[0])]:
             del self._files[key]
             with contextlib.suppress(OSError):

@@ -113,7 +113,7 @@ class Worker:
             self._say_hello()
 
     def _say_hello(self) -> None:
-        kept = self.endpoint.shelf.contents()
+        kept = self.endpoint.snapshots.contents()
         hello = Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability(), kept)
         self.endpoint.post(MASTER, hello)
 

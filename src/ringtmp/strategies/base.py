@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ringtmp.plan.simulation import Simulated
     from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
     from ringtmp.runtime.endpoint import Endpoint
-    from ringtmp.runtime.leader import Crew, Start
+    from ringtmp.runtime.leader import NodePool, Start
     from ringtmp.runtime.losses import LossFunction, Score
     from ringtmp.runtime.member import Member
     from ringtmp.runtime.run_directory import LayerIndex
@@ -170,25 +170,25 @@ class Strategy:
         """UsageError for what the number of layers alone tells, before they are exported and measured."""
 
     def tried(
-        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+        self, request: PlanRequest, endpoint: Endpoint, pool: NodePool, log: EventLog,
         *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
-    ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+    ) -> tuple[PlanRequest, dict[int, Hello]]:  # fmt: skip
         """With the devices as they are found to be, where a plan depends on it; and who has said hello by then."""
-        return brief, dict(hellos)
+        return request, dict(hellos)
 
-    def tried_alike(self, brief: Brief, known: Brief) -> bool:
+    def tried_alike(self, request: PlanRequest, known: PlanRequest) -> bool:
         """Whether what was found out for `known` is all that `tried` would look for now."""
         return True
 
-    def with_best_microbatches(self, brief: Brief, batch_sizes: Collection[int]) -> Brief:
+    def with_best_microbatches(self, request: PlanRequest, batch_sizes: Collection[int]) -> PlanRequest:
         """`--microbatches auto`; asked only of a strategy that splits layers."""
-        return brief
+        return request
 
-    def plan(self, brief: Brief) -> Plan:
+    def plan(self, request: PlanRequest) -> Plan:
         """The run laid out for the nodes that are there."""
         from ringtmp.strategies.data_parallel.plan import plan
 
-        return plan(brief, self)
+        return plan(request, self)
 
     def member(self, endpoint: Endpoint, message: Message) -> Member | None:
         """The part that a plan from the master gives this node; None: the message is not a plan of this strategy."""
@@ -228,7 +228,7 @@ def nothing_ahead(step: int) -> Batch | None:
 
 
 @dataclass(frozen=True)
-class Brief:
+class PlanRequest:
     """A run as a strategy sees it."""
 
     config: RunConfig

@@ -43,7 +43,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Around:
+class TransportWrapper:
     """A transport around another: what it does not do in a way of its own is passed on."""
 
     def __init__(self, inner: Transport) -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from ringtmp.transport.base import Around, Arrival, Channel, Frame, Transport
+from ringtmp.transport.base import Arrival, Channel, Frame, Transport, TransportWrapper
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Faults:
     reorder: float = 0.0
 
 
-class Shaped(Around):
+class Shaped(TransportWrapper):
     """A transport whose sending suffers `faults`, decided by `seed`."""
 
     def __init__(self, inner: Transport, faults: Faults, seed: int) -> None:
@@ -48,7 +48,7 @@ class Shaped(Around):
             self._inner.send(peer, channel, frames)
 
 
-class Severed(Around):
+class Severed(TransportWrapper):
     """A transport on a network where some do not hear some others. `cuts`: pairs of sender and receiver, as of now."""
 
     def __init__(self, inner: Transport, cuts: Collection[tuple[int, int]]) -> None:
@@ -60,7 +60,7 @@ class Severed(Around):
             self._inner.send(peer, channel, frames)
 
 
-class Tapped(Around):
+class Tapped(TransportWrapper):
     """A transport that shows every packet it sends to a listener."""
 
     def __init__(self, inner: Transport, listener: Callable[[int, int, Channel, Sequence[Frame]], None]) -> None:

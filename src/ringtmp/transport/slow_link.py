@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from ringtmp.errors import ProtocolError
-from ringtmp.transport.base import Around, Arrival, Channel, Frame, Transport
+from ringtmp.transport.base import Arrival, Channel, Frame, Transport, TransportWrapper
 
 _STAMP = struct.Struct("<d")
 LATENCY = "RINGTMP_LATENCY_MS"
 RATE = "RINGTMP_LINK_MBPS"
 
 
-class Slow(Around):
+class Slow(TransportWrapper):
     def __init__(
         self, inner: Transport, latency_s: float, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -72,7 +72,7 @@ class Hello(NodeMessage, frozen=True, tag="hello"):
     pid: int
     torch: str
     capability: str
-    kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every parcel it has
+    kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every snapshot it has
 
 
 class Setup(NodeMessage, frozen=True, tag="setup"):
@@ -284,7 +284,7 @@ class Work(NodeMessage, frozen=True, tag="work"):
     tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
 
 
-class Did(NodeMessage, frozen=True, tag="did"):
+class WorkDone(NodeMessage, frozen=True, tag="did"):
     RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     step: int
     loss: float  # mean over the worker's samples
@@ -380,7 +380,7 @@ class Total(NodeMessage, frozen=True, tag="total"):
     norm: float
 
 
-class Part(NodeMessage, frozen=True, tag="part"):
+class GradientPart(NodeMessage, frozen=True, tag="part"):
     """A chunk of a gradient on its way: being summed up, or summed up and on its way to everyone."""
 
     RULE: ClassVar = between(TENSOR, WORKER, WORKER)
@@ -440,11 +440,10 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 
 
 Message = (
-    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report
-    | Inspect | Inspected | Failed | Accused | Stop | Bye | Renew
-    | Keep | Held | Whole | Void | Recall | Restore | Missing
-    | Sample | Timed | Echo | Echoed | Meet | Try | Tried
-    | Enlist | Work | Did | Scored | Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | Part
+    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
+    | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Sample | Timed
+    | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Scored | Store | Kept | Push | Pull | Pulled | Copy
+    | Copied | Lost | Squares | Total | GradientPart
 )  # fmt: skip
 
 #: Every class a message may be of.

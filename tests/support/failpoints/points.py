@@ -30,8 +30,8 @@ def _evaluating(_node: Any, state: Any) -> bool:
 
 NODE, KEEPING, SHELF = (
     "strategies.ring.node:Node",
-    "strategies.ring.node_snapshots:Keeping",
-    "runtime.snapshot_store:Shelf",
+    "strategies.ring.node_snapshots:NodeSnapshots",
+    "runtime.snapshot_store:SnapshotStore",
 )
 WORKER, ENDPOINT, MASTER = "runtime.worker:Worker", "runtime.endpoint:Endpoint", "strategies.ring.master:Master"
 WRITER = "runtime.checkpoint:CheckpointWriter"

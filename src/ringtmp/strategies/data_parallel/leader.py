@@ -24,7 +24,7 @@ from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
 from ringtmp.runtime.endpoint import Mail
-from ringtmp.runtime.leader import Lead, Start
+from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.losses import Score
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
@@ -35,7 +35,6 @@ from ringtmp.strategies.data_parallel.replica import flatten, layer_flat, views
 from ringtmp.strategies.data_parallel.sample_cache import Ledger
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import (
-    Did,
     Fetch,
     Kept,
     LayerState,
@@ -46,6 +45,7 @@ from ringtmp.wire.messages import (
     Scored,
     Store,
     Work,
+    WorkDone,
 )
 
 if TYPE_CHECKING:
@@ -55,34 +55,34 @@ if TYPE_CHECKING:
 PLACING_BYTES = 8 * 1024**2
 
 
-class ParallelLead(Lead):
+class DataParallelLeader(BaseLeader):
     def __init__(self, start: Start, plan: ParallelPlan) -> None:
-        super().__init__(start, plan.brief.step, plan.enlist.detailed_steps)
+        super().__init__(start, plan.request.step, plan.enlist.detailed_steps)
         self._survived = start.survived
         self._told = self._snapshot.told if self._snapshot is not None else {}
         self._plan = plan
-        self._layers = plan.brief.layers
+        self._layers = plan.request.layers
         self._workers = plan.roles.workers
         self._servers = plan.roles.servers
         self._unprotected: set[int] = set()  # servers whose loss would lose something
         self._laid_out = False
         self._pace = plan.pace
         self._ledgers = {worker: Ledger() for worker in self._workers}
-        self._done = plan.brief.step
-        self._dids: dict[int, list[tuple[int, Did]]] = {}
+        self._done = plan.request.step
+        self._dids: dict[int, list[tuple[int, WorkDone]]] = {}
         self._dealt: dict[int, dict[int, float]] = {worker: {} for worker in self._workers}  # step -> share, under way
         self._last_loss = math.nan
         self._fetch: Fetch | None = None  # what is being collected
         self._carried = 0.0  # what was done beyond the steps counted so far, in batches
-        self._pool: list[Did] = []  # what was done and not yet counted towards a step, where steps mix
+        self._pool: list[WorkDone] = []  # what was done and not yet counted towards a step, where steps mix
         self._scores: dict[int, list[Scored]] = {}
         self._unscored: Counter[int] = Counter()  # by worker: evaluations it has not answered
         self._most_samples = 0  # of the batch that is evaluated
         self._asked_whole = False  # the layer that was asked for last
         self._kept: dict[int, tuple[Kept, list[torch.Tensor]]] = {}
         # Before there is a member, which claims what lies here.
-        step, shelf = None if self._snapshot is None else self._snapshot.step, self.endpoint.shelf
-        self._holders = {} if step is None else places(step, self.hellos, shelf.contents())  # by layer
+        step, snapshots = None if self._snapshot is None else self._snapshot.step, self.endpoint.snapshots
+        self._holders = {} if step is None else places(step, self.hellos, snapshots.contents())  # by layer
         self._part = self._member = cast(ParallelMember, plan.strategy.member(self.endpoint, plan.enlist))
         self._part.emit = self._log.write
         self.endpoint.inspect_too(self._inspect)
@@ -183,7 +183,7 @@ class ParallelLead(Lead):
         return self._count(step)
 
     def _complete(self, step: int) -> bool:
-        if step < self._plan.brief.step:
+        if step < self._plan.request.step:
             return True  # in the generation before this one
         if self._pace.mixed:
             under_way = any(self._dealt[worker] for worker in self._workers)
@@ -196,11 +196,11 @@ class ParallelLead(Lead):
 
     def _count(self, step: int) -> float:
         """The mean loss of the samples that made up the step. Where nobody could tell, that of the step before."""
-        if step < self._plan.brief.step:
+        if step < self._plan.request.step:
             self._last_loss = self._told.get(step, self._last_loss)
             return self._last_loss
         if self._pace.mixed:
-            taken: list[Did] = []
+            taken: list[WorkDone] = []
             share = 0.0
             while self._pool and (not taken or self._carried + share < 1 - 1e-9):
                 taken.append(self._pool.pop(0))
@@ -236,7 +236,7 @@ class ParallelLead(Lead):
             inputs = [torch.cat(list(column)) for column in columns]
             targets = torch.cat(list(batch.targets[first:stop]))
             numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
-            table, tensors = self._ledgers[worker].parcel("train" if training else "test", numbers, inputs, targets)
+            table, tensors = self._ledgers[worker].to_send("train" if training else "test", numbers, inputs, targets)
         self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table), tensors)
         return sum(sizes) / batch.samples
 
@@ -336,7 +336,7 @@ class ParallelLead(Lead):
 
     def _hear(self, mail: Mail) -> bool:
         message = mail.message
-        if isinstance(message, Did):
+        if isinstance(message, WorkDone):
             dealt = self._dealt[mail.sender].pop(message.step, None)
             if dealt is None or abs(dealt - message.share) > 1e-9:
                 raise ProtocolError(f"says that it did {message.share:.6g} of step {message.step}, not {dealt}")
@@ -411,7 +411,7 @@ class ParallelLead(Lead):
         return True
 
 
-def _mean_loss(dids: Sequence[Did], otherwise: float) -> float:
+def _mean_loss(dids: Sequence[WorkDone], otherwise: float) -> float:
     done = [did for did in dids if not did.skipped]
     share = sum(did.share for did in done)
     return sum(did.loss * did.share for did in done) / share if share else otherwise

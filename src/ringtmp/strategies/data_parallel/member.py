@@ -19,7 +19,7 @@ from ringtmp.strategies.data_parallel.message_checks import PartScrutiny, is_a
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.sum_over_workers import Algorithm, RingReduce, Sender, Summed, TreeReduce, buckets
 from ringtmp.strategies.data_parallel.trainer import Exchange, Trainer
-from ringtmp.wire.messages import Enlist, Part
+from ringtmp.wire.messages import Enlist, GradientPart
 
 
 class ParallelMember(Member, Protocol):
@@ -82,7 +82,7 @@ class WorkerMember:
     def handle(self, mail: Mail) -> None:
         message = mail.message
         self._recorder.heard(mail.arrived_at)
-        if isinstance(message, Part):
+        if isinstance(message, GradientPart):
             self._recorder.received(message.bucket, message.chunk, mail.first_at, mail.arrived_at, mail.payload_bytes)
             self._algorithm.part(mail)
         elif not self.trainer.handle(mail):

@@ -13,7 +13,7 @@ from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.wire.formats import PLAIN, WireFormat, wire_format
 from ringtmp.wire.message_parts import Crossing, fits
-from ringtmp.wire.messages import Copied, Copy, Kept, Message, Part, Pull, Pulled, Push, Specs, Squares, Total
+from ringtmp.wire.messages import Copied, Copy, GradientPart, Kept, Message, Pull, Pulled, Push, Specs, Squares, Total
 from ringtmp.wire.permissions import Who
 
 #: A worker is never this far ahead of a server, nor of another worker.
@@ -92,7 +92,9 @@ class PartScrutiny:
     """Of an all-reduce: every part comes once in every step, step after step, from whom it must, and is as large as it must
     be. Workers are at most one step apart. `due` says whether a part is this sender's, and how many values it has."""
 
-    def __init__(self, due: Callable[[int, Part], int], buckets: int, wire: str, step: Callable[[], int]) -> None:
+    def __init__(
+        self, due: Callable[[int, GradientPart], int], buckets: int, wire: str, step: Callable[[], int]
+    ) -> None:
         self._due = due
         self._buckets = buckets
         self._wire = wire_format(wire)
@@ -101,7 +103,7 @@ class PartScrutiny:
         self._last: dict[tuple[int, int, int, bool, int], int] = {}  # by part and sender: the step it came of
 
     def __call__(self, sender: int, message: Message) -> None:
-        if not isinstance(message, Part):
+        if not isinstance(message, GradientPart):
             return
         step = self._step()
         untrusted.whole(message.step, "the step", step, step + 1)

@@ -15,9 +15,9 @@ from ringtmp.plan.rebalance import Balance
 from ringtmp.runtime.leader import Start
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Brief, Roles, Share, Strategy
+from ringtmp.strategies.base import PlanRequest, Roles, Share, Strategy
 from ringtmp.strategies.data_parallel import parameter_keys
-from ringtmp.strategies.data_parallel.leader import ParallelLead
+from ringtmp.strategies.data_parallel.leader import DataParallelLeader
 from ringtmp.strategies.data_parallel.loss import exported
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.data_parallel.replica import layer_flat
@@ -41,7 +41,7 @@ STEADY = Pace()
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    brief: Brief
+    request: PlanRequest
     strategy: Strategy
     pace: Pace
     enlist: Enlist
@@ -58,29 +58,29 @@ class ParallelPlan:
     def balance(self, not_before: float) -> Balance | None:
         return None
 
-    def lead(self, start: Start) -> ParallelLead:
-        return ParallelLead(start, self)
+    def lead(self, start: Start) -> DataParallelLeader:
+        return DataParallelLeader(start, self)
 
 
 def plan(
-    brief: Brief, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = STEADY,
+    request: PlanRequest, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = STEADY,
     *, warnings: tuple[str, ...] = (),
 ) -> ParallelPlan:  # fmt: skip
     """`settings`: where they are not those of the run, which were given for more nodes."""
-    config, name, nodes = brief.config, strategy.name, brief.config.ring.nodes
+    config, name, nodes = request.config, strategy.name, request.config.ring.nodes
     settings = config.ring.strategy_settings if settings is None else settings
-    refuse_written(brief.layers, name)
+    refuse_written(request.layers, name)
     loss = None
-    if brief.loss_name not in LOSSES:
-        loss = exported(brief.loss, brief.layers[-1], brief.index.outputs[-1], brief.targets)
+    if request.loss_name not in LOSSES:
+        loss = exported(request.loss, request.layers[-1], request.index.outputs[-1], request.targets)
     roles = strategy.roles(strategy.read(settings), nodes)
-    for layer in brief.layers:
+    for layer in request.layers:
         for each in layer.tensors:
             if each.trainable and each.dtype != PLAIN.name:
                 raise UsageError(
                     f"{layer.name}.{each.name} is {each.dtype}: {name} exchanges {PLAIN.name} parameters only"
                 )
-    sizes = tuple(layer_flat(layer).size for layer in brief.layers)
+    sizes = tuple(layer_flat(layer).size for layer in request.layers)
     table: tuple[Key, ...] = ()
     owners: tuple[int, ...] = ()
     if roles.servers:
@@ -92,16 +92,16 @@ def plan(
             )
         owners = tuple(roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers)))
     enlist = Enlist(
-        name, settings, nodes, brief.recipe,
-        wire=config.training.wire, loss=brief.loss_name, sizes=sizes, step=brief.step, addresses=brief.addresses,
+        name, settings, nodes, request.recipe,
+        wire=config.training.wire, loss=request.loss_name, sizes=sizes, step=request.step, addresses=request.addresses,
         detailed_steps=config.keep.detailed_steps, package=registry.package_of(name),
     )  # fmt: skip
     facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
     shares = tuple(
-        _share(node, roles, table, owners, sum(layer.parameters for layer in brief.layers)) for node in range(nodes)
+        _share(node, roles, table, owners, sum(layer.parameters for layer in request.layers)) for node in range(nodes)
     )
     return ParallelPlan(
-        brief, strategy, pace, enlist,
+        request, strategy, pace, enlist,
         roles=roles, table=table, owners=owners, warnings=warnings, facts=facts, shares=shares, loss=loss,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ class Ledger:
         self._seen: dict[str, set[int]] = {}
         self._room = kept_bytes
 
-    def parcel(
+    def to_send(
         self, table: str, numbers: torch.Tensor | None, inputs: Sequence[torch.Tensor], targets: torch.Tensor
     ) -> tuple[str, list[torch.Tensor | None]]:
         """What to send for these samples: the table they are kept in ('' : not kept), and the tensors of a Work."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.simulation import Simulated, per_step
-from ringtmp.strategies.data_parallel.simulated_workers import Crew, Workload
+from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
 
 
 def simulate_sums(
@@ -23,52 +23,52 @@ def simulate_sums(
     """`every`: steps that each worker makes by itself before there is a sum."""
     count = len(devices)
     table, microbatches = load.share(count)
-    crew = Crew(devices, paths)
+    workers = SimulatedWorkers(devices, paths)
     compute_s = microbatches * (table.forward_s[-1] + table.backward_s[-1])
     ready = [0.0] * count
     for step in range(every):
-        ready = [crew.work(node, ready[node], compute_s, 0.0, "compute") for node in range(count)]
+        ready = [workers.work(node, ready[node], compute_s, 0.0, "compute") for node in range(count)]
         if count > 1 and step == every - 1:
-            ready = (_tree if tree else _ring)(crew, load, ready)
-        ready = [crew.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
-    carried = per_step(crew.lines.carried, {}, every)
-    return crew.result(0.0, max(ready), every, carried, memory_bytes=[table.stored[-1]] * count)
+            ready = (_tree if tree else _ring)(workers, load, ready)
+        ready = [workers.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
+    carried = per_step(workers.lines.carried, {}, every)
+    return workers.result(0.0, max(ready), every, carried, memory_bytes=[table.stored[-1]] * count)
 
 
-def _ring(crew: Crew, load: Workload, ready: list[float]) -> list[float]:
+def _ring(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
     count = len(ready)
     chunk, add_s = load.exchanged_bytes / count, load.add_s / count
     for phase in range(2 * (count - 1)):
         arrived = [0.0] * count
         for node in range(count):
             after = (node + 1) % count
-            arrived[after] = _hop(crew, ready[node], node, after, chunk)
+            arrived[after] = _hop(workers, ready[node], node, after, chunk)
         for node in range(count):
             # The second half only passes on what is summed already.
-            own_s, kind = crew.message_s(node, chunk), "reduce" if phase < count - 1 else "receive"
-            ready[node] = crew.work(node, arrived[node], add_s if phase < count - 1 else 0.0, own_s, kind)
+            own_s, kind = workers.message_s(node, chunk), "reduce" if phase < count - 1 else "receive"
+            ready[node] = workers.work(node, arrived[node], add_s if phase < count - 1 else 0.0, own_s, kind)
     return ready
 
 
-def _tree(crew: Crew, load: Workload, ready: list[float]) -> list[float]:
+def _tree(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
     count, size = len(ready), load.exchanged_bytes
     reach = 1
     while reach < count:
         for child in range(reach, count, 2 * reach):
-            arrived = _hop(crew, ready[child], child, child - reach, size)
+            arrived = _hop(workers, ready[child], child, child - reach, size)
             parent = child - reach
-            ready[parent] = crew.work(
-                parent, max(arrived, ready[parent]), load.add_s, crew.message_s(parent, size), "reduce"
+            ready[parent] = workers.work(
+                parent, max(arrived, ready[parent]), load.add_s, workers.message_s(parent, size), "reduce"
             )
         reach *= 2
     while reach > 1:
         reach //= 2
         for child in range(reach, count, 2 * reach):
-            arrived = _hop(crew, ready[child - reach], child - reach, child, size)
-            ready[child] = crew.work(child, arrived, 0.0, crew.message_s(child, size), "receive")
+            arrived = _hop(workers, ready[child - reach], child - reach, child, size)
+            ready[child] = workers.work(child, arrived, 0.0, workers.message_s(child, size), "receive")
     return ready
 
 
-def _hop(crew: Crew, now: float, source: int, target: int, size: float) -> float:
-    sent = crew.work(source, now, 0.0, crew.message_s(source, size), "send")
-    return crew.lines.arrive(crew.lines.depart(sent, source, target, size), source, target, size)
+def _hop(workers: SimulatedWorkers, now: float, source: int, target: int, size: float) -> float:
+    sent = workers.work(source, now, 0.0, workers.message_s(source, size), "send")
+    return workers.lines.arrive(workers.lines.depart(sent, source, target, size), source, target, size)

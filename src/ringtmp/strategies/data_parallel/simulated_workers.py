@@ -64,7 +64,7 @@ class Workload:
         return sum(layer.update_s for layer in self.layers)
 
 
-class Crew:
+class SimulatedWorkers:
     """Processors that do one thing after another, and the lines between them."""
 
     def __init__(self, devices: Sequence[Device], paths: Paths | None) -> None:

@@ -14,7 +14,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.wire.formats import ErrorFeedback, wire_format
-from ringtmp.wire.messages import Part
+from ringtmp.wire.messages import GradientPart
 
 #: Layers are exchanged together until they have this many values: a message has its price.
 BUCKET = 1 << 16
@@ -38,7 +38,7 @@ def buckets(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 class Algorithm(Protocol):
     def start(self, step: int, bucket: int, vector: torch.Tensor) -> None: ...
     def part(self, mail: Mail) -> None: ...
-    def due(self, sender: int, part: Part, size: int) -> int:
+    def due(self, sender: int, part: GradientPart, size: int) -> int:
         """How many values a part of a bucket of this size has; ProtocolError: it is not this sender's to send."""
         ...
 
@@ -53,13 +53,13 @@ class Sender:
         self._recorder = recorder
         self._feedback = ErrorFeedback(self.wire)
 
-    def encode(self, part: Part, values: torch.Tensor) -> list[torch.Tensor]:
+    def encode(self, part: GradientPart, values: torch.Tensor) -> list[torch.Tensor]:
         return self._feedback.encode((part.bucket, part.chunk, part.summed), values)
 
     def decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.wire.decode(tensors)
 
-    def post(self, peer: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
+    def post(self, peer: int, part: GradientPart, tensors: Sequence[torch.Tensor]) -> None:
         self._recorder.count_sent(sum(each.nbytes for each in tensors))
         self._endpoint.post(peer, part, tensors)
 
@@ -82,14 +82,14 @@ class RingReduce:
             return
         self._vectors[step, bucket] = vector
         self._missing[step, bucket] = self._n
-        part = Part(step, bucket, self._rank, 0, False)
+        part = GradientPart(step, bucket, self._rank, 0, False)
         self._sender.post(self._next, part, self._sender.encode(part, self._chunk(part)))
         for mail in self._early.pop((step, bucket), ()):
             self.part(mail)
 
     def part(self, mail: Mail) -> None:
         part, tensors = mail.message, mail.present()
-        assert isinstance(part, Part)
+        assert isinstance(part, GradientPart)
         if (part.step, part.bucket) not in self._vectors:
             self._early.setdefault((part.step, part.bucket), []).append(mail)
             return
@@ -97,11 +97,13 @@ class RingReduce:
         if part.summed:
             mine.copy_(self._sender.decode(tensors))
             if onward:
-                self._sender.post(self._next, Part(part.step, part.bucket, part.chunk, part.hop + 1, True), tensors)
+                self._sender.post(
+                    self._next, GradientPart(part.step, part.bucket, part.chunk, part.hop + 1, True), tensors
+                )
             self._arrive(part)
             return
         torch.add(self._sender.decode(tensors), mine, out=mine)
-        following = Part(part.step, part.bucket, part.chunk, part.hop + 1 if onward else 0, not onward)
+        following = GradientPart(part.step, part.bucket, part.chunk, part.hop + 1 if onward else 0, not onward)
         sent = self._sender.encode(following, mine)
         self._sender.post(self._next, following, sent)
         if not onward:
@@ -109,7 +111,7 @@ class RingReduce:
                 mine.copy_(self._sender.decode(sent))  # the total is what everyone else gets
             self._arrive(part)
 
-    def due(self, sender: int, part: Part, size: int) -> int:
+    def due(self, sender: int, part: GradientPart, size: int) -> int:
         """A chunk starts at the worker of its number; its sum starts at the one before that."""
         came_from = part.chunk + part.hop + (self._n - 1 if part.summed else 0)
         near = sender == self._before and (came_from - self._rank + 1) % self._n == 0
@@ -118,15 +120,15 @@ class RingReduce:
         first, stop = self._bounds(part, size)
         return stop - first
 
-    def _bounds(self, part: Part, size: int) -> tuple[int, int]:
+    def _bounds(self, part: GradientPart, size: int) -> tuple[int, int]:
         return size * part.chunk // self._n, size * (part.chunk + 1) // self._n
 
-    def _chunk(self, part: Part) -> torch.Tensor:
+    def _chunk(self, part: GradientPart) -> torch.Tensor:
         vector = self._vectors[part.step, part.bucket]
         first, stop = self._bounds(part, len(vector))
         return vector[first:stop]
 
-    def _arrive(self, part: Part) -> None:
+    def _arrive(self, part: GradientPart) -> None:
         name = (part.step, part.bucket)
         self._missing[name] -= 1
         if not self._missing[name]:
@@ -155,7 +157,7 @@ class TreeReduce:
 
     def part(self, mail: Mail) -> None:
         part, tensors = mail.message, mail.present()
-        assert isinstance(part, Part)
+        assert isinstance(part, GradientPart)
         if part.summed:
             self._pass_down(part.step, part.bucket, tensors)
         else:
@@ -163,7 +165,7 @@ class TreeReduce:
             arrived[mail.sender] = self._sender.decode(tensors)
             self._pass_up(part.step, part.bucket)
 
-    def due(self, sender: int, part: Part, size: int) -> int:
+    def due(self, sender: int, part: GradientPart, size: int) -> int:
         if sender != self._parent if part.summed else sender not in self._children:
             raise ProtocolError("sent a part that is not its to send")
         if part.chunk or part.hop or (part.summed and (part.step, part.bucket) not in self._vectors):
@@ -177,7 +179,7 @@ class TreeReduce:
         for child in self._children:
             vector.add_(arrived[child])
         self._arrived.pop((step, bucket), None)
-        part = Part(step, bucket, 0, 0, self._parent is None)
+        part = GradientPart(step, bucket, 0, 0, self._parent is None)
         if self._parent is not None:
             self._sender.post(self._parent, part, self._sender.encode(part, vector))
         elif self._children:
@@ -187,6 +189,6 @@ class TreeReduce:
 
     def _pass_down(self, step: int, bucket: int, tensors: Sequence[torch.Tensor]) -> None:
         for child in reversed(self._children):  # the one with the deepest tree below it first
-            self._sender.post(child, Part(step, bucket, 0, 0, True), tensors)
+            self._sender.post(child, GradientPart(step, bucket, 0, 0, True), tensors)
         self._vectors.pop((step, bucket))
         self._finished(step, bucket, self._sender.decode(tensors))

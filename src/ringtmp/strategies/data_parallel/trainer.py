@@ -27,7 +27,7 @@ from ringtmp.runtime.segment_edges import detached
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.sample_cache import Rows
-from ringtmp.wire.messages import Did, Enlist, Fetch, LayerState, Place, Placed, Restore, Scored, Work
+from ringtmp.wire.messages import Enlist, Fetch, LayerState, Place, Placed, Restore, Scored, Work, WorkDone
 
 
 class Exchange(Protocol):
@@ -93,7 +93,7 @@ class Trainer:
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
         self._fetches: list[Fetch] = []
-        self._inherited = endpoint.shelf.claim()
+        self._inherited = endpoint.snapshots.claim()
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Trainer:
     def leave(self, step: int) -> None:
         """For the next generation: the layers as they were before `step`, and what the last one left and nobody took."""
         mine = {(step, layer): self.replica.before(step, layer) for layer in range(len(self.replica.stages))}
-        self.endpoint.shelf.hand_over({**self._inherited, **mine})
+        self.endpoint.snapshots.hand_over({**self._inherited, **mine})
 
     def _unpack(self, work: Work, tensors: list[torch.Tensor | None]) -> _Task:
         if not work.sizes:
@@ -181,7 +181,7 @@ class Trainer:
             task = self._work.popleft()
             if task.work.training and self._exchange.overtaken(task.work.step):
                 share = sum(task.work.sizes) / task.work.samples
-                self.endpoint.post(MASTER, Did(task.work.step, 0.0, share, skipped=True))
+                self.endpoint.post(MASTER, WorkDone(task.work.step, 0.0, share, skipped=True))
                 self.step = task.work.step + 1
                 continue
             self._task = task
@@ -252,7 +252,7 @@ class Trainer:
         if task.position == 2 * layers:
             self._task = None
             self._close(work.step)
-            self.endpoint.post(MASTER, Did(work.step, task.loss, share))
+            self.endpoint.post(MASTER, WorkDone(work.step, task.loss, share))
 
     def _close(self, step: int) -> None:
         for _, posted, acknowledged, size in self.endpoint.sent:

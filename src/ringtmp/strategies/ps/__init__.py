@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError
-from ringtmp.strategies.base import About, Brief, OnPaper, Plan, Roles, Sizes, Strategy, Task, Traffic
+from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Sizes, Strategy, Task, Traffic
 from ringtmp.strategies.ps.settings import PsSettings, fitted
 
 if TYPE_CHECKING:
@@ -54,21 +54,21 @@ class ParameterServer(Strategy):
     def delayed(self, settings: PsSettings) -> bool:
         return not settings.gathered
 
-    def plan(self, brief: Brief) -> Plan:
+    def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.model.recompute import refuse_unrepeatable
         from ringtmp.strategies.data_parallel.plan import Pace, plan
 
-        given, nodes = brief.config.ring.strategy_settings, brief.config.ring.nodes
+        given, nodes = request.config.ring.strategy_settings, request.config.ring.nodes
         fit = fitted(given, nodes)
         settings = self.read(fit)
         if settings.fetch == "layerwise":
-            refuse_unrepeatable(brief.layers)
+            refuse_unrepeatable(request.layers)
         warnings = (
             ("with one server left there are no replicas",) if given.get("replicas") and not settings.replicas else ()
         )
         ahead = 1 if settings.gathered else int(min(settings.bound + 1, AHEAD_ASYNC))
         pace = Pace(ahead, not settings.gathered, settings.quorum, bool(settings.replicas))
-        return plan(brief, self, fit, pace, warnings=warnings)
+        return plan(request, self, fit, pace, warnings=warnings)
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> ParallelMember:
         from ringtmp.strategies.ps.member import PsMember

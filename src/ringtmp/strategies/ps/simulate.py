@@ -21,7 +21,7 @@ from typing import Literal
 
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.simulation import Simulated, per_step
-from ringtmp.strategies.data_parallel.simulated_workers import Crew, Workload
+from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
 
 Mode = Literal["bsp", "async", "ssp"]
 #: Steps of asynchronous training that are simulated; the first two only warm up.
@@ -50,7 +50,7 @@ class _Servers:
     def __init__(self, load: Workload, devices: Sequence[Device], options: ServerOptions, paths: Paths | None) -> None:
         dedicated = options.servers
         self._options = options
-        self._crew = Crew(devices, paths)
+        self._crew = SimulatedWorkers(devices, paths)
         self._workers = list(range(dedicated, len(devices)))
         self._servers = list(range(dedicated)) if dedicated else self._workers
         self._keys = len(self._servers) * options.keys

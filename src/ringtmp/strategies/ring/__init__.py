@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ringtmp.strategies.base import About, Brief, OnPaper, Plan, Sizes, Strategy, Task, Traffic
+from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Sizes, Strategy, Task, Traffic
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.metrics.events import EventLog
     from ringtmp.runtime.endpoint import Endpoint
-    from ringtmp.runtime.leader import Crew
+    from ringtmp.runtime.leader import NodePool
     from ringtmp.runtime.member import Member
     from ringtmp.wire.messages import Hello, Message
 
@@ -35,27 +35,27 @@ class Ring(Strategy):
         refuse_too_few(config, nodes, keep_all, layers)
 
     def tried(
-        self, brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+        self, request: PlanRequest, endpoint: Endpoint, pool: NodePool, log: EventLog,
         *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
-    ) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+    ) -> tuple[PlanRequest, dict[int, Hello]]:  # fmt: skip
         from ringtmp.strategies.ring.plan import tried
 
-        return tried(brief, endpoint, crew, log, phase=phase, hellos=hellos)
+        return tried(request, endpoint, pool, log, phase=phase, hellos=hellos)
 
-    def tried_alike(self, brief: Brief, known: Brief) -> bool:
+    def tried_alike(self, request: PlanRequest, known: PlanRequest) -> bool:
         from ringtmp.strategies.ring.plan import order_is_given
 
-        return order_is_given(brief) == order_is_given(known)
+        return order_is_given(request) == order_is_given(known)
 
-    def with_best_microbatches(self, brief: Brief, batch_sizes: Collection[int]) -> Brief:
+    def with_best_microbatches(self, request: PlanRequest, batch_sizes: Collection[int]) -> PlanRequest:
         from ringtmp.strategies.ring.plan import with_best_microbatches
 
-        return with_best_microbatches(brief, batch_sizes)
+        return with_best_microbatches(request, batch_sizes)
 
-    def plan(self, brief: Brief) -> Plan:
+    def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.ring.plan import plan
 
-        return plan(brief)
+        return plan(request)
 
     def member(self, endpoint: Endpoint, message: Message) -> Member | None:
         from ringtmp.wire.messages import Setup

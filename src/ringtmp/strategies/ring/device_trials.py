@@ -21,7 +21,7 @@ from ringtmp.plan.devices import LayerCost
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.endpoint import Endpoint, Mail
-from ringtmp.runtime.leader import HELLO_LIMIT_S, Lead, Start
+from ringtmp.runtime.leader import HELLO_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.segment_edges import run_backward
 from ringtmp.strategies.ring.link_trials import (
     AGAIN_S,
@@ -125,7 +125,7 @@ def timed(sample: Sample) -> Timed:
 
 
 class Answers:
-    """On a node without a plan: does what a scout asks."""
+    """On a node without a plan: does what the master asks it to try."""
 
     def __init__(self) -> None:
         self._attempt: Attempt | None = None
@@ -157,7 +157,7 @@ class Answers:
             endpoint.post(MASTER, Tried(peer, line.down_bytes_per_s, line.up_bytes_per_s, line.latency_s))
 
 
-class Scout(Lead):
+class DeviceTrials(BaseLeader):
     def __init__(self, start: Start) -> None:
         super().__init__(start)
         self._timed: dict[int, Timed] = {}

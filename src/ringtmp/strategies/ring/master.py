@@ -27,7 +27,7 @@ from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
 from ringtmp.runtime.endpoint import Mail
-from ringtmp.runtime.leader import WAIT_S, Lead, Start
+from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.snapshot_schedule import places
@@ -85,7 +85,7 @@ class _Step:
     loss: float = 0.0
 
 
-class Master(Lead):
+class Master(BaseLeader):
     """Leads a ring whose nodes have all said hello. `setup` has everyone's addresses; a node gets those of its neighbours."""
 
     def __init__(self, start: Start, setup: Setup, layers: Sequence[Layer], loss: LossFunction) -> None:
@@ -103,7 +103,7 @@ class Master(Lead):
         self._question: Fetch | Recall | None = None  # which layer was asked for last
         self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
         self._came_out: Callable[[int, Any], None] = lambda microbatch, outputs: None  # in a pass without training
-        endpoint.shelf.reserve_bytes = checkpoint_bytes(layers, setup.recipe)
+        endpoint.snapshots.reserve_bytes = checkpoint_bytes(layers, setup.recipe)
         self.node = Node(endpoint, self._setup_of(MASTER), owner=self)
         self.node.emit = self._log.write
         self._member = self.node
@@ -120,7 +120,7 @@ class Master(Lead):
                 self.endpoint.post(node, self._setup_of(node))
         for node in self.hellos.keys() - route.nodes():
             self.endpoint.post(node, Meet({}))  # left out: nobody's peer
-        here = {} if snapshot is None else places(snapshot.step, self.hellos, self.endpoint.shelf.contents())
+        here = {} if snapshot is None else places(snapshot.step, self.hellos, self.endpoint.snapshots.contents())
         for index, layer in enumerate(self._layers):
             holder = route.holder(index).node
             if snapshot is not None and layer.tensors:
@@ -294,7 +294,7 @@ class Master(Lead):
         """Who does not answer a question any more holds the ring up, and is as good as lost."""
         mute = self._ask_everyone(NO_MICROBATCH, self._pump)
         if mute:
-            self._crew.bury(mute[0])
+            self._node_pool.drop(mute[0])
             text = f"node {mute[0]} is there and answers nobody in step {step}: {stalled}"
             raise NodeLost(text, mute[0], self._stall_limit()) from None
 
@@ -410,7 +410,7 @@ class Master(Lead):
         for mail in self.endpoint.collect():
             if isinstance(mail.message, Inspected | Failed):
                 self._take(mail)
-        if not self._crew.advance():
+        if not self._node_pool.advance():
             self.endpoint.wait(WAIT_S)
 
     def _diagnose(self, found: NotFinite) -> LossNotFinite:

@@ -28,7 +28,7 @@ from ringtmp.runtime.stage import Stage
 from ringtmp.runtime.worker import farewell, report
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
-from ringtmp.strategies.ring.node_snapshots import Keeping
+from ringtmp.strategies.ring.node_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.visit import Pass, VisitState
 from ringtmp.system.resources import free_memory_bytes, mind_memory
 from ringtmp.wire.formats import wire_format
@@ -91,8 +91,8 @@ class Node:
             for visit in setup.route.on(self.me)
         }
         self._owner = owner
-        endpoint.shelf.keep_only(setup.step)
-        self.keeping = Keeping(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
+        endpoint.snapshots.keep_only(setup.step)
+        self.keeping = NodeSnapshots(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
         self._news = True
         self._fetches: deque[Fetch] = deque()
         self._work: dict[str, Callable[[VisitState], None]] = {
@@ -354,7 +354,7 @@ class Node:
         self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
 
     def leave(self) -> None:
-        """Its snapshots are on the shelf already. Layers and optimizer state are let go here and now: this node and its
+        """Its snapshots are in the store already. Layers and optimizer state are let go here and now: this node and its
         own methods hold each other, and a garbage collection may be long in coming."""
         self.visits.clear()
         self._work.clear()

@@ -37,7 +37,7 @@ BUSY_PIECE_S = 0.05
 
 @dataclass
 class _Going:
-    """A parcel on its way to the holder, from where it is kept."""
+    """A snapshot on its way to the holder, from where it is kept."""
 
     label: Label
     seconds: float
@@ -70,14 +70,14 @@ class Pace:
 
 @dataclass
 class _Coming:
-    """A neighbour's parcel on its way to the shelf."""
+    """A neighbour's snapshot on its way into the store."""
 
     label: Label
     arrived: int = 0
     seconds: float = 0.0
 
 
-class Keeping:
+class NodeSnapshots:
     def __init__(self, endpoint: Endpoint, route: Route, mode: str, rate: float = math.inf) -> None:
         """`rate`: bytes per second that the line to the holder carries."""
         self._endpoint = endpoint
@@ -96,16 +96,16 @@ class Keeping:
             label, views = laid_out(step, layer, *stage.layer_state(layer))
             if not label.size:
                 continue
-            trouble = self._endpoint.shelf.put(label, views, self._mode)
+            trouble = self._endpoint.snapshots.put(label, views, self._mode)
             del views
             seconds = self._endpoint.clock() - began
             if trouble is not None:
-                self._endpoint.shelf.discard(step)
+                self._endpoint.snapshots.discard(step)
                 self._going.clear()
             if trouble is not None or self.holder is None:
                 self._endpoint.post(MASTER, Held(step, layer, self._endpoint.node, seconds, 0.0, trouble or ""))
             else:
-                kept = self._endpoint.shelf.label(step, layer)
+                kept = self._endpoint.snapshots.label(step, layer)
                 assert kept is not None
                 self._going.append(_Going(kept, seconds))
             if trouble is not None:
@@ -122,7 +122,7 @@ class Keeping:
             return False
         going = self._going[0]
         label, start = going.label, going.sent
-        piece = self._endpoint.shelf.piece(label, start, self._pace.piece_bytes(now))
+        piece = self._endpoint.snapshots.piece(label, start, self._pace.piece_bytes(now))
         if piece is None:
             self._going.clear()
             trouble = f"layer {label.layer} as of step {label.step} cannot be read back"
@@ -146,10 +146,10 @@ class Keeping:
         if isinstance(message, Keep):
             self._receive(message, mail)
         elif isinstance(message, Whole):
-            self._endpoint.shelf.free(message.step)
+            self._endpoint.snapshots.free(message.step)
         elif isinstance(message, Void):
             self._going.clear()
-            self._endpoint.shelf.discard(message.step)
+            self._endpoint.snapshots.discard(message.step)
         elif isinstance(message, Recall):
             try:
                 tensors, state = self.recalled(message.step, message.layer)
@@ -162,10 +162,10 @@ class Keeping:
         return True
 
     def recalled(self, step: int, layer: int) -> LayerTensors:
-        parcel = self._endpoint.shelf.get(step, layer)
-        if parcel is None:
+        snapshot = self._endpoint.snapshots.get(step, layer)
+        if snapshot is None:
             raise SnapshotUnusable(f"node {self._endpoint.node} has no layer {layer} as of step {step}")
-        return parcel.unpack()
+        return snapshot.unpack()
 
     def _receive(self, message: Keep, mail: Mail) -> None:
         began = self._endpoint.clock()
@@ -175,13 +175,13 @@ class Keeping:
         if message.start == 0:
             label = msgspec.msgpack.decode(message.label, type=Label)  # looked at when it came (scrutiny.py)
             self._coming[key] = _Coming(label)
-            trouble = self._endpoint.shelf.begin(label, self._mode)
+            trouble = self._endpoint.snapshots.begin(label, self._mode)
         coming = self._coming.get(key)
-        if coming is None or not (trouble or self._endpoint.shelf.awaits(coming.label)):
-            return  # of a parcel that was refused, or of a snapshot that was given up
+        if coming is None or not (trouble or self._endpoint.snapshots.awaits(coming.label)):
+            return  # of a snapshot that was refused, or of a snapshot that was given up
         if message.start != coming.arrived or message.step != coming.label.step:
             raise ProtocolError(f"sent byte {message.start} of layer {message.layer} after byte {coming.arrived}")
-        trouble = trouble or self._endpoint.shelf.add(coming.label, raw_bytes(piece))
+        trouble = trouble or self._endpoint.snapshots.add(coming.label, raw_bytes(piece))
         coming.arrived += piece.numel()
         if trouble is not None or coming.arrived >= coming.label.size:
             del self._coming[key]
@@ -193,8 +193,8 @@ class Keeping:
         """Whole: say so, or why not."""
         label = coming.label
         if trouble is not None:
-            self._endpoint.shelf.discard(label.step)
+            self._endpoint.snapshots.discard(label.step)
         else:
-            trouble = self._endpoint.shelf.finish(label)
+            trouble = self._endpoint.snapshots.finish(label)
         seconds = coming.seconds + self._endpoint.clock() - began
         self._endpoint.post(MASTER, Held(label.step, message.layer, owner, message.seconds, seconds, trouble or ""))

@@ -28,10 +28,10 @@ from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.rebalance import Balance
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.runtime.endpoint import Endpoint
-from ringtmp.runtime.leader import Crew, Start
+from ringtmp.runtime.leader import NodePool, Start
 from ringtmp.runtime.optimizers import delay_warning
-from ringtmp.strategies.base import Brief, Share
-from ringtmp.strategies.ring.device_trials import Scout, sample_of
+from ringtmp.strategies.base import PlanRequest, Share
+from ringtmp.strategies.ring.device_trials import DeviceTrials, sample_of
 from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
 from ringtmp.strategies.ring.master import Master
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
@@ -43,7 +43,7 @@ from ringtmp.wire.messages import Hello, Setup
 
 @dataclass(frozen=True)
 class RingPlan:
-    brief: Brief
+    request: PlanRequest
     setup: Setup
     warnings: tuple[str, ...]
     lines: tuple[str, ...]
@@ -57,98 +57,98 @@ class RingPlan:
             return None
         # The master has the last visit too.
         members = [visit.node for visit in self.setup.route.visits[:-1]]
-        return Balance(self.planned, self.brief.devices, members, not_before)
+        return Balance(self.planned, self.request.devices, members, not_before)
 
     def lead(self, start: Start) -> Master:
-        return Master(start, self.setup, self.brief.layers, self.brief.loss)
+        return Master(start, self.setup, self.request.layers, self.request.loss)
 
 
-def plan(brief: Brief) -> RingPlan:
-    members = kept_apart(sorted(brief.addresses), brief.apart)
-    brief = _arranged(brief, members)
-    config, layers, index = brief.config, brief.layers, brief.index
-    planned = planner.plan(brief.index.costs, brief.devices, _options(brief), brief.paths)
-    route, warnings = _route(brief, planned)
+def plan(request: PlanRequest) -> RingPlan:
+    members = kept_apart(sorted(request.addresses), request.apart)
+    request = _arranged(request, members)
+    config, layers, index = request.config, request.layers, request.index
+    planned = planner.plan(request.index.costs, request.devices, _options(request), request.paths)
+    route, warnings = _route(request, planned)
     route = _numbered(route, members)
-    if gone := sorted(set(brief.addresses) - set(members)):
+    if gone := sorted(set(request.addresses) - set(members)):
         who = ", ".join(f"node {node}" for node in gone)
         warnings += (f"{who} left out: in no order of the ring does everyone reach its neighbours",)
-    recipe = brief.recipe
+    recipe = request.recipe
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
-    if brief.step == 0:  # once: not again when a ring heals or a run is resumed
+    if request.step == 0:  # once: not again when a ring heals or a run is resumed
         warnings += (danger,) if danger is not None else ()
         warnings += _slow_ways(planned)
     setup = Setup(
-        route, recipe, planned.window, config.ring.schedule, brief.step, brief.addresses, config.keep.detailed_steps,
+        route, recipe, planned.window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.keep.protect, _lines(route, members, brief),
+        config.training.wire, config.keep.protect, _lines(route, members, request),
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(brief, planned))}
+    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}
     return RingPlan(
-        brief, setup, warnings, planned.summary(brief.chosen), facts, shares, planned if _movable(config.ring) else None,
+        request, setup, warnings, planned.summary(request.chosen), facts, shares, planned if _movable(config.ring) else None,
         bool(planned.left_out),
     )  # fmt: skip
 
 
 def tried(
-    brief: Brief, endpoint: Endpoint, crew: Crew, log: EventLog,
+    request: PlanRequest, endpoint: Endpoint, pool: NodePool, log: EventLog,
     *, phase: Callable[[str], None], hellos: Mapping[int, Hello],
-) -> tuple[Brief, dict[int, Hello]]:  # fmt: skip
+) -> tuple[PlanRequest, dict[int, Hello]]:  # fmt: skip
     """Devices of their own are tried before a ring is planned over them: their pace with this model, their lines.
     `hellos` of those who have said it already; returned with those who said it meanwhile."""
-    index = brief.index
-    largest = -(-brief.batch_size // min(brief.microbatches, brief.batch_size))
-    sample = sample_of(brief.layers, index.costs, index.outputs, largest, len(brief.addresses))
-    if crew.alike or sample is None:
-        return brief, dict(hellos)
+    index = request.index
+    largest = -(-request.batch_size // min(request.microbatches, request.batch_size))
+    sample = sample_of(request.layers, index.costs, index.outputs, largest, len(request.addresses))
+    if pool.same_machine or sample is None:
+        return request, dict(hellos)
     phase("measuring the devices")
-    scout = Scout(Start(endpoint, crew, log, hellos))
-    numbers = sorted(brief.addresses)
-    pairs = neighbours_of if order_is_given(brief) else rounds_of
-    seen = scout.look(brief.addresses, sample[1], pairs, brief.apart)
+    trials = DeviceTrials(Start(endpoint, pool, log, hellos))
+    numbers = sorted(request.addresses)
+    pairs = neighbours_of if order_is_given(request) else rounds_of
+    seen = trials.look(request.addresses, sample[1], pairs, request.apart)
     cost = index.costs[sample[0]].at(largest)
     devices, paths = described(
-        brief.devices, numbers, seen, cost.forward_s + cost.backward_s, brief.recipe.threads
+        request.devices, numbers, seen, cost.forward_s + cost.backward_s, request.recipe.threads
     )  # fmt: skip
-    return replace(brief, devices=devices, paths=paths), scout.hellos
+    return replace(request, devices=devices, paths=paths), trials.hellos
 
 
-def order_is_given(brief: Brief) -> bool:
+def order_is_given(request: PlanRequest) -> bool:
     """Whether everyone stands where its number says."""
-    return brief.keep_all or not _movable(brief.config.ring)
+    return request.keep_all or not _movable(request.config.ring)
 
 
-def _arranged(brief: Brief, members: list[int]) -> Brief:
-    """The brief for these members in this order, where not everyone can be everyone's neighbour."""
-    numbers = sorted(brief.addresses)
+def _arranged(request: PlanRequest, members: list[int]) -> PlanRequest:
+    """The request for these members in this order, where not everyone can be everyone's neighbour."""
+    numbers = sorted(request.addresses)
     if members == numbers:
-        return brief
-    ring = brief.config.ring
+        return request
+    ring = request.config.ring
     if len(members) < len(numbers):  # cuts and window were meant for another ring
         ring = msgspec.structs.replace(ring, nodes=len(members), cuts=None, window=None)
-    devices = tuple(brief.devices[numbers.index(node)] for node in members)
-    return replace(brief, config=msgspec.structs.replace(brief.config, ring=ring), devices=devices, keep_all=True)
+    devices = tuple(request.devices[numbers.index(node)] for node in members)
+    return replace(request, config=msgspec.structs.replace(request.config, ring=ring), devices=devices, keep_all=True)
 
 
-def with_best_microbatches(brief: Brief, batch_sizes: Collection[int]) -> Brief:
+def with_best_microbatches(request: PlanRequest, batch_sizes: Collection[int]) -> PlanRequest:
     """`--microbatches auto`: the number whose plan has the shortest step, of those that leave every microbatch enough
     samples."""
-    least = brief.index.least_microbatch
+    least = request.index.least_microbatch
     made = best_plan(
-        brief.index.costs, brief.devices, _options(brief),
-        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least, brief.paths,
+        request.index.costs, request.devices, _options(request),
+        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least, request.paths,
     )  # fmt: skip
     count = made.options.ring.microbatches
-    training = msgspec.structs.replace(brief.config.training, microbatches=count)
-    config = msgspec.structs.replace(brief.config, training=training)
-    return replace(brief, config=config, microbatches=count, chosen=True)
+    training = msgspec.structs.replace(request.config.training, microbatches=count)
+    config = msgspec.structs.replace(request.config, training=training)
+    return replace(request, config=config, microbatches=count, chosen=True)
 
 
-def _options(brief: Brief) -> PlanOptions:
-    nodes = len(brief.devices)
+def _options(request: PlanRequest) -> PlanOptions:
+    nodes = len(request.devices)
     return plan_options(
-        brief.config, brief.batch_size, brief.microbatches, len(brief.layers), nodes, brief.keep_all
+        request.config, request.batch_size, request.microbatches, len(request.layers), nodes, request.keep_all
     )  # fmt: skip
 
 
@@ -198,9 +198,9 @@ def _movable(ring: RingPart) -> bool:
     return ring.cuts is None and ring.laps == 1 and ring.route == "ring"
 
 
-def _forecast(brief: Brief, planned: Plan) -> Forecast:
+def _forecast(request: PlanRequest, planned: Plan) -> Forecast:
     """For the record, so that what was said can be held against what came."""
-    members, simulated = _members(brief, planned), planned.simulated
+    members, simulated = _members(request, planned), planned.simulated
     return Forecast(
         planned.step_s,
         simulated.idle_fraction,
@@ -223,18 +223,18 @@ def _known(size: float) -> float | None:
     return size if math.isfinite(size) else None
 
 
-def _members(brief: Brief, planned: Plan) -> list[int]:
+def _members(request: PlanRequest, planned: Plan) -> list[int]:
     """The node of every device of the plan, as far as they are there without a hole."""
-    numbers = {device.name: node for node, device in enumerate(brief.devices)}
+    numbers = {device.name: node for node, device in enumerate(request.devices)}
     return [numbers[device.name] for device in planned.devices]
 
 
-def _route(brief: Brief, planned: Plan) -> tuple[Route, tuple[str, ...]]:
-    nodes = brief.config.ring.nodes
-    if brief.config.ring.recompute == "all":
-        refuse_unrepeatable(brief.layers)
-    has_parameters = [layer.parameters > 0 for layer in brief.layers]
-    members = _members(brief, planned)
+def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]:
+    nodes = request.config.ring.nodes
+    if request.config.ring.recompute == "all":
+        refuse_unrepeatable(request.layers)
+    has_parameters = [layer.parameters > 0 for layer in request.layers]
+    members = _members(request, planned)
     holders = [members[holder] for holder in planned.options.holders(len(members))]
     bounds = planned.bounds
     warnings = []
@@ -252,11 +252,11 @@ def _numbered(route: Route, members: Sequence[int]) -> Route:
     return Route(tuple(msgspec.structs.replace(visit, node=members[visit.node]) for visit in route.visits))
 
 
-def _lines(route: Route, members: Sequence[int], brief: Brief) -> dict[int, float]:
+def _lines(route: Route, members: Sequence[int], request: PlanRequest) -> dict[int, float]:
     """Bytes per second from every node to the one behind it, where it is known."""
-    devices = dict(zip(members, brief.devices, strict=True))
+    devices = dict(zip(members, request.devices, strict=True))
     rates = {
-        here.node: rate_between(devices[here.node], devices[there.node], brief.paths)
+        here.node: rate_between(devices[here.node], devices[there.node], request.paths)
         for here, there in pairwise(route.visits)
     }
     return {node: rate for node, rate in rates.items() if math.isfinite(rate)}

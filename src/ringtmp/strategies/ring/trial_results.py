@@ -1,4 +1,4 @@
-"""What a scout has found, as a plan wants it: devices with pace, memory and line, and paths that are not as those say.
+"""What the trials have found, as a plan wants it: devices with pace, memory and line, and paths that are not as those say.
 
 Pure. A device hangs on the network by one line, known from the master's end. Where two devices reach each other clearly
 better than that (both are far from the master), their lines are taken to be as good as that, and what is slower is the path
