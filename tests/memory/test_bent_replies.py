@@ -20,15 +20,15 @@ pytestmark = pytest.mark.usefixtures("offenders")
 STEPS = 4
 RING = ("Hello", "Activations", "Gradients", "Norms", "Scale", "Keep", "Held", "Placed", "LayerState", "Report", "Bye")
 SERVERS = ("Hello", "Kept", "Pulled", "Copy", "Copied", "Squares", "Total", "Report", "Bye")
-WORKERS = ("Hello", "Placed", "LayerState", "Did", "Scored", "Push", "Pull", "Report", "Bye")
-REDUCERS = ("Hello", "Placed", "LayerState", "Did", "Scored", "Part", "Report", "Bye")
+WORKERS = ("Hello", "Placed", "LayerState", "WorkDone", "Scored", "Push", "Pull", "Report", "Bye")
+REDUCERS = ("Hello", "Placed", "LayerState", "WorkDone", "Scored", "GradientPart", "Report", "Bye")
 #: Strategy, settings, nodes, who is crooked, what it says.
 CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "ring": ("ring", {}, 3, 1, RING),
     "server": ("ps", {"servers": 3, "replicas": 1}, 5, 1, SERVERS),
     "worker": ("ps", {"servers": 2}, 4, 2, WORKERS),
     "allreduce": ("allreduce", {}, 3, 1, REDUCERS),
-    "tree": ("allreduce", {"algorithm": "tree"}, 4, 1, ("Part",)),
+    "tree": ("allreduce", {"algorithm": "tree"}, 4, 1, ("GradientPart",)),
 }
 #: How many parameters have gradients is known to their holder alone: the first time, fewer norms or more are wrong values
 #: of the right kind, as wrong gradients are; from the second on they are found out.

@@ -11,6 +11,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,18 @@ def loading(nothing_started: bool = False) -> Iterator[None]:
             gc.enable()
 
 
+@cache
+def _search_once() -> None:
+    gc.collect()
+
+
 @contextlib.contextmanager
 def keeping_what_is_there() -> Iterator[None]:
     """Around long work: what exists now is not looked through for garbage again and again. Torch, and what building and
     checking a model leaves in it, is half a million objects: a quarter of a second in the middle of some step, on a fast
-    machine."""
+    machine. The first time in a process garbage is collected before; later the usual collections will have done so."""
     foreign = gc.get_freeze_count()
-    gc.collect()
+    _search_once()
     gc.freeze()
     try:
         yield
