@@ -13,7 +13,7 @@ from torch import nn
 from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, replaced
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
-from ringtmp.data import by_name
+from ringtmp.data import named_sources
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
 from ringtmp.data.factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.data.randomness import left_alone
@@ -29,11 +29,11 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
+from ringtmp.run.check_settings import resolve, resumed
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.interruption import interruptible
 from ringtmp.run.job import Job, Watcher
 from ringtmp.run.progress import OnStep, watching
-from ringtmp.run.resolve import resolve, resumed
 from ringtmp.run.result import Result
 from ringtmp.run.session import Session
 from ringtmp.run.training_loop import EVALUATION_FACTOR
@@ -157,7 +157,7 @@ def start(
 ) -> Result:
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
-    train, test = data or by_name.load(config.training.data, config.training.seed, config.model.settings)
+    train, test = data or named_sources.load(config.training.data, config.training.seed, config.model.settings)
     source = model if model is not None else named_model(config.model, train)
     function, name = _loss(loss or config.training.loss or None, train)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
@@ -278,7 +278,7 @@ def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
             "this run was trained on data given from Python: go on with Ring(...).resume(RUN, data), or name it with "
             "--data FILE.py:factory"
         )
-    return by_name.load(config.training.data, config.training.seed, config.model.settings)
+    return named_sources.load(config.training.data, config.training.seed, config.model.settings)
 
 
 def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[events.Event]:

@@ -21,9 +21,9 @@ from ringtmp.bench.training_runs import strategy_variants as ways
 from ringtmp.bench.training_runs.speed_cases import case_named, pipelined
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import NodeLost, RingError, UsageError
+from ringtmp.launch.admit_devices import Device, Hub
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.in_memory import InMemoryPool
-from ringtmp.launch.join_server import Device, Hub
 from ringtmp.launch.key_store import Rings
 from ringtmp.plan.planner import PlanOptions
 from ringtmp.strategies import registry

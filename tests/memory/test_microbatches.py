@@ -23,7 +23,7 @@ from ringtmp.metrics import events
 from ringtmp.plan.devices import Device, LayerCost, Measured
 from ringtmp.plan.microbatches import COUNTS, best_plan, microbatch_sizes, sizes
 from ringtmp.plan.planner import PlanOptions, plan
-from ringtmp.run.resolve import resolve
+from ringtmp.run.check_settings import resolve
 from ringtmp.runtime.run_directory import RunDirectory
 
 

@@ -122,7 +122,7 @@ def test_a_disk_too_full_for_a_folder_or_the_settings_costs_neither_run_nor_bits
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm = run(tmp_path / "calm", InMemoryPool(4))
-    monkeypatch.setattr("ringtmp.run.checkpoints.CheckpointWriter", Failing(CheckpointWriter, 1))
+    monkeypatch.setattr("ringtmp.run.save_checkpoints.CheckpointWriter", Failing(CheckpointWriter, 1))
     full = Failing(RunDirectory.write_config, 2)  # of the healing
     monkeypatch.setattr(RunDirectory, "write_config", lambda *args: full(*args))
     hit = run(tmp_path / "hit", Mortal(4, Death(2, 6)))

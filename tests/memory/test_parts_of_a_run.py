@@ -19,8 +19,8 @@ from ringtmp.metrics.events import (
     Warned,
     read,
 )
+from ringtmp.metrics.fold_events import parts_of
 from ringtmp.metrics.history import history_of
-from ringtmp.metrics.run_parts import parts_of
 from ringtmp.metrics.summary import Summary, of_parts
 from ringtmp.report import learning_curves, run_page, run_timeline
 from ringtmp.report.page_content import Figure, Mark

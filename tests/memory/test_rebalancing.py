@@ -26,10 +26,10 @@ from ringtmp.data.sources import tensors
 from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.model.profile import Profiler
-from ringtmp.plan import rebalance
+from ringtmp.plan import when_to_rebalance
 from ringtmp.plan.devices import Device, LayerCost, Link, Path
 from ringtmp.plan.planner import Plan, PlanOptions, plan
-from ringtmp.plan.rebalance import ASK_EVERY_S, PAUSE_S, WATCH_S, Balance, Move, at_pace
+from ringtmp.plan.when_to_rebalance import ASK_EVERY_S, PAUSE_S, WATCH_S, Balance, Move, at_pace
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.runtime.stage import Stage
@@ -124,7 +124,7 @@ def test_a_forecast_wrong_for_all_alike_moves_nothing() -> None:
 
 def test_a_gain_too_small_moves_nothing() -> None:
     run = Run(planned())
-    assert run.steps(120, {"attic": 1.0 + rebalance.TOLERANCE + 0.01}) is None, "one layer is more than that"
+    assert run.steps(120, {"attic": 1.0 + when_to_rebalance.TOLERANCE + 0.01}) is None, "one layer is more than that"
 
 
 def test_a_move_that_steps_to_come_do_not_repay_is_not_made() -> None:
@@ -309,7 +309,7 @@ def throttled(monkeypatch: pytest.MonkeyPatch) -> Throttled:
 
     monkeypatch.setattr(Profiler, "cost", alike)
     monkeypatch.setattr(Stage, "forward", slowly)
-    monkeypatch.setattr(rebalance, "REPAID", 0.0)  # steps take real time, and little of it
+    monkeypatch.setattr(when_to_rebalance, "REPAID", 0.0)  # steps take real time, and little of it
     return pool
 
 

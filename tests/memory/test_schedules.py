@@ -23,9 +23,9 @@ from ringtmp.errors import Interrupted, UsageError
 from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
+from ringtmp.run.check_settings import resolve
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
-from ringtmp.run.resolve import resolve
 from ringtmp.run.session import Session
 from ringtmp.runtime.losses import cross_entropy, loss_named, next_byte
 from ringtmp.runtime.run_directory import RunDirectory

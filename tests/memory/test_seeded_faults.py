@@ -28,9 +28,9 @@ from ringtmp.data.sources import tensors
 from ringtmp.errors import RingError
 from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
+from ringtmp.run.check_settings import resolve
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
-from ringtmp.run.resolve import resolve
 from ringtmp.run.session import Session
 from ringtmp.runtime import snapshot_schedule
 from ringtmp.runtime.endpoint import Endpoint
@@ -38,8 +38,8 @@ from ringtmp.runtime.losses import cross_entropy
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.runtime.stage import Stage
+from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.node import Node
-from ringtmp.strategies.ring.node_snapshots import NodeSnapshots
 from ringtmp.transport.base import Channel, Frame, Transport
 from ringtmp.transport.faults import Faults, Severed, Shaped
 from ringtmp.wire import link

@@ -22,8 +22,8 @@ from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.layer_snapshot import LayerSnapshot, Writing, laid_out
 from ringtmp.runtime.snapshot_schedule import BUDGET, Protection, interval_steps
 from ringtmp.runtime.snapshot_store import SnapshotStore
+from ringtmp.strategies.ring.exchange_snapshots import LINE_SHARE, MOST_PIECE_BYTES, Pace
 from ringtmp.strategies.ring.node import Node
-from ringtmp.strategies.ring.node_snapshots import LINE_SHARE, MOST_PIECE_BYTES, Pace
 from ringtmp.wire.messages import Held
 from ringtmp.wire.tensors import raw_bytes
 from test_healing import CASES, Death, Mortal, run

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from ringtmp import Ring, api
-from ringtmp.data import by_name
+from ringtmp.data import named_sources
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
 from ringtmp.data.sources import from_python
 from ringtmp.launch.in_memory import InMemoryPool
@@ -244,7 +244,7 @@ def test_a_loader_from_a_file_is_seeded_like_one_from_python(tmp_path: Path) -> 
     found = []
     for disturbed, seed in ((1, 5), (2, 5), (1, 6)):
         disturb(disturbed)
-        train, test = by_name.load(f"{tmp_path / 'mine.py'}:data", seed, {})
+        train, test = named_sources.load(f"{tmp_path / 'mine.py'}:data", seed, {})
         assert test is not None
         scored = [each.inputs[0].tolist() for each in evaluation_batches(test, 4, 1)]
         found.append((read(TrainingBatches(train, 4, 2, seed), range(7)), scored))

@@ -25,9 +25,9 @@ from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
+from ringtmp.run.check_settings import resolve
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
-from ringtmp.run.resolve import resolve
 from ringtmp.run.session import Session
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.losses import cross_entropy, loss_named

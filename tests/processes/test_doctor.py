@@ -18,10 +18,10 @@ import pytest
 from commands import ringtmp
 from ringtmp.launch import agent, doctor, reach_master
 from ringtmp.launch import join_token as tokens
+from ringtmp.launch.admit_devices import JOINS_PER_S
 from ringtmp.launch.agent_messages import Died, End, Heartbeat
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.doctor import Finding
-from ringtmp.launch.join_server import JOINS_PER_S
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import Rings, identity
 from ringtmp.launch.private_folder import PrivateFolder

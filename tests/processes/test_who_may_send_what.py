@@ -15,7 +15,7 @@ import zmq
 
 from crooked import Crooked
 from ringtmp.errors import ProtocolError
-from ringtmp.launch import agent_messages, join_server
+from ringtmp.launch import admit_devices, agent_messages
 from ringtmp.launch.agent_messages import Died, Heartbeat, Join, Started
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
@@ -198,8 +198,8 @@ def _spec(tensor: torch.Tensor) -> Any:
 
 
 def test_the_tables_in_the_docs_are_current() -> None:
-    """python scripts/messages.py makes them anew."""
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "messages.py"))
+    """python scripts/write_message_tables.py makes them anew."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "write_message_tables.py"))
     text = script["PAGE"].read_text()
     assert script["page"](text) == text
 
@@ -302,7 +302,7 @@ class Table:
         rings.open("home", create=True)
         port = free_port()
         assert rings.admit("home", rings.new_secret("home", 1), keys.public, "board") is None
-        self.hub = join_server.Hub("home", rings, "127.0.0.1", port)
+        self.hub = admit_devices.Hub("home", rings, "127.0.0.1", port)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         connect_securely(self._dealer, keys, rings.open("home").public, "ring")

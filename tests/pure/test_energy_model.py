@@ -12,7 +12,7 @@ from ringtmp.launch.planned_devices import from_file
 from ringtmp.metrics import power_meters, this_device
 from ringtmp.metrics.energy import PRESETS, Load, Power, Spent, Watts, attribute, sensitivity
 from ringtmp.metrics.step_recorder import Recorder
-from ringtmp.plan.simulation import joules
+from ringtmp.plan.simulated_step import joules
 
 # As a Raspberry Pi 5 prints it.
 PMIC = """\

@@ -22,7 +22,7 @@ from ringtmp.bench.user_choices import default_ways
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events
-from ringtmp.metrics.run_parts import parts_of
+from ringtmp.metrics.fold_events import parts_of
 from ringtmp.plan.route import parse_cuts
 
 # -- ways -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ringtmp.bench.measuring import machine
 from ringtmp.bench.measuring.jobs import PYTHON, Job, interleaved, time_left_s
 from ringtmp.bench.measuring.read_output import step_times
 from ringtmp.metrics.events import CheckpointSaved, Evaluated, StepDone
-from ringtmp.metrics.run_parts import parts_of
+from ringtmp.metrics.fold_events import parts_of
 
 
 def job(case: str) -> Job:

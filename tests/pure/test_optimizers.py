@@ -14,8 +14,8 @@ import torch
 from ringtmp.api import Result, Ring
 from ringtmp.config import RunConfig, TrainingPart
 from ringtmp.errors import UsageError
+from ringtmp.run.check_settings import resolve
 from ringtmp.run.healing import memory_need
-from ringtmp.run.resolve import resolve
 from ringtmp.runtime.learning_rates import RATE_SCHEDULES, RateSchedule, checked_schedule, learning_rate
 from ringtmp.runtime.optimizers import (
     OPTIMIZERS,

@@ -20,7 +20,7 @@ from ringtmp.plan.partition import REFINE_ACTIONS, refine
 from ringtmp.plan.planner import PlanOptions, plan
 from ringtmp.plan.route import Route, plain_ring
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
-from ringtmp.plan.simulation import Simulated
+from ringtmp.plan.simulated_step import Simulated
 
 Bounds = list[tuple[int, int]]
 

@@ -17,11 +17,11 @@ from ringtmp.api import Ring, named_model
 from ringtmp.cli.options import GROUPS, RunCommand, as_option, flags, run_options
 from ringtmp.cli.settings import build
 from ringtmp.config import SETTINGS, ModelPart, RunConfig, Setting, checked, replaced, value_of
-from ringtmp.config.declare import Declaration, settings_of
 from ringtmp.config.keywords import checked_keywords, taken_by
-from ringtmp.data import by_name
+from ringtmp.config.setting_type import Declaration, settings_of
+from ringtmp.data import named_sources
 from ringtmp.errors import UsageError
-from ringtmp.run.resolve import resolve
+from ringtmp.run.check_settings import resolve
 from ringtmp.runtime.losses import loss_named
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ OTHER: dict[str, tuple[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("settings_tables", ROOT / "scripts/settings_tables.py")
+    spec = importlib.util.spec_from_file_location("settings_tables", ROOT / "scripts/write_settings_tables.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,7 +48,7 @@ def script() -> ModuleType:
 
 def test_the_tables_and_types_that_are_made_from_the_declarations_are_current(script: ModuleType) -> None:
     for path, text in script.files().items():
-        assert (ROOT / path).read_text() == text, f"{path}: run python scripts/settings_tables.py"
+        assert (ROOT / path).read_text() == text, f"{path}: run python scripts/write_settings_tables.py"
     written = "".join(script.files().values())
     assert all(f"`{setting.name}`" in written for setting in SETTINGS.values())
 
@@ -178,7 +178,7 @@ def test_a_settings_file_that_is_wrong_says_what_to_write(text: str, says: str, 
         ("optimizer", lambda: resolve(replaced(RunConfig(), {"optimizer": "?"}))),
         ("lr_schedule", lambda: resolve(replaced(RunConfig(), {"lr_schedule": {"kind": "?"}}))),
         ("loss", lambda: loss_named("?")),
-        ("name", lambda: named_model(ModelPart("?"), by_name.load("digits", 0, {})[0])),
+        ("name", lambda: named_model(ModelPart("?"), named_sources.load("digits", 0, {})[0])),
     ],
 )
 def test_the_help_names_everything_there_is(name: str, asked: Any) -> None:

@@ -19,7 +19,7 @@ from ringtmp.bench.training_runs.speed_cases import case_named, chosen_cases
 from ringtmp.cli.strategies import command
 from ringtmp.config import RingPart, RunConfig
 from ringtmp.errors import UsageError
-from ringtmp.run.resolve import resolve
+from ringtmp.run.check_settings import resolve
 from ringtmp.strategies import registry
 from ringtmp.strategies.registry import Choice
 
@@ -29,7 +29,7 @@ ALLOWED = {
     "strategies/registry.py": "the part of the settings called ring",
     "config/keyword_types.py": "the shape of a route",
     "bench/experiments/plan_accuracy.py": "the heading of a column",
-    "config/parts.py": "the default strategy; the part of the settings called ring; the shape of a route",
+    "config/settings.py": "the default strategy; the part of the settings called ring; the shape of a route",
     "metrics/summary.py": "the part of the settings called ring",
     "api.py": "the default strategy in a signature, and the shape of a route; a ring that devices join",
     "plan/route.py": "the shape of a route",
@@ -37,7 +37,7 @@ ALLOWED = {
     "strategies/allreduce/__init__.py": "an algorithm that sums up",
     "cli/__init__.py": "the verb `ringtmp ring`, which is about members",
     "cli/ring.py": "the verb `ringtmp ring`, which is about members",
-    "launch/join_server.py": "the name of a domain of keys",
+    "launch/admit_devices.py": "the name of a domain of keys",
     "launch/agent.py": "the name of a domain of keys",
     "launch/key_store.py": "the ring whose keys they are",
     "report/theme.py": "colours that stay the same from page to page",

@@ -11,7 +11,7 @@ import torch
 
 from ringtmp.config import RunConfig, TrainingPart
 from ringtmp.errors import UsageError
-from ringtmp.run.resolve import resolve
+from ringtmp.run.check_settings import resolve
 from ringtmp.wire.formats import PLAIN, WIRE_FORMATS, ErrorFeedback, WireFormat, wire_format
 from ringtmp.wire.message_parts import Crossing, fits
 from ringtmp.wire.tensors import describe

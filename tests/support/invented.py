@@ -17,7 +17,7 @@ from ringtmp.bench.training_runs.strategy_variants import parse_all
 from ringtmp.bench.user_choices import Choices
 from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power, Watts
-from ringtmp.metrics.run_parts import parts_of
+from ringtmp.metrics.fold_events import parts_of
 from ringtmp.report.page_content import Page
 
 ENVIRONMENT = Environment("0", "code", "torch", "AVX2", "3.11", "Linux", "a processor", 2)

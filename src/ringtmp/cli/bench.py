@@ -211,11 +211,11 @@ def _write(page: Page, results: dict[str, Any], choices: Choices, out: Path) -> 
 def _print(page: Page, results: dict[str, Any], choices: Choices, out: Path, as_json: bool) -> None:
     from rich.console import Console
 
-    from ringtmp.cli import show
+    from ringtmp.cli import show_results
     from ringtmp.report import page_text
 
     if as_json:
-        show.print_json(results | {"page": page, "out": str(out)})
+        show_results.print_json(results | {"page": page, "out": str(out)})
         return
     # No emoji: rich would make a ring of the end of 'allreduce:ring:'.
     console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)

@@ -18,11 +18,11 @@ def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
 
     with loading(nothing_started=True):
         from ringtmp import api
-    from ringtmp.cli import show
+    from ringtmp.cli import show_results
 
     score = api.evaluate(run, data, nodes)
     if as_json:
-        show.print_json(score)
+        show_results.print_json(score)
         return
     rest = "".join(
         f"  {label} {score[key]:{form}}"

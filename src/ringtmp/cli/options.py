@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ringtmp.config import SETTINGS, Setting, parse_pairs
-from ringtmp.config.parts import GROUPS as TITLES
+from ringtmp.config.settings import GROUPS as TITLES
 from ringtmp.errors import UsageError, nearest
 from ringtmp.runtime.optimizers import OPTIMIZERS
 

@@ -52,11 +52,11 @@ def command(
 
     with loading(nothing_started=True):
         from ringtmp import api
-    from ringtmp.cli import plan_show, show
-    from ringtmp.data import by_name
+    from ringtmp.cli import show_plan, show_results
+    from ringtmp.data import named_sources
     from ringtmp.launch import planned_devices
     from ringtmp.run import measure_model
-    from ringtmp.run.resolve import resolve
+    from ringtmp.run.check_settings import resolve
     from ringtmp.strategies import compare as ways
     from ringtmp.strategies import registry
     from ringtmp.strategies.base import Task
@@ -68,8 +68,8 @@ def command(
     devices = _devices(file, chosen.get("nodes"), settings.ring.nodes, threads)
     counted_bytes = rss_bytes() if file is None else 0
     choices = [registry.parse(word) for word in (compare or "").split(",") if word.strip()]
-    with show.watcher(quiet) as watcher:
-        train, _ = by_name.load(settings.training.data, settings.training.seed, settings.model.settings)
+    with show_results.watcher(quiet) as watcher:
+        train, _ = named_sources.load(settings.training.data, settings.training.seed, settings.model.settings)
         model = api.named_model(settings.model, train)
         work = measure_model.work_of(settings, model, train, watcher.phase)
         watcher.phase("planning")
@@ -85,16 +85,16 @@ def command(
             if registry.spelled(each) != settings.ring.strategy
         ]
         watcher.phase("trying what would help")
-        page = plan_show.page(
+        page = show_plan.page(
             replace(made, layers=work.model.costs_at_all_sizes), devices, file is not None, others,
             steps_per_epoch=work.batches.steps_per_epoch, settings=settings, data=train.name, with_all=everyone,
         )  # fmt: skip
     if svg is not None:
-        _draw(made, f"{settings.model.name} on {train.name}: {plan_show.headline(made)}", svg)
+        _draw(made, f"{settings.model.name} on {train.name}: {show_plan.headline(made)}", svg)
     if as_json:
-        show.print_json(page)
+        show_results.print_json(page)
     else:
-        plan_show.print_page(page, sys.stdout)
+        show_plan.print_page(page, sys.stdout)
 
 
 def _refuse_other_strategies(settings: RunConfig) -> None:
@@ -134,7 +134,7 @@ def _with_all(settings: RunConfig, work: Work, devices: tuple[Device, ...], made
 def _options(settings: RunConfig, choice: Choice, work: Work, made: Plan) -> PlanOptions:
     """Those of the plan, but for what the strategy's name says of the run."""
     from ringtmp.config import usual_microbatches
-    from ringtmp.run.resolve import resolve
+    from ringtmp.run.check_settings import resolve
     from ringtmp.strategies.ring.plan import plan_options
 
     if not choice.run:

@@ -52,11 +52,11 @@ def command(
 
     with loading(nothing_started=True):
         from ringtmp import api
-    from ringtmp.cli import show
+    from ringtmp.cli import show_results
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
-    with show.watcher(quiet) as watcher:
+    with show_results.watcher(quiet) as watcher:
         pool = None
         if listen is not None:
             pool = api.device_pool(listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s)
@@ -65,6 +65,6 @@ def command(
         else:
             result = api.start(settings, run_dir=run_dir, watcher=watcher, pool=pool)
     if as_json:
-        show.print_json(result.summary)
+        show_results.print_json(result.summary)
     else:
-        show.print_summary(result.summary, sys.stdout)
+        show_results.print_summary(result.summary, sys.stdout)

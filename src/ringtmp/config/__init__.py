@@ -1,14 +1,14 @@
-"""A run's settings: declared in parts.py, checked one by one, changed on resume.
+"""A run's settings: declared in settings.py, checked one by one, changed on resume.
 
 A setting that could change the bits is never a function of the number of nodes, of a device or of timing. What takes a
-strategy or an optimizer to judge is checked where these are known (run/resolve.py).
+strategy or an optimizer to judge is checked where these are known (run/check_settings.py).
 """
 
 from __future__ import annotations
 
 from ringtmp.config.build import SETTINGS, checked, from_tree, merge_for_resume, replaced, usual_microbatches, value_of
-from ringtmp.config.declare import Setting
-from ringtmp.config.parts import DEFAULT_EPOCHS, KeepPart, ModelPart, RingPart, RunConfig, StreamKeep, TrainingPart
+from ringtmp.config.setting_type import Setting
+from ringtmp.config.settings import DEFAULT_EPOCHS, KeepPart, ModelPart, RingPart, RunConfig, StreamKeep, TrainingPart
 from ringtmp.config.text import parse_pairs, parse_schedule
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.config.declare import Setting, listed, settings_of
-from ringtmp.config.parts import DEFAULT_MICROBATCHES, RunConfig, TrainingPart
+from ringtmp.config.setting_type import Setting, listed, settings_of
+from ringtmp.config.settings import DEFAULT_MICROBATCHES, RunConfig, TrainingPart
 from ringtmp.errors import UsageError, unknown
 
 PARTS: dict[str, type[msgspec.Struct]] = {

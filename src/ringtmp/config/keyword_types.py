@@ -1,4 +1,4 @@
-"""The types of settings given by keyword. Written by scripts/settings_tables.py: change parts.py, not this."""
+"""Types of settings given by keyword, written by scripts/write_settings_tables.py: change settings.py instead."""
 
 from __future__ import annotations
 

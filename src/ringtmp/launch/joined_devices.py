@@ -10,10 +10,10 @@ import zmq
 
 from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
 from ringtmp.launch import join_token as tokens
+from ringtmp.launch.admit_devices import REOPEN_S, Device, Hub
 from ringtmp.launch.agent_messages import SILENCE_LIMIT_S, Died, End, Prepare
 from ringtmp.launch.dead_processes import MOST_DEATHS, Deaths, dead
 from ringtmp.launch.device_facts import usable_cores
-from ringtmp.launch.join_server import REOPEN_S, Device, Hub
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import Rings
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringtmp.metrics.events import Evaluated, StepDone
-from ringtmp.metrics.run_parts import Part
+from ringtmp.metrics.fold_events import Part
 from ringtmp.units import rows_text, seconds_text
 
 #: Of more epochs than this, `str` shows the first and the last.

@@ -11,7 +11,7 @@ import msgspec
 from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
 from ringtmp.metrics.events import NodeEnded, NodeStarted, NodeStep, Regrouped
-from ringtmp.metrics.run_parts import Part
+from ringtmp.metrics.fold_events import Part
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)

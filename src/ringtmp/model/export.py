@@ -23,7 +23,7 @@ from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MODE, SIZE_FUNCTIONS
 from ringtmp.model.check_hooks import lines, refuse_narrow
 from ringtmp.model.custom_backward import traced_along
-from ringtmp.model.graph_regions import Flat, Mode, Region, Step
+from ringtmp.model.flatten_graph import Flat, Mode, Region, Step
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.portable_layer import (
     CUSTOM,

@@ -25,7 +25,7 @@ from ringtmp.plan.devices import Device
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.route import MASTER, Route
 from ringtmp.plan.simulate_pipeline import RingOptions
-from ringtmp.plan.simulation import Simulated
+from ringtmp.plan.simulated_step import Simulated
 from ringtmp.units import bytes_text
 
 #: A compute process with torch loaded, before it holds a single weight.

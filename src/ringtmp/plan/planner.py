@@ -21,7 +21,7 @@ from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, requir
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
-from ringtmp.plan.simulation import Simulated
+from ringtmp.plan.simulated_step import Simulated
 from ringtmp.units import bytes_text, seconds_text
 
 #: Multisets of workers that are weighed one by one: 7 different workers make 128.

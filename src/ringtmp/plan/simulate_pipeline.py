@@ -24,7 +24,7 @@ from ringtmp.plan.next_action import Action, Ready, next_action
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, ScheduleName
 from ringtmp.plan.route import Route
 from ringtmp.plan.simulated_clocks import Lines, Processor
-from ringtmp.plan.simulation import NodeStep, Simulated, Span, line_bytes, per_step
+from ringtmp.plan.simulated_step import NodeStep, Simulated, Span, line_bytes, per_step
 
 #: A clipping norm or coefficient on its way.
 NORM_BYTES = 64.0

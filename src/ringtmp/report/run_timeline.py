@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 
 from ringtmp.metrics.events import Evaluated, Event, NodeStep, RunStarted, StepDone
-from ringtmp.metrics.run_parts import Part, parts_of
+from ringtmp.metrics.fold_events import Part, parts_of
 from ringtmp.metrics.summary import NodeSummary, Summary, nodes_by_part, of_parts
 
 

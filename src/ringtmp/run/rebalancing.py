@@ -1,6 +1,6 @@
 """A run's rebalancing: listens to what nodes report, and says when to lay the ring out anew, at a snapshot.
 
-Decided in plan/rebalance.py. A move waits for the next whole snapshot, which is asked for at once; where there are no
+Decided in plan/when_to_rebalance.py. A move waits for the next whole snapshot, which is asked for at once; where there are no
 snapshots, or none within a while, the run saves a checkpoint first. Lines are tried while the ring is at rest.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
-from ringtmp.plan.rebalance import PAUSE_S, Balance, Move
+from ringtmp.plan.when_to_rebalance import PAUSE_S, Balance, Move
 from ringtmp.run.record import steps_again
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.strategies.base import Leader, Plan, PlanRequest

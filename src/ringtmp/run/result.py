@@ -15,8 +15,8 @@ from torch import nn
 
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events
+from ringtmp.metrics.fold_events import Part, parts_of
 from ringtmp.metrics.history import History, history_of
-from ringtmp.metrics.run_parts import Part, parts_of
 from ringtmp.metrics.summary import Summary, of_parts
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer

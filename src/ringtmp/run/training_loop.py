@@ -9,8 +9,8 @@ import msgspec
 from ringtmp.data.batches import Batch, evaluation_batches
 from ringtmp.errors import Interrupted, NodeLost, UsageError
 from ringtmp.metrics import events
-from ringtmp.run.generation import Generation, Run
 from ringtmp.run.healing import Healing
+from ringtmp.run.ring_generations import Generation, Run
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.losses import is_of_bytes
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ringtmp.plan.devices import Device, LayerCost, Paths
     from ringtmp.plan.memory_forecast import MemoryForecast
     from ringtmp.plan.planner import PlanOptions
-    from ringtmp.plan.rebalance import Balance
-    from ringtmp.plan.simulation import Simulated
+    from ringtmp.plan.simulated_step import Simulated
+    from ringtmp.plan.when_to_rebalance import Balance
     from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
     from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.runtime.leader import NodePool, Start

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ringtmp.errors import RingError
 from ringtmp.plan.memory_forecast import MemoryForecast, require_fit
-from ringtmp.plan.simulation import Simulated
+from ringtmp.plan.simulated_step import Simulated
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Task
 from ringtmp.strategies.registry import Choice

@@ -15,7 +15,7 @@ from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Result
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
-from ringtmp.metrics.run_parts import parts_of
+from ringtmp.metrics.fold_events import parts_of
 
 #: Where a job's command keeps its run, inside its folder.
 RUN = "run"

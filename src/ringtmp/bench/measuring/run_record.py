@@ -14,7 +14,7 @@ import msgspec
 
 from ringtmp.metrics.energy import Power
 from ringtmp.metrics.events import NodeStarted, NodeStep
-from ringtmp.metrics.run_parts import Part
+from ringtmp.metrics.fold_events import Part
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):

@@ -30,7 +30,7 @@ from ringtmp.bench.measuring.run_command import MARK, last_line
 from ringtmp.bench.programs.stop_child import end
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
-from ringtmp.metrics.run_parts import Part, parts_of
+from ringtmp.metrics.fold_events import Part, parts_of
 from ringtmp.metrics.summary import of_parts
 
 LOOK_S = 0.02

@@ -11,7 +11,7 @@ import torch
 from ringtmp.errors import UsageError
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.written_parameters import refuse_written
-from ringtmp.plan.rebalance import Balance
+from ringtmp.plan.when_to_rebalance import Balance
 from ringtmp.runtime.leader import Start
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringtmp.plan.devices import Device, Paths
-from ringtmp.plan.simulation import Simulated, per_step
+from ringtmp.plan.simulated_step import Simulated, per_step
 from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
 
 

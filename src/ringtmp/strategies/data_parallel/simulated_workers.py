@@ -13,7 +13,7 @@ from ringtmp.plan.devices import Device, LayerCost, Paths
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import MemoryForecast, replica_forecast
 from ringtmp.plan.simulated_clocks import Lines, Processor
-from ringtmp.plan.simulation import NodeStep, Simulated, Span, line_bytes
+from ringtmp.plan.simulated_step import NodeStep, Simulated, Span, line_bytes
 from ringtmp.strategies.base import Task
 
 #: Reading two float32 arrays and writing their sum, one thread.

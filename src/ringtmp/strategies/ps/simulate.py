@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ringtmp.plan.devices import Device, Paths
-from ringtmp.plan.simulation import Simulated, per_step
+from ringtmp.plan.simulated_step import Simulated, per_step
 from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
 
 Mode = Literal["bsp", "async", "ssp"]

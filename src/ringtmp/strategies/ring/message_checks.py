@@ -15,8 +15,8 @@ from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
 from ringtmp.plan.route import holder_of
 from ringtmp.runtime.layer_snapshot import Label
-from ringtmp.strategies.ring.node_snapshots import MOST_PIECE_BYTES
-from ringtmp.strategies.ring.visit import Pass, VisitState
+from ringtmp.strategies.ring.exchange_snapshots import MOST_PIECE_BYTES
+from ringtmp.strategies.ring.segment_queue import Pass, VisitState
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.message_parts import fits
 from ringtmp.wire.messages import Activations, Gradients, Keep, Message, Norms, Scale, Setup, Specs

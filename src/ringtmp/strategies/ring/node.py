@@ -26,10 +26,10 @@ from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.segment_edges import detached, once_each, whole
 from ringtmp.runtime.stage import Stage
 from ringtmp.runtime.worker import farewell, report
+from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
-from ringtmp.strategies.ring.node_snapshots import NodeSnapshots
-from ringtmp.strategies.ring.visit import Pass, VisitState
+from ringtmp.strategies.ring.segment_queue import Pass, VisitState
 from ringtmp.system.resources import free_memory_bytes, mind_memory
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import (

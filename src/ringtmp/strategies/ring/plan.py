@@ -25,8 +25,8 @@ from ringtmp.plan.devices import rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.partition import deeper
 from ringtmp.plan.planner import Plan, PlanOptions
-from ringtmp.plan.rebalance import Balance
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
+from ringtmp.plan.when_to_rebalance import Balance
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import NodePool, Start
 from ringtmp.runtime.optimizers import delay_warning

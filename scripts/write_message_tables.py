@@ -1,6 +1,6 @@
 """The tables of docs/security.md that say who may say what, made from the classes of the messages.
 
-python scripts/messages.py        writes them into the page; test_who_may_send_what.py checks that they are current
+python scripts/write_message_tables.py        writes them into the page; test_who_may_send_what.py checks that they are current
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ringtmp.wire.messages import MESSAGES
 from ringtmp.wire.permissions import Phase, Who
 
 PAGE = Path(__file__).parent.parent / "docs" / "security.md"
-BEGIN, END = "<!-- made by scripts/messages.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by scripts/write_message_tables.py -->\n", "<!-- end -->\n"
 
 
 def tables() -> str:

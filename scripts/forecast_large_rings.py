@@ -1,6 +1,6 @@
 """The tables and the figure of docs/scale.md: one model on 4 to 100,000 devices, by every way to train, on three networks.
 
-    python scripts/scale.py [--figure docs/scale.svg]        about three minutes; the figure needs matplotlib
+    python scripts/forecast_large_rings.py [--figure docs/scale.svg]        about three minutes; the figure needs matplotlib
 
 What has an event simulation is simulated; what would take too long (marked ~) follows from the formula the simulation is
 tested against.

@@ -14,7 +14,7 @@ from ringtmp.plan import advice
 from ringtmp.plan.devices import Device
 from ringtmp.plan.memory_forecast import MemoryForecast
 from ringtmp.plan.planner import Plan
-from ringtmp.plan.simulation import Simulated
+from ringtmp.plan.simulated_step import Simulated
 from ringtmp.strategies.compare import Way
 from ringtmp.units import bytes_text, seconds_text
 

@@ -1,7 +1,7 @@
 """Write what follows from the declarations of the settings: the tables in docs/ and the types of Python's keywords.
 
-python scripts/settings_tables.py            writes them
-python scripts/settings_tables.py --check    exit code 1 if one is not current
+python scripts/write_settings_tables.py            writes them
+python scripts/write_settings_tables.py --check    exit code 1 if one is not current
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ringtmp.config import SETTINGS, Setting
-from ringtmp.config.declare import listed
 from ringtmp.config.keywords import Call, taken_by
+from ringtmp.config.setting_type import listed
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYWORDS = "src/ringtmp/config/keyword_types.py"
@@ -58,7 +58,7 @@ def keywords(call: Call) -> Callable[[], str]:
 def keyword_types() -> str:
     """A TypedDict for the keywords of each call, for type checkers and editors."""
     lines = [
-        '"""The types of settings given by keyword. Written by scripts/settings_tables.py: change parts.py, not this."""',
+        '"""Types of settings given by keyword, written by scripts/write_settings_tables.py: change settings.py instead."""',
         "",
         "from __future__ import annotations",
         "",
@@ -141,7 +141,7 @@ def main() -> int:
     stale = [path for path, text in files().items() if not (ROOT / path).exists() or (ROOT / path).read_text() != text]
     for path in stale:
         if "--check" in sys.argv:
-            print(f"{path} is not current: run python scripts/settings_tables.py", file=sys.stderr)
+            print(f"{path} is not current: run python scripts/write_settings_tables.py", file=sys.stderr)
         else:
             (ROOT / path).write_text(files()[path])
             print(path)

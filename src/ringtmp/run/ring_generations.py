@@ -19,11 +19,11 @@ from ringtmp.errors import UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model.portable_layer import Layer
-from ringtmp.run.checkpoints import Saving
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.job import Job
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record import Record, unlike
+from ringtmp.run.save_checkpoints import Saving
 from ringtmp.runtime.checkpoint import Checkpoint, Progress
 from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import BaseLeader, Start

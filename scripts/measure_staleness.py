@@ -1,6 +1,6 @@
 """The table of docs/exactness.md: what a delay of one update does to training, by optimizer and learning rate.
 
-    python scripts/staleness.py [--seeds 1] [--models convnet,gpt]        about ten minutes on one core
+    python scripts/measure_staleness.py [--seeds 1] [--models convnet,gpt]        about ten minutes on one core
 
 Everything runs in this process: with staleness 1 the weights do not depend on the number of nodes.
 """

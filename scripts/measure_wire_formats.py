@@ -1,6 +1,6 @@
 """The table of docs/strategies.md: what a lossy wire saves on the ring, and what it does to training.
 
-    sudo python scripts/wires.py [--seeds 2] [--models convnet,gpt] [--mbps 100,10]        about a quarter of an hour
+    sudo python scripts/measure_wire_formats.py [--seeds 2] [--models convnet,gpt] [--mbps 100,10]    (a quarter of an hour)
 
 Four emulated devices of 0.45 core; wires in turns, so that all of them see the same machine.
 """
@@ -22,7 +22,7 @@ from ringtmp.bench.measuring.run_record import Record, record
 from ringtmp.bench.training_runs.device_setups import Setting
 from ringtmp.lab.devices_file import toml
 from ringtmp.metrics import events
-from ringtmp.metrics.run_parts import parts_of
+from ringtmp.metrics.fold_events import parts_of
 from ringtmp.units import bytes_text, seconds_text
 
 WIRES = ("float32", "bfloat16", "float16", "int8")
