@@ -63,7 +63,7 @@ def offenders() -> None:
 @pytest.fixture(autouse=True)
 def _nobody_honest_is_blamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No message that comes late, early or twice is taken for an offence, in any test."""
-    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.mailbox import Endpoint
 
     found: list[str] = []
     offended = Endpoint.offended

@@ -33,7 +33,7 @@ from ringtmp.strategies.base import (
 )
 
 if TYPE_CHECKING:
-    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
 

@@ -15,9 +15,9 @@ from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
 from ringtmp.data import named_sources
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
-from ringtmp.data.factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, leaves
+from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
@@ -32,11 +32,11 @@ from ringtmp.model.layers import Model
 from ringtmp.run.check_settings import resolve, resumed
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.interruption import interruptible
-from ringtmp.run.job import Job, Watcher
 from ringtmp.run.progress import OnStep, watching
 from ringtmp.run.result import Result
 from ringtmp.run.session import Session
 from ringtmp.run.training_loop import EVALUATION_FACTOR
+from ringtmp.run.what_to_train import Job, Watcher
 from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.strategies import registry

@@ -16,8 +16,8 @@ from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.devices import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quota, latency_between, rate_between
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
-from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.leader import Start
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.ring import device_trials
 from ringtmp.strategies.ring.device_trials import Answers, DeviceTrials
 from ringtmp.strategies.ring.link_trials import (

@@ -25,8 +25,8 @@ from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
 from ringtmp.run.check_settings import resolve
 from ringtmp.run.interruption import Interruption
-from ringtmp.run.job import Job
 from ringtmp.run.session import Session
+from ringtmp.run.what_to_train import Job
 from ringtmp.runtime.losses import cross_entropy, loss_named, next_byte
 from ringtmp.runtime.run_directory import RunDirectory
 from test_recompute import Centred

@@ -30,11 +30,11 @@ from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run.check_settings import resolve
 from ringtmp.run.interruption import Interruption
-from ringtmp.run.job import Job
 from ringtmp.run.session import Session
+from ringtmp.run.what_to_train import Job
 from ringtmp.runtime import snapshot_schedule
-from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.losses import cross_entropy
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.runtime.stage import Stage
@@ -42,7 +42,7 @@ from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.node import Node
 from ringtmp.transport.base import Channel, Frame, Transport
 from ringtmp.transport.faults import Faults, Severed, Shaped
-from ringtmp.wire import link
+from ringtmp.wire import reliable_link
 from ringtmp.wire.messages import Held
 
 STEPS = 4
@@ -392,8 +392,10 @@ class Anything(int):
 
 
 def no_generation_check(patch: pytest.MonkeyPatch) -> None:
-    decode = link.decode_packet
-    patch.setattr(link, "decode_packet", lambda frame: msgspec.structs.replace(decode(frame), generation=Anything()))
+    decode = reliable_link.decode_packet
+    patch.setattr(
+        reliable_link, "decode_packet", lambda frame: msgspec.structs.replace(decode(frame), generation=Anything())
+    )
 
 
 def no_holder_acknowledgement(patch: pytest.MonkeyPatch) -> None:

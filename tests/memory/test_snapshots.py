@@ -18,8 +18,8 @@ from ringtmp.metrics import events
 from ringtmp.plan.memory_forecast import PIECES_BYTES
 from ringtmp.runtime import snapshot_schedule
 from ringtmp.runtime.checkpoint import Progress
-from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.layer_snapshot import LayerSnapshot, Writing, laid_out
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_schedule import BUDGET, Protection, interval_steps
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.strategies.ring.exchange_snapshots import LINE_SHARE, MOST_PIECE_BYTES, Pace

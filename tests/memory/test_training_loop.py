@@ -27,10 +27,10 @@ from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
 from ringtmp.run.check_settings import resolve
 from ringtmp.run.interruption import Interruption
-from ringtmp.run.job import Job
 from ringtmp.run.session import Session
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.run.what_to_train import Job
 from ringtmp.runtime.losses import cross_entropy, loss_named
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.strategies.ring.node import Node
 from ringtmp.transport.faults import Tapped

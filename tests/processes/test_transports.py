@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ringtmp.errors import UsageError
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.transport import zeromq
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.transport.encryption import new_key_pair

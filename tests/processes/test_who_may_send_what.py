@@ -20,7 +20,7 @@ from ringtmp.launch.agent_messages import Died, Heartbeat, Join, Started
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
 from ringtmp.plan.route import plain_ring
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.strategies import registry
 from ringtmp.strategies.data_parallel import sum_over_workers
 from ringtmp.transport.encryption import connect_securely, new_key_pair

@@ -19,8 +19,8 @@ from ringtmp.model import portable_layer
 from ringtmp.model.export import Exporter
 from ringtmp.model.run_graph import Program
 from ringtmp.wire.address import Address
-from ringtmp.wire.link import Link
 from ringtmp.wire.messages import Activations, Gradients, Hello, Inspected, Norms, Place
+from ringtmp.wire.reliable_link import Link
 
 
 def honest() -> tuple[list[list[bytes]], list[bytes], list[bytes]]:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ringtmp.errors import ProtocolError
 from ringtmp.system.resources import set_threads
-from ringtmp.wire.link import ACK_AFTER_BYTES, ACK_AFTER_S, PROBE_AFTER_S, Delivery, Link
 from ringtmp.wire.messages import PROTOCOL, Crossing, Gradients, Message
 from ringtmp.wire.packets import PIECE_BYTES, Packet, encode_packet
+from ringtmp.wire.reliable_link import ACK_AFTER_BYTES, ACK_AFTER_S, PROBE_AFTER_S, Delivery, Link
 from ringtmp.wire.tensors import Landing, TensorSpec, check, describe
 
 
@@ -203,7 +203,7 @@ def test_tensors_the_plan_does_not_know_are_refused_before_memory_is_taken(monke
         if fine:
             assert receiver.receive(sender.outbox.popleft(), 0.0) is not None
             continue
-        monkeypatch.setattr("ringtmp.wire.link.Landing", lambda spec: pytest.fail("memory was taken"))
+        monkeypatch.setattr("ringtmp.wire.reliable_link.Landing", lambda spec: pytest.fail("memory was taken"))
         with pytest.raises(ProtocolError, match="not in the plan"):
             receiver.receive(sender.outbox.popleft(), 0.0)
 

@@ -42,7 +42,7 @@ ALLOWED = {
     "launch/key_store.py": "the ring whose keys they are",
     "report/theme.py": "colours that stay the same from page to page",
     "bench/experiments/energy.py": "the heading of a column",
-    "bench/analysis/shared_figures.py": "the heading of a column",
+    "bench/analysis/page_drawings.py": "the heading of a column",
 }
 
 

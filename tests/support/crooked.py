@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from ringtmp.launch.in_memory import InMemoryPool
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.wire.messages import Message
 from test_healing import Ticking
 

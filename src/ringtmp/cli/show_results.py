@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ringtmp.metrics.summary import NodeSummary, Summary
-from ringtmp.run.job import Watcher
 from ringtmp.run.progress import Telling, shown
+from ringtmp.run.what_to_train import Watcher
 from ringtmp.units import bytes_text, count_text, seconds_text
 
 _EXACTNESS = {

@@ -7,9 +7,9 @@ strategy or an optimizer to judge is checked where these are known (run/check_se
 from __future__ import annotations
 
 from ringtmp.config.build import SETTINGS, checked, from_tree, merge_for_resume, replaced, usual_microbatches, value_of
+from ringtmp.config.parse_text import parse_pairs, parse_schedule
 from ringtmp.config.setting_type import Setting
 from ringtmp.config.settings import DEFAULT_EPOCHS, KeepPart, ModelPart, RingPart, RunConfig, StreamKeep, TrainingPart
-from ringtmp.config.text import parse_pairs, parse_schedule
 
 __all__ = [
     "DEFAULT_EPOCHS", "SETTINGS", "KeepPart", "ModelPart", "RingPart", "RunConfig", "Setting", "StreamKeep",

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_type import Declaration as Is
-from ringtmp.config.text import parse_schedule
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.wire.formats import WIRE_FORMATS
 

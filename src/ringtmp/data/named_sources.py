@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringtmp.data.factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.data.sources import Shape, Source, Table, from_python, split, subset, tensors
+from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import UsageError, unknown
 
 KNOWN = ("digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "pysource", "FILE.py:factory")

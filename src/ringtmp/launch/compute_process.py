@@ -70,7 +70,7 @@ def main() -> int:
     _load()
     from ringtmp.launch.watchdog import Watchdog
     from ringtmp.plan.route import MASTER
-    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.snapshot_store import SnapshotStore
     from ringtmp.runtime.worker import Worker
     from ringtmp.strategies.registry import member

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from ringtmp.errors import NodeLost
 from ringtmp.launch.planned_devices import as_this_process
 from ringtmp.plan.devices import Device, quota_of
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.runtime.worker import Worker
 from ringtmp.strategies.registry import member

@@ -19,7 +19,7 @@ from ringtmp.launch.key_store import Rings
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
 from ringtmp.plan import devices as planned
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.system.resources import free_memory_bytes, own_memory_bytes
 from ringtmp.transport.encryption import new_key_pair

@@ -24,7 +24,7 @@ from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
 from ringtmp.launch.spare_process import Spare
 from ringtmp.launch.start_process import end, is_stopped, last_words, let_go, spawn
 from ringtmp.plan.devices import Device
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.resources import machine_free_bytes, own_memory_bytes

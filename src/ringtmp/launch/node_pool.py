@@ -8,7 +8,7 @@ from typing import Protocol
 from ringtmp.errors import NodeLost
 from ringtmp.plan.devices import Device
 from ringtmp.runtime import leader
-from ringtmp.runtime.endpoint import Endpoint
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.wire.address import Address
 
 

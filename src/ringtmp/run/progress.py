@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import Evaluated, StepDone
-from ringtmp.run.job import Watcher
+from ringtmp.run.what_to_train import Watcher
 from ringtmp.units import count_text
 from ringtmp.untrusted import printable
 

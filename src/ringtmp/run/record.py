@@ -8,7 +8,7 @@ from typing import Any
 
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog, Regrouped
-from ringtmp.run.job import Watcher
+from ringtmp.run.what_to_train import Watcher
 from ringtmp.wire.messages import Hello
 
 

@@ -20,13 +20,13 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.interruption import Interruption
-from ringtmp.run.job import Job
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record import Record, unlike
 from ringtmp.run.save_checkpoints import Saving
+from ringtmp.run.what_to_train import Job
 from ringtmp.runtime.checkpoint import Checkpoint, Progress
-from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import BaseLeader, Start
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies import registry

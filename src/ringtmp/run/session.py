@@ -21,13 +21,13 @@ from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.run.build_model import write_model
 from ringtmp.run.healing import Healing
 from ringtmp.run.interruption import Interruption
-from ringtmp.run.job import Job, Watcher
 from ringtmp.run.measure_model import Reading
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record import Record
 from ringtmp.run.ring_generations import Generations, Origin, Run, settled
 from ringtmp.run.save_checkpoints import Saving
 from ringtmp.run.training_loop import TrainingLoop
+from ringtmp.run.what_to_train import Job, Watcher
 from ringtmp.runtime.checkpoint import Progress, weights_sha256
 from ringtmp.runtime.learning_rates import checked_schedule
 from ringtmp.runtime.snapshot_schedule import Protection

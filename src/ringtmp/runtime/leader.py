@@ -14,7 +14,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
-from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.member import Member
 from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot

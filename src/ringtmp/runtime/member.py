@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ringtmp.metrics import events
-from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.wire.messages import Message
 
 

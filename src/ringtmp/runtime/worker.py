@@ -11,7 +11,7 @@ from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.metrics import events, this_device
 from ringtmp.metrics.events import NodeEnded
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.member import MakeMember, Member
 from ringtmp.system.resources import peak_rss_bytes
 from ringtmp.transport.base import Channel

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from ringtmp.plan.simulated_step import Simulated
     from ringtmp.plan.when_to_rebalance import Balance
     from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
-    from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.runtime.leader import NodePool, Start
     from ringtmp.runtime.losses import LossFunction, Score
+    from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.member import Member
     from ringtmp.runtime.run_directory import LayerIndex
     from ringtmp.strategies.data_parallel.member import ParallelMember

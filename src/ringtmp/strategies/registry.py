@@ -24,7 +24,7 @@ from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
 
 if TYPE_CHECKING:
-    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.member import Member
     from ringtmp.wire.messages import Message
 

@@ -33,7 +33,7 @@ NODE, KEEPING, SHELF = (
     "strategies.ring.node_snapshots:NodeSnapshots",
     "runtime.snapshot_store:SnapshotStore",
 )
-WORKER, ENDPOINT, MASTER = "runtime.worker:Worker", "runtime.endpoint:Endpoint", "strategies.ring.master:Master"
+WORKER, ENDPOINT, MASTER = "runtime.worker:Worker", "runtime.mailbox:Endpoint", "strategies.ring.master:Master"
 WRITER = "runtime.checkpoint:CheckpointWriter"
 
 #: Where layers lie, so that points can count them: nodes 1 and 2 have two each, the master the first and the last.

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures
+from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.ring_against_server import Contrast, Sampled
 from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.jobs import Job
@@ -62,7 +62,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         "busy, and nanojoules per byte at each end. No device here has a meter of its own unless the table says measured.",
         tuple(verdicts),
         (
-            shared_figures.bars(
+            page_drawings.bars(
                 "joules-per-sample",
                 "Joules per sample",
                 f"joules ({source})",
@@ -160,7 +160,7 @@ def _larger(choices: Choices, measured: Measured) -> list[Conclusion]:
     anchors = shared_runs.not_behind(shared_runs.anchor_cells(choices), choices, measured)
     for label, group in shared_runs.by_label(anchors).items():
         pairs = ring_against_server.both(
-            shared_figures.sampled(group, measured, per_step_values.step_joules), choices.seed
+            page_drawings.sampled(group, measured, per_step_values.step_joules), choices.seed
         )
         found += [
             Conclusion(f"joules per step, {label}", name, pair, vary(group, measured, pair, counted))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures
+from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
@@ -42,28 +42,28 @@ def section(choices: Choices, measured: Measured) -> Section:
     shares = ring_against_server.figures(found, choices.seed)
     records = {each.way.label: measured.records(each.job) for each in main if measured.records(each.job)}
     figures = [
-        shared_figures.causes_figure("idle-causes", f"What workers wait for, {choices.nodes} nodes", records),
-        shared_figures.bars(
+        page_drawings.causes_figure("idle-causes", f"What workers wait for, {choices.nodes} nodes", records),
+        page_drawings.bars(
             "idle-share", f"Idle share of workers, {choices.nodes} nodes", "share of time in steps", shares
         ),
         _lines("idle-by-nodes", "nodes", [*_by_nodes(choices), *main], choices, measured),
         _lines("idle-by-batch", "samples per step", [*_by_batch(choices), *main], choices, measured),
         *(
-            shared_figures.gantt(f"gantt-{shared_figures.slug(label)}", f"One step of {label}", each[0])
+            page_drawings.gantt(f"gantt-{page_drawings.slug(label)}", f"One step of {label}", each[0])
             for label, each in records.items()
         ),
     ]
     anchors = shared_runs.anchor_cells(choices)
-    task = shared_figures.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
+    task = page_drawings.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
     tables = [task, _workers(main, measured)]
     verdicts = [_verdict(AIM, "idle share of workers", fair, choices, measured)]
     for name, group in shared_runs.by_label(anchors).items():
         title = f"{name}, {choices.nodes} devices"
-        tables.append(shared_figures.cost_table(title, group, measured, choices.seed))
+        tables.append(page_drawings.cost_table(title, group, measured, choices.seed))
         # A way that does not learn the task is compared nowhere.
         learned = shared_runs.not_behind(group, choices, measured)
         tables.append(
-            shared_figures.against_table(f"{title}: the ring against the server", learned, measured, choices.seed)
+            page_drawings.against_table(f"{title}: the ring against the server", learned, measured, choices.seed)
         )
         verdicts.append(_verdict(f"{AIM} ({name})", f"idle share of workers, {name}", learned, choices, measured))
     return Section(
@@ -79,7 +79,7 @@ def section(choices: Choices, measured: Measured) -> Section:
 
 
 def _idle(group: Sequence[Cell], measured: Measured) -> list[ring_against_server.Sampled]:
-    return shared_figures.sampled(group, measured, per_step_values.idle_times, "ratio")
+    return page_drawings.sampled(group, measured, per_step_values.idle_times, "ratio")
 
 
 def _some(choices: Choices) -> list[str]:
@@ -137,7 +137,7 @@ def _lines(name: str, label: str, group: Sequence[Cell], choices: Choices, measu
     several = {key: each for key, each in points.items() if len(each) > 1}
     if not several:
         return None
-    return shared_figures.lines(
+    return page_drawings.lines(
         name, f"Idle share by {label}", label, "idle share of workers", several, log_x=label != "nodes",
         caption="Bands are 95 % intervals over repeats and steps.",
     )  # fmt: skip
@@ -154,7 +154,7 @@ def _workers(main: Sequence[Cell], measured: Measured) -> Table:
                     (
                         each.way.label,
                         f"{track.node} {track.role}",
-                        shared_figures.share_text(track.idle_share),
+                        page_drawings.share_text(track.idle_share),
                         causes,
                         bytes_text(sum(track.sent_bytes)),
                         bytes_text(track.peak_rss_bytes or 0),
@@ -166,4 +166,4 @@ def _workers(main: Sequence[Cell], measured: Measured) -> Table:
 
 def _verdict(aim: str, what: str, group: Sequence[Cell], choices: Choices, measured: Measured) -> Verdict:
     pairs = ring_against_server.both(_idle(group, measured), choices.seed)
-    return ring_against_server.verdict(aim, what, lambda side: shared_figures.share_text(side.middle), pairs)
+    return ring_against_server.verdict(aim, what, lambda side: page_drawings.share_text(side.middle), pairs)

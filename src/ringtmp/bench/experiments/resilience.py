@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ringtmp.bench.analysis import shared_figures
+from ringtmp.bench.analysis import page_drawings
 from ringtmp.bench.measuring.jobs import PYTHON, Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.node_removal import Removal
@@ -264,7 +264,7 @@ def _figure(loss: Loss, facts: Sequence[Any]) -> Figure | None:
     times = [at for at, _ in line]
     middles = tuple((a + b) / 2 for a, b in pairwise(times))
     speeds = tuple(1 / max(1e-6, b - a) for a, b in pairwise(times))
-    name = shared_figures.slug(f"{loss.way.label}-{loss.what}-{loss.role}")
+    name = page_drawings.slug(f"{loss.way.label}-{loss.what}-{loss.role}")
     return Figure(
         f"around-{name}", f"Steps per second around the loss: {loss.way.label}, {loss.text}", "lines",
         "seconds since the removal", "steps per second", (Series(loss.way.label, middles, speeds),),

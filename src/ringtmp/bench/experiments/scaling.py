@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ringtmp.bench.analysis import intervals, per_step_values, ring_against_server, shared_figures
+from ringtmp.bench.analysis import intervals, page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.jobs import Job
@@ -67,8 +67,8 @@ def section(choices: Choices, measured: Measured) -> Section:
 def _verdict(kind: str, group: Sequence[Cell], base: Cell, choices: Choices, measured: Measured) -> Verdict:
     most = max(each.nodes for each in group)
     compared = shared_runs.not_behind([each for each in group if each.nodes == most], choices, measured)
-    (alone,) = shared_figures.sampled([base], measured, per_step_values.sample_times, "ratio")
-    found = shared_figures.sampled(compared, measured, per_step_values.sample_times, "ratio")
+    (alone,) = page_drawings.sampled([base], measured, per_step_values.sample_times, "ratio")
+    found = page_drawings.sampled(compared, measured, per_step_values.sample_times, "ratio")
     return ring_against_server.verdict(
         f"{AIM} ({kind})",
         f"time per sample on {most} devices",
@@ -126,12 +126,12 @@ def _figures(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, c
         busiest.setdefault(each.way.label, []).append((float(each.nodes), Interval(middle, min(moved), max(moved))))
     if not points:
         return []
-    made = shared_figures.lines(f"speed-up-{kind}", f"Speed-up, {kind} scaling", "devices", "times one device", points)
+    made = page_drawings.lines(f"speed-up-{kind}", f"Speed-up, {kind} scaling", "devices", "times one device", points)
     counts = tuple(float(count) for count in choices.node_counts)
     ideal = Series("ideal", counts, counts)
     made = Figure(made.name, made.title, "lines", made.x_label, made.y_label, (*made.series, ideal),
                   caption="Bands are 95 % intervals; the ideal line is one device's speed times devices.")  # fmt: skip
-    link = shared_figures.lines(f"busiest-link-{kind}", f"Bytes per step through the busiest link, {kind} scaling", "devices",
+    link = page_drawings.lines(f"busiest-link-{kind}", f"Bytes per step through the busiest link, {kind} scaling", "devices",
                       "bytes per step", busiest, log_y=True)  # fmt: skip
     return [made, link]
 
@@ -151,7 +151,7 @@ def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, see
                 str(each.nodes),
                 str(each.work.batch_size),
                 f"{1 / rate.middle:.0f}",
-                shared_figures.ranged(speedup, lambda value: f"{value:.2f}"),
+                page_drawings.ranged(speedup, lambda value: f"{value:.2f}"),
                 f"{speedup.middle / each.nodes:.0%}",
                 bytes_text(moved),
             )

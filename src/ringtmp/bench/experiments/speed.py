@@ -15,8 +15,8 @@ import msgspec
 
 from ringtmp.bench.analysis import intervals
 from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.analysis.page_drawings import bars, slug
 from ringtmp.bench.analysis.per_step_values import idle_times
-from ringtmp.bench.analysis.shared_figures import bars, slug
 from ringtmp.bench.analysis.step_time_bounds import Sizes, ideal_s, limit_s
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.machine import QUIET

@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-from ringtmp.bench.analysis import intervals, per_step_values, shared_figures
+from ringtmp.bench.analysis import intervals, page_drawings, per_step_values
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
@@ -123,7 +123,7 @@ def _rate(each: Cell) -> float:
 
 
 def _figure(way: Way, points: list[Point]) -> Figure:
-    measured = shared_figures.lines(
+    measured = page_drawings.lines(
         "", "", "", "", {"measured": [(point.mbps, point.measured_s) for point in points]}
     ).series
     x = tuple(point.mbps for point in points)
@@ -131,7 +131,7 @@ def _figure(way: Way, points: list[Point]) -> Figure:
         Series(name, x, tuple(point.predicted_s[index] for point in points))
         for index, name in enumerate(("(1) T", "(2) c + T", "(3) max(c, T)"))
     )
-    name, title = f"equations-{shared_figures.slug(way.label)}", f"Step time of {way.label} by link rate"
+    name, title = f"equations-{page_drawings.slug(way.label)}", f"Step time of {way.label} by link rate"
     return Figure(name, title, "lines", "Mbit/s", "seconds per step",
                   (*measured, *lines), log_x=True, log_y=True, caption="Slow links to the left.")  # fmt: skip
 
@@ -141,7 +141,7 @@ def _row(way: Way, point: Point) -> tuple[str, ...]:
     return (
         way.label,
         f"{point.mbps:g}",
-        shared_figures.ranged(point.measured_s, seconds_text),
+        page_drawings.ranged(point.measured_s, seconds_text),
         *(seconds_text(each) for each in times),
         f"{point.measured_s.middle / point.predicted_s[2]:.2f}",
     )

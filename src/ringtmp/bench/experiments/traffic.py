@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from ringtmp.bench.analysis import per_step_values, ring_against_server, shared_figures, traffic_formulas
+from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server, traffic_formulas
 from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, SERVERS, Net
 from ringtmp.bench.measuring.jobs import Job
@@ -73,11 +73,11 @@ def cells(choices: Choices) -> list[Cell]:
 def section(choices: Choices, measured: Measured) -> Section:
     nodes = choices.nodes
     main = shared_runs.task_cells(choices)
-    found = shared_figures.sampled(main, measured, per_step_values.sent_bytes)
+    found = page_drawings.sampled(main, measured, per_step_values.sent_bytes)
     fair, behind = shared_runs.learned(main, measured)
     per_step = ring_against_server.figures(found, choices.seed)
     sent, busiest = (
-        ring_against_server.both(shared_figures.sampled(fair, measured, values), choices.seed)
+        ring_against_server.both(page_drawings.sampled(fair, measured, values), choices.seed)
         for values in (per_step_values.sent_bytes, per_step_values.busiest_step_bytes)
     )
     batch = choices.task().batch_size
@@ -85,7 +85,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         *(_epoch_figure(net, nodes) for net in NETS),
         _map("break-even-total", "Bytes in all", nodes, busiest=False),
         _map("break-even-busiest", "Bytes on the busiest device's link", nodes, busiest=True),
-        *([shared_figures.bars("bytes-per-step", f"Bytes per step as measured, batch {batch}", "bytes", per_step, log=True)]
+        *([page_drawings.bars("bytes-per-step", f"Bytes per step as measured, batch {batch}", "bytes", per_step, log=True)]
           if per_step else []),
         *_links(main, measured),
     ]  # fmt: skip
@@ -323,7 +323,7 @@ def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:
             )
             found.append(
                 Figure(
-                    f"links-{shared_figures.slug(each.way.label)}",
+                    f"links-{page_drawings.slug(each.way.label)}",
                     f"Bytes by link, {each.way.label}",
                     "heat",
                     "",

@@ -9,7 +9,7 @@ from ringtmp.errors import unknown
 from ringtmp.strategies.base import About, OnPaper, Roles, Settings, Sizes, Strategy, Task, Traffic, described
 
 if TYPE_CHECKING:
-    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
 

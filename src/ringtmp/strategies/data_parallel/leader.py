@@ -23,9 +23,9 @@ from ringtmp.model import portable_layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
-from ringtmp.runtime.endpoint import Mail
 from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.losses import Score
+from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
 from ringtmp.strategies.data_parallel.member import ParallelMember

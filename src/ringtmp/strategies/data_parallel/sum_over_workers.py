@@ -12,7 +12,7 @@ import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics.step_recorder import Recorder
-from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.wire.formats import ErrorFeedback, wire_format
 from ringtmp.wire.messages import GradientPart
 

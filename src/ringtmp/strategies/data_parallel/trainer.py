@@ -21,8 +21,8 @@ from ringtmp.model.export import nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.checkpoint import StateName
-from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.losses import LOSSES, LossFunction, Score, is_of_bytes
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.segment_edges import detached
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica

@@ -10,7 +10,7 @@ from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Si
 from ringtmp.strategies.ps.settings import PsSettings, fitted
 
 if TYPE_CHECKING:
-    from ringtmp.runtime.endpoint import Endpoint
+    from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import ParallelMember
     from ringtmp.wire.messages import Enlist
 

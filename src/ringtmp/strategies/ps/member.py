@@ -38,7 +38,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events, this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.worker import farewell, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel import parameter_keys

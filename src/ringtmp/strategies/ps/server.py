@@ -13,7 +13,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
 from ringtmp.strategies.ps.key_on_server import Slot

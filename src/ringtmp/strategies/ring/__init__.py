@@ -10,8 +10,8 @@ from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Sizes, St
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.metrics.events import EventLog
-    from ringtmp.runtime.endpoint import Endpoint
     from ringtmp.runtime.leader import NodePool
+    from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.member import Member
     from ringtmp.wire.messages import Hello, Message
 

@@ -20,8 +20,8 @@ from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.devices import LayerCost
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
-from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.leader import HELLO_LIMIT_S, BaseLeader, Start
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.segment_edges import run_backward
 from ringtmp.strategies.ring.link_trials import (
     AGAIN_S,

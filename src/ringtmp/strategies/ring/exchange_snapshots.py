@@ -18,8 +18,8 @@ import msgspec
 from ringtmp.errors import ProtocolError, SnapshotUnusable
 from ringtmp.plan.route import MASTER, Route, holder_of
 from ringtmp.runtime.checkpoint import LayerTensors
-from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.layer_snapshot import Label, laid_out
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import Held, Keep, LayerState, Missing, Recall, Void, Whole

@@ -19,8 +19,8 @@ from itertools import count, pairwise
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.runtime.endpoint import Endpoint, Mail
 from ringtmp.runtime.leader import HELLO_LIMIT_S
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.wire.messages import Echo, Echoed, Tried, Try
 
 #: A leader's own lines together; and all lines, with those between others.

@@ -26,9 +26,9 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
-from ringtmp.runtime.endpoint import Mail
 from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, Score
+from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines

@@ -21,7 +21,7 @@ from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.clipping import total_norm
-from ringtmp.runtime.endpoint import Endpoint, Mail
+from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.segment_edges import detached, once_each, whole
 from ringtmp.runtime.stage import Stage

@@ -27,8 +27,8 @@ from ringtmp.plan.partition import deeper
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.plan.when_to_rebalance import Balance
-from ringtmp.runtime.endpoint import Endpoint
 from ringtmp.runtime.leader import NodePool, Start
+from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import PlanRequest, Share
 from ringtmp.strategies.ring.device_trials import DeviceTrials, sample_of

@@ -12,7 +12,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.plan.next_action import Ready
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import Norms
-from ringtmp.runtime.endpoint import Mail
+from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import Stage
 from ringtmp.wire.messages import Activations, Gradients
 

@@ -1,7 +1,7 @@
 """The digest matrix: the weights of many small runs, so that a change that should alter no bit can show that it altered none.
 
-    python scripts/compare_digests.py record docs/digests.json     run every case and write its digest
-    python scripts/compare_digests.py compare docs/digests.json    run every case again and name those that differ
+    python scripts/compare_weight_digests.py record docs/digests.json     run every case and write its digest
+    python scripts/compare_weight_digests.py compare docs/digests.json    run every case again and name those that differ
 
 Models, strategies, schedules, routes, wires, optimizers, healing after a kill, resuming. Digests hold for one fingerprint
 (torch build, CPU capability), which is recorded with them; with another one `compare` says so and compares nothing.
