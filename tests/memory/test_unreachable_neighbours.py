@@ -158,11 +158,11 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
     pool._gather_spares(350 * 2**20)
     assert [device.facts.name for device in pool._devices.values()] == ["late"]
     assert len(said) == 1
-    assert said[0].startswith("paused: those who are left lack 250.0 MiB of memory")
+    assert said[0].startswith("paused: the remaining devices are 250.0 MiB of memory short")
 
 
 def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_run(tmp_path: Path) -> None:
-    """A parameter server goes on without a lost worker: nothing is mended, and its device may come back."""
+    """A parameter server continues without a lost worker: nothing is rebuilt, and its device may come back."""
     port, said = free_port(), list[str]()
     rings = Rings(tmp_path)
     rings.open("home", create=True)
@@ -175,7 +175,7 @@ def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_
             pool.check(2)
             assert pool._hub._door is None
         assert len(said) == 1
-        assert said[0].startswith(f"nobody can join: cannot listen on port {port}: Address already in use")
+        assert said[0].startswith(f"nobody can join yet: cannot listen on port {port}: Address already in use")
         pool._door_not_before = 0.0  # a while later
         pool.check(3)
         keys, facts = identity(tmp_path / "device"), device_facts("back")
