@@ -71,7 +71,7 @@ def test_a_run_that_does_not_fit_the_survivors_pauses_until_another_comes(tmp_pa
 def test_a_user_who_stops_a_paused_run_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Short(Death(2, 4), comes=False)
     monkeypatch.setattr(Interruption, "__call__", lambda self: bool(pool.paused))
-    with pytest.raises(Interrupted, match="paused: go on with Ring\\(...\\).resume"):
+    with pytest.raises(Interrupted, match="paused: resume with Ring\\(...\\).resume"):
         run(tmp_path / "run", pool)
 
 
@@ -129,7 +129,7 @@ def test_a_disk_too_full_for_a_folder_or_the_settings_costs_neither_run_nor_bits
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     said = [each.text for each in events.read(hit.run_dir / "events.jsonl") if isinstance(each, events.Warned)]
     assert any("no checkpoint of step 4: No space left" in each for each in said), said
-    assert any("settings cannot be written anew: No space left" in each for each in said), said
+    assert any("cannot rewrite the run's settings: No space left" in each for each in said), said
 
 
 def test_after_a_checkpoint_the_next_snapshot_comes_at_once(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 def test_a_node_that_is_there_and_does_nothing_is_replaced_after_the_stall_limit(tmp_path: Path, expected: str) -> None:
     hit = run(tmp_path / "hit", Split(4, 6, idle=2))
     (healed,) = hit.summary.recoveries
-    assert "node 2 is there and answers nobody" in healed.reason
+    assert "node 2 is alive but answers nobody" in healed.reason
     assert (healed.lost, healed.nodes, healed.notice_s) == ((2,), 4, 60)
     assert hit.summary.weights_sha256 == expected
 
@@ -102,7 +102,7 @@ def test_two_neighbours_that_cannot_reach_each_other_are_put_apart(
 
 def test_where_no_order_keeps_them_apart_one_is_left_out_and_that_is_said(tmp_path: Path, expected: str) -> None:
     hit = run(tmp_path / "hit", Split(3, 6, {(1, 2)}))
-    assert any("node 2 left out: in no order of the ring" in text for text in hit.summary.warnings)
+    assert any("node 2 is left out: no order of the ring" in text for text in hit.summary.warnings)
     assert hit.summary.weights_sha256 == expected
 
 
