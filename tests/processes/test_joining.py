@@ -238,7 +238,7 @@ def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_ba
     wait_for_step(ring.folder / "run", 10, process)
     first.send_signal(signal.SIGINT)
     assert first.wait(10) == 0
-    ring.until("master", r"nodes go on")
+    ring.until("master", r"nodes continue")
     ring.device("alpha")
     summary = ring.result()
     alone = here("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
@@ -260,7 +260,7 @@ def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring:
         each.suspend()
     try:
         ring.until("master", r"alpha\) has been silent for 3\.\d s")
-        ring.until("master", r"nodes go on")
+        ring.until("master", r"nodes continue")
     finally:
         for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):
