@@ -41,7 +41,7 @@ def broken():
         ("--model mine.py:broken", "model 'mine.py:broken' raised KeyError: 'no such key' (mine.py, line 11)"),
         ("--model mine.py", "needs the name of a function: write --model mine.py:build; it has build, needy, broken"),
         ("--model gone.py", "no file gone.py"),
-        ("--data mine.py", "as --data mine.py:build"),
+        ("--data mine.py", "write --data mine.py:build"),
         ("--optimizer adamW", "did you mean 'adamw'?"),
         ("--stream-keep flash", "unknown stream-keep 'flash': choose from disk, memory, none"),
         (
@@ -88,7 +88,7 @@ def test_help_has_its_options_in_groups(tmp_path: Path) -> None:
         ({"bacth_size": 3}, "did you mean batch_size?"),
         ({"lr": 0.1}, r'lr belongs to the optimizer: write optimizer=\("adam", {"lr": 0.1}\)'),
         ({"nodes": 4}, r"nodes is an argument of Ring: write Ring\(nodes=...\).fit\(...\)"),
-        ({"test_data": (torch.zeros(1, 1), torch.zeros(1))}, "digits has a test part already"),
+        ({"test_data": (torch.zeros(1, 1), torch.zeros(1))}, "digits already includes test data"),
     ],
 )
 def test_an_argument_fit_does_not_take_gets_the_one_that_was_meant(arguments: dict[str, object], says: str) -> None:
