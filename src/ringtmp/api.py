@@ -94,7 +94,9 @@ class Ring:
                 "give inputs and targets as one pair: fit(model, (inputs, targets), ...); the rest by name"
             )
         if isinstance(train_data, str) and test_data is not None:
-            raise UsageError(f"test_data goes with data of your own: {train_data} has a test part already")
+            raise UsageError(
+                f"{train_data} already includes test data: leave out test_data, or pass your own train_data"
+            )
         named = {
             "name": model if isinstance(model, str) else type(model).__name__,
             "data": train_data if isinstance(train_data, str) else "given",

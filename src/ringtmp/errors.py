@@ -89,7 +89,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     choices = sorted(known)
     near = nearest(name, choices)
     hint = f"did you mean {near!r}? " if near else ""
-    return UsageError(f"unknown {kind} {name!r}: {hint}known are {', '.join(choices)}")
+    return UsageError(f"unknown {kind} {name!r}: {hint}choose from {', '.join(choices)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -252,7 +252,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run directory"):
         CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False, standalone_mode=False)
     EventLog(tmp_path / "events.jsonl").close()
-    with pytest.raises(UsageError, match="nothing was started"):
+    with pytest.raises(UsageError, match="was never started"):
         CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False, standalone_mode=False)
 
 

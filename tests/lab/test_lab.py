@@ -201,7 +201,7 @@ def test_scaling_is_said_and_handed_to_the_commands(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     file = devices_file(tmp_path, device("a", cpu=2 * cores, link_mbps=80), device("b", cpu=2 * cores))
     _, err = finish(begin("lab", "exec", "--devices", file, "--", "true", cwd=tmp_path), 2)
-    assert f"want {4 * cores} cores" in err
+    assert f"need {4 * cores} cores" in err
     script = "echo $RINGTMP_LAB_SCALE $RINGTMP_EMULATED; tc qdisc show dev eth0"
     out, err = finish(begin("lab", "exec", "--scale", "--devices", file, "--", "sh", "-c", script, cwd=tmp_path))
     assert "SCALED: every CPU and link runs at 0.25 of its speed" in err
@@ -343,5 +343,5 @@ def test_a_missing_devices_file_is_named() -> None:
 
 def test_a_device_without_room_for_torch_is_refused_at_once(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a"), device("tiny", memory_mb=200))
-    with pytest.raises(DoesNotFit, match="tiny has 200 MiB, and torch alone needs 230"):
+    with pytest.raises(DoesNotFit, match="tiny has 200 MiB, but torch alone needs 230"):
         verb.command.main(["--devices", str(file), "train"], standalone_mode=False)

@@ -78,7 +78,7 @@ def test_owner_and_holder_die_together_and_no_bit_changes(keep: StreamKeep, tmp_
     assert [each.source for each in hit.summary.recoveries] == ["checkpoint", "checkpoint"]
     assert hit.summary.weights_sha256 == expected
     assert hit.summary.skipped_samples == 0
-    assert hit.summary.exactness == "stream", "a generator's order is not ours to repeat"
+    assert hit.summary.exactness == "stream", "a generator's order cannot be reproduced"
     assert not (tmp_path / "run/stream").exists(), "nobody needs them any more"
 
 

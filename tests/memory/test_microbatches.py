@@ -127,7 +127,7 @@ def test_a_resumed_run_keeps_the_number_that_was_chosen_and_notices_other_data(t
 
 
 def test_auto_is_for_the_ring_and_other_words_are_refused() -> None:
-    with pytest.raises(UsageError, match="auto goes with --strategy ring"):
+    with pytest.raises(UsageError, match="auto works with --strategy ring only"):
         resolve(RunConfig(training=TrainingPart(microbatches="auto"), ring=RingPart(strategy="ps")))
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"microbatches": "many"}, TrainingPart)

@@ -41,7 +41,7 @@ def test_a_device_lost_while_devices_are_tried_is_a_loss_like_any_other(turns: i
 
 
 class Short(Mortal):
-    """After a loss those who are left have too little memory, until somebody comes."""
+    """After a loss the remaining devices have too little memory, until another one joins."""
 
     def __init__(self, *deaths: Death, comes: bool) -> None:
         super().__init__(3, *deaths)
@@ -50,7 +50,7 @@ class Short(Mortal):
 
     def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         if not self.paused:
-            raise DoesNotFit("those who are left lack 5.0 MiB of memory")
+            raise DoesNotFit("the remaining devices are 5.0 MiB of memory short")
         return super().replace_lost(ring, generation, compact, need_bytes)
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
@@ -62,7 +62,7 @@ def test_a_run_that_does_not_fit_the_survivors_pauses_until_another_comes(tmp_pa
     calm = run(tmp_path / "calm", InMemoryPool(3))
     pool = Short(Death(2, 4), comes=True)
     hit = run(tmp_path / "hit", pool)
-    assert pool.paused == ["those who are left lack 5.0 MiB of memory"]
+    assert pool.paused == ["the remaining devices are 5.0 MiB of memory short"]
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     with pytest.raises(DoesNotFit, match="5.0 MiB"):
         run(tmp_path / "nobody", Short(Death(2, 4), comes=False))
@@ -71,7 +71,7 @@ def test_a_run_that_does_not_fit_the_survivors_pauses_until_another_comes(tmp_pa
 def test_a_user_who_stops_a_paused_run_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Short(Death(2, 4), comes=False)
     monkeypatch.setattr(Interruption, "__call__", lambda self: bool(pool.paused))
-    with pytest.raises(Interrupted, match="paused: go on with Ring\\(...\\).resume"):
+    with pytest.raises(Interrupted, match="paused: resume with Ring\\(...\\).resume"):
         run(tmp_path / "run", pool)
 
 
@@ -129,7 +129,7 @@ def test_a_disk_too_full_for_a_folder_or_the_settings_costs_neither_run_nor_bits
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
     said = [each.text for each in events.read(hit.run_dir / "events.jsonl") if isinstance(each, events.Warned)]
     assert any("no checkpoint of step 4: No space left" in each for each in said), said
-    assert any("settings cannot be written anew: No space left" in each for each in said), said
+    assert any("cannot rewrite the run's settings: No space left" in each for each in said), said
 
 
 def test_after_a_checkpoint_the_next_snapshot_comes_at_once(tmp_path: Path) -> None:

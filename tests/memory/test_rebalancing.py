@@ -220,7 +220,7 @@ def test_a_line_is_suspected_when_steps_get_longer_and_nobody_computes_longer() 
     assert not run.balance.suspects_lines(run.now), "that is what steps take now"
     move = run.balance.decide(run.now + 5, LONG, MOVE_S)
     assert move is not None
-    assert move.reason == "the line of attic carries 10% of what it did"
+    assert move.reason == "the link of attic carries 10% of what it used to"
     assert [each.link.down_bytes_per_s for each in move.devices] == [math.inf, 1e6, 1e5, 1e6]
 
 
@@ -243,7 +243,7 @@ def test_a_slower_way_to_the_master_is_not_taken_for_a_slower_line() -> None:
     run.balance.lines_found(run.now, {1: (1e6, 1e6), 2: (1e5, 1e5), 3: (1e6, 1e6)})
     assert run.balance.decide(run.now + ASK_EVERY_S + 1, LONG, MOVE_S) is None, "as it was"
     run.balance.lines_found(run.now, {1: (1e6, 1e6), 2: (1e4, 1e5), 3: (1e6, 1e6)})
-    assert run.balance._slow_line == "the line of attic carries 10% of what it did"
+    assert run.balance._slow_line == "the link of attic carries 10% of what it used to"
     assert run.balance._paths["desk", "attic"] == Path(1e4, 0.0)
     assert {each.link.down_bytes_per_s for each in run.balance._everyone[1:]} == {1e6}
 

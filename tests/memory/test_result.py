@@ -251,9 +251,9 @@ def test_what_cannot_look_on_is_refused_before_anything_starts(tmp_path: Path) -
         def step(self, *given: object) -> None: ...
 
     for wrong, says in (
-        ({"watcher": Noting}, r"watcher is the class Noting: give one of it, Noting\(\)"),
-        ({"watcher": Half()}, "a Half is no watcher: it has no phase, evaluated, warn, expect, tell"),
-        ({"on_step": lambda step: None}, "on_step takes the number of the step and its loss"),
+        ({"watcher": Noting}, r"watcher is the class Noting: pass an instance, Noting\(\)"),
+        ({"watcher": Half()}, "a Half is not a watcher: it lacks phase, evaluated, warn, expect, tell"),
+        ({"on_step": lambda step: None}, "on_step must accept the step number and its loss"),
         ({"on_step": 3}, "on_step is a int"),
     ):
         with pytest.raises(UsageError, match=says):

@@ -182,7 +182,7 @@ def test_a_run_takes_its_route_and_what_to_recompute_from_the_settings(tmp_path:
     [
         ({"staleness": 2}, {}, "--staleness 2 must be 0 or 1"),
         ({}, {"laps": 0}, "--laps 0 must be at least 1"),
-        ({}, {"laps": 2, "route": "v"}, "--route v goes out and back once"),
+        ({}, {"laps": 2, "route": "v"}, "--route v cannot be combined with --laps"),
         ({}, {"nodes": 3, "laps": 2}, "a route of 7 visits needs at least 7 layers; the model has 6"),
     ],
 )

@@ -320,7 +320,7 @@ def test_an_order_that_is_not_ours_is_said_and_resuming_warns(tmp_path: Path) ->
     assert (first.summary.exactness, told.warnings) == ("stream", [])
     assert ring.resume(tmp_path / "run", loader(), steps=5, watcher=told).summary.exactness == "stream"
     (warning,) = told.warnings
-    assert "a sampler of your own: their order is not ours to repeat" in warning
+    assert "a sampler of your own: their order cannot be reproduced" in warning
 
 
 def test_resuming_with_other_batches_is_noticed_and_never_called_exact_again(tmp_path: Path) -> None:

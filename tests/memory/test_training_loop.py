@@ -125,7 +125,7 @@ def test_an_interrupted_run_saves_and_goes_on_with_the_same_bits(tmp_path: Path)
 
     data = tensors("t", *blobs()), tensors("t", *blobs(30))
     job = Job(resolve(settings(3, epochs=3)), stack(), *data, cross_entropy, "cross_entropy", run)
-    with pytest.raises(Interrupted, match="after step 5; the checkpoint is saved: go on with"):
+    with pytest.raises(Interrupted, match="after step 5; the checkpoint is saved: resume with"):
         Session(job, InMemoryPool(3), PullsThePlug(), interruption).train()
     assert resume(tmp_path / "run", 2).summary.weights_sha256 == whole.summary.weights_sha256
 
@@ -258,7 +258,7 @@ def test_streams_loaders_and_callables_train(tmp_path: Path) -> None:
     first = Ring(nodes=1).fit(stack(), endless(), loss=own, steps=5, run_dir=tmp_path / "a")
     assert (first.summary.steps, first.summary.accuracy) == (5, None)
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=16)
-    with pytest.raises(UsageError, match="12 samples, so a microbatch of 1, and a BatchNorm needs 2"):
+    with pytest.raises(UsageError, match="12 samples, so its smallest microbatch has 1, but a BatchNorm needs 2"):
         Ring(nodes=1).fit(stack(), loader, epochs=2, run_dir=tmp_path / "x")
     second = Ring(nodes=1).fit(stack(), loader, epochs=2, microbatches=4, run_dir=tmp_path / "b")
     assert second.summary.steps == 8
@@ -372,7 +372,7 @@ def test_the_config_of_a_run_is_complete(tmp_path: Path) -> None:
         ({"steps": 0}, "--steps 0 must be at least 1"),
         ({"steps": 3, "epochs": 3}, "not both"),
         ({"clip_norm": -1.0}, "--clip-norm -1.0"),
-        ({"batch_size": 100}, "batch size 100 is above the 60"),
+        ({"batch_size": 100}, "batch size 100 is larger than the 60"),
         ({"wire": "int7"}, "unknown wire"),
     ],
 )

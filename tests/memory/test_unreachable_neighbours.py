@@ -83,7 +83,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 def test_a_node_that_is_there_and_does_nothing_is_replaced_after_the_stall_limit(tmp_path: Path, expected: str) -> None:
     hit = run(tmp_path / "hit", Split(4, 6, idle=2))
     (healed,) = hit.summary.recoveries
-    assert "node 2 is there and answers nobody" in healed.reason
+    assert "node 2 is alive but answers nobody" in healed.reason
     assert (healed.lost, healed.nodes, healed.notice_s) == ((2,), 4, 60)
     assert hit.summary.weights_sha256 == expected
 
@@ -102,7 +102,7 @@ def test_two_neighbours_that_cannot_reach_each_other_are_put_apart(
 
 def test_where_no_order_keeps_them_apart_one_is_left_out_and_that_is_said(tmp_path: Path, expected: str) -> None:
     hit = run(tmp_path / "hit", Split(3, 6, {(1, 2)}))
-    assert any("node 2 left out: in no order of the ring" in text for text in hit.summary.warnings)
+    assert any("node 2 is left out: no order of the ring" in text for text in hit.summary.warnings)
     assert hit.summary.weights_sha256 == expected
 
 
@@ -158,11 +158,11 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
     pool._gather_spares(350 * 2**20)
     assert [device.facts.name for device in pool._devices.values()] == ["late"]
     assert len(said) == 1
-    assert said[0].startswith("paused: those who are left lack 250.0 MiB of memory")
+    assert said[0].startswith("paused: the remaining devices are 250.0 MiB of memory short")
 
 
 def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_run(tmp_path: Path) -> None:
-    """A parameter server goes on without a lost worker: nothing is mended, and its device may come back."""
+    """A parameter server continues without a lost worker: nothing is rebuilt, and its device may come back."""
     port, said = free_port(), list[str]()
     rings = Rings(tmp_path)
     rings.open("home", create=True)
@@ -175,7 +175,7 @@ def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_
             pool.check(2)
             assert pool._hub._door is None
         assert len(said) == 1
-        assert said[0].startswith(f"nobody can join: cannot listen on port {port}: Address already in use")
+        assert said[0].startswith(f"nobody can join yet: cannot listen on port {port}: Address already in use")
         pool._door_not_before = 0.0  # a while later
         pool.check(3)
         keys, facts = identity(tmp_path / "device"), device_facts("back")

@@ -35,7 +35,7 @@ def test_help_answers_at_once_and_without_torch_and_so_does_catching_an_error(tm
         (["train", "--nodez", "3"], "--nodez"),
         (["train", "--nodes", "three"], "'three' is not a valid integer"),
         (["train", "--set", "width"], "--set 'width': write it as key=value"),
-        (["train", "--with", "servers=2"], "strategy ring has no setting 'servers'"),
+        (["train", "--with", "servers=2"], "strategy ring takes no settings, so 'servers' is unknown"),
         (["train", "missing.toml"], "missing.toml cannot be read"),
         (["train", "wrong.toml"], "is not TOML"),
         (["train", "unknown.toml"], "unknown section in unknown.toml 'trainig': did you mean 'training'"),

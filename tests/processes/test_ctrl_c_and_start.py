@@ -72,7 +72,7 @@ def test_output_that_finds_no_room_is_a_sentence_and_exit_1(tmp_path: Path, unbu
             [*CLI, "strategies"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )  # fmt: skip
-    said = "ringtmp: the output, or a file of the run, cannot be written: No space left on device\n"
+    said = "ringtmp: cannot write the output or a file of the run: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 

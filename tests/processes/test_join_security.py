@@ -231,7 +231,7 @@ def test_a_name_that_two_keys_have_takes_neither_away(master: Master) -> None:
         join(master.token(), keys, "attic")
     both = " or ".join(re.escape(f"-- {shlex.quote(each.public)}") for each in (old, new))
     for change in (master.rings.revoke, master.rings.release):
-        with pytest.raises(UsageError, match=f"2 nodes called 'attic'.*{both}"):
+        with pytest.raises(UsageError, match=f"2 devices named 'attic'.*{both}"):
             change("home", "attic")
     assert master.rings.revoke("home", old.public).key == old.public
     assert master.rings.release("home", "attic").key == new.public
@@ -248,7 +248,7 @@ def test_a_device_that_comes_back_is_let_in_though_nothing_can_be_written(
     token = master.token()
     monkeypatch.setattr("ringtmp.launch.key_store._write", full)
     join(token, known)
-    with pytest.raises(UsageError, match="cannot write down who joins: No space left"):
+    with pytest.raises(UsageError, match="cannot save the list of admitted devices: No space left"):
         join(token, new_key_pair(), "other")
 
 

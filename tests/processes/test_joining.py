@@ -135,7 +135,7 @@ def test_all_or_none_gives_up_when_its_wait_is_over(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("RINGTMP_CONFIG", str(tmp_path / "config"))
     where = ("--listen", f"127.0.0.1:{free_port()}", "--nodes", 3, "--start-with", 3, "--wait", 0.5)
     done = here("train", *where, "--steps", 1, *FLAGS, cwd=tmp_path, code=1)
-    assert "0 of 2 devices came within 500.0 ms: start again, or use --start-with" in done.stderr
+    assert "only 0 of 2 devices joined within 500.0 ms: try again, or use --start-with" in done.stderr
 
 
 def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run(ring: Ring, expected: str) -> None:
@@ -238,7 +238,7 @@ def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_ba
     wait_for_step(ring.folder / "run", 10, process)
     first.send_signal(signal.SIGINT)
     assert first.wait(10) == 0
-    ring.until("master", r"nodes go on")
+    ring.until("master", r"nodes continue")
     ring.device("alpha")
     summary = ring.result()
     alone = here("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
@@ -259,8 +259,8 @@ def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring:
     for each in family:
         each.suspend()
     try:
-        ring.until("master", r"alpha\) has not been heard for 3\.\d s")
-        ring.until("master", r"nodes go on")
+        ring.until("master", r"alpha\) has been silent for 3\.\d s")
+        ring.until("master", r"nodes continue")
     finally:
         for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -39,14 +39,14 @@ def broken():
         ("--model mine.py:build --set wdith=3", "unknown setting of mine.py:build 'wdith': did you mean 'width'?"),
         ("--model mine.py:needy", "needs a value for width: give it with --set width=VALUE"),
         ("--model mine.py:broken", "model 'mine.py:broken' raised KeyError: 'no such key' (mine.py, line 11)"),
-        ("--model mine.py", "say which function makes it, as --model mine.py:build; it has build, needy, broken"),
+        ("--model mine.py", "needs the name of a function: write --model mine.py:build; it has build, needy, broken"),
         ("--model gone.py", "no file gone.py"),
-        ("--data mine.py", "as --data mine.py:build"),
+        ("--data mine.py", "write --data mine.py:build"),
         ("--optimizer adamW", "did you mean 'adamw'?"),
-        ("--stream-keep flash", "unknown stream-keep 'flash': known are disk, memory, none"),
+        ("--stream-keep flash", "unknown stream-keep 'flash': choose from disk, memory, none"),
         (
             "--schedule zerobubble",
-            "unknown schedule 'zerobubble': did you mean 'zero-bubble'? known are 1f1b, gpipe,",
+            "unknown schedule 'zerobubble': did you mean 'zero-bubble'? choose from 1f1b, gpipe,",
         ),
         ("--learning-rate 0.1", "no option --learning-rate: did you mean --lr?"),
         ("--momentum 0.9", "did you mean --opt momentum=…?"),
@@ -88,7 +88,7 @@ def test_help_has_its_options_in_groups(tmp_path: Path) -> None:
         ({"bacth_size": 3}, "did you mean batch_size?"),
         ({"lr": 0.1}, r'lr belongs to the optimizer: write optimizer=\("adam", {"lr": 0.1}\)'),
         ({"nodes": 4}, r"nodes is an argument of Ring: write Ring\(nodes=...\).fit\(...\)"),
-        ({"test_data": (torch.zeros(1, 1), torch.zeros(1))}, "digits has a test part already"),
+        ({"test_data": (torch.zeros(1, 1), torch.zeros(1))}, "digits already includes test data"),
     ],
 )
 def test_an_argument_fit_does_not_take_gets_the_one_that_was_meant(arguments: dict[str, object], says: str) -> None:
@@ -197,10 +197,10 @@ def test_labels_are_counted_along_the_dimension_of_the_classes() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "says"),
     [
-        ((8, 8), torch.float32, "has shape 8x8, and the model was built for 1x8x8: .* add it, as in x\\[:, None\\]"),
+        ((8, 8), torch.float32, "has shape 8x8, but the model was built for 1x8x8: .* add it, as in x\\[:, None\\]"),
         ((1, 1, 8, 8), torch.float32, r"take it out, as in x.squeeze\(1\)"),
-        ((1, 8, 9), torch.float32, "has shape 1x8x9, and the model was built for 1x8x8"),
-        ((1, 8, 8), torch.int64, "holds int64 numbers, and the model was built for float32"),
+        ((1, 8, 9), torch.float32, "has shape 1x8x9, but the model was built for 1x8x8"),
+        ((1, 8, 8), torch.int64, "holds int64 numbers, but the model was built for float32"),
     ],
 )
 def test_inputs_of_another_shape_are_refused_by_it(shape: tuple[int, ...], dtype: torch.dtype, says: str) -> None:
@@ -215,4 +215,4 @@ def test_predict_and_evaluate_refuse_inputs_of_another_shape(tmp_path: Path) -> 
     np.save(tmp_path / "x.npy", np.zeros((3, 8, 8), np.float32))
     assert "misses a dimension of size 1" in here("predict", "run", "x.npy", cwd=tmp_path, code=2).stderr
     said = here("evaluate", "run", "--data", "random:64x10", cwd=tmp_path, code=2).stderr
-    assert said == "ringtmp: a sample of random:64x10 has shape 64, and the model was built for 1x8x8\n"
+    assert said == "ringtmp: a sample of random:64x10 has shape 64, but the model was built for 1x8x8\n"

@@ -70,9 +70,9 @@ def test_a_name_that_is_no_text_is_refused_in_a_sentence(own_tmpdir: Path, monke
     odd = os.fsdecode(b"t\xc3\xa9".replace(b"\xc3", b"\xff"))
     (own_tmpdir / odd).mkdir()
     with pytest.raises(
-        UsageError, match=r"the run directory '.*t\\udcff\\udca9' is no text in UTF-8: set PYTHONUTF8=1"
+        UsageError, match=r"the run directory '.*t\\udcff\\udca9' is not valid UTF-8: if it should be, set PYTHONUTF8=1"
     ):
         RunDirectory(own_tmpdir / odd)
     monkeypatch.setattr(tempfile, "tempdir", str(own_tmpdir / odd))
-    with pytest.raises(UsageError, match="TMPDIR .* is no text in UTF-8"):
+    with pytest.raises(UsageError, match="TMPDIR .* is not valid UTF-8"):
         PrivateFolder()

@@ -121,7 +121,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_with_the_same_bits(tmp_path: Path, sig
         process.send_signal(each)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert f"go on with ringtmp train --resume {run}" in said
+    assert f"resume with ringtmp train --resume {run}" in said
     assert_all_gone(workers)
     resumed = json.loads(here("train", "--resume", run, "--nodes", 2, "--json", "--quiet", cwd=tmp_path).stdout)
     whole = json.loads(here("train", "--nodes", 1, "--steps", 120, "--json", "--quiet", cwd=tmp_path).stdout)

@@ -176,5 +176,5 @@ def test_what_is_no_data_is_refused(wrong: Any) -> None:
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(UsageError, match="batch size 11 is above the 10 training samples"):
+    with pytest.raises(UsageError, match="batch size 11 is larger than the 10 training samples"):
         TrainingBatches(table(10), 11, 1, 0)

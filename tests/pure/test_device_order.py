@@ -102,8 +102,8 @@ def test_neighbours_that_hardly_reach_each_other_are_named_once_unless_nobody_tr
     )
     slow = both("ab", "ac", "mc", path=Path(2e5, 0.0))
     (said,) = _slow_ways(planner.plan(made, there(4), options, slow))
-    assert said.startswith("between a and b only 195.3 KiB/s go through")
+    assert said.startswith("the link between a and b carries only 195.3 KiB/s")
     (said,) = _slow_ways(planner.plan(made, there(4), options, both("ab")))
-    assert said == "a and b did not hear each other when their line was tried"
+    assert said == "a and b could not reach each other when their link was tested"
     guessed = both("ab", path=replace(SLOW, tried=False))
     assert _slow_ways(planner.plan(made, there(4), options, guessed)) == ()

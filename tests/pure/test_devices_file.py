@@ -65,7 +65,7 @@ def test_one_thread_of_a_four_core_board_gets_one_core_of_it() -> None:
         ("[[device]\n", ["few.toml is not TOML"]),
         ("[[devices]]\n", ["unknown section 'devices'", "did you mean 'device'"]),
         (table(name=None), ["device 1 has no name"]),
-        (table(name=7), ["name is 7, not a text"]),
+        (table(name=7), ["name is 7; it must be text"]),
         (table(name='"Pi 4"'), ["device 1", "'Pi 4'", "a-z, 0-9 and '-'"]),
         (table(name='"../../etc"'), ["'../../etc'"]),
         (table(name='"' + "a" * 33 + '"'), ["1 to 32"]),
@@ -81,8 +81,8 @@ def test_one_thread_of_a_four_core_board_gets_one_core_of_it() -> None:
         (table(cpu=-1), ["cpu is -1"]),
         (table(cpu="nan"), ["cpu is nan"]),
         (table(cpu="inf"), ["cpu is inf"]),
-        (table(cpu="true"), ["cpu is True, not a number"]),
-        (table(memory_mb='"1 GB"'), ["memory_mb is '1 GB', not a number"]),
+        (table(cpu="true"), ["cpu is True; it must be a number"]),
+        (table(memory_mb='"1 GB"'), ["memory_mb is '1 GB'; it must be a number"]),
         (table(memory_mb=1), ["memory_mb is 1; it must be from 16"]),
         (table(link_mbps=0), ["link_mbps is 0"]),
         (table(link_mbps=1e9), ["link_mbps is 1e+09"]),
@@ -121,10 +121,10 @@ def test_devices_that_fit_are_not_scaled() -> None:
 
 
 def test_more_cores_than_there_are_is_refused_with_the_numbers() -> None:
-    with pytest.raises(UsageError, match=r"want 5 cores \(a 2, b 3\) and this machine has 2: .*--scale"):
+    with pytest.raises(UsageError, match=r"need 5 cores \(a 2, b 3\), but this machine has 2: .*--scale"):
         share_out([device("a", 2), device("b", 3)], [0, 1], GIB, 1, may_scale=False)
     # 1.8 of 2 cores, but two of the three would have to share one processor.
-    with pytest.raises(UsageError, match="want 1.8 cores .* when none with less than a core may straddle two"):
+    with pytest.raises(UsageError, match="need 1.8 cores .* if no device with less than a core may use two"):
         share_out([device(name, 0.6) for name in "abc"], [0, 1], 2 * GIB, 1, may_scale=False)
 
 
@@ -140,7 +140,7 @@ def test_scaling_slows_every_cpu_and_link_by_one_factor() -> None:
 
 
 def test_more_memory_than_there_is_cannot_be_scaled_away() -> None:
-    with pytest.raises(UsageError, match=r"have 1.0 GiB of memory together and this machine has 512.0 MiB free"):
+    with pytest.raises(UsageError, match=r"have 1.0 GiB of memory together, but this machine has 512.0 MiB free"):
         share_out([device("a", 0.1), device("b", 0.1)], [0], GIB // 2, 1, may_scale=True)
 
 

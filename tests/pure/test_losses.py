@@ -29,7 +29,7 @@ def test_which_labels_a_loss_takes_follows_from_the_outputs(
 def test_a_loss_in_one_entry_is_found_checked_and_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSSES, "huber", Loss("huber", F.huber_loss, same_shape=True))
     assert float(loss_named("huber")(torch.zeros(2), torch.ones(2))) == 0.5
-    with pytest.raises(UsageError, match="loss huber wants outputs and targets of one shape"):
+    with pytest.raises(UsageError, match="loss huber needs outputs and targets of the same shape"):
         check_loss(loss_named("huber"), "huber", torch.zeros(4, 1), torch.zeros(4))
     with pytest.raises(UsageError, match="unknown loss 'hubert': did you mean 'huber'"):
         loss_named("hubert")

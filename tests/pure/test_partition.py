@@ -303,7 +303,7 @@ def test_a_device_that_would_slow_the_ring_is_left_out_and_named() -> None:
     assert [each.device for each in made.left_out] == ["snail"]
     assert "with all 4 a step would take" in made.left_out[0].reason
     assert made.summary()[3] == (
-        f"your ring of 4 trains on 3 devices; left out are snail: {made.left_out[0].reason}. --all-devices uses them all"
+        f"your ring of 4 trains on 3 devices; left out: snail: {made.left_out[0].reason}. Use --all-devices to keep them all"
     )
     kept = plan(layers(9), there, PlanOptions(8, 8, keep_all=True))
     assert len(kept.devices) == 4
@@ -313,7 +313,7 @@ def test_a_device_that_would_slow_the_ring_is_left_out_and_named() -> None:
 def test_a_weak_device_must_be_worth_more_than_a_forecast_may_err() -> None:
     made = plan(layers(18), [device("a"), device("weak", 0.08)], PlanOptions(8, 8))
     assert [each.device for each in made.left_out] == ["weak"]
-    assert "far slower than others, and with all 2 a step would gain less than 10%" in made.left_out[0].reason
+    assert "far slower than the others, and with all 2 a step would be less than 10% shorter" in made.left_out[0].reason
     assert plan(layers(18), [device("a"), device("weak", 0.08)], PlanOptions(8, 8, keep_all=True)).step_s < made.step_s
     together = plan(layers(18), [device("a"), *(device(f"weak{i}", 0.2) for i in range(4))], PlanOptions(32, 32))
     assert len(together.devices) > 1, "several bring enough"

@@ -184,7 +184,7 @@ def test_a_settings_file_that_is_wrong_says_what_to_write(text: str, says: str, 
 def test_the_help_names_everything_there_is(name: str, asked: Any) -> None:
     with pytest.raises(UsageError) as refused:
         asked()
-    known = str(refused.value).partition("known are ")[2].split(", ")
+    known = str(refused.value).partition("choose from ")[2].split(", ")
     assert len(known) > 1
     assert [each for each in known if each not in SETTINGS[name].help] == []
 

@@ -116,7 +116,7 @@ def test_a_name_is_read_and_written_in_one_way(text: str, choice: Choice) -> Non
         ("ps:sync", "unknown consistency"),
         ("ps:ssp", "at least 0"),
         ("ps:bsp:0", "neither a number of servers"),
-        ("ps:bsp:1:2", "a part too many"),
+        ("ps:bsp:1:2", "unexpected '2' at the end"),
         ("ps:bsp:many", "'many' is neither"),
         ("ps:staleness=1", "unknown setting"),
         ("ps:quorum=two", "quorum of strategy ps: expected"),

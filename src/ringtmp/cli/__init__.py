@@ -124,7 +124,7 @@ def _of_the_system(error: Exception) -> str | None:
         detail = f": {said.splitlines()[0]}" if said else ""
         return f"too little memory for this process (ulimit -v, the container's limit, or the machine's own){detail}"
     if isinstance(error, OSError) and error.errno is not None:
-        what = f"{error.filename}: " if error.filename else "the output, or a file of the run, cannot be written: "
+        what = f"{error.filename}: " if error.filename else "cannot write the output or a file of the run: "
         return f"{what}{os.strerror(error.errno)}"
     if isinstance(error, UnicodeEncodeError):
         return f"the output cannot be written in {error.encoding}: set PYTHONUTF8=1"

@@ -45,4 +45,4 @@ def _show(findings: list[Finding], failed: int) -> None:
         print(f"{finding.verdict:4}  {finding.name:{width}}  {finding.found}")
         if finding.todo:
             print(f"{'':4}  {'':{width}}  -> {finding.todo}")
-    print(f"\n{failed} of {len(findings)} checks failed" if failed else "\nnothing stands in the way")
+    print(f"\n{failed} of {len(findings)} checks failed" if failed else "\nall checks passed")

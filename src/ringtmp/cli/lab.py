@@ -50,7 +50,7 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     if verb not in ("train", "exec") or (verb == "exec" and not rest):
         raise UsageError(
             f"lab runs 'train …' or 'exec COMMAND…' after --, not {verb or 'nothing'!r}: "
-            "any other verb goes as exec ringtmp VERB …"
+            "run other verbs with exec ringtmp VERB …"
         )
     try:
         text = file.read_text()
@@ -101,7 +101,7 @@ def _shares(
     if not no_isolation:
         return share_out(devices, sorted(os.sched_getaffinity(0)), machine_free_bytes(), threads, scale)
     if scale:
-        raise UsageError("--scale does not go with --no-isolation: no CPU is slowed there")
+        raise UsageError("--scale cannot be used with --no-isolation, which does not limit CPUs")
     return 1.0, tuple(Share(device, device.cpu, (), device.link_mbps) for device in devices)
 
 

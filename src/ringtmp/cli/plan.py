@@ -161,5 +161,7 @@ def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: in
         raise UsageError(f"the devices file {file} cannot be read: {error}") from error
     devices = devices_file.parse(text, str(file))
     if given_nodes is not None and given_nodes != len(devices):
-        raise UsageError(f"--nodes {given_nodes} and the {len(devices)} devices of {file} differ: leave --nodes out")
+        raise UsageError(
+            f"--nodes {given_nodes} does not match the {len(devices)} devices in {file}: leave out --nodes"
+        )
     return planned_devices.from_file(devices, threads)

@@ -30,5 +30,5 @@ def command(run: Path, out: Path | None) -> None:
         raise UsageError(f"{run} is not a run directory: it has no events.jsonl")
     found = gather(read(log), str(run))
     if found is None:
-        raise UsageError(f"{run}: nothing was started, so there is nothing to show")
+        raise UsageError(f"{run} was never started, so there is nothing to report")
     print(write(run_page.page(found), out or run / "report"))

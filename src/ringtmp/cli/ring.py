@@ -27,7 +27,7 @@ def token(ring: str, uses: int) -> None:
     rings = Rings()
     file = rings.open(ring)
     if not file.address:
-        raise UsageError(f"ring {ring} has never listened: start ringtmp train --listen ADDRESS first")
+        raise UsageError(f"no master has used ring {ring} yet: run ringtmp train --listen ADDRESS first")
     print(tokens.encode(tokens.Token(ring, file.address, file.public, rings.new_secret(ring, uses))))
 
 

@@ -167,7 +167,7 @@ def print_page(made: Page, stream: IO[str]) -> None:
     spent = f" and {energy / 3600:.3g} Wh" if energy is not None else ""
     console.print(
         f"[bold]{seconds_text(made.step_s)} a step[/bold], {_rate(made.samples_per_s)} samples/s{epoch}{spent}; "
-        f"the ideal, the longer of computing and sending, is {seconds_text(made.ideal_s['max(c, T)'])}\n",
+        f"the ideal (the longer of computing and sending) is {seconds_text(made.ideal_s['max(c, T)'])}\n",
         soft_wrap=True,
     )
     _print_nodes(console, made)
@@ -190,7 +190,7 @@ def print_page(made: Page, stream: IO[str]) -> None:
     _print_gains(console, made)
     if len(made.ways) > 1:
         _print_ways(console, made)
-    console.print(f"\nthese cuts by hand: --cuts {made.cuts}", style="dim", soft_wrap=True)
+    console.print(f"\nto set these cuts by hand: --cuts {made.cuts}", style="dim", soft_wrap=True)
 
 
 def _print_nodes(console: Console, made: Page) -> None:
@@ -215,7 +215,7 @@ def _print_nodes(console: Console, made: Page) -> None:
 
 def _print_gains(console: Console, made: Page) -> None:
     if not made.gains:
-        console.print("[bold]would help[/bold]  nothing that was tried")
+        console.print("[bold]would help[/bold]  nothing we tried")
         return
     for index, each in enumerate(made.gains):
         lead = "[bold]would help[/bold]" if index == 0 else " " * 10

@@ -19,9 +19,9 @@ from ringtmp.units import bytes_text, count_text, seconds_text
 
 _EXACTNESS = {
     "bits": "exact to the bits",
-    "replay": "the same bits every time, those of one process to rounding",
-    "steps": "the same batches as one process, other rounding",
-    "stream": "the order of batches is not ours to repeat",
+    "replay": "the same bits every time, equal to one process up to rounding",
+    "steps": "the same batches as one process, rounded differently",
+    "stream": "the order of batches cannot be reproduced",
 }
 
 

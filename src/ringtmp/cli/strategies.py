@@ -17,7 +17,7 @@ from ringtmp.strategies.base import About, Strategy
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON object.")
 def command(name: str | None, as_json: bool) -> None:
-    """List the ways to train: what is split, who updates, who waits, what travels, and which systems did it so.
+    """List the ways to train: what is split, who updates, who waits, what travels, and which systems do it this way.
 
     Use one with ringtmp train --strategy NAME[:SHORT][:setting=value]…, for instance ps:ssp:3:servers=2; SHORT stands for
     the most important setting. Packages may bring strategies of their own.

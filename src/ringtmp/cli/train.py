@@ -27,7 +27,7 @@ from ringtmp.errors import UsageError
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the run.  [runs/TIME]")
 @click.option(
-    "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with the run in DIR, with the same bits."
+    "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume the run in DIR, with the same bits."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")

@@ -70,7 +70,9 @@ class TrainingBatches:
         self._arrivals = Arrivals(source, self._spool, keep) if isinstance(source, Stream) else None
         self._table = TableMark(source, seed) if isinstance(source, Table) else None
         if isinstance(source, Table) and batch_size > source.size:
-            raise UsageError(f"batch size {batch_size} is above the {source.size} training samples of {source.name}")
+            raise UsageError(
+                f"batch size {batch_size} is larger than the {source.size} training samples of {source.name}"
+            )
 
     @property
     def steps_per_epoch(self) -> int | None:

@@ -172,7 +172,7 @@ def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
     """
     size = (len(raw) - 1) // context
     if size < 2:
-        raise UsageError(f"data {name}: {len(raw)} bytes are too few for two samples of {context} bytes")
+        raise UsageError(f"data {name} has {len(raw)} bytes, too few for two samples of {context} bytes")
     text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     offsets = torch.arange(context + 1)
 

@@ -255,6 +255,6 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def restart_workers(data: Any) -> None:
-    """Workers that outlive a pass (`persistent_workers`) go on with their random numbers; new ones are seeded anew."""
+    """Workers that outlive a pass (`persistent_workers`) continue with their random numbers; new ones are seeded again."""
     if getattr(data, "persistent_workers", False) and getattr(data, "_iterator", None) is not None:
         data._iterator = None

@@ -68,7 +68,7 @@ class Stream:
         self.name = name
         self._batches = batches
         self.once = isinstance(batches, Iterator)
-        #: Why the order of batches is not ours to repeat; None: another reading gives the same.
+        #: Why the order of batches cannot be reproduced; None: another reading gives the same.
         self.not_ours = not_ours(batches)
         self._randomness = Randomness(seed, None if self.once else batches)
         restart_workers(batches)
@@ -152,7 +152,9 @@ def checked_pair(name: str, item: Any) -> tuple[Any, torch.Tensor]:
 def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int | None = None) -> Table:
     """A table over two tensors of equal length. Integer targets are classes."""
     if len(inputs) != len(targets) or not len(inputs):
-        raise UsageError(f"data {name}: {len(inputs)} inputs and {len(targets)} targets; both must be equal, above 0")
+        raise UsageError(
+            f"data {name} has {len(inputs)} inputs and {len(targets)} targets: it needs the same number of each, at least one"
+        )
     classes = not targets.is_floating_point()
     if classes:
         targets = targets.long()

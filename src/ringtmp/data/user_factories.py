@@ -37,7 +37,7 @@ def refuse_file_alone(kind: str, name: str) -> None:
     has = [each.name for each in top if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name[0] != "_"]
     choice = f"it has {', '.join(has)}" if has else "it has no function yet"
     raise UsageError(
-        f"{kind} {name!r}: say which function makes it, as --{kind} {path}:{(has or ['NAME'])[0]}; {choice}"
+        f"{kind} {name!r} needs the name of a function: write --{kind} {path}:{(has or ['NAME'])[0]}; {choice}"
     )
 
 

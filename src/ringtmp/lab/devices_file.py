@@ -181,7 +181,7 @@ def _preset(name: str, where: str) -> Preset:
 def _text(entry: dict[str, Any], key: str, where: str) -> str | None:
     value = entry.get(key)
     if value is not None and (not isinstance(value, str) or not value):
-        raise UsageError(f"{where}: {key} is {value!r}, not a text")
+        raise UsageError(f"{where}: {key} is {value!r}; it must be text")
     return value
 
 
@@ -189,7 +189,7 @@ def _number(entry: dict[str, Any], key: str, where: str) -> float:
     value = entry[key]
     least, most = _BOUNDS[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{where}: {key} is {value!r}, not a number")
+        raise UsageError(f"{where}: {key} is {value!r}; it must be a number")
     if not least <= value <= most:  # also not a number (nan)
         raise UsageError(f"{where}: {key} is {value:g}; it must be from {least:g} to {most:g}")
     return float(value)

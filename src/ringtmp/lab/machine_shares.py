@@ -45,10 +45,10 @@ def share_out(
             break
         if not may_scale:
             listed = ", ".join(f"{device.name} {each:g}" for device, each in zip(devices, wanted, strict=True))
-            pinned = "" if sum(wanted) > len(processors) else " when none with less than a core may straddle two"
+            pinned = "" if sum(wanted) > len(processors) else " if no device with less than a core may use two"
             raise UsageError(
-                f"the devices want {sum(wanted):g} cores ({listed}) and this machine has {len(processors)}{pinned}: "
-                f"use fewer or slower devices, or --scale, which slows every CPU and link by one factor"
+                f"the devices need {sum(wanted):g} cores ({listed}), but this machine has {len(processors)}{pinned}: "
+                f"use fewer or slower devices, or --scale to slow every CPU and link by the same factor"
             )
         scale /= overload
     return scale, tuple(
@@ -76,6 +76,6 @@ def _check_memory(devices: Sequence[Device], memory_bytes: int) -> None:
     wanted = sum(device.memory_mb for device in devices) * 2**20
     if wanted > memory_bytes:
         raise UsageError(
-            f"the devices have {bytes_text(wanted)} of memory together and this machine has {bytes_text(memory_bytes)} "
-            f"free: use fewer devices or a smaller memory_mb (slowing them with --scale makes no memory)"
+            f"the devices have {bytes_text(wanted)} of memory together, but this machine has {bytes_text(memory_bytes)} "
+            f"free: use fewer devices or a smaller memory_mb (--scale does not help: it slows CPUs and links only)"
         )

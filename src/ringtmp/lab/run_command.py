@@ -204,8 +204,8 @@ def require_memory(devices: Sequence[Device]) -> None:
         # The master would leave it out (`launch/joined_devices.py`) and wait for another.
         if device.memory_mb * 2**20 < PROCESS_BYTES:
             raise DoesNotFit(
-                f"{device.name} has {device.memory_mb:g} MiB, and torch alone needs {PROCESS_BYTES // 2**20}: "
-                "give it a larger memory_mb, or leave it out"
+                f"{device.name} has {device.memory_mb:g} MiB, but torch alone needs {PROCESS_BYTES // 2**20}: "
+                "raise its memory_mb or remove the device"
             )
 
 

@@ -89,7 +89,7 @@ class Hub:
         self._table.setsockopt(zmq.ROUTER_MANDATORY, 0)
         self._table.setsockopt(zmq.RCVHWM, MOST_AT_ONCE)
         self._table.linger = 500
-        self.refresh()  # before anyone can knock: ZeroMQ never retries a refused handshake
+        self.refresh()  # before anyone can ask to join: ZeroMQ never retries a refused handshake
         try:
             self._gatekeeper.listen(self._table, f"tcp://{host}:{port + HUB_PORT_OFFSET}")
             self.open_door()
@@ -218,11 +218,13 @@ _TWINS = (
 def _other_protocol(facts: Facts) -> str:
     """Why a device of another version is refused; empty: it is of this one."""
     same = facts.protocol == PROTOCOL
-    return "" if same else f"this device speaks protocol {facts.protocol}, the master {PROTOCOL}: install one version"
+    return (
+        "" if same else f"this device speaks protocol {facts.protocol}, the master {PROTOCOL}: install the same version"
+    )
 
 
 class Door:
-    """Where strangers knock. Speaks to whoever proves to know a living secret, and to nobody else for long."""
+    """Where strangers ask to join. Answers whoever knows a valid secret, and keeps nobody else connected for long."""
 
     def __init__(self, ring: str, rings: Rings, host: str, port: int, admitted: Callable[[], None]) -> None:
         self._ring = ring
@@ -247,7 +249,7 @@ class Door:
             raise
 
     def serve(self) -> None:
-        """Answer those who knock."""
+        """Answer join requests and join checks."""
         for parts in mail(self.socket, MOST_AT_ONCE):
             now = time.monotonic()
             while self._recent and now - self._recent[0] > 1:
@@ -271,23 +273,23 @@ class Door:
         try:
             message = agent_messages.decode(agent_messages.from_agent, frame.bytes, Heard.DOOR)
         except ProtocolError:
-            return Refused("that was no request to join")
+            return Refused("that was not a request to join")
         if isinstance(message, JoinCheck):
             reason = self._rings.check_secret(self._ring, message.secret, key)
             return JoinCheckAnswer("", message.padding) if reason is None else JoinCheckAnswer(reason)
         try:
             reason = self._judge(message, key)
         except OSError as error:
-            reason = f"the master cannot write down who joins: {error.strerror}"
+            reason = f"the master cannot save the list of admitted devices: {error.strerror}"
         return Welcome(self._hub) if reason is None else Refused(reason)
 
     def _judge(self, message: agent_messages.FromAgent, key: str) -> str | None:
         if not isinstance(message, Join):
-            return "that was no request to join"
+            return "that was not a request to join"
         if other := _other_protocol(message.facts):
             return other
         try:
             checked(message.facts)
         except ProtocolError as error:
-            return f"what the device says of itself cannot be: {error}"
+            return f"the device's description of itself is invalid: {error}"
         return self._rings.admit(self._ring, message.secret, key, message.facts.name)

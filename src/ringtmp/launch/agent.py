@@ -152,7 +152,7 @@ class Agent:
                 self._beat()
             if self._monitor.poll(0):
                 raise UsageError(
-                    "the master no longer knows this device: it was revoked, or the ring was made anew; ask for a fresh token"
+                    "the master no longer knows this device: it was revoked, or the ring was recreated; ask for a fresh token"
                 )
             poller = zmq.Poller()
             poller.register(self._socket, zmq.POLLIN)

@@ -95,7 +95,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class JoinCheckAnswer(msgspec.Struct, frozen=True, tag="knocked"):
-    """The padding comes back to who knows a living secret; so no answer is larger than its question."""
+    """The padding comes back to whoever knows a valid secret, so no answer is larger than its question."""
 
     AT: ClassVar = (Heard.STRANGER,)
     reason: str  # why a join would be refused; empty if it would not

@@ -96,7 +96,7 @@ def address_towards(host: str, port: int) -> str:
         try:
             probe.connect((host, port))
         except OSError as error:
-            raise UsageError(f"there is no way from here to {host}: {error.strerror or error}") from error
+            raise UsageError(f"no route from this device to {host}: {error.strerror or error}") from error
         return str(probe.getsockname()[0])
 
 
@@ -111,7 +111,7 @@ def parse_listen(text: str, default_port: int) -> tuple[str, int]:
     try:
         host = socket.gethostbyname(host)
     except OSError as error:
-        raise UsageError(f"--listen {text!r}: {host!r} is no address: {error.strerror or error}") from error
+        raise UsageError(f"--listen {text!r}: {host!r} is not an address: {error.strerror or error}") from error
     mine = own_addresses()
     if host not in mine:
         listed = ", ".join(f"{address} ({interface})" for address, interface in sorted(mine.items()))

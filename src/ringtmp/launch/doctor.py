@@ -86,7 +86,7 @@ def check_addresses(addresses: dict[str, str], used: str) -> Finding:
         return Finding("addresses", "ok", listed)
     return Finding(
         "addresses", "ok", f"{listed}; used: {used}",
-        "to use another, say --listen ADDRESS to ringtmp train or ringtmp node; all devices must reach it",
+        "to use another, pass --listen ADDRESS to ringtmp train or ringtmp node; every device must be able to reach it",
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def check_clock(now_s: float) -> Finding:
         return Finding("clock", "ok", text)
     return Finding(
         "clock", "warn", f"{text} cannot be right",
-        "joining works all the same (only the master's clock counts a token's hour); set it so that dates of runs are true",
+        "joining still works (only the master's clock limits a token); set the clock so that runs get the right dates",
     )  # fmt: skip
 
 
@@ -147,7 +147,8 @@ def check_torch(nvidia: bool, python: str = sys.executable, limit_s: float = TOR
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
         return Finding("torch", "fail", text, f"RingTMP needs {_dotted(OLDEST_TORCH)} or newer: {install}")
     if cuda and not nvidia:
-        return Finding("torch", "warn", text, f"no NVIDIA device here: gigabytes for nothing; {install}")
+        why = "there is no NVIDIA device here, so the CUDA libraries waste gigabytes"
+        return Finding("torch", "warn", text, f"{why}: {install}")
     return Finding("torch", "ok", text)
 
 
@@ -182,9 +183,9 @@ def check_config(folder: Path) -> Finding:
     loose = [each for each in (*folders, *files) if each.stat().st_mode & 0o077]
     if loose:
         listed = ", ".join(f"{each} ({each.stat().st_mode & 0o777:04o})" for each in loose)
-        return Finding("config", "fail", f"others may look at {listed}", f"chmod -R u=rwX,go= {folder}")
+        return Finding("config", "fail", f"other users can read {listed}", f"chmod -R u=rwX,go= {folder}")
     if not os.access(folder, os.W_OK):
-        return Finding("config", "fail", f"{folder} cannot be written", f"whose is it? ls -ld {folder}")
+        return Finding("config", "fail", f"{folder} cannot be written", f"check who owns it: ls -ld {folder}")
     return Finding("config", "ok", f"{folder} is yours alone")
 
 

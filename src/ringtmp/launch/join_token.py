@@ -66,7 +66,7 @@ def decode(text: str) -> Token:
         and host
         and port.isdigit()
     ):
-        raise UsageError(f"the join token makes no sense: {wrong}")
+        raise UsageError(f"the join token is invalid: {wrong}")
     return token
 
 

@@ -88,7 +88,7 @@ class DevicePool:
         self._accused: Counter[str] = Counter()  # by key: how often a device was expelled
         self._told_of_door = False
         self._door_not_before = 0.0
-        self._rekey = False  # a revoked device is gone, and those who are left still know its keys
+        self._rekey = False  # a revoked device is gone, and the remaining ones still know its keys
 
     @property
     def _hub(self) -> Hub:
@@ -118,7 +118,7 @@ class DevicePool:
         ]
         words += [f"{device.facts.name} joined" for device in self._spares()]
         if self._rekey:
-            words.append("fresh keys for all who are left")
+            words.append("fresh keys for the remaining nodes")
         return " and ".join(words) or None
 
     def all_anew(self) -> bool:
@@ -206,7 +206,7 @@ class DevicePool:
             self._devices[node] = device
         missing = need_bytes - self._room_bytes()
         if missing > 0:
-            raise DoesNotFit(f"those who are left lack {bytes_text(missing)} of memory")
+            raise DoesNotFit(f"the remaining devices are {bytes_text(missing)} of memory short")
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
         self._wanted = max(self._wanted, len(self._devices) + 2)
@@ -236,7 +236,7 @@ class DevicePool:
             except zmq.ZMQError as error:
                 if not self._told_of_door:
                     said = error.strerror or error
-                    self._tell(f"nobody can join: cannot listen on port {self._port}: {said}; trying on")
+                    self._tell(f"nobody can join yet: cannot listen on port {self._port}: {said}; retrying")
                 self._told_of_door = True
                 self._door_not_before = time.monotonic() + REOPEN_S
 
@@ -291,11 +291,11 @@ class DevicePool:
         """Under the names they gave themselves; two of one name are told apart by their number."""
         found = [planned.Device("master", cores=usable_cores(), memory_bytes=own_memory_bytes())]
         names = [device.facts.name for device in self._devices.values()]
-        for node, device in sorted(self._devices.items()):  # a place taken anew stands last
+        for node, device in sorted(self._devices.items()):  # a place that was given again comes last
             facts = device.facts
             name = facts.name
             unique = name if names.count(name) == 1 and name != "master" else f"{name} ({node})"
-            # One that was started anew may be slower, or have less memory, than it had.
+            # One that was restarted may be slower, or have less memory, than it had.
             process = device.started.pid if device.started is not None else 0
             who = f"{device.key} {device.incarnation} {process}"
             found.append(planned.Device(unique, cores=facts.cores, memory_bytes=facts.memory_bytes, identity=who))
@@ -333,9 +333,9 @@ class DevicePool:
             elif device.left:
                 yield NodeLost(f"{who} left in step {step}", node)
             elif self._hub.devices.get(device.key) is not device:
-                yield NodeLost(f"{who} was started anew in step {step}", node)
+                yield NodeLost(f"{who} was restarted in step {step}", node)
             elif (silent := self._silent_s(device)) > self._notice_s:
-                text = f"{who} has not been heard for {silent:.1f} s in step {step}: power, cable, Wi-Fi?"
+                text = f"{who} has been silent for {silent:.1f} s in step {step}: check power, cable and Wi-Fi"
                 yield NodeLost(text, node, silent)
 
     def drop(self, node: int) -> None:
@@ -387,8 +387,8 @@ class DevicePool:
                 break
             if waited > self._join_s:
                 raise WaitTimeout(
-                    f"{len(here)} of {self.nodes - 1} devices came within {seconds_text(self._join_s)}: start again, or use "
-                    "--start-with"
+                    f"only {len(here)} of {self.nodes - 1} devices joined within {seconds_text(self._join_s)}: try again, or "
+                    "use --start-with"
                 )
             self._phase(f"{len(here)} of {self.nodes - 1} devices are here")
         chosen = here[: self.nodes - 1]
@@ -402,7 +402,7 @@ class DevicePool:
         if device.key not in seen:
             seen.add(device.key)
             self._tell(
-                f"{device.facts.name} has {bytes_text(device.facts.memory_bytes)} free, and torch alone needs "
+                f"{device.facts.name} has {bytes_text(device.facts.memory_bytes)} free, but torch alone needs "
                 f"{bytes_text(PROCESS_BYTES)}: it is left out"
             )
         return False

@@ -119,7 +119,7 @@ class Rings:
         return secret
 
     def admit(self, name: str, secret: bytes, key: str, node: str) -> str | None:
-        """Admit a key that knows a living secret, or was admitted before. None when admitted, else the reason."""
+        """Admit a key that knows a valid secret or was admitted before. None when admitted, otherwise the reason."""
         with self._change(name) as (ring, save):
             if (reason := _objection(ring, secret, key)) is not None:
                 return reason
@@ -186,10 +186,10 @@ def _find(name: str, ring: RingFile, node: str) -> Admitted:
     if not found:
         known = ", ".join(each.name for each in ring.nodes) or "none"
         raise UsageError(f"ring {name} has no node {node!r}: its nodes are {known}")
-    if len(found) > 1:  # a device that was set up anew has a new key and its old name
+    if len(found) > 1:  # a device that was set up again has a new key and its old name
         keys = " or ".join(f"-- {shlex.quote(each.key)}" for each in found)
         raise UsageError(
-            f"ring {name} has {len(found)} nodes called {node!r}: name the one by its key, the oldest first: {keys}"
+            f"ring {name} has {len(found)} devices named {node!r}: give the key instead (oldest first): {keys}"
         )
     return found[0]
 
@@ -201,7 +201,7 @@ def _objection(ring: RingFile, secret: bytes, key: str) -> str | None:
         return None  # a device that comes back: its key, proved by CURVE, is worth more than a token that may be old
     found = _token_of(ring, secret)
     if found is None:
-        return "the token's secret is wrong, or of another ring"
+        return "the token's secret is wrong or belongs to another ring"
     if found.expires_at < time.time():
         return "the token has expired: ask the master for a new one (ringtmp ring token)"
     if found.uses_left < 1:
@@ -222,7 +222,7 @@ def _read(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}: move it away to begin anew") from error
+        raise UsageError(f"cannot read {path}: {error}. Move it away to start over") from error
 
 
 def _write(path: Path, what: object) -> None:

@@ -104,7 +104,7 @@ class LocalPool:
     def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A fresh process takes the place of each that has died, at its number."""
         assert self._folder is not None, "not started"
-        self._folder.remake()  # a cleaner of temporary files may have come by; nodes make their sockets anew themselves
+        self._folder.remake()  # a cleaner of temporary files may have come by; nodes make their sockets again themselves
         self.found_lost = list(self._lost(self._at[0]))
         living = set(self._children) - {each.node for each in self.found_lost} - self._stopped
         for node in range(1, self.nodes):
@@ -212,5 +212,5 @@ def _rss_bytes(child: subprocess.Popen[bytes] | None) -> int:
 def _how_it_died(code: int, step: int) -> str:
     if code >= 0:
         return f"ended with code {code} in step {step}"
-    who = " (by somebody, or by the system when memory ran out)" if -code == signal.SIGKILL else ""
+    who = " (by someone, or by the system because memory ran out)" if -code == signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-code).name} in step {step}{who}"

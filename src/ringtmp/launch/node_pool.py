@@ -40,13 +40,13 @@ class NodePool(leader.NodePool, Protocol):
         ...
 
     def changed(self) -> str | None:
-        """Why the ring must be laid out anew at the next step boundary; None while it need not."""
+        """Why the ring must be rebuilt at the next step boundary; None while it need not."""
         ...
 
     def all_anew(self) -> bool:
-        """Whether the change needs every process started anew, so that nobody holds a key of before."""
+        """Whether every process must be restarted, so that nobody holds an old key."""
         ...
 
     def regroup(self, ring: str, generation: int) -> Endpoint:
-        """Start everyone who is left anew, for the next generation. The one before has been told to stop."""
+        """Restart all remaining nodes for the next generation. The previous one has been told to stop."""
         ...

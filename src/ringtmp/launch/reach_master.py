@@ -48,7 +48,7 @@ def try_joining(token: Token) -> list[Finding]:
     interface = own_addresses().get(mine, "unknown interface")
     findings = [
         Finding(
-            "way", "ok", f"to {host} from {mine} ({interface}); neighbours will be told {mine}",
+            "way", "ok", f"to {host} from {mine} ({interface}); other nodes will connect to {mine}",
             "if they cannot reach it, choose another with ringtmp node --listen ADDRESS",
         )
     ]  # fmt: skip
@@ -85,7 +85,7 @@ def check_join(token: Token, keys: KeyPair) -> list[Finding]:
         if not _handshake(monitor):
             return [
                 Finding(
-                    "key", "fail", f"{token.address} does not prove the key in the token; nothing was said to it",
+                    "key", "fail", f"{token.address} does not prove the key in the token; nothing was sent to it",
                     "is the token of another ring or an old one, or does something else listen there? "
                     "Ask the master for a fresh one (ringtmp ring token)",
                 )
@@ -110,7 +110,9 @@ def _alive(door: zmq.Socket[bytes], token: Token) -> Finding:
             "get a fresh token: ringtmp ring token, there",
         )
     if isinstance(answer, Refused):
-        return Finding("token", "warn", "the master is too old to say", "install one version of ringtmp everywhere")
+        return Finding(
+            "token", "warn", "the master's version is too old to answer this", "install one version of ringtmp everywhere",
+        )  # fmt: skip
     return Finding(
         "token", "fail", f"no answer within {ANSWER_LIMIT_S:.0f} s",
         "the master may be crowded (it answers ten requests a second): try again in a while",

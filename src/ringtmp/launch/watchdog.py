@@ -39,8 +39,8 @@ class Watchdog:
             since = self._since
             if since is not None and time.monotonic() - since > self._limit_s:
                 print(
-                    f"step {self._where()}: one piece of work took longer than {self._limit_s:g} s, so a graph does not end; "
-                    "this process ends instead",
+                    f"step {self._where()}: one piece of work took longer than {self._limit_s:g} s, so its graph "
+                    "probably never ends; stopping this process",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -146,7 +146,7 @@ def _spread(sizes: Sequence[int]) -> list[int]:
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
     for local, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type != "cpu":
-            raise UsageError(f"{name}.{local} lies on {tensor.device}: move the model to the CPU first")
+            raise UsageError(f"{name}.{local} is on {tensor.device}: move the model to the CPU first")
         if nn.parameter.is_lazy(tensor):
             raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
 

@@ -13,7 +13,7 @@ from ringtmp.model.custom_backward import where
 
 
 def refuse_hooks(name: str, module: nn.Module) -> None:
-    """Hooks whose effect could not travel. Forward hooks are part of the forward pass, hooks on parameters are taken along."""
+    """Refuse hooks whose effect cannot travel. Forward hooks are part of the forward pass; hooks on parameters are exported."""
     everywhere = torch.nn.modules.module
     tables: list[tuple[str, Mapping[Any, Any]]] = [
         ("a global backward hook", everywhere._global_backward_hooks),
@@ -28,8 +28,8 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
     for what, table in tables:
         for hook in table.values():
             raise UsageError(
-                f"layer {name!r} ({type(module).__name__}) has {what} ({where(hook)}), which would not run where the layer "
-                "will live: remove it, or write it as a torch.autograd.Function or as a hook on a parameter (register_hook)"
+                f"layer {name!r} ({type(module).__name__}) has {what} ({where(hook)}), which would not run on the node "
+                "that runs the layer: remove it, or write it as a torch.autograd.Function or a parameter's hook (register_hook)"
             )
 
 
@@ -40,7 +40,7 @@ def refuse_narrow(label: str, size: Any, limits: Mapping[Any, Any], branches: Se
         return
     bound = f"at least {allowed.lower}" if allowed.lower > 2 else f"at most {allowed.upper}"
     raise UsageError(
-        f"layer {label} depends on the number of samples{lines(branches)}, and its example saw the branch for {bound} alone: "
+        f"layer {label} branches on the number of samples{lines(branches)}, and the example took only the branch for {bound}: "
         "a layer must do the same for any number of samples"
     )
 

@@ -63,8 +63,8 @@ class Check:
             if _python_random() != drawn:
                 _restore(drawn)
                 raise UsageError(
-                    f"{self._label} draws random numbers from Python or NumPy{self._drawing(sample)}, which every node would "
-                    "draw otherwise: use torch's, for example torch.rand"
+                    f"{self._label} draws random numbers from Python or NumPy{self._drawing(sample)}, which would "
+                    "differ on every node: use torch's, such as torch.rand"
                 )
             attributes = _attributes(self._module)
             second = self._tried(run_eager, sample)
@@ -144,8 +144,8 @@ class Check:
         if wrong or len(found) != len(expected):
             what = ", ".join(wrong[:3]) or "the number of results"
             raise UsageError(
-                f"{self._label} {problem} with {_samples(sample)} another value comes out for {what}. A layer must be a fixed "
-                "sequence of tensor operations that depends on its inputs, its tensors and torch's random numbers alone"
+                f"{self._label} {problem} with {_samples(sample)}, {what} comes out different. A layer must be a fixed "
+                "sequence of tensor operations that depends only on its inputs, its tensors and torch's random numbers"
             )
 
     def _refuse_counters(self, before: dict[str, object]) -> None:

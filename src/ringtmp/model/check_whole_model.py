@@ -34,7 +34,7 @@ def fits(modules: Sequence[nn.Module]) -> bool:
 def check_whole(
     modules: Sequence[nn.Module], layers: Sequence[tuple[Layer, Mapping[str, torch.Tensor]]], sample: Any
 ) -> None:
-    """UsageError where the layers in a row compute anything else than their graphs in a row."""
+    """UsageError where the layers, run together, compute anything else than their graphs do."""
     names = [layer.name for layer, _ in layers]
     with torch.random.fork_rng(devices=[]):
         expected = _eager(names, modules, sample)
@@ -42,9 +42,9 @@ def check_whole(
     wrong = [what for what in expected if found.get(what) != expected[what]]
     if wrong:
         raise UsageError(
-            "the layers in a row would not train as they do in eager mode: another value comes out for "
-            f"{', '.join(wrong[:3])}. "
-            "Does a layer pass a tensor on to another past its return value (a list, an attribute, a global)? Return it instead"
+            "run together, the layers do not train as they do in eager mode: "
+            f"{', '.join(wrong[:3])} comes out different. Does a layer hand a tensor to another one by other means than its "
+            "return value (a list, an attribute, a global)? Return it instead"
         )
 
 

@@ -1,4 +1,4 @@
-"""Backward code of the user's own, taken along: custom autograd functions and hooks on parameters.
+"""Export the user's own backward code: custom autograd functions and hooks on parameters.
 
 `torch.export` follows the forward pass and drops every backward that somebody wrote: a gradient reversal would train
 like the identity. So while a layer is traced, `autograd.Function.apply` is ours. It lets the function's forward be traced
@@ -118,7 +118,8 @@ class _Watch:
                     if returned is None and gradient._version == changed:
                         raise UsageError(
                             f"layer {self._label}: the hook on its parameter {name} ({where(function)}) returns nothing, so it "
-                            "only looks at the gradient, and where the layer will live nobody sees that: remove the hook"
+                            "only observes the gradient, and nobody can see that on the node that runs the layer: remove "
+                            "the hook"
                         )
                     gradient = gradient if returned is None else returned
         finally:
@@ -159,8 +160,8 @@ class _Watch:
     def _cannot(self, what: str, function: Any, error: Exception) -> str:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return (
-            f"layer {self._label}: {what} ({where(function)}) cannot be taken along: {first.strip()[:200]}. It must be a fixed "
-            "sequence of tensor operations: no branch on tensor values, no tensor made into a number or a NumPy array"
+            f"layer {self._label}: {what} ({where(function)}) cannot be exported: {first.strip()[:200]}. It must be a fixed "
+            "sequence of tensor operations: no branch on tensor values, no tensor converted to a number or a NumPy array"
         )
 
 

@@ -98,7 +98,9 @@ def _export_graphs(name: str, module: nn.Module, example: Any, batch: int, both:
     evaluate, more, other = _export_graph(name, module.eval(), example, batch, branches)
     module.train()
     if other != tree:
-        raise UsageError(f"layer {name!r} returns another number of tensors in evaluation than in training")
+        raise UsageError(
+            f"layer {name!r} returns a different number of tensors in evaluation mode than in training mode"
+        )
     return train, evaluate, tree, constants | more, branches
 
 

@@ -5,7 +5,7 @@ the median counts, because a ring meets the usual case. With one thread its proc
 quota nor a busy machine lengthens; with more the time on the wall, for want of a better. What autograd keeps is seen
 through its saved-tensor hooks.
 Measurements are kept on disk under the layer's signature (graph, shapes, what wants gradients), the device's fingerprint,
-thread count and this version, for every size that was ever asked for; anything else is measured anew.
+thread count and this version, for every size that was ever asked for; anything else is measured again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What limits a plan, and what would help most: every change is planned and simulated anew.
+"""What limits a plan, and what would help most: every change is planned and simulated again.
 
 Pure. Limits are shares of the step: how long the busiest node computes, the busiest line sends, or all wait for fill and
 drain because there are few microbatches for many visits.

@@ -192,14 +192,14 @@ def check_devices(devices: tuple[Device, ...]) -> None:
             ("link down", link.down_bytes_per_s, 0.0),
         ):  # fmt: skip
             if not value > least:  # also not a number
-                raise UsageError(f"device {device.name}: {what} is {value:g}, it must be above {least:g}")
+                raise UsageError(f"device {device.name}: {what} is {value:g}; it must be above {least:g}")
         for what, value in (
             ("latency", link.latency_s),
             ("message cost", link.message_cpu_s),
             ("byte cost", link.byte_cpu_s),
         ):
             if not (value >= 0 and math.isfinite(value)):
-                raise UsageError(f"device {device.name}: {what} is {value:g}, it must be at least 0")
+                raise UsageError(f"device {device.name}: {what} is {value:g}; it must be at least 0")
         if device.quota is not None and not 0 < device.quota.run_s <= device.quota.period_s:
             raise UsageError(
                 f"device {device.name}: a quota of {device.quota.share:g} of its time must be above 0 and at most 1"

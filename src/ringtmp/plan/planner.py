@@ -114,7 +114,7 @@ class Plan:
             why.setdefault(each.reason, []).append(each.device)
         reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in why.items())
         ring, members = len(self.devices) + len(self.left_out), _count(len(self.devices), "device")
-        return f"your ring of {ring} trains on {members}; left out are {reasons}. --all-devices uses them all"
+        return f"your ring of {ring} trains on {members}; left out: {reasons}. Use --all-devices to keep them all"
 
     def summary(self, chosen: bool = False) -> tuple[str, ...]:
         """Lines for people. `chosen`: the number of microbatches is the plan's own choice."""
@@ -420,13 +420,13 @@ def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, de
     least = segments.process_bytes + device.extra_bytes
     if device.memory_bytes <= least:
         have, need = bytes_text(device.memory_bytes), bytes_text(least)
-        return f"its {have} do not hold a node, which takes {need} before its first layer"
+        return f"its {have} of memory is not enough for a node, which takes {need} before its first layer"
     most = max(len(each.order) for each, _ in found)
     if most > len(chosen.order):
         slower = min(other for each, other in found if len(each.order) == most)
         who = f"all {devices}" if most == devices else str(most)
         if slower < took:
-            return f"it is far slower than others, and with {who} a step would gain less than {WEAK_GAIN:.0%}"
+            return f"it is far slower than the others, and with {who} a step would be less than {WEAK_GAIN:.0%} shorter"
         return f"with {who} a step would take {seconds_text(slower)} instead of {seconds_text(took)}"
     table = segments.table
     spare = table.count - table.least_front - table.least_tail
@@ -438,7 +438,7 @@ def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, de
 def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, visits: int) -> None:
     edges = [0, *(stop for _, stop in cuts)]
     if len(cuts) != visits or [first for first, _ in cuts] != edges[:-1] or edges[-1] != layers:
-        raise UsageError(f"cuts {cuts} do not hold each of {layers} layers once in {visits} visits")
+        raise UsageError(f"cuts {cuts} must contain each of the {layers} layers exactly once, in {visits} visits")
     if any(first >= stop for first, stop in cuts[:-1]):
         raise UsageError(f"cuts {cuts}: only the tail may be empty")
 

@@ -1,4 +1,4 @@
-"""When devices are not as fast as planned: whether to lay the ring out anew, and how.
+"""When devices are not as fast as planned: whether to rebuild the ring, and how.
 
 Pure: how long every node computed in each step comes in, a move comes out. Only work on layers counts, because only that
 moves with them. A node strays when this time, in both halves of the last WATCH_S seconds, is more than TOLERANCE off the
@@ -49,7 +49,7 @@ FURTHEST = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Lay out anew, with these devices."""
+    """Rebuild the ring with these devices."""
 
     devices: tuple[Device, ...]  # everyone, as measured
     plan: Plan
@@ -167,7 +167,7 @@ class Balance:
             share = min(down / before[0], up / before[1]) if math.isfinite(down + up) else 1.0
             if share < worst:
                 worst = share
-                self._slow_line = f"the line of {device.name} carries {share:.0%} of what it did"
+                self._slow_line = f"the link of {device.name} carries {share:.0%} of what it used to"
                 self._not_before = now
             devices.append(self._with_line(device, down, up))
         self._everyone = tuple(devices)

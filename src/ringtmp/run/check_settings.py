@@ -27,14 +27,14 @@ def resolve(config: RunConfig) -> RunConfig:
     settings.check(ring.nodes, training.wire)
     _check_split_only(config, strategy.splits_layers)
     if ring.route == "v" and ring.laps > 1:
-        raise UsageError("--route v goes out and back once: leave out --laps")
+        raise UsageError("--route v cannot be combined with --laps")
     if training.epochs is not None and training.steps is not None:
         raise UsageError("give --epochs or --steps, not both")
     checked_schedule(training.lr_schedule, total_steps=1)  # the real total is known with the data
     auto = training.microbatches == "auto"
     if auto and not strategy.splits_layers:
         raise UsageError(
-            f"--microbatches auto goes with --strategy {registry.splitting_layers()}: with {ring.strategy} give a number"
+            f"--microbatches auto works with --strategy {registry.splitting_layers()} only: give a number with {ring.strategy}"
         )
     microbatches = usual_microbatches(training)
     all_first = SCHEDULES[ring.schedule].all_forward_first
@@ -68,10 +68,10 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
 
 
 def _check_split_only(config: RunConfig, splits_layers: bool) -> None:
-    """What has no meaning where every worker has the whole model."""
+    """Refuse settings that mean nothing where every worker holds the whole model."""
     for setting in SETTINGS.values():
         if not splits_layers and setting.said.split and value_of(config, setting.name) != setting.default:
             raise UsageError(
-                f"{setting.option} goes with --strategy {registry.splitting_layers()}: with {config.ring.strategy} every "
-                "worker has the whole model"
+                f"{setting.option} works with --strategy {registry.splitting_layers()} only: with "
+                f"{config.ring.strategy}, every worker holds the whole model"
             )

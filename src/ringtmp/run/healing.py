@@ -1,4 +1,4 @@
-"""Leads when a node has died, and whenever else the ring must be laid out anew: devices come, go, or turn out slower.
+"""Leads when a node has died, and whenever else the ring must be rebuilt: devices come, go, or turn out slower.
 
 A new generation goes on from the newest state that is whole. Those who live stay as they are, somebody takes the lost one's
 place, the steps since are done again.
@@ -90,7 +90,7 @@ class Healing:
     # -- the four reasons for a new generation ------------------------------------------------------------------------
 
     def heal(self, lost: NodeLost, reached: Progress) -> Generation:
-        """Somebody was lost. A loss meanwhile begins it anew."""
+        """A node was lost. Another loss meanwhile starts the healing over."""
         noticed = time.monotonic()
         self.losses.begin()
         while True:
@@ -113,13 +113,13 @@ class Healing:
         return generation
 
     def regroup(self, leader: Leader, progress: Progress, reason: str) -> Generation | None:
-        """Devices come or go: at a step boundary save, and begin again from what was saved with those who are left. None:
+        """Devices come or go: at a step boundary save, and continue from there with the remaining ones. None:
         there is no room on the disk."""
         started = time.monotonic()
         self.losses.begin()
         if not self._run.saving.save(leader, progress):
             return None
-        self.record.watcher.tell(f"{reason}: laying the ring out anew after step {progress.step}")
+        self.record.watcher.tell(f"{reason}: rebuilding the ring after step {progress.step}")
         if self._node_pool.all_anew():
             self.dismiss(leader, progress, "a new generation begins")
             generation = self._all_anew(progress)
@@ -154,7 +154,7 @@ class Healing:
         for lost in leader.stop(reason):
             self.losses.begin()
             self.losses.found([lost])
-            self.record.warn(f"{lost}; the checkpoint of step {self._run.saving.step} was there by then")
+            self.record.warn(f"{lost}; the checkpoint of step {self._run.saving.step} had already been saved")
             self.record.write(self._regrouped(str(lost), time.monotonic(), progress.step, source="checkpoint"))
 
     # -- the next generation ------------------------------------------------------------------------------------------
@@ -169,8 +169,8 @@ class Healing:
         )  # fmt: skip
 
     def _revive(self, reached: Progress) -> tuple[Generation, str]:
-        """From the newest state that is whole; returns what that was, too. Those who are left may not hold the model: then
-        the run pauses until another comes."""
+        """From the newest whole state; also returns what that was. If the remaining devices cannot hold the model, the
+        run pauses until another joins."""
         while True:
             try:
                 return self._revived(reached)
@@ -222,7 +222,7 @@ class Healing:
         return msgspec.structs.replace(progress, epochs_done=min(progress.epochs_done, progress.step // per_epoch))
 
     def _all_anew(self, progress: Progress) -> Generation:
-        """Every process starts again, with fresh keys. Somebody may be lost meanwhile: then all who are left start again."""
+        """Every process starts again, with fresh keys. If one is lost meanwhile, the remaining ones start again."""
         generations = self._generations
         generations.leave()
         self.losses.begin()

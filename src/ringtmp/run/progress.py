@@ -92,7 +92,7 @@ class Calling(Watcher):
             inspect.signature(function).bind(1, 0.0)
         except TypeError as error:
             raise UsageError(
-                f"on_step takes the number of the step and its loss: lambda step, loss: ...; yours does not ({error})"
+                f"on_step must accept the step number and its loss, like lambda step, loss: ...; yours does not ({error})"
             ) from None
         except ValueError:  # a built-in does not say what it takes
             pass
@@ -118,12 +118,12 @@ class Several(Watcher):
 def _checked(watcher: Any) -> Watcher:
     """Something with all the methods does as well as a subclass."""
     if isinstance(watcher, type):
-        raise UsageError(f"watcher is the class {watcher.__name__}: give one of it, {watcher.__name__}()")
+        raise UsageError(f"watcher is the class {watcher.__name__}: pass an instance, {watcher.__name__}()")
     missing = [name for name in _METHODS if not callable(getattr(watcher, name, None))]
     if missing:
         raise UsageError(
-            f"a {type(watcher).__name__} is no watcher: it has no {', '.join(missing)}. Make it a subclass of "
-            "ringtmp.Watcher, whose methods do nothing, or give a function of step and loss as on_step"
+            f"a {type(watcher).__name__} is not a watcher: it lacks {', '.join(missing)}. Subclass "
+            "ringtmp.Watcher, whose methods do nothing, or pass a function of step and loss as on_step"
         )
     found: Watcher = watcher
     return found

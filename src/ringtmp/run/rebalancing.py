@@ -1,4 +1,4 @@
-"""A run's rebalancing: listens to what nodes report, and says when to lay the ring out anew, at a snapshot.
+"""A run's rebalancing: listens to what nodes report, and says when to rebuild the ring, at a snapshot.
 
 Decided in plan/when_to_rebalance.py. A move waits for the next whole snapshot, which is asked for at once; where there are no
 snapshots, or none within a while, the run saves a checkpoint first. Lines are tried while the ring is at rest.
@@ -116,10 +116,10 @@ class Rebalancing:
         self._not_before, self._calm_until = self._moved_at + PAUSE_S, self._moved_at + self._pause_s
 
     def moved(self, event: Regrouped, move: Move) -> str:
-        """Returns one line for whoever looks on."""
+        """Returns one line for the user."""
         self._move_s = event.seconds
         return (
-            f"rebalanced: {event.reason}; layers dealt anew after {event.seconds:.1f} s, {steps_again(event.repeated)} to do "
-            f"again from the {event.source} of step {event.step}; a step should now take {move.promised_s:.3g} s instead of "
+            f"rebalanced: {event.reason}; layers moved in {event.seconds:.1f} s, repeating {steps_again(event.repeated)} "
+            f"from the {event.source} of step {event.step}; a step should now take {move.promised_s:.3g} s instead of "
             f"{move.step_s:.3g} s (generation {event.generation})"
         )

@@ -45,15 +45,15 @@ def steps_again(count: int) -> str:
 
 
 def lost_text(event: Regrouped) -> str:
-    """One line for whoever looks on."""
+    """One line for the user."""
     who = " and ".join(f"node {node}" for node in event.lost) or "a link"
     steps = steps_again(event.repeated)
     lost = f"{who} lost, noticed within {event.notice_s:.1f} s"
-    after = f"{event.nodes} nodes go on after {event.seconds:.1f} s (generation {event.generation})"
+    after = f"{event.nodes} nodes continue after {event.seconds:.1f} s (generation {event.generation})"
     if event.source == "servers":
-        return f"{lost}; the servers have the parameters, no step to do again; {after}"
+        return f"{lost}; the servers have the parameters, so no step is repeated; {after}"
     if event.source == "replica":
-        return f"{lost}; the next server has its keys, no step to do again; {after}"
+        return f"{lost}; the next server has its keys, so no step is repeated; {after}"
     if event.source == "survivors":
-        return f"{lost}; on from step {event.step} with what the survivors have, {steps} to do again; {after}"
-    return f"{lost}; back to the {event.source} of step {event.step}, {steps} to do again; {after}"
+        return f"{lost}; continued at step {event.step} with what the survivors have, repeating {steps}; {after}"
+    return f"{lost}; went back to the {event.source} of step {event.step}, repeating {steps}; {after}"

@@ -65,7 +65,7 @@ class Result:
             raise UsageError(f"{self.run_dir} is not a run directory: it has no events.jsonl")
         found = parts_of(chain(events.read(log) if there else (), self._unwritten))
         if not found:
-            raise UsageError(f"{self.run_dir}: nothing was started, so there is no result")
+            raise UsageError(f"{self.run_dir} was never started, so it has no result")
         return found
 
     @cached_property

@@ -210,9 +210,7 @@ class Generations:
         except OSError as error:
             if not self.begun:
                 raise UsageError(f"the run directory {job.run.path} cannot be written: {error.strerror}") from error
-            self._run.record.warn(
-                f"the run's settings cannot be written anew: {error.strerror}; those of before are kept"
-            )
+            self._run.record.warn(f"cannot rewrite the run's settings: {error.strerror}; keeping the old ones")
 
     def _begin(self, plan: Plan, chosen: bool, progress: Progress) -> None:
         """The run's first line."""

@@ -154,7 +154,8 @@ class Session:
         batches.go_on(progress.step, progress.stream)
         if self._job.model is None and (reason := batches.not_ours) is not None:
             run.record.warn(
-                f"{reason}: their order is not ours to repeat, so this run may see other batches than one that never stopped"
+                f"{reason}: their order cannot be reproduced, so this run may see different batches than one that never "
+                "stopped"
             )
 
     def _stop(self, leader: Leader, healing: Healing, reached: Progress) -> None:

@@ -22,7 +22,7 @@ EVALUATION_FACTOR = 4
 
 
 class TrainingLoop:
-    """`progress` is how far the run has come. Whoever heals, or lays the ring out anew, gives it the next generation."""
+    """`progress` is how far the run has come. Whoever heals or rebuilds the ring gives it the next generation."""
 
     def __init__(self, run: Run, first: Generation, healing: Healing) -> None:
         self._run = run
@@ -138,7 +138,7 @@ class TrainingLoop:
     # -- between two steps --------------------------------------------------------------------------------------------
 
     def _at_rest(self) -> None:
-        """Nothing is under way: a checkpoint may be taken, the ring laid out anew, the run interrupted."""
+        """Nothing is under way: a checkpoint may be taken, the ring rebuilt, the run interrupted."""
         run, healing, every = self._run, self._healing, self._run.job.config.keep.checkpoint_every
         if (every is not None and self.progress.step % every == 0) or (run.batches.full and self._may_try()):
             if not self._save():
@@ -165,7 +165,7 @@ class TrainingLoop:
         return time.monotonic() >= self._not_before
 
     def _change(self) -> str | None:
-        """Why the ring must be laid out anew."""
+        """Why the ring must be rebuilt."""
         return self._run.pool.changed() if self._may_try() else None
 
     def _save(self, needed: bool = False) -> bool:
@@ -206,6 +206,6 @@ def _refuse_too_small(batch: Batch, least: int, step: int) -> None:
     smallest = min(len(each) for each in batch.targets)
     if smallest < least:
         raise UsageError(
-            f"the batch of step {step} has {batch.samples} samples, so a microbatch of {smallest}, and a BatchNorm needs "
-            f"{least}: use fewer --microbatches or drop the last, smaller batch"
+            f"the batch of step {step} has {batch.samples} samples, so its smallest microbatch has {smallest}, but a "
+            f"BatchNorm needs {least}: use fewer --microbatches, or drop the last, smaller batch"
         )

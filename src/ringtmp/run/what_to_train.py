@@ -56,5 +56,5 @@ class Job:
     @property
     def how_to_go_on(self) -> str:
         if self.config.training.data == "given":
-            return f"go on with Ring(...).resume({str(self.run.path)!r}, data)"
-        return f"go on with ringtmp train --resume {self.run.path}"
+            return f"resume with Ring(...).resume({str(self.run.path)!r}, data)"
+        return f"resume with ringtmp train --resume {self.run.path}"

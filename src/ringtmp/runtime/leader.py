@@ -120,8 +120,8 @@ class BaseLeader:
                 self._until_node(node, lambda node=node: node in self.hellos, "to start", HELLO_LIMIT_S)  # type: ignore[misc]
 
     def leave(self) -> dict[int, float]:
-        """This generation ends: what its members have of use goes on their shelves. Returns the losses of steps that are
-        not counted yet."""
+        """This generation ends: members put what they can reuse into their snapshot stores. Returns the losses of steps
+        that are not counted yet."""
         self._member.leave()
         self._member = NoPlanYet(self.endpoint)
         return {}

@@ -151,7 +151,7 @@ def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tenso
         several = outputs.dim() == 2 and targets.dim() == 1 and outputs.shape[1] > 1
         classes = "if the targets are classes, make them whole numbers (targets.long())"
         raise UsageError(
-            f"loss {name} wants outputs and targets of one shape, and they are {tuple(outputs.shape)} and "
+            f"loss {name} needs outputs and targets of the same shape, but they are {tuple(outputs.shape)} and "
             f"{tuple(targets.shape)}: {classes if several else 'reshape the targets'}"
         )
     try:

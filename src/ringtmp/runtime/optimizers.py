@@ -34,7 +34,7 @@ class Setting:
     def checked(self, value: Any, name: str) -> float | bool:
         flag = isinstance(self.default, bool)
         if isinstance(value, bool) != flag or not isinstance(value, int | float):
-            raise UsageError(f"{name}={value!r} must be a {'yes or no' if flag else 'number'}")
+            raise UsageError(f"{name}={value!r} must be {'yes or no' if flag else 'a number'}")
         if flag:
             return value
         if not self.low <= value < self.high or not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""A run directory: everything a run leaves behind, and all that is needed to go on with it.
+"""A run directory: everything a run leaves behind, and all that is needed to resume it.
 
 config.json          the resolved settings         events.jsonl   everything that happened
 layers/0003.layer    the layer as data              checkpoints/   see checkpoint.py
@@ -67,17 +67,17 @@ class LayerIndex(msgspec.Struct, frozen=True):
         if not self.inputs:
             return
         if len(given) != len(self.inputs):
-            raise UsageError(f"{where} has {len(given)} tensors a sample, and the model takes {len(self.inputs)}")
+            raise UsageError(f"{where} has {len(given)} tensors per sample, but the model takes {len(self.inputs)}")
         for tensor, expected in zip(given, self.inputs, strict=True):
             shape = tuple(tensor.shape[1:]) if expected.per_sample else tuple(tensor.shape)
             if shape != expected.rest:
                 raise UsageError(
-                    f"a sample of {where} has shape {_shape_text(shape)}, and the model was built for "
+                    f"a sample of {where} has shape {_shape_text(shape)}, but the model was built for "
                     f"{_shape_text(expected.rest)}{_missing(shape, expected.rest)}"
                 )
             if tensor.is_floating_point() != expected.dtype.startswith(("float", "bfloat")):
                 raise UsageError(
-                    f"{where} holds {str(tensor.dtype).removeprefix('torch.')} numbers, and the model was built for "
+                    f"{where} holds {str(tensor.dtype).removeprefix('torch.')} numbers, but the model was built for "
                     f"{expected.dtype}: convert them"
                 )
 
@@ -142,7 +142,7 @@ class RunDirectory:
         """Make the folder. A folder that already holds a run is refused: nothing is overwritten."""
         if (self.path / "config.json").exists():
             raise UsageError(
-                f"{self.path} already holds a run: choose another --run-dir, or go on with --resume {self.path}"
+                f"{self.path} already holds a run: choose another --run-dir, or resume it with --resume {self.path}"
             )
         self._mine = not self.path.exists()
         try:
@@ -189,7 +189,7 @@ class RunDirectory:
         except OSError as error:
             file.close()
             raise UsageError(
-                f"the run {self.path} cannot be locked: {error.strerror}; its file system must have locks"
+                f"the run {self.path} cannot be locked: {error.strerror}; the file system must support locks"
             ) from error
         self._lock = file
         with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, without a name on it

@@ -31,7 +31,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
         raise Broken(f"is damaged or from another version: {error}") from error
     seal = held.pop("seal", None)
     if (seal is not None or "sealed" in held) and seal != _digest(held):
-        raise Broken("is not as it was written (its SHA-256 does not match)")
+        raise Broken("has changed since it was written (its SHA-256 does not match)")
     return document
 
 

@@ -15,7 +15,7 @@ Gradient = torch.Tensor | None
 
 
 class _Entering(torch.autograd.Function):
-    """A tensor enters. Its gradient is caught here as it comes: a leaf's `grad` would be laid out anew like the leaf, and
+    """A tensor enters. Its gradient is caught here as it comes: a leaf's `grad` would be copied to the layout of the leaf, and
     the layer before the cut, which must compute with what it would have got in one process, would give other bits."""
 
     @staticmethod

@@ -144,7 +144,7 @@ class Strategy:
         for key in given:
             if key not in names:
                 if not names:
-                    raise UsageError(f"strategy {self.name} has no setting {key!r}: it takes none")
+                    raise UsageError(f"strategy {self.name} takes no settings, so {key!r} is unknown")
                 raise unknown(f"setting of strategy {self.name}", key, names)
         try:
             return msgspec.convert(dict(given), self.Settings, strict=True)

@@ -31,7 +31,7 @@ def require_text(path: Path, what: str) -> Path:
         str(path).encode()
     except UnicodeEncodeError:
         raise UsageError(
-            f"{what} {str(path)!a} is no text in UTF-8: set PYTHONUTF8=1 if it is and your locale (LC_ALL) is not, or "
-            "choose another folder"
+            f"{what} {str(path)!a} is not valid UTF-8: if it should be, set PYTHONUTF8=1 (your locale is not UTF-8); "
+            "otherwise choose another folder"
         ) from None
     return path

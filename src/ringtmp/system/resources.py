@@ -184,7 +184,7 @@ def set_threads(threads: int) -> None:
 
 def _reuse_memory() -> None:
     """Activations come and go with every microbatch. The C library gives pieces of their size back to the system and takes
-    them anew, page by page: a tenth of a step's processor time. Where memory is short that is as it should be; where the
+    them again, page by page: a tenth of a step's processor time. Where memory is short that is as it should be; where the
     library has no such switch, nothing changes."""
     short = free_memory_bytes() < SHORT_BYTES
     with contextlib.suppress(OSError, AttributeError):
@@ -194,7 +194,7 @@ def _reuse_memory() -> None:
 
 
 def give_back_memory() -> None:
-    """What was kept free goes back to the system, and how much may be kept from here on is decided anew."""
+    """What was kept free goes back to the system, and how much may be kept from here on is decided again."""
     _reuse_memory()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,8 @@
 """Listening on TCP without being filled up: strangers cannot make a process open all the files it may.
 
 Whoever connects costs a file descriptor until the handshake is done or its time is over, and ZeroMQ takes everybody. So
-each listening socket is counted, and with too many connections the kernel drops whoever knocks next. Those who are
-connected notice nothing; those who knock try again. On Linux; elsewhere only the time limit of handshakes bounds strangers.
+each listening socket is counted, and with too many connections the kernel drops every new one. Those who are connected
+notice nothing; the dropped ones try again. On Linux; elsewhere only the time limit of handshakes bounds strangers.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def exported(
     outputs = [torch.zeros(shape, dtype=dtype_of(each.dtype)) for shape, each in zip(shapes, leaving, strict=True)]
     layer, tensors = Exporter().export("loss", _Pair(loss), (nest(last.output, outputs), targets))
     if any(each.trainable for each in layer.tensors):
-        raise UsageError("the loss has parameters of its own, which nobody would train: put them into the model")
+        raise UsageError("the loss has its own parameters, which would not be trained: move them into the model")
     return layer, list(tensors.values())
 
 

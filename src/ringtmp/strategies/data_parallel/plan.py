@@ -87,8 +87,8 @@ def plan(
         table = parameter_keys.cut(sizes, len(roles.servers))
         if len(table) < len(roles.servers):
             raise UsageError(
-                f"servers={settings.get('servers')}: {len(roles.servers)} servers for {len(table)} keys leaves some with "
-                f"nothing: use at most {len(table)}"
+                f"servers={settings.get('servers')}: {len(roles.servers)} servers are too many, {len(table)} keys can be "
+                f"spread over at most {len(table)}"
             )
         owners = tuple(roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers)))
     enlist = Enlist(

@@ -40,7 +40,7 @@ class ParameterServer(Strategy):
                 raise UsageError(f"{self.name}:{text}: {word!r} is neither a number of servers nor 'workers'")
             found["servers"] = word if word == "workers" else int(word)
         if rest:
-            raise UsageError(f"{self.name}:{text} has a part too many: {rest[0]!r}")
+            raise UsageError(f"{self.name}:{text}: unexpected {rest[0]!r} at the end")
         return {self.short: kind, **found}
 
     def roles(self, settings: PsSettings, nodes: int) -> Roles:

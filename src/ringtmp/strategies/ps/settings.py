@@ -16,7 +16,7 @@ class PsSettings(Settings, frozen=True):
         "1..nodes-1 | workers", "dedicated shards, or every node serves 1/n of the keys and works",
         "dedicated: DistBelief, Project Adam, Petuum; workers: BigDL, CaffeOnSpark, TensorFlow, MXNet")] = 1  # fmt: skip
     consistency: Annotated[str, described(
-        "bsp | async | ssp:S", "who waits: all, nobody, whoever is more than S steps ahead",
+        "bsp | async | ssp:S", "who waits: everyone, nobody, or any worker more than S steps ahead",
         "bsp: Spark MLlib; async: Downpour SGD, MXNet KVStore; ssp: Petuum, SINGA")] = "bsp"  # fmt: skip
     quorum: Annotated[int | None, described(
         "1..workers", "gradients a step needs; late ones are dropped and counted",

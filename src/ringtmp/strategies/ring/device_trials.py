@@ -142,7 +142,7 @@ class Answers:
         elif isinstance(message, Sample):
             endpoint.post(MASTER, timed(message))
         elif isinstance(message, Meet):
-            endpoint.connect_all({})  # those of before, if any
+            endpoint.connect_all({})  # drop the previous ones, if any
             endpoint.meet(message.addresses)
         else:
             self._attempt = Attempt(endpoint, message.peer, message.limit_s)

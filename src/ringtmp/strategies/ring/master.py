@@ -278,7 +278,9 @@ class Master(BaseLeader):
         while silent and self.endpoint.clock() < limit:
             self._pump()
         for first, second in silent & self._silent_pairs() if silent else ():
-            text = f"node {first} and node {second} cannot reach each other in step {step}, and the master reaches both"
+            text = (
+                f"nodes {first} and {second} cannot reach each other in step {step}, although the master can reach both"
+            )
             raise LinkLost(text, first, second)
 
     def _silent_pairs(self) -> set[tuple[int, int]]:
@@ -295,7 +297,7 @@ class Master(BaseLeader):
         mute = self._ask_everyone(NO_MICROBATCH, self._pump)
         if mute:
             self._node_pool.drop(mute[0])
-            text = f"node {mute[0]} is there and answers nobody in step {step}: {stalled}"
+            text = f"node {mute[0]} is alive but answers nobody in step {step}: {stalled}"
             raise NodeLost(text, mute[0], self._stall_limit()) from None
 
     # -- layers back to the disk --------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def plan(request: PlanRequest) -> RingPlan:
     route = _numbered(route, members)
     if gone := sorted(set(request.addresses) - set(members)):
         who = ", ".join(f"node {node}" for node in gone)
-        warnings += (f"{who} left out: in no order of the ring does everyone reach its neighbours",)
+        warnings += (f"{who} is left out: no order of the ring lets every node reach its neighbours",)
     recipe = request.recipe
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
     if request.step == 0:  # once: not again when a ring heals or a run is resumed
@@ -271,10 +271,10 @@ def _slow_ways(planned: Plan) -> tuple[str, ...]:
         rate = min((way.bytes_per_s for way in ways if way is not None and way.tried), default=math.inf)
         if math.isfinite(rate) and planned.devices[MASTER].name not in (here, there):
             found[frozenset((here, there))] = (
-                f"{here} and {there} did not hear each other when their line was tried"
+                f"{here} and {there} could not reach each other when their link was tested"
                 if rate == SILENT_BYTES_PER_S
-                else f"between {here} and {there} only {bytes_text(rate)}/s go through, less than either has elsewhere; the "
-                "plan reckons with it"
+                else f"the link between {here} and {there} carries only {bytes_text(rate)}/s, less than either reaches "
+                "elsewhere; the plan allows for it"
             )
     return tuple(found.values())
 
