@@ -180,7 +180,7 @@ def test_a_plan_and_a_run_are_the_same_plan_and_whoever_comes_second_measures_no
     ("args", "code", "says"),
     [
         (["--devices", "none.toml"], 2, "the devices file none.toml cannot be read"),
-        (["--devices", "devices.toml", "--nodes", "5"], 2, "--nodes 5 and the 3 devices of devices.toml differ"),
+        (["--devices", "devices.toml", "--nodes", "5"], 2, "--nodes 5 does not match the 3 devices in devices.toml"),
         (["--strategy", "ps"], 2, "not --strategy ps: put that beside it"),
         (["--strategy", "allreduce:tree"], 2, "put that beside it with --compare allreduce:tree"),
         (["--compare", "gossip"], 2, "unknown strategy 'gossip'"),
