@@ -359,7 +359,7 @@ def test_neither_keys_nor_tokens_nor_addresses_are_in_a_bug_report(tmp_path: Pat
 def test_the_agent_and_the_doctor_load_without_torch() -> None:
     names = (
         "launch.agent",
-        "launch.join_server",
+        "launch.admit_devices",
         "launch.doctor",
         "launch.reach_master",
         "cli.doctor",

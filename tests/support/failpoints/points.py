@@ -30,7 +30,7 @@ def _evaluating(_node: Any, state: Any) -> bool:
 
 NODE, KEEPING, SHELF = (
     "strategies.ring.node:Node",
-    "strategies.ring.node_snapshots:NodeSnapshots",
+    "strategies.ring.exchange_snapshots:NodeSnapshots",
     "runtime.snapshot_store:SnapshotStore",
 )
 WORKER, ENDPOINT, MASTER = "runtime.worker:Worker", "runtime.mailbox:Endpoint", "strategies.ring.master:Master"
