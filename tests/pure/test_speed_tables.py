@@ -74,6 +74,11 @@ def test_several_microbatch_counts_make_several_cases_of_a_pipeline_alone() -> N
     assert found == ["one", "ring:m4", "ring:m16", "ddp", "pipelining:1f1b:m4", "pipelining:1f1b:m16"]
 
 
+def test_a_strategy_that_is_no_listed_case_is_measured_by_its_name() -> None:
+    found = cases(cases="ps:ssp:7,ps:bsp")
+    assert set(found) == {"one", "ps:bsp", "ps:ssp:7"}
+
+
 def test_a_ring_that_chooses_its_microbatches_is_told_so_and_is_one_case_whatever_is_asked_for() -> None:
     made = speed.jobs(asked(cases="ring:*", microbatches="4,16"))
     assert [each.case for each in made] == [

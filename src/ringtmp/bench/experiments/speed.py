@@ -7,7 +7,6 @@ DistributedDataParallel and pipelining, and in one process alone, which is the b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +22,7 @@ from ringtmp.bench.measuring.machine import QUIET
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement
 from ringtmp.bench.measuring.run_record import from_facts
 from ringtmp.bench.training_runs.device_setups import SETTINGS, Setting
-from ringtmp.bench.training_runs.speed_cases import ALONE, CASES, Case, job, pipelined
+from ringtmp.bench.training_runs.speed_cases import ALONE, CASES, Case, chosen_cases, job, pipelined
 from ringtmp.bench.training_runs.workloads import QUICK, WORKLOADS, Workload
 from ringtmp.bench.user_choices import Choices
 from ringtmp.errors import UsageError, unknown
@@ -99,10 +98,7 @@ def trials(choices: Choices) -> list[Trial]:
     """One process alone is always among them: nothing can be said of a step without it."""
     settings = [SETTINGS[name] for name in _chosen("setting", choices.settings, SETTINGS)]
     _require_room(settings, choices)
-    patterns = [each.strip() for each in choices.cases.split(",")]
-    cases = [case for case in CASES if any(fnmatchcase(case.name, each) for each in patterns)]
-    if not cases:
-        raise unknown("case", choices.cases, [case.name for case in CASES])
+    cases = chosen_cases(choices.cases)
     found = []
     for name in _chosen("workload", choices.workloads, WORKLOADS):
         work = msgspec.structs.replace(
