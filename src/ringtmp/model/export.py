@@ -7,8 +7,9 @@ mode. Layers that are alike down to their plain attributes share one export: a s
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -24,9 +25,11 @@ from ringtmp.model.allowed_operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MOD
 from ringtmp.model.check_hooks import lines, refuse_narrow
 from ringtmp.model.custom_backward import traced_along
 from ringtmp.model.flatten_graph import Flat, Mode, Region, Step
+from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.portable_layer import (
     CUSTOM,
+    Argument,
     Custom,
     Graph,
     Input,
@@ -37,7 +40,6 @@ from ringtmp.model.portable_layer import (
     OutputTree,
     OwnedTensor,
     Ref,
-    Value,
 )
 from ringtmp.system.resources import loading, out_of_files
 
@@ -55,6 +57,8 @@ class Exporter:
         with loading():
             importlib.import_module("torch.export._trace")  # which the first export would load
         self._seen: dict[object, _Found] = {}
+        #: Of the slots of the graphs exported last, in training and in evaluation.
+        self.facts: tuple[tuple[Fact, ...], tuple[Fact, ...]] = ((), ())
 
     def export(
         self,
@@ -75,7 +79,7 @@ class Exporter:
             if again is not None:
                 again = pytree.tree_map(_distinct, again)
                 _refuse_other_graphs(name, module, found, again)
-        train, evaluate, tree, constants, _ = found
+        train, evaluate, tree, constants, _, self.facts = found
         described, tensors = _owned(module, constants)
         layer = Layer(name, train, evaluate, tuple(described), tree)
         if new and check is not None:
@@ -85,23 +89,24 @@ class Exporter:
         return layer, tensors
 
 
-#: The graphs of training and evaluation, what they return, constants, and where the user's code branches on a size.
-_Found = tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor], list[str]]
+#: The graphs of training and evaluation, what they return, constants, where the user's code branches on a size, and what
+#: is known of the graphs' slots.
+_Found = tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor], list[str], tuple[tuple[Fact, ...], tuple[Fact, ...]]]
 
 
 def _export_graphs(name: str, module: nn.Module, example: Any, batch: int, both: bool = True) -> _Found:
     """Unless `both`, the graph of evaluation is taken to be that of training, as it was before."""
     branches: list[str] = []
-    train, constants, tree = _export_graph(name, module.train(), example, batch, branches)
+    train, constants, tree, facts = _export_graph(name, module.train(), example, batch, branches)
     if not both:
-        return train, train, tree, constants, branches
-    evaluate, more, other = _export_graph(name, module.eval(), example, batch, branches)
+        return train, train, tree, constants, branches, (facts, facts)
+    evaluate, more, other, others = _export_graph(name, module.eval(), example, batch, branches)
     module.train()
     if other != tree:
         raise UsageError(
             f"layer {name!r} returns a different number of tensors in evaluation mode than in training mode"
         )
-    return train, evaluate, tree, constants | more, branches
+    return train, evaluate, tree, constants | more, branches, (facts, others)
 
 
 def _refuse_other_graphs(name: str, module: nn.Module, first: _Found, again: Any) -> None:
@@ -140,7 +145,7 @@ def _distinct(leaf: torch.Tensor) -> torch.Tensor:
 
 def _export_graph(
     name: str, module: nn.Module, example: Any, batch: int, branches: list[str]
-) -> tuple[Graph, dict[str, torch.Tensor], OutputTree]:
+) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
     flexible = pytree.tree_map(lambda leaf: {0: Dim.AUTO} if leaf.dim() and len(leaf) == batch else {}, (example,))
     label = f"{name!r} ({type(module).__name__})"
     try:
@@ -160,7 +165,14 @@ def _export_graph(
             "into a number, no Python side effects; try to move that part into the loss or the data"
         ) from error
     mode = "training" if module.training else "evaluation"
-    return _read_program(f"{name!r} ({type(module).__name__}, {mode})", program, example, batch, branches)
+    return _read_program(
+        f"{name!r} ({type(module).__name__}, {mode})",
+        program,
+        example,
+        batch,
+        branches=branches,
+        names=first_names(module),
+    )
 
 
 def _reason(first: str) -> str:
@@ -169,9 +181,18 @@ def _reason(first: str) -> str:
     return first.strip()[:300]
 
 
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer, and the first of those that the same tensor has."""
+    first: dict[int, str] = {}
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    order = {name: at for at, name in enumerate(module.state_dict(keep_vars=True))}
+    ordered = sorted(every, key=lambda item: order.get(item[0], len(order)))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in ordered}
+
+
 def _read_program(
-    label: str, program: ExportedProgram, example: Any, batch: int, branches: Sequence[str]
-) -> tuple[Graph, dict[str, torch.Tensor], OutputTree]:
+    label: str, program: ExportedProgram, example: Any, batch: int, *, branches: Sequence[str], names: Mapping[str, str]
+) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
     flat = Flat(program.graph_module)
     inputs: list[Input] = []
     constants: dict[str, torch.Tensor] = {}
@@ -197,7 +218,7 @@ def _read_program(
                 raise UsageError(f"layer {label} uses {spec.kind.name.lower()}, which cannot travel")
             if kind == "constant":
                 constants[spec.target] = program.constants[spec.target]
-            inputs.append(Input(kind, spec.target))
+            inputs.append(Input(kind, names.get(spec.target, spec.target)))
     writer = _GraphWriter(label, flat, inputs, flat.placeholders)
     for step in flat.steps:
         writer.add(step)
@@ -205,7 +226,20 @@ def _read_program(
     for value in graph.outputs:
         if not isinstance(value, Ref):
             raise UsageError(f"layer {label} returns something that is not a tensor: return tensors or tuples of them")
-    return graph, constants, _tree(label, program.call_spec.out_spec)
+    return graph, constants, _tree(label, program.call_spec.out_spec), tuple(writer.facts)
+
+
+def _fact(node: Node) -> Fact:
+    value = node.meta.get("val")
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    if isinstance(value, torch.Tensor):
+        shape = tuple(int(each) if _is_fixed(each) else str(each) for each in value.shape)
+        sizes: list[Any] = list(value.shape)
+        numbers = [int(each) if _is_fixed(each) else each.node.hint / EXAMPLE_BATCH for each in sizes]
+        size = math.prod(numbers) * value.dtype.itemsize
+        return Fact(shape, str(value.dtype).removeprefix("torch."), path=path, sample_bytes=float(size))
+    return Fact(None, many=isinstance(value, tuple | list), path=path)
 
 
 class _GraphWriter:
@@ -217,6 +251,7 @@ class _GraphWriter:
         self._inputs = tuple(inputs)
         self._slots = {node: slot for slot, node in enumerate(places)}
         self._ops: list[Op] = []
+        self.facts = [_fact(node) for node in places]
         self._customs: list[Custom] = []
         self._modes: list[int] = []  # where the gradient mode before each open block is kept
 
@@ -240,11 +275,18 @@ class _GraphWriter:
         else:
             raise UsageError(f"layer {self._label} contains a {step.op} node, which cannot travel")
 
-    def _op(self, target: str, args: tuple[Value, ...], kwargs: dict[str, Value] | None = None) -> int:
+    def _op(
+        self,
+        target: str,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument] | None = None,
+        node: Node | None = None,
+    ) -> int:
         self._ops.append(Op(target, args, kwargs or {}))
+        self.facts.append(Fact(None, many=target == CUSTOM) if node is None else _fact(node))
         return len(self._inputs) + len(self._ops) - 1
 
-    def _value(self, value: Any) -> Value:
+    def _value(self, value: Any) -> Argument:
         return _value(self._label, value, self._flat, self._slots)
 
     def _call(self, node: Node) -> None:
@@ -259,11 +301,10 @@ class _GraphWriter:
             )
         args = tuple(self._value(each) for each in node.args)
         kwargs = {key: self._value(each) for key, each in node.kwargs.items() if key not in ("pin_memory", filled)}
-        self._slots[node] = self._op(target, args, kwargs)
+        self._slots[node] = self._op(target, args, kwargs, node)
         if filled is not None:
-            self._slots[node] = self._op(
-                "aten.copy_.default", (self._value(node.kwargs[filled]), Ref(self._slots[node]))
-            )  # fmt: skip
+            written = self._value(node.kwargs[filled]), Ref(self._slots[node])
+            self._slots[node] = self._op("aten.copy_.default", written, None, node)
 
     def _custom(self, region: Region) -> None:
         outside = [*region.entering, *region.captured]
@@ -277,7 +318,7 @@ class _GraphWriter:
         made = self._op(CUSTOM, (len(self._customs) - 1, *(self._value(each) for each in outside)))
         for place, node in enumerate(region.given):
             if node is not None or region.hook:
-                slot = self._op("getitem", (Ref(made), place))
+                slot = self._op("getitem", (Ref(made), place), None, node or region.entering[0])
                 # whoever reads a parameter with a hook from here on reads what the function gives
                 self._slots.update({each: slot for each in (node, region.entering[0] if region.hook else None) if each})
 
@@ -331,7 +372,7 @@ def _without_out(node: Node) -> tuple[Any, str | None]:
     return target, None
 
 
-def _value(label: str, value: Any, flat: Flat, slots: dict[Node, int]) -> Value:
+def _value(label: str, value: Any, flat: Flat, slots: dict[Node, int]) -> Argument:
     if isinstance(value, Node):
         source = flat.source(value)
         if source not in slots:
@@ -378,6 +419,9 @@ def _owned(module: nn.Module, constants: dict[str, torch.Tensor]) -> tuple[list[
     """Everything the layer owns, in `state_dict` order: what is saved first, the rest after."""
     saved = module.state_dict(keep_vars=True)
     parameters = dict(module.named_parameters())
+    names = first_names(module)
+    saved = {name: tensor for name, tensor in saved.items() if names.get(name, name) == name}
+    parameters = {names[name]: each for name, each in parameters.items()}
     extra = {name: each for name, each in module.named_buffers() if name not in saved}
     described: list[OwnedTensor] = []
     tensors: dict[str, torch.Tensor] = {}

@@ -7,10 +7,8 @@ Values that may share memory are taken together, so an answer errs on the side o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from ringtmp.errors import ProtocolError
 from ringtmp.model.allowed_operators import resolve
 from ringtmp.model.portable_layer import CUSTOM, Graph, Op, slots
 
@@ -59,22 +57,6 @@ class Memory:
 
     def _entering(self) -> list[int]:
         return [self.group(slot) for slot, each in enumerate(self._graph.inputs) if each.kind == "input"]
-
-
-def written_on_entry(graphs: Sequence[Graph]) -> frozenset[int]:
-    """Positions of the tensors entering the first of these graphs, run one after another, that one of them may write."""
-    written: set[int] = set()
-    origins: list[frozenset[int]] | None = None  # of every value: the entering tensors whose memory it may share
-    for graph in graphs:
-        memory = Memory(graph)
-        entering = sum(each.kind == "input" for each in graph.inputs)
-        if origins is None:
-            origins = [frozenset([at]) for at in range(entering)]
-        if len(origins) != entering:
-            raise ProtocolError(f"a layer takes {entering} tensors, and {len(origins)} leave the one before it")
-        written.update(at for position in memory.written_inputs() for at in origins[position])
-        origins = [frozenset().union(*(origins[at] for at in each)) for each in memory.outputs_from()]
-    return frozenset(written)
 
 
 def aliases(op: Op) -> tuple[list[int], list[int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.allowed_operators import resolve
-from ringtmp.model.portable_layer import Items, Named, Op, Ref, Value
+from ringtmp.model.portable_layer import Argument, Items, Named, Op, Ref
 
 _NAMED = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "memory_format", "Device": "device"}
 #: Gradients that are lists of rows instead of tensors: nothing here could send, clip or add them.
@@ -50,7 +50,7 @@ def check_arguments(op: Op) -> None:
         _check(op.target, name, kinds[name], value)
 
 
-def _check(target: str, name: str, kind: str, value: Value) -> None:
+def _check(target: str, name: str, kind: str, value: Argument) -> None:
     wanted = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
     if value is None:
         return  # torch refuses it where it is not optional
@@ -58,7 +58,7 @@ def _check(target: str, name: str, kind: str, value: Value) -> None:
         raise ProtocolError(f"{target}: {_said(value)} is no {_NAMED.get(wanted, wanted)} for {name!r}")
 
 
-def _fits(name: str, wanted: str, value: Value) -> bool:
+def _fits(name: str, wanted: str, value: Argument) -> bool:
     if wanted in _NAMED:
         return isinstance(value, Named) and value.kind == _NAMED[wanted]
     if isinstance(value, Named) or wanted == "Generator":

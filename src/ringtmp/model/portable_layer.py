@@ -28,7 +28,7 @@ class Ref(msgspec.Struct, frozen=True, tag="r", array_like=True):
 
 
 class Items(msgspec.Struct, frozen=True, tag="l", array_like=True):
-    values: tuple[Value, ...]
+    values: tuple[Argument, ...]
 
 
 class Named(msgspec.Struct, frozen=True, tag="n", array_like=True):
@@ -38,13 +38,13 @@ class Named(msgspec.Struct, frozen=True, tag="n", array_like=True):
     name: str
 
 
-Value = None | bool | int | float | str | Ref | Items | Named
+Argument = None | bool | int | float | str | Ref | Items | Named
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
     target: str
-    args: tuple[Value, ...]
-    kwargs: dict[str, Value]
+    args: tuple[Argument, ...]
+    kwargs: dict[str, Argument]
 
 
 class Input(msgspec.Struct, frozen=True, array_like=True):
@@ -73,10 +73,15 @@ CUSTOM = "custom"
 class Graph(msgspec.Struct, frozen=True):
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
-    outputs: tuple[Value, ...]
+    outputs: tuple[Argument, ...]
     #: An operation writes into what enters the layer, which autograd forbids on a received leaf: copy it first.
     changes_inputs: bool
     customs: tuple[Custom, ...] = ()
+
+    @property
+    def entering(self) -> int:
+        """How many tensors enter."""
+        return sum(each.kind == "input" for each in self.inputs)
 
 
 class OwnedTensor(msgspec.Struct, frozen=True):
@@ -88,6 +93,8 @@ class OwnedTensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     trainable: bool
     saved: bool
+    full: str = ""  # its name in the model's state_dict; empty: the layer's name, a dot and its own
+    rank: int = -1  # its place among the model's parameters, which clipping goes by; -1: that of the layers
 
 
 class OutputTree(msgspec.Struct, frozen=True):
@@ -97,6 +104,11 @@ class OutputTree(msgspec.Struct, frozen=True):
     children: tuple[OutputTree, ...] = ()
 
 
+#: A tensor on its way through the model: the layer that made it, counted from 1 (0: it is one of the model's inputs),
+#: and its place among what that layer gives.
+Value = tuple[int, int]
+
+
 class Layer(msgspec.Struct, frozen=True):
     name: str
     train: Graph
@@ -104,13 +116,29 @@ class Layer(msgspec.Struct, frozen=True):
     tensors: tuple[OwnedTensor, ...]
     output: OutputTree
     format: int = FORMAT
+    #: What enters the training graph and the evaluation graph; None: all that the layer before gives.
+    train_takes: tuple[Value, ...] | None = None
+    evaluate_takes: tuple[Value, ...] | None = None
+
+    def graph(self, training: bool) -> Graph:
+        return self.train if training else self.evaluate
+
+    def takes(self, index: int, training: bool) -> tuple[Value, ...]:
+        """What enters the layer, which is number `index` of its model."""
+        given = self.train_takes if training else self.evaluate_takes
+        if given is not None:
+            return given
+        return tuple((index, place) for place in range(self.graph(training).entering))
+
+    def full_name(self, tensor: OwnedTensor) -> str:
+        return tensor.full or f"{self.name}.{tensor.name}"
 
     @property
     def parameters(self) -> int:
         return sum(count(tensor.shape) for tensor in self.tensors if tensor.kind == "parameter")
 
 
-def slots(value: Value) -> list[int]:
+def slots(value: Argument) -> list[int]:
     """Every slot a value refers to."""
     if isinstance(value, Ref):
         return [value.slot]

@@ -17,7 +17,7 @@ from ringtmp.model.allowed_operators import GRAD_MODE, resolve
 from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
-from ringtmp.model.portable_layer import CUSTOM, Custom, Graph, Items, Named, Op, Ref, Value, slots
+from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Named, Op, Ref, slots
 from ringtmp.units import bytes_text
 
 #: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
@@ -197,7 +197,7 @@ class _WithOwnBackward(torch.autograd.Function):
         return None, *found, *[None] * (ctx.arguments - len(found))
 
 
-def _chosen(customs: Sequence[_CustomCall], op: Op) -> tuple[_CustomCall, tuple[Value, ...]]:
+def _chosen(customs: Sequence[_CustomCall], op: Op) -> tuple[_CustomCall, tuple[Argument, ...]]:
     number = op.args[0] if op.args else None
     if type(number) is not int or not 0 <= number < len(customs) or op.kwargs:
         raise ProtocolError(f"the layer calls a custom function it does not bring: {number!r}")
@@ -220,7 +220,7 @@ def _returns_a_view(function: Any) -> bool:
     return schema is None or any(each.alias_info is not None for each in schema.returns)
 
 
-def _packer(values: Sequence[Value], before: int, device: torch.device) -> Callable[[list[Any]], list[Any]]:
+def _packer(values: Sequence[Argument], before: int, device: torch.device) -> Callable[[list[Any]], list[Any]]:
     """The arguments of an operation: constants are there already, values so far are put in their places."""
     template = [None if isinstance(each, Ref | Items) else _compile_value(each, before, device)([]) for each in values]
     makers = [(i, _compile_value(each, before, device)) for i, each in enumerate(values) if isinstance(each, Items)]
@@ -239,7 +239,7 @@ def _packer(values: Sequence[Value], before: int, device: torch.device) -> Calla
     return pack
 
 
-def _compile_value(value: Value, before: int, device: torch.device) -> _Make:
+def _compile_value(value: Argument, before: int, device: torch.device) -> _Make:
     """A function from the values so far to the argument."""
     if isinstance(value, Ref):
         slot = value.slot

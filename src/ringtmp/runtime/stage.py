@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.deferred_gradients import Job
-from ringtmp.model.memory_aliases import written_on_entry
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
@@ -30,6 +29,7 @@ from ringtmp.runtime.segment_edges import (
     run_backward,
     saved_bytes,
 )  # fmt: skip
+from ringtmp.runtime.segment_run import Crossings, SegmentRun, segment_run
 from ringtmp.wire.messages import Recipe
 
 StateName = tuple[str, str]
@@ -105,9 +105,11 @@ class Stage:
         defer: bool = False,
         step: int = 0,
         recompute: Callable[[int], bool] | None = None,
+        crossings: Mapping[bool, Crossings] | None = None,
     ) -> None:
         """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`. `step`: updates done.
-        `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered."""
+        `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered.
+        `crossings`: what enters and leaves in training and in evaluation; None: as in a list of layers."""
         self._recompute = recompute
         # by what the inputs want; known after the first microbatch: whether the next ones are recomputed
         self._repeating: dict[tuple[bool, ...], bool] = {}
@@ -124,8 +126,8 @@ class Stage:
         self._optimizer: Optimizer | None = None
         self._parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
         self._position: dict[tuple[int, str], int] = {}
-        # training -> positions of what enters and may be changed in place
-        self._written: dict[bool, frozenset[int]] = {True: frozenset(), False: frozenset()}
+        self._crossings = crossings or {}
+        self._runs: dict[bool, SegmentRun] = {} if visit.layers else self._planned()  # by whether it is training
         self._stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch
 
     def place(
@@ -141,11 +143,7 @@ class Stage:
 
     def _complete(self) -> None:
         """Every layer is here: make the optimizer."""
-        inside = [self._layers[index].layer for index in self.visit.layers]
-        self._written = {
-            True: written_on_entry([each.train for each in inside]),
-            False: written_on_entry([each.evaluate for each in inside]),
-        }
+        self._runs = self._planned()
         if self._sides > 1:
             for index, layer in self._layers.items():
                 state = self._states.get(index, {})
@@ -165,6 +163,13 @@ class Stage:
                 if key != PREVIOUS:
                     self._optimizer.states[self._position[index, parameter]][key] = value
         self._states.clear()
+
+    def _planned(self) -> dict[bool, SegmentRun]:
+        layers = [(index, self._layers[index].layer) for index in self.visit.layers]
+        return {training: segment_run(layers, training, self._crossings.get(training)) for training in (True, False)}
+
+    def crossings(self, training: bool) -> Crossings:
+        return self._runs[training].crossings
 
     @property
     def parameter_bytes(self) -> int:
@@ -195,7 +200,7 @@ class Stage:
         what entered."""
         if not training:
             with torch.no_grad():
-                values, _ = enter(inputs, [False] * len(inputs), self._written[False])
+                values, _ = enter(inputs, [False] * len(inputs), self._runs[False].written)
                 return self._run(step, microbatch, values, self._newest, False)
         key = tuple(wants)
         held = self._stored[step, microbatch] = _Held(list(inputs), key)
@@ -218,7 +223,7 @@ class Stage:
 
     def _with_graph(self, held: _Held, step: int, microbatch: int, once_more: bool) -> list[torch.Tensor]:
         """Forward under autograd. `once_more`: buffers have changed already and are left alone."""
-        values, held.caught = enter(held.entered, held.wants, self._written[True])
+        values, held.caught = enter(held.entered, held.wants, self._runs[True].written)
         held.later = [] if self._defer else None
         with torch.enable_grad():
             held.outputs = self._run(step, microbatch, values, self._side(step), True, held.later, once_more)
@@ -234,16 +239,25 @@ class Stage:
         later: list[Job] | None = None,
         once_more: bool = False,
     ) -> list[torch.Tensor]:
-        for index in self.visit.layers:
-            layer = self._layers[index]
+        run = self._runs[training]
+        if not run.steps:
+            return values
+        there = dict(zip(run.crossings.entering, values, strict=True))
+        values.clear()
+        for each in run.steps:
+            layer, index = self._layers[each.index], each.index
             if not once_more:
                 layer.renew(training)
             owned = layer.sides[side]
             if once_more and layer.changed:
                 owned = {**owned, **{name: copied_alike(owned[name]) for name in layer.changed}}
             torch.default_generator.manual_seed(random_key(self._recipe.seed, step, microbatch, index))
-            values = (layer.train if training else layer.evaluate).run(values, owned, later)
-        return values
+            taken = [there[value] for value in each.takes]
+            for value in each.done:
+                there.pop(value, None)
+            given = (layer.train if training else layer.evaluate).run(taken, owned, later)
+            there.update(pair for pair in zip(each.gives, given, strict=True) if pair[0] not in each.done)
+        return [there[value] for value in run.crossings.leaving]
 
     def to_loss(self, step: int, microbatch: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """At the tail: what left the last layer, as the loss takes it; like any layer it may change it in place."""

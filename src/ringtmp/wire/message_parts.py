@@ -25,6 +25,10 @@ class Recipe(msgspec.Struct, frozen=True):
     staleness: int = 0  # 1: every gradient is taken at the weights one update ago
 
 
+#: In a crossing tensor's shape: a size that depends on the number of samples.
+FREE = -1
+
+
 class Crossing(msgspec.Struct, frozen=True, array_like=True):
     """A tensor that crosses a cut, as the plan knows it: everything but the number of samples."""
 
@@ -34,8 +38,19 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
 
     def allows(self, spec: TensorSpec, wire: WireFormat = PLAIN) -> bool:
         shape = spec.shape[1:] if self.per_sample else spec.shape
-        whole = shape == self.rest and (not self.per_sample or len(spec.shape) > 0)
+        known = len(shape) == len(self.rest) and all(a in (FREE, b) for a, b in zip(self.rest, shape, strict=True))
+        whole = known and (not self.per_sample or len(spec.shape) > 0)
         return whole and (spec.dtype, spec.shape) == wire.travels(self.dtype, spec.shape)[0]
+
+
+class Edge(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that go from one visit of the route to another, which need not be the next; their gradients come back."""
+
+    training: bool  # in training or in evaluation
+    source: int
+    target: int
+    values: tuple[tuple[int, int], ...]
+    crossings: tuple[Crossing, ...] = ()  # empty: not known
 
 
 def fits(crossings: Sequence[Crossing], specs: Specs, wire: WireFormat) -> bool:

@@ -23,6 +23,7 @@ from ringtmp.wire.permissions import (  # isort: skip
     between, reported, told,
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
+from ringtmp.wire.message_parts import Edge as Edge
 from ringtmp.wire.message_parts import Recipe as Recipe
 from ringtmp.wire.message_parts import Specs as Specs
 
@@ -40,6 +41,7 @@ class Activations(NodeMessage, frozen=True, tag="activations"):
     tensors: Specs = ()
     keep: bool = False  # take a snapshot before this step
     same: tuple[int, ...] = ()  # for each tensor, the first that is the same one; () where all differ
+    source: int = -1  # the visit they come from; -1: the one before
 
 
 class Gradients(NodeMessage, frozen=True, tag="gradients"):
@@ -49,6 +51,7 @@ class Gradients(NodeMessage, frozen=True, tag="gradients"):
     visit: int
     microbatch: int
     tensors: Specs = ()
+    source: int = -1  # the visit they come from; -1: the one behind
 
 
 class Norms(NodeMessage, frozen=True, tag="norms"):
@@ -91,6 +94,7 @@ class Setup(NodeMessage, frozen=True, tag="setup"):
     lines: dict[int, float] = field(
         default_factory=dict
     )  # bytes per second from a node to the one behind it, where that is known
+    flow: tuple[Edge, ...] = ()  # which tensors go from which visit to which; empty: everything to the next
 
 
 class Place(NodeMessage, frozen=True, tag="place"):

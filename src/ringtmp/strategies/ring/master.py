@@ -31,6 +31,7 @@ from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.snapshot_schedule import places
+from ringtmp.strategies.ring.edges import flow_of, neighbours, ways_of
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
 from ringtmp.wire.messages import (
@@ -91,6 +92,8 @@ class Master(BaseLeader):
     def __init__(self, start: Start, setup: Setup, layers: Sequence[Layer], loss: LossFunction) -> None:
         super().__init__(start, setup.step, setup.detailed_steps)
         endpoint = self.endpoint
+        if not setup.flow:
+            setup = msgspec.structs.replace(setup, flow=flow_of(layers, setup.route))
         self._setup = setup
         self._protection = start.protection
         self._layers = layers
@@ -129,7 +132,7 @@ class Master(BaseLeader):
                 self._place(index, holder, checkpoint.layer(index, layer))
 
     def _setup_of(self, node: int) -> Setup:
-        near = {peer: self._setup.addresses[peer] for peer in self._setup.route.neighbours(node)}
+        near = {peer: self._setup.addresses[peer] for peer in neighbours(self._setup.route, self._setup.flow, node)}
         return msgspec.structs.replace(self._setup, addresses=near)
 
     def _place(self, index: int, holder: int, given: LayerTensors) -> None:
@@ -244,12 +247,19 @@ class Master(BaseLeader):
         self._sizes = {at: each for at, each in self._sizes.items() if at > turn - REMEMBERED_PASSES}
         self._sizes[turn] = (step, training, sizes)
         for microbatch, inputs in enumerate(batch.inputs):
-            tensors: list[torch.Tensor | None] = list(leaves(inputs))
+            tensors = self._entering(list(leaves(inputs)), training)
             message = Activations(
                 turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors), keep=keep
             )  # fmt: skip
             self.node.handle(Mail(MASTER, message, tensors, 0, now, now))
         return turn
+
+    def _entering(self, inputs: list[torch.Tensor | None], training: bool) -> list[torch.Tensor | None]:
+        """Of the model's inputs those that somebody uses."""
+        if not self._setup.flow:
+            return inputs
+        (edge,) = ways_of(self._setup.flow, 0, training).entering
+        return [inputs[place] for _, place in edge.values]
 
     def _finish_pass(self, turn: int, step: int) -> None:
         # All that has stalled may answer again by the time it is asked (a line that was down, a host that slept): then the
@@ -375,6 +385,10 @@ class Master(BaseLeader):
         if given is None or given[:2] != (message.step, message.training) or len(given[2]) != message.microbatches:
             raise ProtocolError(f"sent pass {message.turn} of step {message.step}, which is not under way")
         wanted = self.node.setup.crossings.get(message.visit, ())
+        for each in self.node.setup.flow:
+            source = message.visit - 1 if message.source < 0 else message.source
+            if (each.training, each.source, each.target) == (message.training, source, message.visit):
+                wanted = each.crossings
         samples, width = given[2][message.microbatch], len(message.tensors) // max(1, len(wanted))
         for crossing, spec in zip(wanted, message.tensors[:: width or 1], strict=False):
             # A layer was asked with an example of so many samples what leaves it: a size of that number may be a constant.

@@ -42,6 +42,9 @@ class Scrutiny:
         self._limit_bytes = limit_bytes
         self._expects = expects
         self._wire = wire_format(setup.wire)
+        #: Edges past a visit, by where they begin and end; what came last along each, there and back.
+        self._skips = {(each.source, each.target) for each in setup.flow if each.target != each.source + 1}
+        self._newest: dict[tuple[int, int, bool], tuple[int, int]] = {}
         self._last: dict[int, Activations] = {}  # by visit
         self._wants: dict[int, Any] = {}
         self._holes: dict[int, Any] = {}
@@ -57,10 +60,19 @@ class Scrutiny:
         if visit not in self._visits:
             return False
         other = visit - 1 if who is Who.BEFORE else visit + 1
+        if (source := getattr(message, "source", -1)) >= 0:
+            pair = (source, visit) if who is Who.BEFORE else (visit, source)
+            if pair not in self._skips:
+                return False
+            other = source
         return 0 <= other <= self._route.last and self._route.node(other) == node
 
     def __call__(self, sender: int, message: Message) -> None:
-        if isinstance(message, Activations):
+        if isinstance(message, Activations) and message.source >= 0:
+            self._skipped(message, message.source, message.visit, message.training)
+        elif isinstance(message, Gradients) and message.source >= 0:
+            self._skipped(message, message.visit, message.source, True)
+        elif isinstance(message, Activations):
             self._activations(message)
         elif isinstance(message, Gradients):
             self._gradients(message)
@@ -111,6 +123,39 @@ class Scrutiny:
         self._expects(message)
         self._last[visit] = message
 
+    def _skipped(self, message: Activations | Gradients, source: int, target: int, training: bool) -> None:
+        """Along an edge past a visit microbatches come in order, too; with which others they belong is seen when the
+        microbatch is worked on."""
+        key, now = (source, target, isinstance(message, Activations)), (message.turn, message.microbatch)
+        before = self._newest.get(key, (0, -1))
+        if not (now == (before[0], before[1] + 1) or (now[0] > before[0] and now[1] == 0)):
+            raise ProtocolError(f"sent microbatch {message.microbatch} of pass {message.turn} out of turn")
+        state = self._visits[message.visit]
+        waiting = state.skipped if isinstance(message, Activations) else state.returned
+        if len(waiting.get(message.source, ())) > 2 * self._setup.window:
+            raise ProtocolError("sent more microbatches than the window admits")
+        if isinstance(message, Activations):
+            if len(message.tensors) != self._wire.width * len(message.wants) or not self._holes_explained(message):
+                raise ProtocolError(
+                    f"sent {len(message.tensors)} tensors, {len(message.wants)} of which may want gradients"
+                )
+        elif now > max(((each.turn, each.forwarded - 1) for each in state.passes), default=(0, 0)):
+            raise ProtocolError(f"sent a gradient for pass {message.turn}, microbatch {message.microbatch} out of turn")
+        self._fit_edge(message, source, target, training)
+        self._newest[key] = now
+
+    def _fit_edge(self, message: Activations | Gradients, source: int, target: int, training: bool) -> None:
+        """Tensors are what the plan says goes from one visit to another."""
+        for each in self._setup.flow:
+            if (each.training, each.source, each.target) == (training, source, target):
+                known = not each.values or bool(each.crossings)
+                count = len(message.tensors) == self._wire.width * len(each.values)
+                if not count or (known and not fits(each.crossings, message.tensors, self._wire)):
+                    name = type(message).__name__
+                    raise ProtocolError(f"sent {name} that are {message.tensors}; the plan says {each.crossings}")
+                return
+        raise ProtocolError(f"sent {type(message).__name__} from visit {source} to visit {target}, where nothing goes")
+
     def _holes_explained(self, message: Activations) -> bool:
         """A tensor is missing just where it is said to be the same as one before it."""
         heads = message.tensors[:: self._wire.width]
@@ -138,6 +183,10 @@ class Scrutiny:
 
     def _fit(self, message: Activations | Gradients, visit: int) -> None:
         """Tensors are what the plan says crosses the cut before a visit."""
+        if self._setup.flow:
+            training = message.training if isinstance(message, Activations) else True
+            self._fit_edge(message, visit - 1, visit, training)
+            return
         wanted = self._setup.crossings.get(visit)
         if wanted is None or fits(wanted, message.tensors, self._wire):
             return

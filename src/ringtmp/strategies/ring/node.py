@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,13 +20,14 @@ from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
 from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
-from ringtmp.plan.route import MASTER
+from ringtmp.plan.route import MASTER, Visit
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.segment_edges import detached, once_each, whole
 from ringtmp.runtime.stage import Stage
 from ringtmp.runtime.worker import farewell, report
+from ringtmp.strategies.ring.edges import crossings_of, neighbours, ways_of
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
@@ -86,10 +88,7 @@ class Node:
         recipe = setup.recipe
         recompute = None if setup.recompute == "none" else self._recompute
         self._clip = recipe.clip_norm is not None
-        self.visits = {
-            visit.index: VisitState(visit, Stage(visit, recipe, defer, setup.step, recompute), recipe.staleness)
-            for visit in setup.route.on(self.me)
-        }
+        self.visits = {visit.index: self._visit(visit, defer, recompute) for visit in setup.route.on(self.me)}
         self._owner = owner
         endpoint.snapshots.keep_only(setup.step)
         self.keeping = NodeSnapshots(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
@@ -106,7 +105,15 @@ class Node:
         #: Called with every event this node produces. A worker sends it to the master.
         self.emit: Callable[[events.Event], None] = self._report
         endpoint.sent.clear()  # what lines were tried with
-        endpoint.connect_all({peer: setup.addresses[peer] for peer in self.route.neighbours(self.me) if peer != MASTER})
+        near = neighbours(self.route, setup.flow, self.me)
+        endpoint.connect_all({peer: setup.addresses[peer] for peer in near if peer != MASTER})
+
+    def _visit(self, visit: Visit, defer: bool, recompute: Callable[[int], bool] | None) -> VisitState:
+        setup = self.setup
+        ways = {each: ways_of(setup.flow, visit.index, each) for each in (True, False)} if setup.flow else {}
+        crossings = {each: crossings_of(way) for each, way in ways.items()}
+        stage = Stage(visit, setup.recipe, defer, setup.step, recompute, crossings or None)
+        return VisitState(visit, stage, setup.recipe.staleness, ways)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -139,13 +146,17 @@ class Node:
         if not self._wire.exact and mail.sender != self.me and isinstance(message, Activations | Gradients):
             mail = mail._replace(tensors=self._wire.unpack(mail.tensors))
         if isinstance(message, Activations):
-            self._expect(message.visit, mail).activations.append(mail)
+            state = self._expect(message.visit, mail)
+            queue = state.activations if message.source < 0 else state.skipped.setdefault(message.source, deque())
+            queue.append(mail)
             if mail.payload_bytes and message.training:
                 self.recorder.received(
                     message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
                 )
         elif isinstance(message, Gradients):
-            self._expect(message.visit, mail).gradients.append(mail)
+            state = self._expect(message.visit, mail)
+            queue = state.gradients if message.source < 0 else state.returned.setdefault(message.source, deque())
+            queue.append(mail)
             if mail.payload_bytes:
                 self.recorder.received(
                     message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
@@ -222,17 +233,22 @@ class Node:
         return all(not state.passes for state in self.visits.values())
 
     def _forward(self, state: VisitState) -> None:
-        mail = state.activations.popleft()
-        message = cast(Activations, mail.message)
+        message, mail = state.take()
         if message.keep and state.begins(message):
             self.keeping.take(message.step, state.stage)
         current = state.begin(message)
-        inputs = whole(mail.tensors, message.same, message.wants)
-        outputs = state.stage.forward(message.microbatch, message.step, inputs, message.wants, message.training)
+        inputs: list[torch.Tensor] = []
+        wants: list[bool] = []
+        for each in mail:
+            part = cast(Activations, each.message)
+            inputs += whole(each.tensors, part.same, part.wants)
+            wants += part.wants
+        outputs = state.stage.forward(message.microbatch, message.step, inputs, wants, message.training)
         current.forwarded += 1
         if state.stage.held + state.stage.deferred > self._places:
-            assert mail.sender != self.me, "more microbatches stored than there are places"
-            raise Misconduct("sent more microbatches than the window admits", mail.sender)
+            sender = mail[0].sender
+            assert sender != self.me, "more microbatches stored than there are places"
+            raise Misconduct("sent more microbatches than the window admits", sender)
         if state.visit.index == self._last_visit:
             self._finish(state, message, outputs)
         else:
@@ -252,28 +268,38 @@ class Node:
             self.endpoint.post(self.me, Gradients(message.turn, message.step, state.visit.index, message.microbatch))
 
     def _send_on(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
-        same, tensors = once_each(detached(outputs))
-        onward = Activations(
-            message.turn, message.step, state.visit.index + 1, message.microbatch, message.microbatches,
-            message.training, message.fresh, tuple(each.requires_grad for each in outputs), keep=message.keep, same=same,
-        )  # fmt: skip
-        self._post(state.visit.index + 1, onward, tensors, message.training)
+        """To the next visit always, even where nothing goes there; to others what they get from here."""
+        me, made = state.visit.index, iter(detached(outputs))
+        for target, count in state.leaving(message.training, len(outputs)):
+            mine = list(islice(made, count))
+            same, tensors = once_each(mine)
+            onward = Activations(
+                message.turn, message.step, target, message.microbatch, message.microbatches, message.training,
+                message.fresh, tuple(each.requires_grad for each in mine), keep=message.keep, same=same,
+                source=-1 if target == me + 1 else me,
+            )  # fmt: skip
+            self._post(target, onward, tensors, message.training)
 
     def _backward(self, state: VisitState) -> None:
-        mail = state.gradients.popleft()
-        message = cast(Gradients, mail.message)
+        message, mail = state.take_back()
         current = state.pass_of(message.turn)
         if message.microbatch != current.backwarded:
             raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
-        at_tail = state.visit.index == self._last_visit
+        me = state.visit.index
+        gradients = [tensor for each in mail for tensor in each.tensors]
         try:
-            entering = state.stage.backward(message.step, message.microbatch, None if at_tail else mail.tensors)
+            entering = state.stage.backward(
+                message.step, message.microbatch, None if me == self._last_visit else gradients
+            )
         except ProtocolError as error:
-            raise Misconduct(f"sent {error}", mail.sender) from None
+            raise Misconduct(f"sent {error}", mail[0].sender) from None
         current.backwarded += 1
-        if state.visit.index > 0:
-            back = Gradients(message.turn, message.step, state.visit.index - 1, message.microbatch)
-            self._post(state.visit.index - 1, back, entering)
+        caught = iter(entering)
+        for source, count in state.entering(len(entering)) if me > 0 else ():
+            back = Gradients(
+                message.turn, message.step, source, message.microbatch, source=-1 if source == me - 1 else me
+            )
+            self._post(source, back, list(islice(caught, count)))
         if self._clip:
             self._pass_norms_on(state, current)
 

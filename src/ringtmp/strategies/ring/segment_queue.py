@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
-from ringtmp.errors import ProtocolError
+from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.plan.next_action import Ready
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import Norms
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import Stage
+from ringtmp.strategies.ring.edges import Ways
 from ringtmp.wire.messages import Activations, Gradients
 
 
@@ -47,8 +49,13 @@ class VisitState:
     visit: Visit
     stage: Stage
     staleness: int = 0
+    ways: Mapping[bool, Ways] = field(
+        default_factory=dict
+    )  # by whether it is training; empty: all goes to the next visit
     activations: deque[Mail] = field(default_factory=deque)
     gradients: deque[Mail] = field(default_factory=deque)
+    skipped: dict[int, deque[Mail]] = field(default_factory=dict)  # activations from visits further back, by visit
+    returned: dict[int, deque[Mail]] = field(default_factory=dict)  # gradients from visits further on, by visit
     passes: deque[Pass] = field(default_factory=deque)  # those begun and not ended, oldest first
     done_turn: int = 0
 
@@ -85,10 +92,10 @@ class VisitState:
         forward = backward = None
         if self.activations:
             head = cast(Activations, self.activations[0].message)
-            if self._may_go_forward(head):
+            if self._may_go_forward(head) and all(self.skipped.get(each) for each in self.sources(head.training)):
                 forward = head.microbatch
         answering = oldest
-        if self.gradients:
+        if self.gradients and all(self.returned.get(each) for each in self.targets):
             answer = cast(Gradients, self.gradients[0].message)
             backward, answering = answer.microbatch, self.pass_of(answer.turn)
         closing = oldest is not None and oldest.answered
@@ -105,6 +112,48 @@ class VisitState:
             microbatches=answering.microbatches if answering else 0, update=update, deferred=deferred,
             stored=self.stage.held + deferred, closing=closing,
         )  # fmt: skip
+
+    def sources(self, training: bool) -> tuple[int, ...]:
+        """Visits besides the one before that something must come from before a microbatch can go forward."""
+        return self.ways[training].sources if self.ways else ()
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Visits besides the next that gradients must come from before one can go backward."""
+        return self.ways[True].targets if self.ways else ()
+
+    def entering(self, count: int) -> list[tuple[int, int]]:
+        """The visits from which a microbatch's `count` tensors come, and how many from each."""
+        if not self.ways:
+            return [(self.visit.index - 1, count)]
+        return [(each.source, len(each.values)) for each in self.ways[True].entering]
+
+    def leaving(self, training: bool, count: int) -> list[tuple[int, int]]:
+        """The visits to which `count` tensors go, and how many to each."""
+        if not self.ways:
+            return [(self.visit.index + 1, count)]
+        return [(each.target, len(each.values)) for each in self.ways[training].leaving]
+
+    def take(self) -> tuple[Activations, list[Mail]]:
+        """The next microbatch to go forward: what it comes with, the mail from the visit before it first."""
+        mail = self.activations.popleft()
+        message = cast(Activations, mail.message)
+        more = [self.skipped[each].popleft() for each in self.sources(message.training)]
+        return message, [mail, *self._matching(message, more)]
+
+    def take_back(self) -> tuple[Gradients, list[Mail]]:
+        """The next microbatch to go backward, likewise."""
+        mail = self.gradients.popleft()
+        message = cast(Gradients, mail.message)
+        more = [self.returned[each].popleft() for each in self.targets]
+        return message, [mail, *self._matching(message, more)]
+
+    def _matching(self, message: Activations | Gradients, more: list[Mail]) -> list[Mail]:
+        for each in more:
+            other = cast(Activations | Gradients, each.message)
+            if (other.turn, other.microbatch) != (message.turn, message.microbatch):
+                raise Misconduct(f"sent microbatch {other.microbatch} of pass {other.turn} out of turn", each.sender)
+        return more
 
     def _may_go_forward(self, message: Activations) -> bool:
         if not self.passes or self.passes[-1].turn == message.turn:

@@ -1,0 +1,200 @@
+"""Where a graph may be cut, and which of these places are worth planning for. Pure.
+
+Place p lies before operation p. It is no place where something is under way that cannot be handed over:
+
+    several values in one           between `split` and the taking apart of what it gives
+    an alias and a later change     between the making of a view and the last change in place of its memory
+    the model's own state           between the first and the last use of a buffer that a run changes
+    one tensor, twice               where two that travel may be the very same object, whose gradients add up together
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ringtmp.model.graph_anatomy import Anatomy, maybe_same
+from ringtmp.model.memory_aliases import aliases
+
+#: With fewer cells than this every place is kept, however much crosses it.
+FEW = 24
+#: A place is dropped where so many times more crosses it than either of its neighbours.
+WIDER = 1.34
+#: More cells than this make planning and measuring slow, and no plan better.
+MOST = 128
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """No place from `first` to `last`, both included."""
+
+    first: int
+    last: int
+    why: str
+
+
+def barriers(anatomy: Anatomy, labels: Collection[int] = ()) -> list[Barrier]:
+    """`labels`: positions of inputs that must not leave the node that has the last cell."""
+    found = [*_state(anatomy), *_changes(anatomy), *_several(anatomy), *_labels(anatomy, labels)]
+    return [each for each in found if each.first <= each.last]
+
+
+def legal(anatomy: Anatomy, labels: Collection[int] = ()) -> list[int]:
+    """The places, both ends excluded."""
+    blocked = [False] * (len(anatomy.graph.ops) + 1)
+    for each in barriers(anatomy, labels):
+        for place in range(each.first, min(each.last, len(anatomy.graph.ops)) + 1):
+            blocked[place] = True
+    twice = _twins(anatomy)
+    crossing = crossings(anatomy)
+    return [
+        place
+        for place in range(1, len(anatomy.graph.ops))
+        if not blocked[place] and not _has_twins(crossing[place], twice)
+    ]
+
+
+def crossings(anatomy: Anatomy) -> list[set[int]]:
+    """For every place, the slots that must be handed over there."""
+    count = len(anatomy.graph.ops)
+    found: list[set[int]] = [set() for _ in range(count + 1)]
+    for slot, last in anatomy.last_use.items():
+        if anatomy.travels(slot) and anatomy.facts[slot].is_tensor:
+            for place in range(anatomy.position(slot) + 1, min(last, count) + 1):
+                found[place].add(slot)
+    return found
+
+
+def widths(anatomy: Anatomy) -> list[float]:
+    """Bytes that cross each place for one sample. What the master has anyway, the model's inputs, counts for nothing."""
+    return [
+        sum(anatomy.facts[slot].sample_bytes for slot in each if slot >= anatomy.start) for each in crossings(anatomy)
+    ]
+
+
+def _state(anatomy: Anatomy) -> list[Barrier]:
+    """Buffers a run changes, and parameters: all who touch one are in one cell."""
+    memory, found = anatomy.memory, []
+    for slot, each in enumerate(anatomy.graph.inputs):
+        if each.kind == "input" or each.name not in anatomy.written:
+            continue
+        group = memory.group(slot)
+        touching = [
+            at
+            for at, used in enumerate(anatomy.reads)
+            if any(memory.group(one) == group for one in (*used, anatomy.start + at))
+        ]
+        found.append(Barrier(min(touching) + 1, max(touching), f"{each.name} is changed"))
+    return found
+
+
+def _changes(anatomy: Anatomy) -> list[Barrier]:
+    memory = anatomy.memory
+    made: dict[int, int] = {}
+    changed: dict[int, int] = {}
+    for at, op in enumerate(anatomy.graph.ops):
+        slot = anatomy.start + at
+        if aliases(op)[0] and anatomy.same[slot] == slot:
+            made.setdefault(memory.group(slot), at)
+        for written in anatomy.writes[at]:
+            changed[memory.group(written)] = at
+    return [
+        Barrier(made[group] + 1, last, "a tensor is changed in place of which a view was taken")
+        for group, last in changed.items()
+        if group in made
+    ]
+
+
+def _several(anatomy: Anatomy) -> list[Barrier]:
+    """What is neither a tensor nor made again cannot travel. (The gradient mode before a block is set again.)"""
+    handled = anatomy.sizes | anatomy.again | {one for each in anatomy.open_modes for one in each}
+    return [
+        Barrier(anatomy.position(slot) + 1, last, "an operator's results are being taken apart")
+        for slot, last in anatomy.last_use.items()
+        if not (anatomy.facts[slot].is_tensor or slot in handled)
+    ]
+
+
+def _labels(anatomy: Anatomy, labels: Collection[int]) -> list[Barrier]:
+    entering = [slot for slot, each in enumerate(anatomy.graph.inputs) if each.kind == "input"]
+    wanted = {entering[each] for each in labels}
+    first = next((at for at, used in enumerate(anatomy.reads) if wanted & set(used)), None)
+    return [] if first is None else [Barrier(first + 1, len(anatomy.graph.ops), "labels stay on the master")]
+
+
+def _twins(anatomy: Anatomy) -> dict[int, int]:
+    """Slots that may be one object, by a common number."""
+    found: dict[int, int] = {}
+    for at, op in enumerate(anatomy.graph.ops):
+        if maybe_same(op) and anatomy.reads[at]:
+            first = anatomy.reads[at][0]
+            found[anatomy.start + at] = found.setdefault(first, first)
+    return found
+
+
+def _has_twins(crossing: set[int], twice: dict[int, int]) -> bool:
+    there = [twice[slot] for slot in crossing if slot in twice]
+    return len(there) != len(set(there))
+
+
+# -- which are kept -----------------------------------------------------------------------------------------------------
+
+
+def worth_planning(anatomy: Anatomy, places: Sequence[int]) -> list[int]:
+    """One place between any two operators with parameters, the narrowest; of many cells those that bound the narrow ones
+    (between attention and MLP, and not within either)."""
+    width = widths(anatomy)
+    heavy = [
+        any(anatomy.is_own(slot) and anatomy.graph.inputs[slot].kind == "parameter" for slot in used)
+        for used in anatomy.reads
+    ]
+    kept: list[int] = []
+    for place in places:
+        if any(heavy[kept[-1] if kept else 0 : place]):
+            kept.append(place)
+        elif kept and width[place] <= width[kept[-1]]:
+            kept[-1] = place
+    if kept and not any(heavy[kept[-1] :]):
+        kept.pop()  # a cell without parameters at the end belongs to the one before
+    return _fewer(_narrowest(kept, width), width)
+
+
+def _narrowest(kept: list[int], width: Sequence[float]) -> list[int]:
+    kept = list(kept)
+    while len(kept) + 1 > FEW:
+        wider = [
+            (width[place], at)
+            for at, place in enumerate(kept)
+            if width[place] > WIDER * min(width[each] for each in (*kept[at - 1 : at], *kept[at + 1 : at + 2]))
+        ]
+        if not wider:
+            break
+        del kept[max(wider)[1]]
+    return kept
+
+
+def _fewer(kept: list[int], width: Sequence[float]) -> list[int]:
+    if len(kept) < MOST:
+        return kept
+    return sorted(sorted(kept, key=lambda place: width[place])[: MOST - 1])
+
+
+def at_blocks(anatomy: Anatomy, places: Collection[int], patterns: Sequence[str]) -> list[int]:
+    """Of the places, those between blocks: modules whose name fits a pattern such as 'model.layers.*'."""
+    wanted = [re.compile(re.escape(each).replace(r"\*", r"[^.]+")) for each in patterns]
+
+    def block(at: int) -> str:
+        path = anatomy.facts[anatomy.start + at].path
+        for each in wanted:
+            if (match := each.match(path)) and (match.end() == len(path) or path[match.end()] == "."):
+                return match.group()
+        return ""
+
+    blocks = [block(at) for at in range(len(anatomy.graph.ops))]
+    found: list[int] = []
+    for place in places:
+        before, after = blocks[place - 1], blocks[place]
+        if before != after and (before or after):
+            found.append(place)
+    return found

@@ -1,0 +1,172 @@
+"""What a whole model's graph is made of, as far as cutting it is concerned. Pure: a graph and facts about its slots in.
+
+Every slot is one of these:
+
+    crossing   a tensor that must travel when it is made before a cut and used behind it
+    again      depends on shapes, constants and buffers nobody writes: made again wherever it is used (masks, positions)
+    size       a whole number that follows from the shape of a tensor: read off a tensor that is there anyway
+    many       several values in one (what `split` gives), of which only the parts can travel
+    own        a parameter, buffer or constant of the model
+
+A change in place makes no new tensor: its result is the same object as the one it changed, under the number of that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ringtmp.model.allowed_operators import GRAD_MODE, SIZE_FUNCTIONS, resolve
+from ringtmp.model.memory_aliases import Memory, aliases
+from ringtmp.model.portable_layer import CUSTOM, Graph, Op, slots
+
+#: Operators that may hand back the very tensor they were given.
+_MAYBE_SAME = ("contiguous", "to", "type_as", "positive", "expand_as")
+#: Asks for a tensor's size in one dimension.
+SIZE = "aten.sym_size.int"
+_SHAPES = frozenset([SIZE, "aten.sym_numel.default", "aten.sym_stride.int"])
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a slot: its shape, with symbols for what depends on the number of samples; None: it is no tensor.
+    `path`: the module whose forward made it."""
+
+    shape: tuple[int | str, ...] | None
+    dtype: str = ""
+    many: bool = False
+    path: str = ""
+    sample_bytes: float = 0.0  # for one sample
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.shape is not None
+
+
+def reads(op: Op) -> list[int]:
+    return [slot for value in (*op.args, *op.kwargs.values()) for slot in slots(value)]
+
+
+class Anatomy:
+    """One graph, looked at once."""
+
+    def __init__(self, graph: Graph, facts: Sequence[Fact], fixed: Iterable[str] = ()) -> None:
+        """`fixed`: names of the model's own tensors that no gradient and no operator changes, in either mode."""
+        self.graph, self.facts = graph, facts
+        self.start = len(graph.inputs)
+        self._fixed = frozenset(fixed)
+        self.memory = Memory(graph)
+        self.same = self._same_objects()
+        self.reads = [[self.same[slot] for slot in reads(op)] for op in graph.ops]
+        self.writes = [[self.same[slot] for slot in aliases(op)[1]] for op in graph.ops]
+        self.outputs = [self.same[slot] for value in graph.outputs for slot in slots(value)]
+        self.sizes = self._sizes()
+        self.again = self._made_again()
+
+    def position(self, slot: int) -> int:
+        """Of the operation that makes it; -1: it enters."""
+        return slot - self.start if slot >= self.start else -1
+
+    def is_own(self, slot: int) -> bool:
+        return slot < self.start and self.graph.inputs[slot].kind != "input"
+
+    def travels(self, slot: int) -> bool:
+        """Whether it must be handed over at a cut between its making and its use."""
+        return not (self.is_own(slot) or slot in self.sizes or slot in self.again)
+
+    def size_asked(self, at: int) -> int | str:
+        """What an operation that asks for a size is told."""
+        op, shape = self.graph.ops[at], self.facts[self.reads[at][0]].shape
+        dim = op.args[1]
+        assert isinstance(dim, int)
+        assert shape is not None
+        return shape[dim]
+
+    @cached_property
+    def last_use(self) -> dict[int, int]:
+        """The last operation that reads a slot; behind the last operation for what leaves the model."""
+        found: dict[int, int] = {}
+        for at, each in enumerate(self.reads):
+            for slot in each:
+                found[slot] = at
+        return found | dict.fromkeys(self.outputs, len(self.graph.ops))
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Names of the model's own tensors that a run writes into."""
+        groups = {self.memory.group(slot) for each in self.writes for slot in each}
+        return frozenset(
+            each.name
+            for slot, each in enumerate(self.graph.inputs)
+            if each.kind != "input" and self.memory.group(slot) in groups
+        )
+
+    @cached_property
+    def open_modes(self) -> list[tuple[int, ...]]:
+        """Before each operation: the slots that opened the blocks without gradients it lies in."""
+        found: list[tuple[int, ...]] = []
+        stack: tuple[int, ...] = ()
+        for at, op in enumerate(self.graph.ops):
+            found.append(stack)
+            if op.target == GRAD_MODE:
+                stack = stack[:-1] if reads(op) else (*stack, self.start + at)
+        return [*found, stack]
+
+    def _same_objects(self) -> list[int]:
+        same = list(range(self.start))
+        for at, op in enumerate(self.graph.ops):
+            first = slots(op.args[0]) if op.args else []
+            target: Any = None if op.target in (CUSTOM, GRAD_MODE, "getitem") else resolve(op.target)
+            schema = getattr(target, "_schema", None)
+            alias = schema.returns[0].alias_info if schema is not None and len(schema.returns) == 1 else None
+            in_place = alias is not None and alias.is_write and len(first) == 1
+            same.append(same[first[0]] if in_place else self.start + at)
+        return same
+
+    def _sizes(self) -> frozenset[int]:
+        """Whole numbers that shapes decide."""
+        found: set[int] = set()
+        for at, op in enumerate(self.graph.ops):
+            slot, fact = self.start + at, self.facts[self.start + at]
+            if fact.is_tensor or fact.many or op.target == GRAD_MODE:
+                continue
+            if op.target in _SHAPES or (op.target in SIZE_FUNCTIONS and all(each in found for each in self.reads[at])):
+                found.add(slot)
+        return frozenset(found)
+
+    def _made_again(self) -> frozenset[int]:
+        found = {
+            slot for slot, each in enumerate(self.graph.inputs) if each.kind != "input" and each.name in self._fixed
+        }
+        banned: set[int] = set()  # groups of memory into which something else is written
+        while True:
+            again = set(found)
+            spoilt: set[int] = set()
+            for at, op in enumerate(self.graph.ops):
+                slot = self.same[self.start + at]
+                repeats = op.target not in (GRAD_MODE, CUSTOM) and slot not in self.sizes and not _is_random(op)
+                repeats = repeats and all(each in again or each in self.sizes for each in self.reads[at])
+                if repeats and self.memory.group(slot) not in banned:
+                    again.add(slot)
+                else:
+                    spoilt.update(self.memory.group(each) for each in self.writes[at] if each in again)
+            if spoilt <= banned:
+                return frozenset(slot for slot in again if slot >= self.start)
+            banned |= spoilt
+
+
+def _is_random(op: Op) -> bool:
+    target: Any = resolve(op.target) if op.target not in (CUSTOM, GRAD_MODE, "getitem") else None
+    tags = getattr(target, "tags", ())
+    name = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+    return torch.Tag.nondeterministic_seeded in tags or "dropout" in name or name in ("lstm", "gru", "rrelu", "rrelu_")
+
+
+def maybe_same(op: Op) -> bool:
+    """Whether the result may be the very tensor that was given."""
+    name = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+    return name in _MAYBE_SAME or name.endswith("dropout")
