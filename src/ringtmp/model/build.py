@@ -16,11 +16,12 @@ from torch import nn
 
 from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import resolve
+from ringtmp.model.build_cells import Cell, Cutting, Samples, cells_of, state_of
 from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
 from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
-from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
-from ringtmp.model.layers import Model, layers_of
+from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter, nest
+from ringtmp.model.layers import Model, layers_of, whole_module
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.portable_layer import CUSTOM, Layer
 from ringtmp.model.recompute import changed_buffers
@@ -40,6 +41,10 @@ class BuiltLayer:
     sample_outputs: Any  # of the largest microbatch, in evaluation mode
     takes_one_sample: bool  # in training, as eager mode would
     checked: str = "layers"  # against eager mode; of the last one "model": in a row, too
+    cell: Cell | None = None  # of a module that was cut: what enters and leaves it
+    state: tuple[
+        tuple[str, str], ...
+    ] = ()  # of such a module: the names in its state_dict, and the tensors' first names
 
 
 def build_layers(
@@ -48,9 +53,14 @@ def build_layers(
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
     known: Callable[[int], None] = lambda count: None,
+    cutting: Cutting | None = None,
+    phase: Callable[[str], None] = lambda text: None,
 ) -> Iterator[BuiltLayer]:
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
-    number of layers before any work is done on the first, if it can be known."""
+    number of layers before any work is done on the first, if it can be known; of one module, when it has been cut."""
+    if (module := whole_module(model, seed)) is not None:
+        yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
+        return
     exporter = Exporter()
     row = _Row(known)
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
@@ -76,6 +86,42 @@ def build_layers(
         whole = row.add(layer, tensors, sample(smallest))
         yield BuiltLayer(layer, tensors, samples[largest].value, one_sample, "model" if whole else "layers")
         del module, tensors, check
+
+
+def _build_cells(
+    module: nn.Module,
+    sample: Callable[[int], Any],
+    microbatch_sizes: Sequence[int],
+    known: Callable[[int], None],
+    *,
+    cutting: Cutting,
+    phase: Callable[[str], None],
+) -> Iterator[BuiltLayer]:
+    """The module is a layer like any other until its graphs are cut."""
+    name = type(module).__name__
+    smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
+    sizes = _spread(sorted(set(microbatch_sizes)))
+    samples = {size: Sample(sample(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
+    _refuse_what_cannot_travel(name, module)
+    refuse_hooks(name, module)
+    refuse_averaging(name, module)
+    _try_eager(name, module, samples[smallest])
+    one_sample = _takes(name, module, samples[1])
+    example, again = samples[EXAMPLE_BATCH], samples[AGAIN_BATCH]
+    exporter = Exporter()
+    phase("exporting the model")
+    layer, tensors = exporter.export(name, module, example.value, again.value)
+    tensors = _apart(layer, tensors)
+    cells = cells_of(module, layer, exporter.facts, cutting, known)
+    phase("comparing the model with eager mode")
+    _check(name, module, (example, example), samples, sizes, False, layer, tensors)
+    module.train()
+    row, state = Samples(samples[largest].leaves, cells), state_of(module)
+    for index, cell in enumerate(cells):
+        own = {each.name: tensors[each.full] for each in cell.layer.tensors}
+        found = row.through(index, own)
+        outputs = nest(layer.output, found.leaving) if index == len(cells) - 1 else found.leaving
+        yield BuiltLayer(cell.layer, own, outputs, one_sample, "model", found, state)
 
 
 class _Row:

@@ -6,7 +6,7 @@ for. What the cells compute together is compared once more with the whole graph,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
-from ringtmp.model.cut_cells import Whole, cut
+from ringtmp.model.cut_cells import CutCell, Whole, cut
 from ringtmp.model.cut_places import at_blocks, barriers, legal, worth_planning
 from ringtmp.model.export import first_names
 from ringtmp.model.portable_layer import Layer, Value
@@ -32,21 +32,19 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell as data, its tensors by local name, and a sample of what enters and leaves it in training."""
+    """A cell, and a sample of what enters and leaves it in training."""
 
-    layer: Layer
-    tensors: dict[str, torch.Tensor]
+    known: CutCell
     entering: list[torch.Tensor]
     leaving: list[torch.Tensor]
-    leaving_evaluating: list[torch.Tensor]
     crossing: list[torch.Tensor]  # everything that is made up to here and used behind
 
 
 def cells_of(
-    module: nn.Module, layer: Layer, facts: tuple[Any, Any], tensors: dict[str, torch.Tensor], cutting: Cutting,
+    module: nn.Module, layer: Layer, facts: tuple[Any, Any], cutting: Cutting,
     known: Callable[[int], None],
-) -> list[tuple[Layer, dict[str, torch.Tensor]]]:  # fmt: skip
-    """`layer`: the module as one layer, under its own names."""
+) -> list[CutCell]:  # fmt: skip
+    """`layer`: the module as one layer, under its own names. `known` is told the number of cells."""
     ranks = {first_names(module)[name]: at for at, (name, _) in enumerate(module.named_parameters())}
     named = tuple(
         msgspec.structs.replace(each, full=each.name, rank=ranks.get(each.name, -1)) for each in layer.tensors
@@ -54,7 +52,13 @@ def cells_of(
     whole = Whole(msgspec.structs.replace(layer, tensors=named), *facts)
     cells = cut(whole, chosen_places(whole, cutting), cutting.labels)
     known(len(cells))
-    return [(cell, {each.name: tensors[each.full] for each in cell.tensors}) for cell in cells]
+    return cells
+
+
+def state_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The module's `state_dict`: every name, and the first name of that tensor."""
+    names = first_names(module)
+    return tuple((name, names.get(name, name)) for name in module.state_dict())
 
 
 def chosen_places(whole: Whole, cutting: Cutting) -> list[int]:
@@ -82,45 +86,30 @@ def why_uncut(whole: Whole, cutting: Cutting) -> str:
 
 
 class Samples:
-    """A sample on its way through the cells, in training as on nodes, without leaving a trace."""
+    """A sample on its way through the cells in training, each cell on its own as on nodes, without leaving a trace."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], cells: Sequence[Layer]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], cells: Sequence[CutCell]) -> None:
         self._cells = cells
-        self._values: dict[bool, dict[Value, torch.Tensor]] = {
-            training: {(0, place): each for place, each in enumerate(inputs)} for training in (True, False)
-        }
-        self._last: dict[bool, dict[Value, int]] = {True: {}, False: {}}
-        for training, found in self._last.items():
-            for index, cell in enumerate(cells):
-                found.update(dict.fromkeys(cell.takes(index, training), index))
+        self._values: dict[Value, torch.Tensor] = {(0, place): each for place, each in enumerate(inputs)}
+        self._last: dict[Value, int] = {}
+        for index, cell in enumerate(cells):
+            self._last.update(dict.fromkeys(cell.layer.takes(index, True), index))
 
     def through(self, index: int, tensors: dict[str, torch.Tensor]) -> Cell:
-        layer = self._cells[index]
-        entering, leaving = self._run(index, tensors, training=True)
-        _, evaluated = self._run(index, tensors, training=False)
-        crossing = [each for value, each in self._values[True].items() if value[0] and self._last[True][value] > index]
-        return Cell(layer, tensors, entering, leaving, evaluated, crossing)
-
-    def _run(
-        self, index: int, tensors: dict[str, torch.Tensor], training: bool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        layer, values = self._cells[index], self._values[training]
-        entering = [values[each] for each in layer.takes(index, training)]
+        layer, values = self._cells[index].layer, self._values
+        entering = [values[each] for each in layer.takes(index, True)]
         owned = {
             each.name: tensors[each.name].detach().requires_grad_(each.trainable)
             if each.kind == "parameter"
             else tensors[each.name].clone()
             for each in layer.tensors
         }
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
             given = [each.detach().requires_grad_(each.requires_grad).clone() for each in entering]
-            leaving = Program(layer.graph(training)).run(given, owned)
+            leaving = Program(layer.train).run(given, owned)
         made = [each.detach().requires_grad_(each.requires_grad) for each in leaving]
         values.update({(index + 1, place): each for place, each in enumerate(made)})
-        for value in [value for value in values if self._last[training].get(value, -1) <= index]:
+        for value in [value for value in values if self._last.get(value, -1) <= index]:
             del values[value]
-        return entering, made
-
-
-def checked_together(cells: Iterator[Cell]) -> None:
-    raise NotImplementedError
+        crossing = [each for value, each in values.items() if value[0]]
+        return Cell(self._cells[index], entering, made, crossing)

@@ -48,7 +48,16 @@ class Whole:
         return Anatomy(graph, facts, fixed)
 
 
-def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> list[Layer]:
+@dataclass(frozen=True)
+class CutCell:
+    """A cell, and what is known of what it gives in training and in evaluation."""
+
+    layer: Layer
+    trained: tuple[Fact, ...]
+    evaluated: tuple[Fact, ...]
+
+
+def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> list[CutCell]:
     """The model's cells, cut at these places of its training graph, or at those that evaluation has a place for, too."""
     train, evaluate = whole.anatomy(True), whole.anatomy(False)
     kept = list(places)
@@ -64,7 +73,11 @@ def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> li
     names = _names(train, [0, *kept, len(train.graph.ops)])
     last = len(trained) - 1
     return [
-        _layer(name, owners.tensors(index), one, other, whole.layer.output if index == last else OutputTree("*"))
+        CutCell(
+            _layer(name, owners.tensors(index), one, other, whole.layer.output if index == last else OutputTree("*")),
+            tuple(whole.train[slot] for slot in one.gives),
+            tuple(whole.evaluate[slot] for slot in other.gives),
+        )
         for index, (name, one, other) in enumerate(zip(names, trained, evaluated, strict=True))
     ]
 
@@ -224,6 +237,7 @@ def _cells(anatomy: Anatomy, bounds: Sequence[int], owners: _Owners) -> list[_Ce
                 gives[maker].append(slot)
             named.append((maker + 1, gives[maker].index(slot)))
         takes.append(named)
+    gives[-1] = anatomy.outputs
     return [
         _Cell(named, writer.graph(given), given) for named, writer, given in zip(takes, writers, gives, strict=True)
     ]

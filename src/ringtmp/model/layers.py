@@ -1,7 +1,7 @@
 """Any model becomes a sequence of named layers, taken one at a time.
 
-Accepted: `nn.Sequential` (nested ones are flattened), any other `nn.Module` (one layer), a list or generator of
-modules or of (name, module) pairs, and a function that returns one of these. A layer's name is the prefix of its
+Accepted: `nn.Sequential` (nested ones are flattened), any other `nn.Module` (which build_cells.py cuts), a list or
+generator of modules or of (name, module) pairs, and a function that returns one of these. A layer's name is the prefix of its
 tensors in the model's own `state_dict`. A generator is asked for its next layer only when the one before has been
 taken care of, and finds the random generator as it left it, so building lazily gives the weights of building at once.
 """
@@ -28,6 +28,27 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torc
 LARGE_BYTES = 16 * 2**20
 #: What to do about a layer that is too large for the one who builds it.
 SMALLER = "make the layer smaller, or let a device with more memory be the master"
+
+
+def whole_module(model: Model, seed: int) -> nn.Module | None:
+    """The model, if it is one module that is no list of layers, or a list in which layers share weights."""
+    if isinstance(model, nn.Module):
+        return model if _is_whole(model) else None
+    if not callable(model) or isinstance(model, Iterable):
+        return None
+    with torch.random.fork_rng(devices=[]), _Measured(0):
+        torch.manual_seed(seed)
+        made = model()
+    return made if isinstance(made, nn.Module) and _is_whole(made) else None
+
+
+def _is_whole(module: nn.Module) -> bool:
+    return not (isinstance(module, nn.Sequential) and _may_open(module)) or shares_weights(module)
+
+
+def shares_weights(module: nn.Module) -> bool:
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return len({id(tensor) for _, tensor in every}) < len(every)
 
 
 def layers_of(
@@ -165,6 +186,7 @@ class _TiedWeights:
         known = self._names.get(id(tensor))
         if known is not None and known[0]() is tensor and (within or known[2] != layer):
             raise UsageError(
-                f"{known[1]} and {name} are one tensor: tied weights are not supported yet; give each layer its own"
+                f"{known[1]} and {name} are one tensor: give the layers as one nn.Module or nn.Sequential, whose layers may "
+                "share weights"
             )
         self._names[id(tensor)] = (weakref.ref(tensor), name, layer)

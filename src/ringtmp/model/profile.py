@@ -131,8 +131,11 @@ class Profiler:
 
     def cost(self, each: BuiltLayer) -> LayerCost:
         """Of the next layer."""
-        leaves = pytree.tree_leaves(self._inputs)
-        wants = tuple(self._trained and leaf.is_floating_point() for leaf in leaves)
+        if each.cell is None:
+            leaves = pytree.tree_leaves(self._inputs)
+            wants = tuple(self._trained and leaf.is_floating_point() for leaf in leaves)
+        else:
+            leaves, wants = each.cell.entering, tuple(leaf.requires_grad for leaf in each.cell.entering)
         key = signature((each.layer.train, each.layer.tensors), leaves, wants, self._here)
         found = self._seen.get(key) or self._cache.get(key, self._sizes)
         if missing := found.missing(self._sizes):
@@ -146,8 +149,8 @@ class Profiler:
         self._trained = self._trained or any(tensor.trainable for tensor in each.layer.tensors)
         weights = sum(tensor.nbytes for tensor in each.tensors.values())
         return LayerCost(
-            each.layer.name, found.at(self._sizes), weights, _trainable_bytes(each), optimizer_bytes=found.optimizer_bytes,
-            update_s=found.update_s, has_parameters=each.layer.parameters > 0,
+            each.layer.name, _behind(each, found.at(self._sizes)), weights, _trainable_bytes(each),
+            optimizer_bytes=found.optimizer_bytes, update_s=found.update_s, has_parameters=each.layer.parameters > 0,
         )  # fmt: skip
 
     def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:
@@ -168,6 +171,21 @@ class Profiler:
             for point, more in zip(cost.measured, found.at(self._sizes), strict=True)
         )
         return dataclasses.replace(cost, measured=measured)
+
+
+def _behind(built: BuiltLayer, measured: tuple[Measured, ...]) -> tuple[Measured, ...]:
+    """Behind a cell more may cross than what it gives: what was made before it and is used after it."""
+    if built.cell is None:
+        return measured
+    largest = max((leaf.shape[0] for leaf in built.cell.entering if leaf.dim()), default=1)
+    found = []
+    for point in measured:
+        shares = [
+            point.samples / largest if leaf.dim() and leaf.shape[0] == largest else 1.0 for leaf in built.cell.crossing
+        ]
+        total = sum(leaf.nbytes * share for leaf, share in zip(built.cell.crossing, shares, strict=True))
+        found.append(dataclasses.replace(point, output_bytes=total))
+    return tuple(found)
 
 
 def _refuse_what_cannot_be_tried(built: BuiltLayer, state_tensors: int) -> None:

@@ -14,6 +14,7 @@ from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Source, Stream, leaves
 from ringtmp.model.build import BuiltLayer, build_layers
+from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.layers import Model
 from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
@@ -24,7 +25,7 @@ from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
 from ringtmp.runtime.optimizers import make_optimizer
 from ringtmp.strategies.ring.plan import plan_options
 from ringtmp.system.resources import set_threads
-from ringtmp.wire.messages import Crossing
+from ringtmp.wire.message_parts import FREE, Crossing
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class MeasuredModel:
     leaving: tuple[tuple[Crossing, ...], ...]  # each layer
     least_microbatch: int  # samples the model needs at least
     checked: str
+    evaluated: tuple[tuple[Crossing, ...], ...] = ()  # each cell, in evaluation; empty: as in training
+    state: tuple[tuple[str, str], ...] = ()  # the names in the model's state_dict, where it is no list of layers
 
 
 def measure(
@@ -84,11 +87,18 @@ def measure(
     )
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
+    evaluated: list[tuple[Crossing, ...]] = []
     outputs, one_sample, checked = None, True, ""
-    for index, built in enumerate(build_layers(model, training.seed, sample, sizes, known)):
+    state: tuple[tuple[str, str], ...] = ()
+    for index, built in enumerate(build_layers(model, training.seed, sample, sizes, known, phase=phase)):
         take(index, built)
         costs.append(profiler.cost(built))
-        leaving.append(_crossings(built.sample_outputs, sizes[-1]))
+        if built.cell is None:
+            leaving.append(_crossings(built.sample_outputs, sizes[-1]))
+        else:
+            leaving.append(tuple(map(_described, built.cell.known.trained)))
+            evaluated.append(tuple(map(_described, built.cell.known.evaluated)))
+            state = built.state
         outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
         phase(f"reading the model: layer {index + 1}, {built.layer.name}")
         del built  # one layer in memory, not two
@@ -97,7 +107,7 @@ def measure(
     costs[-1] = profiler.with_loss(costs[-1], how.loss, how.loss_name if how.loss_name in LOSSES else None, targets)
     return MeasuredModel(
         tuple(each.only_at(how.measured) for each in costs), tuple(costs),
-        _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
+        _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked, tuple(evaluated), state,
     )  # fmt: skip
 
 
@@ -109,6 +119,14 @@ def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
         rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
         found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
     return tuple(found)
+
+
+def _described(fact: Fact) -> Crossing:
+    """What leaves a cell, as the plan knows it."""
+    shape = fact.shape or ()
+    sizes = tuple(each if isinstance(each, int) else FREE for each in shape)
+    per_sample = bool(shape) and isinstance(shape[0], str) and shape[0].isidentifier()
+    return Crossing(fact.dtype, sizes[1:] if per_sample else sizes, per_sample)
 
 
 def _samples_of(outputs: Any) -> int:

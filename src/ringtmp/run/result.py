@@ -21,7 +21,7 @@ from ringtmp.metrics.summary import Summary, of_parts
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.to_module import in_sequence, revive
-from ringtmp.runtime.checkpoint import Checkpoint, latest
+from ringtmp.runtime.checkpoint import Checkpoint, State, latest
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.units import bytes_text, count_text, seconds_text
 
@@ -83,11 +83,11 @@ class Result:
         index, layers = RunDirectory(self.run_dir).read_layers()
         checkpoint, _ = latest(self.run_dir / "checkpoints", index.run)
         if self._source is not None and (own := _module_of(self._source)) is not None:
-            return _loaded(own, layers, checkpoint, self.run_dir)
+            return _loaded(own, layers, checkpoint, self.run_dir, index.state)
         if self._otherwise is not None:
             with contextlib.suppress(UsageError):  # its name says nothing, or its file is gone or has changed
                 if (own := _module_of(self._otherwise())) is not None:
-                    return _loaded(own, layers, checkpoint, self.run_dir)
+                    return _loaded(own, layers, checkpoint, self.run_dir, index.state)
         tensors = [(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
         shapes = [tuple(each.rest for each in leaving) for leaving in index.outputs]
         return revive(tensors, shapes).eval()
@@ -123,17 +123,17 @@ def _copied(module: nn.Module) -> nn.Module | None:
         return None
 
 
-def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run_dir: Path) -> nn.Module:
+def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run_dir: Path, state: State) -> nn.Module:
     """With everything that was trained, buffers outside the state_dict included."""
-    # A module that is no nn.Sequential is one layer, called "0".
-    alone = not isinstance(own, nn.Sequential)
+    # Of a run from before modules were cut: one that is no nn.Sequential is one layer, called "0".
+    alone = not isinstance(own, nn.Sequential) and not state
     saved: dict[str, torch.Tensor] = {}
     rest: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
-        prefix = "" if alone else f"{layer.name}."
         for each, tensor in zip(layer.tensors, checkpoint.layer(index, layer)[0], strict=True):
             if each.kind != "constant":
-                (saved if each.saved else rest)[prefix + each.name] = tensor
+                (saved if each.saved else rest)[each.name if alone else layer.full_name(each)] = tensor
+    saved.update({name: saved[first] for name, first in state})
     try:
         own.load_state_dict(saved)
         for name, tensor in rest.items():

@@ -134,7 +134,7 @@ class Session:
             self._interrupted.armed = True
             loop = TrainingLoop(run, first, healing)
             self._outcome = loop.to_the_end()
-            return weights_sha256(run.saving.newest(), run.layers)
+            return weights_sha256(run.saving.newest(), run.layers, run.index.state)
         except Interrupted:
             self._outcome = "interrupted"
             raise

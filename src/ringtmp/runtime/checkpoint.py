@@ -37,6 +37,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 StateName = tuple[str, str]
 #: Files of a checkpoint as they were when their digests were right: name, inode, size, time of the last change.
 Stamp = frozenset[tuple[str, int, int, int]]
+#: A model's `state_dict` as names: each, and the first one that the same tensor has.
+State = Sequence[tuple[str, str]]
 LayerTensors = tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]
 
 
@@ -91,11 +93,12 @@ class CheckpointWriter:
         rest: dict[str, torch.Tensor] = {}
         for each, tensor in zip(layer.tensors, tensors, strict=True):
             if each.saved:
-                weights[f"{layer.name}.{each.name}"] = tensor
+                weights[layer.full_name(each)] = tensor
             else:
-                rest[f"{each.kind}/{layer.name}.{each.name}"] = tensor
+                rest[f"{each.kind}/{layer.full_name(each)}"] = tensor
+        names = {each.name: layer.full_name(each) for each in layer.tensors}
         for (parameter, key), tensor in state.items():
-            rest[f"optimizer/{layer.name}.{parameter}/{key}"] = tensor
+            rest[f"optimizer/{names[parameter]}/{key}"] = tensor
         self._write(_weights_file(index), weights)
         if rest:
             self._write(f"state-{index:04d}.safetensors", rest)
@@ -189,19 +192,20 @@ class Checkpoint:
         """The layer's tensors in its own order, and its optimizer state; freshly allocated, hence aligned."""
         weights = self._read(_weights_file(index))
         rest = self._read(f"state-{index:04d}.safetensors")
-        prefix = f"{layer.name}."
         tensors: list[torch.Tensor] = []
         for each in layer.tensors:
             source = weights if each.saved else rest
-            key = prefix + each.name if each.saved else f"{each.kind}/{prefix}{each.name}"
+            name = layer.full_name(each)
+            key = name if each.saved else f"{each.kind}/{name}"
             if key not in source or tuple(source[key].shape) != each.shape:
-                raise CheckpointError(f"{self.folder.name}: {prefix}{each.name} is missing or has another shape")
+                raise CheckpointError(f"{self.folder.name}: {name} is missing or has another shape")
             tensors.append(source[key])
+        local = {layer.full_name(each): each.name for each in layer.tensors if each.kind == "parameter"}
         state: dict[StateName, torch.Tensor] = {}
         for key, tensor in rest.items():
-            if key.startswith("optimizer/" + prefix):
-                parameter, _, what = key.removeprefix("optimizer/" + prefix).rpartition("/")
-                state[parameter, what] = tensor
+            parameter, _, what = key.removeprefix("optimizer/").rpartition("/")
+            if key.startswith("optimizer/") and parameter in local:
+                state[local[parameter], what] = tensor
         return tensors, state
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
@@ -270,21 +274,29 @@ def _stamp(folder: Path) -> Stamp:
     return frozenset((name, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in files)
 
 
-def weights_sha256(checkpoint: Checkpoint, layers: Sequence[Layer]) -> str:
+def weights_sha256(checkpoint: Checkpoint, layers: Sequence[Layer], state: State = ()) -> str:
     """SHA-256 over every parameter and persistent buffer in `state_dict` order: name, dtype, shape, bytes."""
     digest = hashlib.sha256()
-    for name, tensor in named_weights(checkpoint, layers):
+    for name, tensor in named_weights(checkpoint, layers, state):
         update_digest(digest, name, tensor)
     return digest.hexdigest()
 
 
-def named_weights(checkpoint: Checkpoint, layers: Sequence[Layer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's `state_dict`, one layer in memory at a time."""
-    for index, layer in enumerate(layers):
-        tensors, _ = checkpoint.layer(index, layer)
-        for each, tensor in zip(layer.tensors, tensors, strict=True):
-            if each.saved:
-                yield f"{layer.name}.{each.name}", tensor
+def named_weights(
+    checkpoint: Checkpoint, layers: Sequence[Layer], state: State = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's `state_dict`, one layer in memory at a time. `state`: its names, and of each the tensor's first name; empty:
+    layer by layer."""
+    where = {
+        layer.full_name(each): (at, layer) for at, layer in enumerate(layers) for each in layer.tensors if each.saved
+    }
+    opened, held = -1, dict[str, torch.Tensor]()
+    for name, first in state or [(name, name) for name in where]:
+        at, layer = where[first]
+        if at != opened:
+            given, opened = checkpoint.layer(at, layer)[0], at
+            held = {layer.full_name(each): tensor for each, tensor in zip(layer.tensors, given, strict=True)}
+        yield name, held[first]
 
 
 def update_digest(digest: Any, name: str, tensor: torch.Tensor) -> None:

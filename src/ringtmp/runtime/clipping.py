@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils import _foreach_utils
 
+from ringtmp.model.portable_layer import Layer
+
 Norms = list[torch.Tensor]
 
 
@@ -23,10 +25,20 @@ def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
     return [torch.stack(list(run)) for _, run in groupby(found, key=lambda each: each.dtype)]
 
 
-def total_norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of everything; `parts` as `norms_of` gives them, those of later layers after those of earlier ones."""
+def parameter_order(layers: Iterable[Layer]) -> tuple[int, ...]:
+    """For every trainable parameter, in the order of the layers, its place among the model's; empty: they agree."""
+    ranks = [each.rank for layer in layers for each in layer.tensors if each.trainable]
+    return () if ranks == sorted(ranks) else tuple(sorted(range(len(ranks)), key=lambda at: ranks[at]))
+
+
+def total_norm(parts: Sequence[torch.Tensor], order: Sequence[int] = ()) -> torch.Tensor:
+    """Of everything; `parts` as `norms_of` gives them, those of later layers after those of earlier ones. `order`: which of
+    them comes first for the model, which second, where that is not the order of its layers."""
     if not parts:
         return torch.tensor(0.0)
+    if order:
+        norms = [norm for part in parts for norm in part.unbind()]
+        parts = [norms[at].reshape(1) for at in order]
     if len({each.dtype for each in parts}) == 1:
         together = torch.cat(list(parts))
     else:

@@ -150,9 +150,9 @@ def layer_state(message: LayerState, layer: Layer, whole: bool = True) -> None:
     for each, spec in zip(layer.tensors, message.tensors, strict=False):
         if each.trainable and not whole:
             if spec is not None:
-                raise ProtocolError(f"sent {layer.name}.{each.name}, which nobody asked for")
+                raise ProtocolError(f"sent {layer.full_name(each)}, which nobody asked for")
         elif spec is None or (spec.dtype, spec.shape) != (each.dtype, each.shape):
-            raise ProtocolError(f"sent {spec} as {layer.name}.{each.name}")
+            raise ProtocolError(f"sent {spec} as {layer.full_name(each)}")
         elif each.trainable:
             _one_by_one(spec)
     shapes = {each.name: each.shape for each in layer.tensors if each.trainable}

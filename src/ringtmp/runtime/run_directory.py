@@ -43,6 +43,16 @@ class LayerIndex(msgspec.Struct, frozen=True):
     inputs: tuple[Crossing, ...] = ()  # what enters the first layer; empty: not known
     checked: str = ""  # against eager mode, before the start: "model", "layers", or not ("")
     digests: tuple[str, ...] = ()  # SHA-256 of each layer's file; empty: of a version that had none
+    evaluated: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer in evaluation; empty: as in training
+    state: tuple[
+        tuple[str, str], ...
+    ] = ()  # the model's state_dict: every name, and that of the tensor; empty: by layers
+
+    def crossing(self, training: bool, value: tuple[int, int]) -> Crossing:
+        """A tensor on its way through the model, by what made it."""
+        maker, place = value
+        given = self.outputs if training or not self.evaluated else self.evaluated
+        return self.inputs[place] if maker == 0 else given[maker - 1][place]
 
     @property
     def cost_s(self) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 
 from ringtmp.metrics.step_recorder import Recorder
-from ringtmp.runtime.clipping import total_norm
+from ringtmp.runtime.clipping import parameter_order, total_norm
 from ringtmp.strategies.data_parallel.member import SummingExchange
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.sum_over_workers import Summed, buckets
@@ -83,7 +83,8 @@ class Gradients(SummingExchange):
     def _update(self, step: int) -> None:
         norm = None
         if self._plan.recipe.clip_norm is not None:
-            norm = total_norm([norms for stage in self._replica.stages for norms in stage.gradient_norms(step)])
+            every = [norms for stage in self._replica.stages for norms in stage.gradient_norms(step)]
+            norm = total_norm(every, parameter_order(self._replica.layers))
         for group in self._buckets:
             for layer in group:
                 self._replica.stages[layer].step(step, norm)

@@ -78,7 +78,7 @@ def plan(
         for each in layer.tensors:
             if each.trainable and each.dtype != PLAIN.name:
                 raise UsageError(
-                    f"{layer.name}.{each.name} is {each.dtype}: {name} exchanges {PLAIN.name} parameters only"
+                    f"{layer.full_name(each)} is {each.dtype}: {name} exchanges {PLAIN.name} parameters only"
                 )
     sizes = tuple(layer_flat(layer).size for layer in request.layers)
     table: tuple[Key, ...] = ()

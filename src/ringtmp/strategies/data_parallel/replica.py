@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.model.portable_layer import Layer
+from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.checkpoint import LayerTensors
+from ringtmp.runtime.segment_run import Crossings
 from ringtmp.runtime.stage import Stage, StateName
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.strategies.data_parallel.parameter_keys import Flat
@@ -35,6 +36,13 @@ def flatten(layout: Flat, tensors: Sequence[torch.Tensor | None]) -> torch.Tenso
     return vector
 
 
+def _all(index: int, layer: Layer, training: bool) -> Crossings:
+    """What a layer takes leaves it again: deeper layers may use it, too, and their gradients come first."""
+    takes = layer.takes(index, training)
+    given = tuple((index + 1, place) for place in range(len(layer.graph(training).outputs)))
+    return Crossings(takes, (*given, *takes))
+
+
 class Replica:
     """With `layerwise` a layer's parameters are here only between `hold` and `drop`, and what is needed to go backward is
     computed again from what entered the layer."""
@@ -49,6 +57,7 @@ class Replica:
         self.values: list[torch.Tensor] = []  # the flat parameters of every layer; empty while they are not here
         self._parameters: list[list[torch.Tensor]] = []
         self._changing: list[tuple[int, ...]] = []  # positions of the tensors a forward pass changes: statistics
+        self._needed: dict[tuple[int, bool], frozenset[Value]] = {}
         self._marked: tuple[int, list[dict[int, torch.Tensor]]] = (-1, [])
 
     def place(
@@ -73,7 +82,9 @@ class Replica:
             else:
                 placed.append(tensor)
         recompute = (lambda saved_bytes: True) if self._layerwise else None
-        stage = Stage(Visit(index, self._node, index, index + 1), self._recipe, recompute=recompute)
+        crossings = None if layer.train_takes is None else {each: _all(index, layer, each) for each in (True, False)}
+        visit = Visit(index, self._node, index, index + 1)
+        stage = Stage(visit, self._recipe, recompute=recompute, crossings=crossings)
         stage.place(index, layer, placed, state)
         self.layers.append(layer)
         self.stages.append(stage)
@@ -84,6 +95,14 @@ class Replica:
         self._changing.append(tuple(at for at, each in enumerate(layer.tensors) if each.name in changed))
         if self._layerwise:
             self.drop(index)
+
+    def needed_after(self, layer: int, training: bool) -> frozenset[Value]:
+        """What a layer behind this one takes. All layers are here."""
+        key = layer, training
+        if key not in self._needed:
+            behind = list(enumerate(self.layers))[layer + 1 :]
+            self._needed[key] = frozenset(value for index, each in behind for value in each.takes(index, training))
+        return self._needed[key]
 
     def hold(self, layer: int) -> None:
         """Memory for the layer's parameters, if there is none."""

@@ -18,7 +18,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
 from ringtmp.model.export import nest
-from ringtmp.model.portable_layer import Layer
+from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.checkpoint import StateName
 from ringtmp.runtime.losses import LOSSES, LossFunction, Score, is_of_bytes
@@ -69,12 +69,12 @@ class _Task:
 
     work: Work
     microbatches: tuple[int, ...]
-    values: list[list[torch.Tensor]]  # what enters the next layer, per microbatch
+    values: list[dict[Value, torch.Tensor]]  # what layers have made so far and others need, per microbatch
     targets: list[torch.Tensor]
-    wants: list[tuple[bool, ...]]
     position: int = 0  # layers gone forward, then layers gone backward
     loss: float = 0.0  # mean over this worker's samples
-    gradients: list[list[torch.Tensor | None] | None] = field(default_factory=list)
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)  # of the last layer, per microbatch
+    gradients: list[dict[Value, torch.Tensor]] = field(default_factory=list)
 
 
 class Trainer:
@@ -134,14 +134,16 @@ class Trainer:
 
     def _unpack(self, work: Work, tensors: list[torch.Tensor | None]) -> _Task:
         if not work.sizes:
-            return _Task(work, (), [], [], [])
+            return _Task(work, (), [], [])
         inputs, targets = self._rows.take(work.table, tensors)
         pieces = [torch.split(each, list(work.sizes)) for each in inputs]
         numbers = tuple(range(work.first, work.first + len(work.sizes)))
         # A slice of a batch need not start on a 64-byte boundary, and arithmetic depends on it.
-        values = [[column[position].clone() for column in pieces] for position in range(len(numbers))]
-        wants = [(False,) * len(pieces) for _ in numbers]
-        return _Task(work, numbers, values, list(torch.split(targets, list(work.sizes))), wants)
+        values = [
+            {(0, place): column[position].clone() for place, column in enumerate(pieces)}
+            for position in range(len(numbers))
+        ]
+        return _Task(work, numbers, values, list(torch.split(targets, list(work.sizes))))
 
     # -- what is done -------------------------------------------------------------------------------------------------
 
@@ -197,11 +199,17 @@ class Trainer:
         layer, work = task.position, task.work
         stage = self.replica.stages[layer]
         started = self.recorder.begin() if work.training else 0.0
+        crossings, needed = stage.crossings(work.training), self.replica.needed_after(layer, work.training)
+        last = layer == len(self.replica.stages) - 1
         for position, number in enumerate(task.microbatches):
-            outputs = stage.forward(number, work.step, task.values[position], task.wants[position], work.training)
-            task.wants[position] = tuple(each.requires_grad for each in outputs)
-            last = layer == len(self.replica.stages) - 1
-            task.values[position] = outputs if last else detached(outputs)
+            values = task.values[position]
+            entering = [values[each] for each in crossings.entering]
+            wants = [each.requires_grad for each in entering]
+            outputs = stage.forward(number, work.step, entering, wants, work.training)
+            if last:
+                task.outputs.append(outputs)
+            values.update(zip(crossings.leaving, detached(outputs), strict=True))
+            task.values[position] = {value: each for value, each in values.items() if value in needed}
         task.position += 1
         self._exchange.used(layer)
         if task.position == len(self.replica.stages):
@@ -214,15 +222,15 @@ class Trainer:
 
     def _losses(self, task: _Task) -> None:
         last, mine = self.replica.stages[-1], sum(task.work.sizes)
-        task.gradients = [None] * len(task.microbatches)
+        task.gradients = [{} for _ in task.microbatches]
         with torch.enable_grad():
             for position, number in enumerate(task.microbatches):
-                task.values[position] = last.to_loss(task.work.step, number, task.values[position])
+                task.outputs[position] = last.to_loss(task.work.step, number, task.outputs[position])
                 loss = self._loss(self._nested(task, position), task.targets[position])
                 samples = len(task.targets[position])
                 task.loss += float(loss.detach()) * samples / mine
                 last.end_in(task.work.step, number, loss * (samples / task.work.samples))
-        task.values = []
+        task.values, task.outputs = [], []
 
     def _score(self, task: _Task) -> None:
         score = Score(bytes_model=is_of_bytes(self._plan.loss))
@@ -234,7 +242,7 @@ class Trainer:
         self._task = None
 
     def _nested(self, task: _Task, position: int) -> object:
-        return nest(self.replica.layers[-1].output, task.values[position])
+        return nest(self.replica.layers[-1].output, task.outputs[position])
 
     def _backward(self, task: _Task) -> None:
         layers = len(self.replica.stages)
@@ -242,8 +250,14 @@ class Trainer:
         stage, share = self.replica.stages[layer], sum(work.sizes) / work.samples
         started = self.recorder.begin()
         gradient = self.replica.collect_gradients(layer)
+        crossings = stage.crossings(True)
         for position, number in enumerate(task.microbatches):
-            task.gradients[position] = stage.backward(work.step, number, task.gradients[position])
+            found = task.gradients[position]
+            arriving = None if layer == layers - 1 else [found.pop(each, None) for each in crossings.leaving]
+            caught = stage.backward(work.step, number, arriving)
+            found.update(
+                (value, each) for value, each in zip(crossings.entering, caught, strict=True) if each is not None
+            )
         task.position += 1
         self.replica.let_go_of_gradients(layer)
         self._exchange.used(layer)

@@ -15,7 +15,7 @@ import torch
 
 from ringtmp.metrics.events import LineTried
 from ringtmp.model import portable_layer
-from ringtmp.model.portable_layer import Layer
+from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.devices import LayerCost
 from ringtmp.plan.route import MASTER
@@ -39,6 +39,7 @@ from ringtmp.strategies.ring.trial_results import Seen, doubtful, settled
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.resources import own_memory_bytes, rss_bytes
 from ringtmp.wire.address import Address
+from ringtmp.wire.message_parts import FREE
 from ringtmp.wire.messages import Crossing, Echo, Echoed, Meet, Sample, Timed, Tried, Try
 
 #: So long every device is busy, its first round included: a weak one is still at it when a strong one has done many.
@@ -49,17 +50,26 @@ FILL = 0.01
 
 
 def sample_of(
-    layers: Sequence[Layer], costs: Sequence[LayerCost], outputs: Sequence[Sequence[Crossing]], samples: int, nodes: int
+    layers: Sequence[Layer],
+    costs: Sequence[LayerCost],
+    crossing: Callable[[bool, Value], Crossing],
+    samples: int,
+    nodes: int,
 ) -> tuple[int, Sample] | None:
     """The dearest layer that gets what another layer gives (only then is it known what enters); None: there is none."""
-    inner = [index for index in range(1, len(layers)) if outputs[index - 1] and costs[index].largest_s > 0]
+    entering = [tuple(crossing(True, each) for each in layer.takes(index, True)) for index, layer in enumerate(layers)]
+    inner = [
+        index
+        for index in range(1, len(layers))
+        if entering[index] and costs[index].largest_s > 0 and all(FREE not in each.rest for each in entering[index])
+    ]
     if not inner:
         return None
     dearest = max(inner, key=lambda index: costs[index].largest_s)
     cost = costs[dearest]
     copies = _within(-(-len(layers) // nodes), cost.weight_bytes + cost.gradient_bytes)
     held = _within(nodes, copies * cost.at(samples).stored_bytes)
-    return dearest, Sample(portable_layer.encode(layers[dearest]), tuple(outputs[dearest - 1]), samples, copies, held)
+    return dearest, Sample(portable_layer.encode(layers[dearest]), entering[dearest], samples, copies, held)
 
 
 def _within(wanted: int, each_bytes: float) -> int:

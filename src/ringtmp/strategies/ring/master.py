@@ -26,6 +26,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
+from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
@@ -109,6 +110,7 @@ class Master(BaseLeader):
         endpoint.snapshots.reserve_bytes = checkpoint_bytes(layers, setup.recipe)
         self.node = Node(endpoint, self._setup_of(MASTER), owner=self)
         self.node.emit = self._log.write
+        self.node.parameter_order = parameter_order(layers)
         self._member = self.node
         endpoint.inspect_too(self._inspect)
 

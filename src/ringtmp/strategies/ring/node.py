@@ -100,6 +100,7 @@ class Node:
         expects = owner.expects if owner is not None else _nothing_known
         scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects)
         endpoint.enter_plan(scrutiny.is_a, scrutiny)
+        self.parameter_order: Sequence[int] = ()  # of the norms that reach the front, where layers do not go by it
         self._first_step = setup.step
         self._last_visit = setup.route.last
         #: Called with every event this node produces. A worker sends it to the master.
@@ -322,7 +323,7 @@ class Node:
         if state.visit.index > 0:
             self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), norms)
         else:
-            self._scale(state, current, total_norm(norms))
+            self._scale(state, current, total_norm(norms, self.parameter_order))
 
     def _scale(self, state: VisitState, current: Pass, total: torch.Tensor | None) -> None:
         assert total is not None

@@ -32,6 +32,7 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import PlanRequest, Share
 from ringtmp.strategies.ring.device_trials import DeviceTrials, sample_of
+from ringtmp.strategies.ring.edges import flow_of
 from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
 from ringtmp.strategies.ring.master import Master
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
@@ -82,6 +83,7 @@ def plan(request: PlanRequest) -> RingPlan:
         route, recipe, planned.window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.keep.protect, _lines(route, members, request),
+        flow_of(layers, route, index.crossing),
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
     facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}
@@ -99,7 +101,7 @@ def tried(
     `hellos` of those who have said it already; returned with those who said it meanwhile."""
     index = request.index
     largest = -(-request.batch_size // min(request.microbatches, request.batch_size))
-    sample = sample_of(request.layers, index.costs, index.outputs, largest, len(request.addresses))
+    sample = sample_of(request.layers, index.costs, index.crossing, largest, len(request.addresses))
     if pool.same_machine or sample is None:
         return request, dict(hellos)
     phase("measuring the devices")
