@@ -116,7 +116,7 @@ def _build_cells(
     phase("comparing the model with eager mode")
     _check(name, module, (example, example), samples, sizes, False, layer, tensors)
     module.train()
-    row, state = Samples(samples[largest].leaves, cells), state_of(module)
+    row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
     for index, cell in enumerate(cells):
         own = {each.name: tensors[each.full] for each in cell.layer.tensors}
         found = row.through(index, own)

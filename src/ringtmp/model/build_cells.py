@@ -18,6 +18,7 @@ from ringtmp.errors import UsageError
 from ringtmp.model.cut_cells import CutCell, Whole, cut
 from ringtmp.model.cut_places import at_blocks, barriers, legal, worth_planning
 from ringtmp.model.export import first_names
+from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program
 
@@ -35,9 +36,11 @@ class Cell:
     """A cell, and a sample of what enters and leaves it in training."""
 
     known: CutCell
+    samples: int
     entering: list[torch.Tensor]
+    described: list[Fact]  # what enters
     leaving: list[torch.Tensor]
-    crossing: list[torch.Tensor]  # everything that is made up to here and used behind
+    crossing: float  # bytes of a sample that are made up to here and used behind, without weights
 
 
 def cells_of(
@@ -88,9 +91,11 @@ def why_uncut(whole: Whole, cutting: Cutting) -> str:
 class Samples:
     """A sample on its way through the cells in training, each cell on its own as on nodes, without leaving a trace."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], cells: Sequence[CutCell]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], samples: int, cells: Sequence[CutCell]) -> None:
         self._cells = cells
+        self._samples = samples
         self._values: dict[Value, torch.Tensor] = {(0, place): each for place, each in enumerate(inputs)}
+        self._facts = {(0, place): _input_fact(each, samples) for place, each in enumerate(inputs)}
         self._last: dict[Value, int] = {}
         for index, cell in enumerate(cells):
             self._last.update(dict.fromkeys(cell.layer.takes(index, True), index))
@@ -109,7 +114,19 @@ class Samples:
             leaving = Program(layer.train).run(given, owned)
         made = [each.detach().requires_grad_(each.requires_grad) for each in leaving]
         values.update({(index + 1, place): each for place, each in enumerate(made)})
+        described = [self._facts[each] for each in layer.takes(index, True)]
+        self._facts.update({(index + 1, place): each for place, each in enumerate(self._cells[index].trained)})
         for value in [value for value in values if self._last.get(value, -1) <= index]:
             del values[value]
-        crossing = [each for value, each in values.items() if value[0]]
-        return Cell(self._cells[index], entering, made, crossing)
+        crossing = sum(self._facts[value].sample_bytes for value in values if value[0] and self._is_made(value))
+        return Cell(self._cells[index], self._samples, entering, described, made, crossing)
+
+    def _is_made(self, value: Value) -> bool:
+        """Not a weight that several cells share, which the plan keeps on one node."""
+        shape = self._facts[value].shape or ()
+        return any(isinstance(each, str) for each in shape)
+
+
+def _input_fact(tensor: torch.Tensor, samples: int) -> Fact:
+    shape: tuple[int | str, ...] = tuple(tensor.shape)
+    return Fact(("samples", *shape[1:]) if shape and shape[0] == samples else shape)

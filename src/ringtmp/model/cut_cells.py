@@ -75,8 +75,8 @@ def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> li
     return [
         CutCell(
             _layer(name, owners.tensors(index), one, other, whole.layer.output if index == last else OutputTree("*")),
-            tuple(whole.train[slot] for slot in one.gives),
-            tuple(whole.evaluate[slot] for slot in other.gives),
+            train.facts_of(one.gives),
+            evaluate.facts_of(other.gives),
         )
         for index, (name, one, other) in enumerate(zip(names, trained, evaluated, strict=True))
     ]
@@ -181,12 +181,7 @@ def _needed(anatomy: Anatomy, first: int, stop: int, last: bool) -> list[int]:
 def _matching(evaluate: Anatomy, owners: _Owners, count: int, labels: Collection[int]) -> list[int | None]:
     """For every place of the training graph one of the evaluation graph at which the same tensors lie on the same side:
     the narrowest. None: there is no such place."""
-    low: list[int] = []
-    high: list[int] = []
-    for used in evaluate.reads:
-        limits = [owners.bounds(evaluate.graph.inputs[slot].name) for slot in used if evaluate.is_own(slot)]
-        low.append(max((first for first, _ in limits), default=0))
-        high.append(min((last for _, last in limits), default=owners.count - 1))
+    low, high = _limits(evaluate, owners)
     places, width = legal(evaluate, labels), widths(evaluate)
     found: list[int | None] = []
     least = 1
@@ -199,6 +194,24 @@ def _matching(evaluate: Anatomy, owners: _Owners, count: int, labels: Collection
             least = found[-1] + 1
     _note_readers(evaluate, owners, found)
     return found
+
+
+def _limits(evaluate: Anatomy, owners: _Owners) -> tuple[list[int], list[int]]:
+    """For every operation of evaluation, the first and the last cell it may lie in. The first to read a tensor lies where
+    training reads it first, the last where training reads it last."""
+    low, high = [0] * len(evaluate.reads), [owners.count - 1] * len(evaluate.reads)
+    readers: dict[str, list[int]] = {}
+    for at, used in enumerate(evaluate.reads):
+        for slot in used:
+            if evaluate.is_own(slot):
+                readers.setdefault(evaluate.graph.inputs[slot].name, []).append(at)
+    for name, reading in readers.items():
+        first, last = owners.bounds(name)
+        for at in reading:
+            low[at], high[at] = max(low[at], first), min(high[at], last)
+        if owners.trained_by_several(name):
+            high[reading[0]], low[reading[-1]] = min(high[reading[0]], first), max(low[reading[-1]], last)
+    return low, high
 
 
 def _note_readers(evaluate: Anatomy, owners: _Owners, places: Sequence[int | None]) -> None:
@@ -301,6 +314,7 @@ class _Writer:
 
     def graph(self, gives: Sequence[int]) -> Graph:
         anatomy = self._anatomy
+        self._owned += [slot for slot in gives if anatomy.is_own(slot) and slot not in (*self._owned, *self.taken)]
         inputs = [Input("input", str(place)) for place in range(len(self.taken))]
         inputs += [anatomy.graph.inputs[slot] for slot in self._owned]
         places = {slot: place for place, slot in enumerate((*self.taken, *self._owned))}

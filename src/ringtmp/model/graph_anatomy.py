@@ -46,6 +46,13 @@ class Fact:
     def is_tensor(self) -> bool:
         return self.shape is not None
 
+    def of_samples(self, tensor: torch.Tensor, wanted: int, there: int) -> torch.Tensor:
+        """The part of such a tensor that `wanted` of the samples `there` would give."""
+        for dim, size in enumerate(self.shape or ()):
+            if isinstance(size, str):
+                tensor = tensor.narrow(dim, 0, tensor.shape[dim] * wanted // there)
+        return tensor
+
 
 def reads(op: Op) -> list[int]:
     return [slot for value in (*op.args, *op.kwargs.values()) for slot in slots(value)]
@@ -77,6 +84,9 @@ class Anatomy:
     def travels(self, slot: int) -> bool:
         """Whether it must be handed over at a cut between its making and its use."""
         return not (self.is_own(slot) or slot in self.sizes or slot in self.again)
+
+    def facts_of(self, slots: Iterable[int]) -> tuple[Fact, ...]:
+        return tuple(self.facts[slot] for slot in slots)
 
     def size_asked(self, at: int) -> int | str:
         """What an operation that asks for a size is told."""

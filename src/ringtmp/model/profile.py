@@ -177,15 +177,8 @@ def _behind(built: BuiltLayer, measured: tuple[Measured, ...]) -> tuple[Measured
     """Behind a cell more may cross than what it gives: what was made before it and is used after it."""
     if built.cell is None:
         return measured
-    largest = max((leaf.shape[0] for leaf in built.cell.entering if leaf.dim()), default=1)
-    found = []
-    for point in measured:
-        shares = [
-            point.samples / largest if leaf.dim() and leaf.shape[0] == largest else 1.0 for leaf in built.cell.crossing
-        ]
-        total = sum(leaf.nbytes * share for leaf, share in zip(built.cell.crossing, shares, strict=True))
-        found.append(dataclasses.replace(point, output_bytes=total))
-    return tuple(found)
+    crossing = built.cell.crossing
+    return tuple(dataclasses.replace(point, output_bytes=crossing * point.samples) for point in measured)
 
 
 def _refuse_what_cannot_be_tried(built: BuiltLayer, state_tensors: int) -> None:
@@ -251,10 +244,13 @@ def _measure(
     for each in layer.tensors:
         owned[each.name].requires_grad_(each.trainable)
     points = []
-    largest = max(leaf.shape[0] for leaf in leaves if leaf.dim())
+    largest = max((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
     with torch.random.fork_rng(devices=[]):
         for size in sizes:
             given = [leaf[:size] if leaf.dim() and leaf.shape[0] == largest else leaf for leaf in leaves]
+            if built.cell is not None:
+                facts, there = built.cell.described, built.cell.samples
+                given = [fact.of_samples(leaf, size, there) for fact, leaf in zip(facts, leaves, strict=True)]
             runner = _Runner(program, owned, given, wants)
             stored = runner.stored_bytes()
             forward_s, backward_s = runner.times(clock)
