@@ -11,7 +11,7 @@ written Ref(7). Encoded as MessagePack, which keeps every double and infinity ex
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -97,6 +97,10 @@ class OutputTree(msgspec.Struct, frozen=True):
     children: tuple[OutputTree, ...] = ()
 
 
+#: How many random operations come before a layer; more than fit into a model are a mistake.
+RandomBefore = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
 class Layer(msgspec.Struct, frozen=True):
     name: str
     train: Graph
@@ -104,6 +108,9 @@ class Layer(msgspec.Struct, frozen=True):
     tensors: tuple[OwnedTensor, ...]
     output: OutputTree
     format: int = FORMAT
+    #: Numbers taken by the random operations of all layers before it, in training and in evaluation.
+    random_before: RandomBefore = 0
+    random_before_evaluating: RandomBefore = 0
 
     @property
     def parameters(self) -> int:

@@ -36,7 +36,7 @@ def write_model(
         run.write_index(
             LayerIndex(
                 name, tuple(names), found.costs, found.leaving, least_microbatch=found.least_microbatch,
-                inputs=found.entering, checked=found.checked, digests=tuple(digests),
+                inputs=found.entering, checked=found.checked, digests=tuple(digests), randomness="operator",
             )
         )  # fmt: skip
         writer.commit()

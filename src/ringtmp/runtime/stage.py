@@ -18,9 +18,9 @@ from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import Norms, norms_of
-from ringtmp.runtime.layer_randomness import random_key
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
+from ringtmp.runtime.random_keys import RandomKeys
 from ringtmp.runtime.segment_edges import (
     Gradient,
     copied_alike,
@@ -234,6 +234,7 @@ class Stage:
         later: list[Job] | None = None,
         once_more: bool = False,
     ) -> list[torch.Tensor]:
+        keys = RandomKeys(self._recipe.seed, step, microbatch, self._recipe.randomness)
         for index in self.visit.layers:
             layer = self._layers[index]
             if not once_more:
@@ -241,8 +242,9 @@ class Stage:
             owned = layer.sides[side]
             if once_more and layer.changed:
                 owned = {**owned, **{name: copied_alike(owned[name]) for name in layer.changed}}
-            torch.default_generator.manual_seed(random_key(self._recipe.seed, step, microbatch, index))
-            values = (layer.train if training else layer.evaluate).run(values, owned, later)
+            reseed = keys.begin_layer(index, layer.layer, training)
+            values = (layer.train if training else layer.evaluate).run(values, owned, later, reseed)
+        keys.begin_loss()
         return values
 
     def to_loss(self, step: int, microbatch: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:

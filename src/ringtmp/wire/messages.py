@@ -23,6 +23,7 @@ from ringtmp.wire.permissions import (  # isort: skip
     between, reported, told,
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
+from ringtmp.wire.message_parts import Randomness as Randomness
 from ringtmp.wire.message_parts import Recipe as Recipe
 from ringtmp.wire.message_parts import Specs as Specs
 
