@@ -8,13 +8,52 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from ringtmp.runtime.layer_randomness import random_key
 from ringtmp.runtime.learning_rates import learning_rate
+from ringtmp.runtime.random_keys import LOSS, random_key
+
+
+class RandomByOperator(TorchFunctionMode):
+    """Eager mode, in which every torch function that draws random numbers has a seed of its own, by its ordinal. On leaving,
+    the generator is seeded for the loss."""
+
+    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+        super().__init__()
+        self._key = seed, step, microbatch
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = torch.default_generator
+        generator.manual_seed(random_key(*self._key, self.count))
+        before = generator.get_state()
+        result = func(*args, **(kwargs or {}))
+        if not generator.get_state().equal(before) or _counts_anyway(func, args, kwargs or {}):
+            self.count += 1
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.default_generator.manual_seed(random_key(*self._key, LOSS))
+
+
+def _counts_anyway(func: Any, args: Any, kwargs: Any) -> bool:
+    """`rrelu` in training draws only for what is not positive, and is a random operator even where there is nothing."""
+    if getattr(func, "__name__", "") not in ("rrelu", "rrelu_"):
+        return False
+    return bool(kwargs["training"] if "training" in kwargs else len(args) > 3 and args[3])
+
+
+def _by_layer(model: nn.Sequential, x: Any, key: tuple[int, int, int]) -> Any:
+    """The rule of runs that began before randomness went by operator."""
+    for position, layer in enumerate(model):
+        torch.default_generator.manual_seed(random_key(*key, position))
+        x = layer(x)
+    return x
 
 
 def plain_loop(
-    model: nn.Sequential,
+    model: nn.Module,
     batches: Sequence[tuple[Any, torch.Tensor]],
     microbatches: int,
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
@@ -23,6 +62,7 @@ def plain_loop(
     clip_norm: float | None = None,
     schedule: dict[str, Any] | None = None,
     delayed: bool = False,
+    randomness: str = "operator",
 ) -> list[float]:
     """Trains `model` in place and returns the loss of every step. `delayed`: every gradient is taken at the weights one
     update ago, w[t+1] = w[t] - step(gradient at w[t-1]); the first at the first weights."""
@@ -38,9 +78,12 @@ def plain_loop(
             _load(model, previous)
         count = min(microbatches, len(targets))
         for number, (x, y) in enumerate(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)):
-            for position, layer in enumerate(model):
-                torch.default_generator.manual_seed(random_key(seed, step, number, position))
-                x = layer(x)
+            if randomness == "layer":
+                assert isinstance(model, nn.Sequential)
+                x = _by_layer(model, x, (seed, step, number))
+            else:
+                with RandomByOperator(seed, step, number):
+                    x = model(x)
             share = len(y) / len(targets)
             value = loss(x, y)
             (value * share).backward()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter, nest
 from ringtmp.model.layers import Model, layers_of, whole_module
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.portable_layer import CUSTOM, Layer
+from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.written_parameters import written_parameters
@@ -68,6 +70,7 @@ def build_layers(
     samples = {size: Sample(sample(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
     trained = samples[EXAMPLE_BATCH]  # as it goes through in training mode, which may share memory in another way
     one_sample = True
+    drawn = drawn_evaluating = 0
     for index, (name, module) in enumerate(layers_of(model, seed, row.know)):
         _refuse_what_cannot_travel(name, module)
         refuse_hooks(name, module)
@@ -77,6 +80,8 @@ def build_layers(
         example, again = samples[EXAMPLE_BATCH], samples[AGAIN_BATCH]
         check = partial(_check, name, module, (example, trained), samples, checked, index > 0)
         layer, tensors = exporter.export(name, module, example.value, again.value, check)
+        layer = msgspec.structs.replace(layer, random_before=drawn, random_before_evaluating=drawn_evaluating)
+        drawn, drawn_evaluating = drawn + random_count(layer.train), drawn_evaluating + random_count(layer.evaluate)
         _refuse_shared(name, module, (example, trained), layer)
         tensors = _apart(layer, tensors)
         trained = trained.through(name, module.train(), bool(written_parameters(layer.train)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -30,6 +30,7 @@ from ringtmp.model.portable_layer import (
     Ref,
     Value,
 )
+from ringtmp.model.random_operators import random_count
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,26 @@ def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> li
     evaluated = _cells(evaluate, [0, *found, len(evaluate.graph.ops)], owners)
     names = _names(train, [0, *kept, len(train.graph.ops)])
     last = len(trained) - 1
+    drawn = [_before(trained), _before(evaluated)]
     return [
         CutCell(
-            _layer(name, owners.tensors(index), one, other, whole.layer.output if index == last else OutputTree("*")),
+            msgspec.structs.replace(
+                _layer(
+                    name, owners.tensors(index), one, other, whole.layer.output if index == last else OutputTree("*")
+                ),
+                random_before=drawn[0][index],
+                random_before_evaluating=drawn[1][index],
+            ),
             train.facts_of(one.gives),
             evaluate.facts_of(other.gives),
         )
         for index, (name, one, other) in enumerate(zip(names, trained, evaluated, strict=True))
     ]
+
+
+def _before(cells: Sequence[_Cell]) -> list[int]:
+    """How many random operators come before each."""
+    return [0, *accumulate(random_count(each.graph) for each in cells)][:-1]
 
 
 def _layer(name: str, tensors: Sequence[OwnedTensor], train: _Cell, evaluate: _Cell, output: OutputTree) -> Layer:

@@ -23,6 +23,7 @@ import torch
 from ringtmp.model.allowed_operators import GRAD_MODE, SIZE_FUNCTIONS, resolve
 from ringtmp.model.memory_aliases import Memory, aliases
 from ringtmp.model.portable_layer import CUSTOM, Graph, Op, slots
+from ringtmp.model.random_operators import draws
 
 #: Operators that may hand back the very tensor they were given.
 _MAYBE_SAME = ("contiguous", "to", "type_as", "positive", "expand_as")
@@ -158,7 +159,7 @@ class Anatomy:
             spoilt: set[int] = set()
             for at, op in enumerate(self.graph.ops):
                 slot = self.same[self.start + at]
-                repeats = op.target not in (GRAD_MODE, CUSTOM) and slot not in self.sizes and not _is_random(op)
+                repeats = op.target not in (GRAD_MODE, CUSTOM) and slot not in self.sizes and not draws(op)
                 repeats = repeats and all(each in again or each in self.sizes for each in self.reads[at])
                 if repeats and self.memory.group(slot) not in banned:
                     again.add(slot)
@@ -167,13 +168,6 @@ class Anatomy:
             if spoilt <= banned:
                 return frozenset(slot for slot in again if slot >= self.start)
             banned |= spoilt
-
-
-def _is_random(op: Op) -> bool:
-    target: Any = resolve(op.target) if op.target not in (CUSTOM, GRAD_MODE, "getitem") else None
-    tags = getattr(target, "tags", ())
-    name = op.target.split(".")[1] if op.target.startswith("aten.") else ""
-    return torch.Tag.nondeterministic_seeded in tags or "dropout" in name or name in ("lstm", "gru", "rrelu", "rrelu_")
 
 
 def maybe_same(op: Op) -> bool:

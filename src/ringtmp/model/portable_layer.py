@@ -11,7 +11,7 @@ written Ref(7). Encoded as MessagePack, which keeps every double and infinity ex
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -107,6 +107,8 @@ class OutputTree(msgspec.Struct, frozen=True):
 #: A tensor on its way through the model: the layer that made it, counted from 1 (0: it is one of the model's inputs),
 #: and its place among what that layer gives.
 Value = tuple[int, int]
+#: How many random operations come before a layer; more than fit into a model are a mistake.
+RandomBefore = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -119,6 +121,9 @@ class Layer(msgspec.Struct, frozen=True):
     #: What enters the training graph and the evaluation graph; None: all that the layer before gives.
     train_takes: tuple[Value, ...] | None = None
     evaluate_takes: tuple[Value, ...] | None = None
+    #: Numbers taken by the random operations of all layers before it, in training and in evaluation.
+    random_before: RandomBefore = 0
+    random_before_evaluating: RandomBefore = 0
 
     def graph(self, training: bool) -> Graph:
         return self.train if training else self.evaluate

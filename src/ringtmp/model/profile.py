@@ -314,7 +314,7 @@ class _Runner:
             others.add_(1.0)
             self._forget()
             began = clock()
-            generator.manual_seed(runs)  # as a stage does before every layer
+            generator.manual_seed(runs)  # as a stage does before a random operator
             outputs = self._go(leaves)
             middle = clock()
             wanted = [each for each in outputs if each.requires_grad]

@@ -7,7 +7,9 @@ each value after its last use, as Python's own reference counts would have done 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
 from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Named, Op, Ref, slots
+from ringtmp.model.random_operators import draws, random_count
 from ringtmp.units import bytes_text
 
 #: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
@@ -40,6 +43,8 @@ _FORMATS = {
 
 #: An operation: its function, what packs its arguments, its keyword arguments, the slots nobody needs after it.
 _Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...]]
+#: Seeds the generator for the random operation of this number, counted within the graph.
+Reseed = Callable[[int], None]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -64,6 +69,9 @@ class Program:
         customs = [_CustomCall(each, device) for each in graph.customs]
         last_use = _last_uses(graph)
         self._calls: list[_Call] = []
+        #: Where to stop for a random operation: its position, its number in the graph, the custom function it may be.
+        self._random: list[tuple[int, int, _CustomCall | None]] = []
+        numbered = 0
         for index, op in enumerate(graph.ops):
             slot = len(graph.inputs) + index
             kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
@@ -73,6 +81,9 @@ class Program:
             else:
                 check_arguments(op)
                 function, args = resolve(op.target), op.args
+            if drawn := draws(op, graph.customs):
+                self._random.append((index, numbered, function if isinstance(function, _CustomCall) else None))
+                numbered += drawn
             pack = _packer(args, slot, where)
             if device == "meta" and _takes_device(function):
                 # A tensor made from nothing would otherwise be made in real memory.
@@ -103,13 +114,18 @@ class Program:
         return self._run(self._calls, inputs, owned, weigh)
 
     def run(
-        self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], later: list[Job] | None = None
+        self,
+        inputs: Sequence[torch.Tensor],
+        owned: Mapping[str, torch.Tensor],
+        later: list[Job] | None = None,
+        reseed: Reseed | None = None,
     ) -> list[Any]:
-        """With `later`, backward leaves the weight gradients that can wait there instead of computing them."""
+        """With `later`, backward leaves the weight gradients that can wait there instead of computing them. `reseed` is
+        called before every random operation; without it they draw one after the other, as in eager mode."""
         if later is None:
-            return self._run(self._calls, inputs, owned, None)
+            return self._run(self._calls, inputs, owned, None, reseed)
         self._recording.jobs = later
-        return self._run(self._waiting_calls, inputs, owned, None)
+        return self._run(self._waiting_calls, inputs, owned, None, reseed)
 
     def _run(
         self,
@@ -117,22 +133,47 @@ class Program:
         inputs: Sequence[torch.Tensor],
         owned: Mapping[str, torch.Tensor],
         weigh: Callable[[Any, Any], None] | None,
+        reseed: Reseed | None = None,
     ) -> list[Any]:
         if len(inputs) != self._input_count:
             raise ProtocolError(f"the layer takes {self._input_count} tensors and got {len(inputs)}")
         arriving = iter(inputs)
         values: list[Any] = [next(arriving) if own else owned[name] for own, name in self._inputs]
+        call = self._call if reseed is None or not self._random else partial(self._call_seeded, reseed)
         if not self._switches:
-            return self._call(calls, values, weigh)
+            return call(calls, values, weigh)
         before = torch.is_grad_enabled()
         try:
-            return self._call(calls, values, weigh)
+            return call(calls, values, weigh)
         finally:
             torch._C._set_grad_enabled(before)
+
+    def _call_seeded(
+        self, reseed: Reseed, calls: Sequence[_Call], values: list[Any], weigh: Callable[[Any, Any], None] | None
+    ) -> list[Any]:
+        """From one random operation to the next."""
+        done = 0
+        for position, number, custom in self._random:
+            self._extend(calls[done:position], values, weigh)
+            if custom is None:
+                reseed(number)
+                self._extend(calls[position : position + 1], values, weigh)
+            else:
+                with custom.seeded(partial(_further, reseed, number)):
+                    self._extend(calls[position : position + 1], values, weigh)
+            done = position + 1
+        self._extend(calls[done:], values, weigh)
+        return [make(values) for make in self._outputs]
 
     def _call(
         self, calls: Sequence[_Call], values: list[Any], weigh: Callable[[Any, Any], None] | None
     ) -> list[Any]:  # fmt: skip
+        self._extend(calls, values, weigh)
+        return [make(values) for make in self._outputs]
+
+    def _extend(
+        self, calls: Sequence[_Call], values: list[Any], weigh: Callable[[Any, Any], None] | None
+    ) -> None:  # fmt: skip
         for function, pack, kwargs, done in calls:
             if weigh is not None and isinstance(function, _CustomCall):
                 result = function.weighed(pack(values), weigh)
@@ -145,7 +186,10 @@ class Program:
             values.append(result)
             for slot in done:
                 values[slot] = None
-        return [make(values) for make in self._outputs]
+
+
+def _further(reseed: Reseed, before: int, number: int) -> None:
+    reseed(before + number)
 
 
 class _CustomCall:
@@ -158,12 +202,26 @@ class _CustomCall:
         self.backward = Program(custom.backward, device)
         self.differentiable = custom.differentiable
         self.gradients = len(custom.backward.outputs)
+        self.reseed: Reseed | None = None
+        self._drawn_forward = random_count(custom.forward)
         if len(custom.forward.outputs) < len(custom.differentiable):
             raise ProtocolError(f"the custom function {custom.name!r} gives fewer results than it says")
 
     def __call__(self, *values: Any) -> Any:
         function: Any = _WithOwnBackward
         return function.apply(self, *values)
+
+    @contextmanager
+    def seeded(self, reseed: Reseed) -> Iterator[None]:
+        """While it is called. Its backward, which comes later, goes on with the numbers behind those of its forward."""
+        self.reseed = reseed
+        try:
+            yield
+        finally:
+            self.reseed = None
+
+    def reseed_backward(self) -> Reseed | None:
+        return None if self.reseed is None else partial(_further, self.reseed, self._drawn_forward)
 
     def weighed(self, values: Sequence[Any], weigh: Callable[[Any, Any], None]) -> tuple[Any, ...]:
         """As `Program.forecast` does, backward included."""
@@ -177,13 +235,13 @@ class _CustomCall:
 class _WithOwnBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _CustomCall, *values: Any) -> Any:
-        made = call.forward.run(values, {})
+        made = call.forward.run(values, {}, None, call.reseed)
         count = len(call.differentiable)
         results, kept = made[:count], made[count:]
         tensors = [each for each in kept if isinstance(each, torch.Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.kept = [None if isinstance(each, torch.Tensor) else each for each in kept]
-        ctx.call, ctx.arguments = call, len(values)
+        ctx.call, ctx.arguments, ctx.reseed = call, len(values), call.reseed_backward()
         ctx.mark_non_differentiable(
             *(each for each, flag in zip(results, call.differentiable, strict=True) if not flag)
         )
@@ -193,7 +251,7 @@ class _WithOwnBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if each is None else each for each in ctx.kept]
-        found = ctx.call.backward.run([*kept, *gradients], {})
+        found = ctx.call.backward.run([*kept, *gradients], {}, None, ctx.reseed)
         return None, *found, *[None] * (ctx.arguments - len(found))
 
 

@@ -51,8 +51,9 @@ def inference(run: RunDirectory, config: RunConfig, loss: LossFunction, pool: No
         gathering = BaseLeader(Start(endpoint, pool, log))
         gathering.gather(route.nodes())
         recipe = Recipe(
-            training.seed, pool.threads, training.optimizer, training.optimizer_settings, training.lr_schedule
-        )
+            training.seed, pool.threads, training.optimizer, training.optimizer_settings, training.lr_schedule,
+            randomness=index.randomness,
+        )  # fmt: skip
         setup = Setup(route, recipe, window, DEFAULT_SCHEDULE.name, step, pool.addresses(), 0)
         master = Master(Start(endpoint, pool, log, gathering.hellos), setup, layers, loss)
         try:

@@ -31,7 +31,7 @@ from ringtmp.runtime import sealed_json
 from ringtmp.runtime.losses import LabelRange
 from ringtmp.runtime.sealed_json import Broken
 from ringtmp.system.files import require_text, write_atomic
-from ringtmp.wire.messages import Crossing
+from ringtmp.wire.messages import Crossing, Randomness
 
 
 class LayerIndex(msgspec.Struct, frozen=True):
@@ -42,6 +42,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     least_microbatch: int = 1  # samples the model needs at least to train
     inputs: tuple[Crossing, ...] = ()  # what enters the first layer; empty: not known
     checked: str = ""  # against eager mode, before the start: "model", "layers", or not ("")
+    randomness: Randomness = "layer"  # absent: of a version that seeded the generator before every layer
     digests: tuple[str, ...] = ()  # SHA-256 of each layer's file; empty: of a version that had none
     evaluated: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer in evaluation; empty: as in training
     state: tuple[

@@ -17,9 +17,9 @@ from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import Norms, norms_of
-from ringtmp.runtime.layer_randomness import random_key
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
+from ringtmp.runtime.random_keys import RandomKeys
 from ringtmp.runtime.segment_edges import (
     Gradient,
     copied_alike,
@@ -240,10 +240,10 @@ class Stage:
         once_more: bool = False,
     ) -> list[torch.Tensor]:
         run = self._runs[training]
-        if not run.steps:
-            return values
-        there = dict(zip(run.crossings.entering, values, strict=True))
-        values.clear()
+        keys = RandomKeys(self._recipe.seed, step, microbatch, self._recipe.randomness)
+        there = dict(zip(run.crossings.entering, values, strict=True)) if run.steps else {}
+        if run.steps:
+            values.clear()
         for each in run.steps:
             layer, index = self._layers[each.index], each.index
             if not once_more:
@@ -251,13 +251,14 @@ class Stage:
             owned = layer.sides[side]
             if once_more and layer.changed:
                 owned = {**owned, **{name: copied_alike(owned[name]) for name in layer.changed}}
-            torch.default_generator.manual_seed(random_key(self._recipe.seed, step, microbatch, index))
+            reseed = keys.begin_layer(index, layer.layer, training)
             taken = [there[value] for value in each.takes]
             for value in each.done:
                 there.pop(value, None)
-            given = (layer.train if training else layer.evaluate).run(taken, owned, later)
+            given = (layer.train if training else layer.evaluate).run(taken, owned, later, reseed)
             there.update(pair for pair in zip(each.gives, given, strict=True) if pair[0] not in each.done)
-        return [there[value] for value in run.crossings.leaving]
+        keys.begin_loss()
+        return [there[value] for value in run.crossings.leaving] if run.steps else values
 
     def to_loss(self, step: int, microbatch: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """At the tail: what left the last layer, as the loss takes it; like any layer it may change it in place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,6 +11,8 @@ from ringtmp.wire.formats import PLAIN, WireFormat
 from ringtmp.wire.tensors import TensorSpec
 
 Specs = tuple[TensorSpec | None, ...]
+#: What the random generator is seeded for: every random operator; or every layer, as in runs of versions before.
+Randomness = Literal["operator", "layer"]
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -23,6 +25,7 @@ class Recipe(msgspec.Struct, frozen=True):
     schedule: dict[str, Any]  # learning rate over steps
     clip_norm: float | None = None
     staleness: int = 0  # 1: every gradient is taken at the weights one update ago
+    randomness: Randomness = "operator"
 
 
 #: In a crossing tensor's shape: a size that depends on the number of samples.

@@ -24,6 +24,7 @@ from ringtmp.wire.permissions import (  # isort: skip
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Edge as Edge
+from ringtmp.wire.message_parts import Randomness as Randomness
 from ringtmp.wire.message_parts import Recipe as Recipe
 from ringtmp.wire.message_parts import Specs as Specs
 
