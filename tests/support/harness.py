@@ -35,9 +35,11 @@ class Built:
     ) -> None:
         writer = CheckpointWriter(folder / "checkpoints", "test", Progress(0))
         self.layers: list[Layer] = []
+        self.state: tuple[tuple[str, str], ...] = ()
         for index, built in enumerate(build_layers(model, seed, sample, sizes)):
             writer.add(index, built.layer, list(built.tensors.values()), {})
             self.layers.append(built.layer)
+            self.state = built.state
         self.checkpoint = Checkpoint(writer.commit())
         self.log = folder / "events.jsonl"
 
@@ -81,12 +83,15 @@ def ring_in_memory(
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]
         upcoming = (lambda step: whole[step] if step < len(whole) else None) if ahead else None
         losses = [master.train_step(step, batch, step == 0, upcoming) for step, batch in enumerate(whole)]
-        digest = hashlib.sha256()
+        found: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(built.layers):
             tensors, _ = master._layer_state(index)
             for each, tensor in zip(layer.tensors, tensors, strict=True):
                 if each.saved:
-                    update_digest(digest, f"{layer.name}.{each.name}", tensor)
+                    found[layer.full_name(each)] = tensor
+        digest = hashlib.sha256()
+        for name, first in built.state or [(name, name) for name in found]:
+            update_digest(digest, name, found[first])
         master.stop("done")
         return digest.hexdigest(), losses
     finally:

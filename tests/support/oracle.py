@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.random_keys import LOSS, random_key
@@ -77,7 +78,7 @@ def plain_loop(
         if delayed:
             _load(model, previous)
         count = min(microbatches, len(targets))
-        for number, (x, y) in enumerate(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)):
+        for number, (x, y) in enumerate(zip(_split(inputs, count), targets.tensor_split(count), strict=True)):
             if randomness == "layer":
                 assert isinstance(model, nn.Sequential)
                 x = _by_layer(model, x, (seed, step, number))
@@ -100,6 +101,13 @@ def plain_loop(
         updates.zero_grad()
         losses.append(total)
     return losses
+
+
+def _split(inputs: Any, count: int) -> list[Any]:
+    """Copies: a slice of a batch need not begin on a boundary of 64 bytes, which arithmetic depends on."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    columns = [leaf.tensor_split(count) for leaf in leaves]
+    return [pytree.tree_unflatten([column[at].clone() for column in columns], structure) for at in range(count)]
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
