@@ -147,7 +147,7 @@ def _options(settings: RunConfig, choice: Choice, work: Work, made: Plan) -> Pla
 
 
 def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: int) -> tuple[Device, ...]:
-    from ringtmp.lab import devices_file as devices_file
+    from ringtmp.lab import devices_file
     from ringtmp.launch import planned_devices
     from ringtmp.launch.device_facts import usable_cores
     from ringtmp.system.container_limits import group_limits
@@ -155,11 +155,7 @@ def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: in
 
     if file is None:
         return planned_devices.local_processes(nodes, threads, usable_cores(), free_memory_bytes(), group_limits())
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
-    devices = devices_file.parse(text, str(file))
+    devices = devices_file.read(file)
     if given_nodes is not None and given_nodes != len(devices):
         raise UsageError(
             f"--nodes {given_nodes} does not match the {len(devices)} devices in {file}: leave out --nodes"
