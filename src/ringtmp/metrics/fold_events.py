@@ -7,7 +7,7 @@ clock may begin anew between two parts, so the time of a run is that of its part
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -56,6 +56,18 @@ class Part(msgspec.Struct, frozen=True):
         )
         lengths = [each for each in lengths if each[1] != self.steps[0].step] or lengths
         return tuple(kept[lengths[(len(lengths) - 1) // 2][1]]) if lengths else ()
+
+
+def work_in(done: Sequence[events.NodeStep]) -> tuple[tuple[int, str, float, float], ...]:
+    """(node, kind, start, end) of all that was done in one step, in seconds since it began; without sending and receiving,
+    which overlap computing and each other."""
+    begin = min((each.start for each in done), default=0.0)
+    return tuple(
+        (each.node, span.kind, span.start - begin, span.end - begin)
+        for each in done
+        for span in each.spans
+        if span.kind not in ("send", "receive")
+    )
 
 
 def parts_of(stream: Iterable[events.Event]) -> tuple[Part, ...]:
