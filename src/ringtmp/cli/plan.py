@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ringtmp.plan.devices import Device
     from ringtmp.plan.planner import Plan, PlanOptions
     from ringtmp.run.measure_model import Work
+    from ringtmp.strategies.compare import Way
     from ringtmp.strategies.registry import Choice
 
 
@@ -57,9 +59,7 @@ def command(
     from ringtmp.launch import planned_devices
     from ringtmp.run import measure_model
     from ringtmp.run.check_settings import resolve
-    from ringtmp.strategies import compare as ways
     from ringtmp.strategies import registry
-    from ringtmp.strategies.base import Task
     from ringtmp.system.resources import rss_bytes
 
     settings = resolve(settings)
@@ -78,12 +78,7 @@ def command(
         everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
-        members = made.devices if len(made.devices) > 1 else devices
-        others = [
-            ways.compare(each, Task(work.model.costs, members, _options(settings, each, work, made)))
-            for each in choices
-            if registry.spelled(each) != settings.ring.strategy
-        ]
+        others = _others(settings, choices, work, made, members=made.devices if len(made.devices) > 1 else devices)
         watcher.phase("trying what would help")
         page = show_plan.page(
             replace(made, layers=work.model.costs_at_all_sizes), devices, file is not None, others,
@@ -129,6 +124,20 @@ def _with_all(settings: RunConfig, work: Work, devices: tuple[Device, ...], made
         return measure_model.plan(settings, work, devices, keep_all=True)
     except (DoesNotFit, UsageError):
         return None  # somebody is left out because it can hold nothing
+
+
+def _others(
+    settings: RunConfig, choices: Sequence[Choice], work: Work, made: Plan, *, members: tuple[Device, ...]
+) -> list[Way]:
+    from ringtmp.strategies import registry
+    from ringtmp.strategies.base import Task
+    from ringtmp.strategies.compare import compare
+
+    return [
+        compare(each, Task(work.model.costs, members, _options(settings, each, work, made)))
+        for each in choices
+        if registry.spelled(each) != settings.ring.strategy
+    ]
 
 
 def _options(settings: RunConfig, choice: Choice, work: Work, made: Plan) -> PlanOptions:
