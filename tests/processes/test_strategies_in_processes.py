@@ -58,7 +58,7 @@ def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path
     assert roles == (["server"] * 2 + ["worker"] * 2 if "servers=2" in flags else roles)
 
 
-@pytest.mark.long  # in memory above; a killed process of a ps in test_parallel_healing
+@pytest.mark.long  # in memory above; a killed process of a ps in test_data_parallel_healing
 def test_a_killed_server_process_with_replicas_does_not_stop_the_run(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*CLI, "train", "--strategy", "ps", "--with", "servers=2", "--with", "replicas=1", "--nodes", "4",
