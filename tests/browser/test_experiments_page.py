@@ -91,7 +91,7 @@ def test_a_run_several_experiments_read_is_measured_once_per_repeat() -> None:
     plan = jobs_and_page.plan(asked)
     stems = [(repeat, job.file_stem) for repeat, job in plan]
     assert len(set(stems)) == len(stems)
-    wanted = sum(len({each.file_stem for each in jobs_and_page.module_of(name).jobs(asked)}) for name in asked.names)
+    wanted = sum(len({each.file_stem for each in jobs_and_page.jobs_of(name, asked)}) for name in asked.names)
     assert len({stem for _, stem in stems}) < wanted
     assert [repeat for repeat, job in plan if job.experiment == "capacity"] == [0, 0], "a size is found once"
 

@@ -1,19 +1,22 @@
-"""Every packet on the lab's switch during a run: no weight, no message, no secret in the clear."""
+"""Four emulated devices: the bits of one process, and of every packet on their switch nothing can be read."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from test_lab import device, devices_file, needs_isolation
 
-from commands import begin
+from commands import begin, here
 
 SNIFFER = """
 import socket, sys
@@ -49,26 +52,16 @@ secrets.token_bytes = token_bytes
 
 
 @needs_isolation
-def test_nothing_readable_crosses_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_devices_at_100_mbit_train_the_bits_of_one_process_and_nothing_readable_crosses_their_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "spy").mkdir()
     (tmp_path / "spy" / "sitecustomize.py").write_text(SPY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "spy"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "spy"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("SECRETS", str(tmp_path / "secrets"))
-    path = devices_file(tmp_path, *(device(name, link_mbps=500) for name in ("a", "b", "c")))
-    process = begin(
-        "lab",
-        "--devices",
-        path,
-        "--",
-        "train",
-        "--all-devices",
-        "--steps",
-        12,
-        "--run-dir",
-        tmp_path / "run",
-        "--json",
-        cwd=tmp_path,
-    )
+    path = devices_file(tmp_path, *(device(name) for name in ("desk", "shelf", "attic", "shed")))
+    flags = ["--steps", 20, "--seed", 3, "--json"]
+    process = begin("lab", "--devices", path, "--", "train", "--all-devices", *flags, "--run-dir", "run", cwd=tmp_path)
     switch = f"rtlab-{process.pid}-switch"
     limit = time.monotonic() + 20
     while subprocess.run(["ip", "-n", switch, "link", "show", "bridge"], capture_output=True, check=False).returncode:
@@ -89,17 +82,37 @@ def test_nothing_readable_crosses_the_switch(tmp_path: Path, monkeypatch: pytest
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=60)
     assert process.returncode == 0, err
-    heard = (tmp_path / "heard").read_bytes()
     summary = json.loads(out)
-    assert len(heard) > summary["bytes_total"] + summary["placement_bytes"], "not everything was heard"
+    check_what_was_heard((tmp_path / "heard").read_bytes(), summary, tmp_path)
+    check_the_run(summary, err, tmp_path)
+    alone = here("train", "--nodes", 1, "--threads", 1, *flags, "--quiet", "--run-dir", "alone", cwd=tmp_path)
+    single = json.loads(alone.stdout)
+    assert summary["weights_sha256"] == single["weights_sha256"]
+    assert single["emulated"] is False
 
-    made = (tmp_path / "secrets").read_bytes()
+
+def check_the_run(summary: dict[str, Any], err: str, folder: Path) -> None:
+    assert (summary["nodes"], summary["threads"], summary["emulated"]) == (4, 1, True)
+    for name, address in (("shelf", "10.77.0.2"), ("attic", "10.77.0.3"), ("shed", "10.77.0.4")):
+        assert re.search(rf"^\d\. {name}: .*, 1 core, [12]\.\d GiB free, {address}$", err, re.MULTILINE), err
+    joined = re.search(r"all joined ([\d.]+) s after the token", err)
+    assert joined, err
+    assert float(joined[1]) < 5
+    assert "rt1." not in err, "the lab uses the token itself"
+    for path in folder.rglob("*"):
+        written = path.is_file() and re.search(rb"rt1\.[\w-]{40}", path.read_bytes())
+        assert not written, f"the token is in {path}"
+
+
+def check_what_was_heard(heard: bytes, summary: dict[str, Any], folder: Path) -> None:
+    assert len(heard) > summary["bytes_total"] + summary["placement_bytes"], "not everything was heard"
+    made = (folder / "secrets").read_bytes()
     assert made
     assert all(made[start : start + 16] not in heard for start in range(0, len(made), 16)), "a token's secret"
     assert b"rt1." not in heard
     for word in (b"activations", b"gradients", b"aten.linear", b"dense1", b"weight", b"adam"):
         assert word not in heard, f"{word!r} can be read on the wire"
-    for file in sorted((tmp_path / "run/checkpoints").glob("step-*/weights-*.safetensors")):
+    for file in sorted((folder / "run/checkpoints").glob("step-*/weights-*.safetensors")):
         for name, tensor in load_file(file).items():
             raw = tensor.numpy().tobytes()
             assert all(raw[start : start + 32] not in heard for start in range(0, len(raw) - 32, 997)), name

@@ -376,6 +376,7 @@ def test_a_killed_allreduce_process_is_replaced_by_one_that_gets_its_state_from_
     assert summary["weights_sha256"] == json.loads(calm.stdout)["weights_sha256"]
 
 
+@pytest.mark.long  # in memory above; a killed process of a ring in test_healing_processes
 def test_a_killed_ps_worker_process_stops_nobody_and_another_takes_its_place(tmp_path: Path) -> None:
     summary = killed(tmp_path, 3, "--strategy", "ps")
     lost, replaced = summary["recoveries"]

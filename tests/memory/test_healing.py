@@ -184,7 +184,7 @@ class DyingTogether(Mortal):
             super().kill(other)
 
 
-@pytest.mark.parametrize("others", [(1,), (3,), (1, 3)])
+@pytest.mark.parametrize("others", [(1, 3), *(pytest.param((each,), marks=pytest.mark.long) for each in (1, 3))])
 def test_nodes_that_die_together_are_all_named(tmp_path: Path, others: tuple[int, ...]) -> None:
     said: list[str] = []
 

@@ -97,14 +97,16 @@ def test_norms_of_a_step_that_overlaps_the_one_before_are_sent_when_its_weight_g
     assert parts.weights_sha256 == whole.weights_sha256
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 2))])
 def test_an_evaluation_that_asks_for_newer_parameters_than_the_next_step_would_gets_them(seed: int, base: Base) -> None:
     pool = InMemoryPool(5, seed, lambda transport: Drifting(transport, seed))
     done = base.run(pool, "ps", {"quorum": 2}, steps=30)
     assert set(counted(done)) == set(range(1, 30))
 
 
-@pytest.mark.parametrize("strategy", ["ps:bsp", "allreduce:ring", "allreduce:tree"])
+@pytest.mark.parametrize(
+    "strategy", ["ps:bsp", "allreduce:ring", pytest.param("allreduce:tree", marks=pytest.mark.long)]
+)
 def test_drifting_channels_change_no_bit(strategy: str, base: Base) -> None:
     calm = base.run(InMemoryPool(4), strategy, clip_norm=1.0)
     for seed in range(3):

@@ -3,22 +3,18 @@ and it sends what its formula says."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
-from commands import CLI, here
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.errors import NodeLost, RingError
+from ringtmp.errors import RingError
 from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary
@@ -339,48 +335,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
     assert rest.summary.weights_sha256 == whole.summary.weights_sha256
 
 
-class Dying(InMemoryPool):
-    """One node stops without a word, some turns after it has come to a step."""
-
-    def __init__(self, nodes: int, victim: int, step: int, turns: int) -> None:
-        super().__init__(nodes, seed=turns)
-        self._victim, self._step, self._turns = victim, step, turns
-
-    def advance(self) -> bool:
-        victim = next((each for each in self._workers if each.endpoint.node == self._victim), None)
-        if victim is not None and victim.step >= self._step:
-            self._turns -= 1
-            if self._turns < 0:
-                self.kill(self._victim)
-        return super().advance()
-
-
-@pytest.mark.parametrize("turns", [0, 2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 5))])
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_with_replicas_a_server_may_die_and_the_bits_stay(turns: int, clip: float | None, tmp_path: Path) -> None:
-    case = Case("ps", 5, {"servers": 2, "replicas": 1})
-    calm = once(f"calm {clip}", lambda: train(case, tmp_path / "calm", steps=20, clip_norm=clip))
-    hit = train(case, tmp_path / "hit", steps=20, clip_norm=clip, pool=Dying(5, 1, 5, turns))
-    assert any("node 0 serves its keys" in text for text in hit.summary.warnings)
-    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
-
-
-def test_with_replicas_and_async_a_lost_server_costs_no_gradient(tmp_path: Path) -> None:
-    case = Case("ps", 5, {"servers": 3, "replicas": 1, "consistency": "async"})
-    hit = train(case, tmp_path, pool=Dying(5, 1, 15, 1), steps=40)
-    assert any("serves its keys" in text for text in hit.summary.warnings)
-    check_counts(case, hit)  # the heir's count begins with what it repeated
-
-
-def test_without_replicas_a_lost_server_is_a_clear_error_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
-    case = Case("ps", 4, {"servers": 2})
-    with pytest.raises(NodeLost, match="node 1"):
-        train(case, tmp_path, pool=Dying(4, 1, 5, 0), protect="off")
-    checkpoint, problems = latest(tmp_path / "run" / "checkpoints")
-    assert checkpoint.progress.step == 0
-    assert not problems
-
-
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -434,76 +388,3 @@ def test_data_reaches_a_worker_once(tmp_path: Path) -> None:
     # Every worker has seen everything after enough epochs, and then nothing comes but sample numbers.
     assert long.placement_bytes - short.placement_bytes < 2 * data
     assert long.placement_bytes < 2 * data + 14 * 1797 * 16 + 40 * sum(each.params for each in long.per_node)
-
-
-# -- real processes ---------------------------------------------------------------------------------------------------
-
-
-def check_overlap(run: Path, workers: set[int]) -> None:
-    """Gradients leave while the backward pass below them still runs, and are on their way while the next step is computed:
-    as the trace shows it, on every worker."""
-    steps = [each for each in events.read(run / "events.jsonl") if isinstance(each, events.NodeStep) and each.spans]
-    for node in workers:
-        mine = [each for each in steps if each.node == node]
-        sends = [span for each in mine for span in each.spans if span.kind == "send" and span.bytes]
-        early = hidden = 0
-        for each in mine:
-            backward = [span for span in each.spans if span.kind == "backward"]
-            first, last = min(span.start for span in backward), max(span.end for span in backward)
-            lowest = max(span.start for span in backward)  # of the layer that goes backward last
-            early += any(first < sent.start < lowest for sent in sends)
-            hidden += any(sent.start < last < sent.end and _overlaps(sent, mine, each.step + 1) for sent in sends)
-        assert early > len(mine) / 2, f"node {node}: gradients left before the backward pass had ended in {early} steps"
-        # How often depends on how busy the machine is; one that waited for its pushes would never show it.
-        assert hidden, f"node {node}: no push was under way while the next step was computed"
-
-
-def _overlaps(sent: events.Span, steps: list[events.NodeStep], step: int) -> bool:
-    following = [span for each in steps if each.step == step for span in each.spans if span.kind == "forward"]
-    return any(sent.start < span.end and span.start < sent.end for span in following)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(["ps:async", "--with", "servers=2"], marks=pytest.mark.long),
-        pytest.param(["ps:ssp:2"], marks=pytest.mark.long),
-        ["allreduce"],
-    ],
-    ids=lambda flags: flags[0],
-)
-def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path: Path) -> None:
-    epochs = 8 if flags[0] != "allreduce" else 4
-    done = here("train", "--strategy", *flags, "--nodes", "4", "--epochs", epochs, "--json", "--quiet", cwd=tmp_path)
-    summary = json.loads(done.stdout)
-    assert summary["accuracy"] > 0.85
-    if flags[0] != "allreduce":
-        workers = {each["node"] for each in summary["per_node"] if each["role"] == "worker"}
-        check_overlap(tmp_path / summary["run_dir"], workers)
-    roles = [each["role"] for each in summary["per_node"]]
-    assert roles == (["server"] * 2 + ["worker"] * 2 if "servers=2" in flags else roles)
-
-
-@pytest.mark.long  # in memory above; a killed process of a ps in test_parallel_healing
-def test_a_killed_server_process_with_replicas_does_not_stop_the_run(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*CLI, "train", "--strategy", "ps", "--with", "servers=2", "--with", "replicas=1", "--nodes", "4",
-         "--epochs", "8", "--json", "--quiet", "--run-dir", "run"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    victim = None
-    log = tmp_path / "run" / "events.jsonl"
-    deadline = psutil.time.time() + 60
-    while victim is None and psutil.time.time() < deadline:
-        if log.exists():
-            found = list(events.read(log))
-            starts = [each for each in found if isinstance(each, events.NodeStarted) and each.node == 1]
-            if starts and any(isinstance(each, events.StepDone) and each.step > 5 for each in found):
-                victim = starts[0].pid
-    assert victim is not None
-    psutil.Process(victim).kill()
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
-    summary = json.loads(out)
-    assert any("serves its keys" in text for text in summary["warnings"])
-    assert summary["accuracy"] > 0.92

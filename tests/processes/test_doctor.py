@@ -115,7 +115,7 @@ def test_a_device_that_is_a_member_passes_with_a_used_up_token(master: Master) -
 def _change(rings: Rings, expires_at: float) -> None:
     with rings._change("home") as (ring, save):
         moved = tuple(msgspec.structs.replace(token, expires_at=expires_at) for token in ring.tokens)
-        save(msgspec.structs.replace(ring, tokens=moved))
+        save(tokens=moved)
 
 
 def test_the_command_gives_json_exit_codes_and_never_the_token(master: Master, tmp_path: Path) -> None:

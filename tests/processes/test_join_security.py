@@ -432,8 +432,9 @@ def test_requests_come_a_few_a_second_at_most(master: Master) -> None:
         guesser.linger = 0
         connect_securely(guesser, new_key_pair(), token.key, "join")
         guesser.connect(f"tcp://{token.address}")
+        request = agent_messages.encode(Join(token.secret, device_facts("guesser")))
         for _ in range(200):
-            guesser.send(agent_messages.encode(Join(token.secret, device_facts("guesser"))))
+            guesser.send(request)
         answers = 0
         limit = time.monotonic() + 1.5
         while time.monotonic() < limit:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ringtmp
+from commands import here, ringtmp
 from installed import EXAMPLE
 from test_joining import Ring
 
@@ -46,7 +46,7 @@ def test_an_installed_strategy_is_listed_trained_with_and_compared(environment: 
     assert 0 < seldom["step_s"] < often["step_s"]
     refused = ringtmp("train", "--strategy", "averaging:0", cwd=tmp_path, code=2, env=environment)
     assert "tau=0 must be at least 1" in refused.stderr
-    assert "unknown strategy 'averaging'" in ringtmp("train", "--strategy", "averaging", cwd=tmp_path, code=2).stderr
+    assert "unknown strategy 'averaging'" in here("train", "--strategy", "averaging", cwd=tmp_path, code=2).stderr
 
 
 class Equipped(Ring):

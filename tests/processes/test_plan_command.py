@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from commands import ringtmp
+from commands import here, ringtmp
 from costs import device, devices, layers
 from ringtmp.cli import ringtmp as verbs
 from ringtmp.errors import RingError
@@ -72,8 +72,10 @@ def run(*args: str) -> None:
     verbs.main([*args], standalone_mode=False)
 
 
-def test_a_plan_for_a_devices_file_as_json_and_as_a_picture(folder: Path) -> None:
-    done = ringtmp(
+def test_a_plan_for_a_devices_file_as_json_as_a_picture_and_for_people(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = here(
         "plan", *MODEL, "--devices", "devices.toml", "--compare", "ring,ps:bsp,allreduce:ring", "--svg", "step.svg",
         "--json", cwd=folder,
     )  # fmt: skip
@@ -96,11 +98,7 @@ def test_a_plan_for_a_devices_file_as_json_and_as_a_picture(folder: Path) -> Non
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "devices.toml", "step.svg"], (
         "nothing was started"
     )
-
-
-def test_a_plan_for_people_says_who_holds_what_what_limits_it_and_what_would_help(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    # For people: who holds what, what limits it, what would help. What was measured above is not measured again.
     monkeypatch.chdir(folder)
     run("plan", *MODEL, "--devices", "devices.toml", "--quiet")
     text = capsys.readouterr().out

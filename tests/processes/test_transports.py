@@ -321,7 +321,7 @@ def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
     assert all(mail.tensors[0].eq(float(number)).all() for number, mail in enumerate(got))  # type: ignore[union-attr]
     assert pulls >= 5
     assert max(cable.made for cable in cables) > 1
-    assert two.counters().resent > 0, "nothing was under way when the cable was pulled: the test proves nothing"
+    assert two.traffic.counters().resent > 0, "nothing was under way when the cable was pulled: the test proves nothing"
 
 
 def test_sockets_that_a_cleaner_removed_are_found_again_and_who_is_connected_notices_nothing(folder: str) -> None:

@@ -1,7 +1,7 @@
 """Every experiment by its name: what it asks, the module of `experiments/` it is, and the options that are its own. Pure.
 
-A module has `jobs(choices)`, which refuses what cannot be measured, and `section(choices, measured)`; one whose answer is
-a list of figures has `results(choices, measured)` too.
+A module has `cells(choices)`, or `jobs(choices)` where they are more than runs of a strategy, which refuses what cannot be
+measured, and `section(choices, measured)`; one whose answer is a list of figures has `results(choices, measured)` too.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def plan(choices: Choices) -> Plan:
     jobs: dict[str, Job] = {}
     times: dict[str, int] = {}
     for name in [each for each in choices.names if _possible(choices, each)]:
-        for job in module_of(name).jobs(choices):
+        for job in jobs_of(name, choices):
             jobs.setdefault(job.file_stem, job)
             often = CATALOG[name].times(choices.quick, choices.repeats)
             times[job.file_stem] = max(often, times.get(job.file_stem, 0))
@@ -41,6 +41,12 @@ def plan(choices: Choices) -> Plan:
 
 def module_of(name: str) -> Any:
     return importlib.import_module(f"ringtmp.bench.experiments.{CATALOG[name].module or name}")
+
+
+def jobs_of(name: str, choices: Choices) -> list[Job]:
+    module = module_of(name)
+    found: list[Job] = module.jobs(choices) if hasattr(module, "jobs") else [each.job for each in module.cells(choices)]
+    return found
 
 
 def _possible(choices: Choices, name: str) -> bool:

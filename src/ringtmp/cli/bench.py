@@ -229,11 +229,7 @@ def _devices(file: Path | None) -> tuple[Device, ...]:
 
     if file is None:
         return ()
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
-    found = devices_file.parse(text, str(file))
+    found = devices_file.read(file)
     if len(found) < 2:
         raise UsageError(f"{file} has only one device: a comparison needs at least two")
     return found

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 import msgspec
-
-
-class Environment(msgspec.Struct, frozen=True):
-    """What a bug report needs. No key, token, address, host name or value of an environment variable belongs in here."""
-
-    ringtmp: str
-    python: str
-    torch: str  # empty: not installed; likewise below
-    pyzmq: str
-    libzmq: str
-    msgspec: str
-    safetensors: str
-    numpy: str
-    platform: str
-    cpu: str
-    cores: int
-    memory_bytes: int
-    group_cores: float | None  # limits of control groups, if any
-    group_memory_bytes: int | None
-    interfaces: tuple[str, ...]
-    rings: int
 
 
 @click.command("env")
@@ -39,61 +20,48 @@ def command(as_json: bool) -> None:
         print(f"{name:12}  {value}")
 
 
-def look() -> Environment:
+def look() -> dict[str, Any]:
+    """What a bug report needs. No key, token, address, host name or value of an environment variable belongs in here."""
     import platform
 
     import psutil
     import zmq
 
     from ringtmp import __version__
-    from ringtmp.launch.device_facts import usable_cores
+    from ringtmp.launch.device_facts import installed, usable_cores
     from ringtmp.launch.key_store import Rings
     from ringtmp.system.container_limits import group_limits
     from ringtmp.system.resources import cpu_name
 
     limits = group_limits()
-    return Environment(
-        ringtmp=__version__,
-        python=f"{platform.python_implementation()} {platform.python_version()}",
-        torch=_version("torch"),
-        pyzmq=_version("pyzmq"),
-        libzmq=f"{zmq.zmq_version()} {'with' if zmq.has('curve') else 'without'} CURVE",
-        msgspec=_version("msgspec"),
-        safetensors=_version("safetensors"),
-        numpy=_version("numpy"),
-        platform=platform.platform(),
-        cpu=cpu_name(),
-        cores=usable_cores(),
-        memory_bytes=psutil.virtual_memory().total,
-        group_cores=limits.cores,
-        group_memory_bytes=limits.memory_bytes,
-        interfaces=tuple(sorted(psutil.net_if_addrs())),
-        rings=len(Rings().names()),
-    )
+    return {
+        "ringtmp": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "torch": installed("torch"),
+        "pyzmq": installed("pyzmq"),
+        "libzmq": f"{zmq.zmq_version()} {'with' if zmq.has('curve') else 'without'} CURVE",
+        **{package: installed(package) for package in ("msgspec", "safetensors", "numpy")},
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "group_cores": limits.cores,
+        "group_memory_bytes": limits.memory_bytes,
+        "interfaces": sorted(psutil.net_if_addrs()),
+        "rings": len(Rings().names()),
+    }
 
 
-def _lines(found: Environment) -> list[tuple[str, str]]:
+def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     from ringtmp.units import bytes_text
 
-    versions = ("ringtmp", "python", "torch", "pyzmq", "libzmq", "msgspec", "safetensors", "numpy")
-    limits = [f"{found.group_cores:.2g} cores"] if found.group_cores is not None else []
-    limits += [f"{bytes_text(found.group_memory_bytes)} memory"] if found.group_memory_bytes is not None else []
-    return [
-        *((name, getattr(found, name) or "not installed") for name in versions),
-        ("platform", found.platform),
-        ("cpu", found.cpu),
-        ("cores", str(found.cores)),
-        ("memory", bytes_text(found.memory_bytes)),
-        ("group limits", ", ".join(limits) or "none"),
-        ("interfaces", ", ".join(found.interfaces)),
-        ("rings", str(found.rings)),
-    ]
-
-
-def _version(package: str) -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    group_cores, group_bytes = found.pop("group_cores"), found.pop("group_memory_bytes")
+    limits = [f"{group_cores:.2g} cores"] if group_cores is not None else []
+    limits += [f"{bytes_text(group_bytes)} memory"] if group_bytes is not None else []
+    shown = {
+        "memory": bytes_text(found.pop("memory_bytes")),
+        "group limits": ", ".join(limits) or "none",
+        "interfaces": ", ".join(found.pop("interfaces")),
+        "rings": found.pop("rings"),
+    }
+    return [(name, str(value) or "not installed") for name, value in {**found, **shown}.items()]

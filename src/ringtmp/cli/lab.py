@@ -42,8 +42,7 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     Linux, except with --no-isolation. A command has RINGTMP_DEVICE, RINGTMP_ADDRESS and RINGTMP_PEERS (name=address …) in
     its environment.
     """
-    from ringtmp.lab import devices_file as devices_file
-    from ringtmp.lab import run_command
+    from ringtmp.lab import devices_file, run_command
     from ringtmp.lab.emulated_devices import EmulatedDevices, remove_leftovers
 
     verb, rest = (words[0], list(words[1:])) if words else ("", [])
@@ -52,11 +51,7 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
             f"lab runs 'train …' or 'exec COMMAND…' after --, not {verb or 'nothing'!r}: "
             "run other verbs with exec ringtmp VERB …"
         )
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
-    devices = devices_file.parse(text, str(file))
+    devices = devices_file.read(file)
     threads = 1024  # a command may use every core of its device
     if verb == "train":
         rest, threads = run_command.complete(rest, len(devices))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ringtmp.plan.devices import Device
     from ringtmp.plan.planner import Plan, PlanOptions
     from ringtmp.run.measure_model import Work
+    from ringtmp.strategies.compare import Way
     from ringtmp.strategies.registry import Choice
 
 
@@ -57,9 +59,7 @@ def command(
     from ringtmp.launch import planned_devices
     from ringtmp.run import measure_model
     from ringtmp.run.check_settings import resolve
-    from ringtmp.strategies import compare as ways
     from ringtmp.strategies import registry
-    from ringtmp.strategies.base import Task
     from ringtmp.system.resources import rss_bytes
 
     settings = resolve(settings)
@@ -78,12 +78,7 @@ def command(
         everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
-        members = made.devices if len(made.devices) > 1 else devices
-        others = [
-            ways.compare(each, Task(work.model.costs, members, _options(settings, each, work, made)))
-            for each in choices
-            if registry.spelled(each) != settings.ring.strategy
-        ]
+        others = _others(settings, choices, work, made, members=made.devices if len(made.devices) > 1 else devices)
         watcher.phase("trying what would help")
         page = show_plan.page(
             replace(made, layers=work.model.costs_at_all_sizes), devices, file is not None, others,
@@ -131,6 +126,20 @@ def _with_all(settings: RunConfig, work: Work, devices: tuple[Device, ...], made
         return None  # somebody is left out because it can hold nothing
 
 
+def _others(
+    settings: RunConfig, choices: Sequence[Choice], work: Work, made: Plan, *, members: tuple[Device, ...]
+) -> list[Way]:
+    from ringtmp.strategies import registry
+    from ringtmp.strategies.base import Task
+    from ringtmp.strategies.compare import compare
+
+    return [
+        compare(each, Task(work.model.costs, members, _options(settings, each, work, made)))
+        for each in choices
+        if registry.spelled(each) != settings.ring.strategy
+    ]
+
+
 def _options(settings: RunConfig, choice: Choice, work: Work, made: Plan) -> PlanOptions:
     """Those of the plan, but for what the strategy's name says of the run."""
     from ringtmp.config import usual_microbatches
@@ -147,7 +156,7 @@ def _options(settings: RunConfig, choice: Choice, work: Work, made: Plan) -> Pla
 
 
 def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: int) -> tuple[Device, ...]:
-    from ringtmp.lab import devices_file as devices_file
+    from ringtmp.lab import devices_file
     from ringtmp.launch import planned_devices
     from ringtmp.launch.device_facts import usable_cores
     from ringtmp.system.container_limits import group_limits
@@ -155,11 +164,7 @@ def _devices(file: Path | None, given_nodes: int | None, nodes: int, threads: in
 
     if file is None:
         return planned_devices.local_processes(nodes, threads, usable_cores(), free_memory_bytes(), group_limits())
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
-    devices = devices_file.parse(text, str(file))
+    devices = devices_file.read(file)
     if given_nodes is not None and given_nodes != len(devices):
         raise UsageError(
             f"--nodes {given_nodes} does not match the {len(devices)} devices in {file}: leave out --nodes"

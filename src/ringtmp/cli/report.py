@@ -18,17 +18,13 @@ def command(run: Path, out: Path | None) -> None:
 
     Also works while a run is going on and after it has failed: it shows what has been recorded.
     """
-    from ringtmp.metrics.events import read
-    from ringtmp.report import figures
-    from ringtmp.report import run_page as run_page
+    from ringtmp.metrics.events import of_run
+    from ringtmp.report import figures, run_page
     from ringtmp.report.page import write
     from ringtmp.report.run_timeline import gather
 
     figures.require_matplotlib()
-    log = run / "events.jsonl"
-    if not log.is_file():
-        raise UsageError(f"{run} is not a run directory: it has no events.jsonl")
-    found = gather(read(log), str(run))
+    found = gather(of_run(run), str(run))
     if found is None:
         raise UsageError(f"{run} was never started, so there is nothing to report")
     print(write(run_page.page(found), out or run / "report"))

@@ -36,14 +36,14 @@ class NodePage(msgspec.Struct, frozen=True):
 
 class WayPage(msgspec.Struct, frozen=True):
     strategy: str
-    step_s: float | None
-    samples_per_s: float | None
-    idle_fraction: float | None
-    bytes_total: float | None
-    busiest_line_bytes: float | None
-    most_memory_bytes: float | None
-    energy_j_epoch: float | None
-    problem: str
+    step_s: float | None = None  # like those below: nothing is known of a way that cannot be
+    samples_per_s: float | None = None
+    idle_fraction: float | None = None
+    bytes_total: float | None = None
+    busiest_line_bytes: float | None = None
+    most_memory_bytes: float | None = None
+    energy_j_epoch: float | None = None
+    problem: str = ""
 
 
 class WithAll(msgspec.Struct, frozen=True):
@@ -98,17 +98,19 @@ def page(
     own = Way(settings.ring.strategy, made.simulated, made.memory)
     waiting = {f"waiting for {cause}": length for cause, length in parts.waiting_s.items()}
     work = {"forward": parts.forward_s, "backward": parts.backward_s, "update": parts.update_s}
+    ideal = {"compute": limits.compute_s, "link": limits.link_s, "slowest node": limits.slowest_s}
     return Page(
-        settings.model.name, data, len(made.devices), made.options.batch_size, made.options.ring.microbatches, made.window,
-        made.options.schedule, _cuts(made.bounds), made.step_s, made.samples_per_s,
-        None if steps_per_epoch is None else steps_per_epoch * made.step_s,
-        {"compute": limits.compute_s, "link": limits.link_s, "slowest node": limits.slowest_s, "max(c, T)": limits.ideal_s},
-        work | waiting, parts.device, limit.text, limit.share,
-        [{"change": each.change, "step_s": each.step_s, "gain": each.gain} for each in gains],
-        [{"device": each.device, "reason": each.reason} for each in made.left_out], made.gap,
-        [_node(made, node) for node in range(len(made.devices))],
-        [_way(each, made.options.batch_size, steps_per_epoch) for each in (own, *others)],
-        None if with_all is None else _with_all(with_all),
+        model=settings.model.name, data=data, nodes=len(made.devices), batch_size=made.options.batch_size,
+        microbatches=made.options.ring.microbatches, window=made.window, schedule=made.options.schedule,
+        cuts=_cuts(made.bounds), step_s=made.step_s, samples_per_s=made.samples_per_s,
+        epoch_s=None if steps_per_epoch is None else steps_per_epoch * made.step_s,
+        ideal_s=ideal | {"max(c, T)": limits.ideal_s},
+        parts=work | waiting, parts_of=parts.device, limit=limit.text, limit_share=limit.share,
+        gains=[{"change": each.change, "step_s": each.step_s, "gain": each.gain} for each in gains],
+        left_out=[{"device": each.device, "reason": each.reason} for each in made.left_out], order_gap=made.gap,
+        per_node=[_node(made, node) for node in range(len(made.devices))],
+        ways=[_way(each, made.options.batch_size, steps_per_epoch) for each in (own, *others)],
+        with_all=None if with_all is None else _with_all(with_all),
     )  # fmt: skip
 
 
@@ -123,8 +125,10 @@ def _with_all(made: Plan) -> WithAll:
 def _node(made: Plan, node: int) -> NodePage:
     step, memory = made.simulated.nodes[node], made.memory[node]
     return NodePage(
-        node, step.device, made.layers_text(node), memory.weight_bytes, _memory(memory), step.busy_s, step.idle_s,
-        step.idle_fraction, step.idle_causes, step.sent_bytes, step.received_bytes, step.joules,
+        node=node, device=step.device, layers=made.layers_text(node), params_bytes=memory.weight_bytes,
+        memory=_memory(memory), busy_s=step.busy_s, idle_s=step.idle_s, idle_fraction=step.idle_fraction,
+        idle_causes=step.idle_causes, bytes_sent=step.sent_bytes, bytes_received=step.received_bytes,
+        energy_j=step.joules,
     )  # fmt: skip
 
 
@@ -139,12 +143,13 @@ def _memory(each: MemoryForecast) -> dict[str, float]:
 def _way(way: Way, batch_size: int, steps_per_epoch: int | None) -> WayPage:
     result: Simulated | None = way.simulated
     if result is None:
-        return WayPage(way.name, None, None, None, None, None, None, None, way.problem)
+        return WayPage(way.name, problem=way.problem)
     line = max((max(node.sent_bytes, node.received_bytes) for node in result.nodes), default=0.0)
     energy = None if result.joules is None or steps_per_epoch is None else result.joules * steps_per_epoch
     return WayPage(
-        way.name, result.step_s, batch_size / result.step_s, result.idle_fraction, result.bytes_total, line,
-        max(each.total_bytes for each in way.memory), energy, way.problem,
+        way.name, step_s=result.step_s, samples_per_s=batch_size / result.step_s, idle_fraction=result.idle_fraction,
+        bytes_total=result.bytes_total, busiest_line_bytes=line, energy_j_epoch=energy, problem=way.problem,
+        most_memory_bytes=max(each.total_bytes for each in way.memory),
     )  # fmt: skip
 
 
@@ -205,11 +210,13 @@ def _print_nodes(console: Console, made: Page) -> None:
     for node in made.per_node:
         share = node.memory["total"] / node.memory["free"]
         cause = max(node.idle_causes, key=lambda each: node.idle_causes[each]) if node.idle_causes else ""
-        table.add_row(
+        cells = [
             node.device, node.layers, bytes_text(node.memory["total"]), bytes_text(node.memory["free"]), _bar(share),
             seconds_text(node.busy_s), f"{node.idle_fraction:.0%}", cause, bytes_text(node.bytes_sent),
-            *([f"{node.energy_j:.3g} J" if node.energy_j is not None else "?"] if watts else []),
-        )  # fmt: skip
+        ]  # fmt: skip
+        if watts:
+            cells.append(f"{node.energy_j:.3g} J" if node.energy_j is not None else "?")
+        table.add_row(*cells)
     console.print(table)
 
 

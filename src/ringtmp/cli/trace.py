@@ -6,8 +6,6 @@ from pathlib import Path
 
 import click
 
-from ringtmp.errors import UsageError
-
 
 @click.command("trace")
 @click.argument("run", type=click.Path(path_type=Path))
@@ -19,13 +17,10 @@ def command(run: Path, out: Path | None) -> None:
     """
     import msgspec
 
-    from ringtmp.metrics.events import read
+    from ringtmp.metrics.events import of_run
     from ringtmp.metrics.trace import chrome_trace
 
-    log = run / "events.jsonl"
-    if not log.is_file():
-        raise UsageError(f"{run} is not a run directory: it has no events.jsonl")
-    made = chrome_trace(read(log))
+    made = chrome_trace(of_run(run))
     path = out or run / "trace.json"
     path.write_bytes(msgspec.json.encode(made))
     print(f"{len(made['traceEvents'])} events in {path}")

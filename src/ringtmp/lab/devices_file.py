@@ -14,6 +14,7 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -94,6 +95,14 @@ class Device(msgspec.Struct, frozen=True):
     def busy_share(self, threads: int) -> float:
         """Of its cores, those that `threads` threads keep busy: busy_w is what it needs when all are."""
         return self.wanted_cpu(threads) / self.cpu
+
+
+def read(file: Path) -> tuple[Device, ...]:
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the devices file {file} cannot be read: {error}") from error
+    return parse(text, str(file))
 
 
 def parse(text: str, source: str) -> tuple[Device, ...]:

@@ -127,33 +127,24 @@ class EmulatedDevices:
     def _environment(self, index: int) -> dict[str, str]:
         assert self._folder is not None, "not entered"
         home = self._folder / str(index)
-        peers = " ".join(f"{self.name(each)}={self.address(each)}" for each in range(len(self.shares)))
-        slow: dict[str, str] = {}
-        if any(share.device.latency_ms for share in self.shares):
-            slow[LATENCY] = str(self.shares[index].device.latency_ms)
-        if not self._isolated:  # no tc here: the nodes slow themselves down
-            slow[RATE] = str(self.shares[index].device.link_mbps * self._scale)
         device = self.shares[index].device
-        watts: dict[str, str] = {}
+        found = {
+            "RINGTMP_CONFIG": str(home / "config"),
+            "TMPDIR": str(home / "tmp"),
+            "RINGTMP_EMULATED": "1",
+            "RINGTMP_LAB_SCALE": f"{self._scale:.6g}",
+            "RINGTMP_DEVICE": self.name(index),
+            "RINGTMP_ADDRESS": self.address(index),
+            "RINGTMP_PEERS": " ".join(f"{self.name(each)}={self.address(each)}" for each in range(len(self.shares))),
+        }
+        if any(share.device.latency_ms for share in self.shares):
+            found[LATENCY] = str(device.latency_ms)
+        if not self._isolated:  # no tc here: the nodes slow themselves down
+            found[RATE] = str(device.link_mbps * self._scale)
         if device.idle_w is not None and device.busy_w is not None:
-            share = self.shares[index].cpu / self._scale / device.cpu
-            watts[this_device.WATTS] = this_device.watts_text(
-                Watts(device.idle_w, device.busy_w, device.nj_per_byte), share
-            )
-        return (
-            os.environ
-            | slow
-            | watts
-            | {
-                "RINGTMP_CONFIG": str(home / "config"),
-                "TMPDIR": str(home / "tmp"),
-                "RINGTMP_EMULATED": "1",
-                "RINGTMP_LAB_SCALE": f"{self._scale:.6g}",
-                "RINGTMP_DEVICE": self.name(index),
-                "RINGTMP_ADDRESS": self.address(index),
-                "RINGTMP_PEERS": peers,
-            }
-        )
+            watts, share = Watts(device.idle_w, device.busy_w, device.nj_per_byte), self.shares[index].cpu / self._scale
+            found[this_device.WATTS] = this_device.watts_text(watts, share / device.cpu)
+        return os.environ | found
 
     def _entry(self, index: int) -> Callable[[], None]:
         """What the child does between fork and exec."""

@@ -14,26 +14,7 @@ from dataclasses import dataclass
 import zmq
 
 from ringtmp.errors import ProtocolError, UsageError
-from ringtmp.launch import agent_messages
-from ringtmp.launch.agent_messages import (
-    BEAT_S,
-    HUB_PORT_OFFSET,
-    MAX_BYTES,
-    SILENCE_LIMIT_S,
-    Died,
-    End,
-    Facts,
-    Heard,
-    Heartbeat,
-    Join,
-    JoinCheck,
-    JoinCheckAnswer,
-    Leaving,
-    Prepare,
-    Refused,
-    Started,
-    Welcome,
-)  # fmt: skip
+from ringtmp.launch import agent_messages as messages
 from ringtmp.launch.device_facts import checked, checked_death, checked_start
 from ringtmp.launch.key_store import Rings
 from ringtmp.transport.encryption import Gatekeeper, serve_securely
@@ -54,11 +35,11 @@ class Device:
 
     key: str
     incarnation: str
-    facts: Facts
+    facts: messages.Facts
     route: bytes
     last_heard: float
-    started: Started | None = None
-    died: Died | None = None
+    started: messages.Started | None = None
+    died: messages.Died | None = None
     left: bool = False
     broke: str = ""  # how it broke the protocol
 
@@ -85,18 +66,19 @@ class Hub:
         self._door: Door | None = None
         self._table: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         serve_securely(self._table, file.keys, "ring")
-        self._table.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
+        self._table.setsockopt(zmq.MAXMSGSIZE, 4 * messages.MAX_BYTES)
         self._table.setsockopt(zmq.ROUTER_MANDATORY, 0)
         self._table.setsockopt(zmq.RCVHWM, MOST_AT_ONCE)
         self._table.linger = 500
         self.refresh()  # before anyone can ask to join: ZeroMQ never retries a refused handshake
+        table_port = port + messages.HUB_PORT_OFFSET
         try:
-            self._gatekeeper.listen(self._table, f"tcp://{host}:{port + HUB_PORT_OFFSET}")
+            self._gatekeeper.listen(self._table, f"tcp://{host}:{table_port}")
             self.open_door()
         except zmq.ZMQError as error:
             self.close()
             raise UsageError(
-                f"cannot listen on {host}, ports {port} and {port + HUB_PORT_OFFSET}: {error.strerror or error}; is another "
+                f"cannot listen on {host}, ports {port} and {table_port}: {error.strerror or error}; is another "
                 f"master running? Choose other ports with --listen {host}:PORT"
             ) from error
 
@@ -117,7 +99,7 @@ class Hub:
                 continue
             try:
                 self._take(
-                    key, parts[0].bytes, agent_messages.decode(agent_messages.from_agent, parts[1].bytes, Heard.TABLE)
+                    key, parts[0].bytes, messages.decode(messages.from_agent, parts[1].bytes, messages.Heard.TABLE)
                 )
             except ProtocolError as error:
                 self._broke(key, parts[0].bytes, str(error))
@@ -136,7 +118,7 @@ class Hub:
     def present(self) -> list[Device]:
         now = time.monotonic()
         here = (each for each in self.devices.values() if not each.left and not each.broke)
-        return [each for each in here if now - each.last_heard < SILENCE_LIMIT_S and self._equipped(each)]
+        return [each for each in here if now - each.last_heard < messages.SILENCE_LIMIT_S and self._equipped(each)]
 
     def _equipped(self, device: Device) -> bool:
         missing = bool(self._package) and self._package not in device.facts.packages
@@ -160,8 +142,8 @@ class Hub:
             self._door.close()
             self._door = None
 
-    def tell(self, device: Device, message: Prepare | End | Refused) -> None:
-        self._table.send_multipart([device.route, agent_messages.encode(message)], zmq.NOBLOCK)
+    def tell(self, device: Device, message: messages.Prepare | messages.End | messages.Refused) -> None:
+        self._table.send_multipart([device.route, messages.encode(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.close_door()
@@ -177,14 +159,14 @@ class Hub:
         self._refuse(route, f"this device broke the protocol: {text}")
 
     def _refuse(self, route: bytes, reason: str) -> None:
-        self._table.send_multipart([route, agent_messages.encode(Refused(reason))], zmq.NOBLOCK)
+        self._table.send_multipart([route, messages.encode(messages.Refused(reason))], zmq.NOBLOCK)
 
-    def _take(self, key: str, route: bytes, message: agent_messages.FromAgent) -> None:
+    def _take(self, key: str, route: bytes, message: messages.FromAgent) -> None:
         now = time.monotonic()
         device = self.devices.get(key)
-        if isinstance(message, Heartbeat):
+        if isinstance(message, messages.Heartbeat):
             if device is not None and device.incarnation != message.incarnation:
-                if now - device.last_heard < 3 * BEAT_S and not device.left:
+                if now - device.last_heard < 3 * messages.BEAT_S and not device.left:
                     self._refuse(route, _TWINS)
                     return
                 device = None
@@ -199,13 +181,13 @@ class Hub:
                 device.route, device.last_heard = route, now
         elif device is not None and route == device.route:
             device.last_heard = now
-            if isinstance(message, Started | Died) and message.ring != self.run:
+            if isinstance(message, messages.Started | messages.Died) and message.ring != self.run:
                 return
-            if isinstance(message, Started):
+            if isinstance(message, messages.Started):
                 device.started = checked_start(message)
-            elif isinstance(message, Died):
+            elif isinstance(message, messages.Died):
                 device.died = checked_death(message)
-            elif isinstance(message, Leaving):
+            elif isinstance(message, messages.Leaving):
                 device.left = True
 
 
@@ -215,7 +197,7 @@ _TWINS = (
 )
 
 
-def _other_protocol(facts: Facts) -> str:
+def _other_protocol(facts: messages.Facts) -> str:
     """Why a device of another version is refused; empty: it is of this one."""
     same = facts.protocol == PROTOCOL
     return (
@@ -230,7 +212,7 @@ class Door:
         self._ring = ring
         self._rings = rings
         self._admitted = admitted
-        self._hub = f"tcp://{host}:{port + HUB_PORT_OFFSET}"
+        self._hub = f"tcp://{host}:{port + messages.HUB_PORT_OFFSET}"
         self._recent: deque[float] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context)
@@ -238,7 +220,7 @@ class Door:
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         serve_securely(self.socket, rings.open(ring).keys, "join")
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, DOOR_HANDSHAKE_MS)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
         self.socket.setsockopt(zmq.RCVHWM, 100)
         self.socket.setsockopt(zmq.SNDHWM, 100)
         self.socket.linger = 200
@@ -258,33 +240,33 @@ class Door:
                 continue
             self._recent.append(now)
             answer = self._answer(parts[1])
-            if isinstance(answer, Welcome):
+            if isinstance(answer, messages.Welcome):
                 # Before the answer: ZeroMQ never tries again where a handshake was refused.
                 self._admitted()
-            self.socket.send_multipart([parts[0].bytes, agent_messages.encode(answer)], zmq.NOBLOCK)
+            self.socket.send_multipart([parts[0].bytes, messages.encode(answer)], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.socket.close()
         self._gatekeeper.close()
         self._context.term()
 
-    def _answer(self, frame: zmq.Frame) -> Welcome | Refused | JoinCheckAnswer:
+    def _answer(self, frame: zmq.Frame) -> messages.Welcome | messages.Refused | messages.JoinCheckAnswer:
         key = str(frame.get("User-Id"))
         try:
-            message = agent_messages.decode(agent_messages.from_agent, frame.bytes, Heard.DOOR)
+            message = messages.decode(messages.from_agent, frame.bytes, messages.Heard.DOOR)
         except ProtocolError:
-            return Refused("that was not a request to join")
-        if isinstance(message, JoinCheck):
+            return messages.Refused("that was not a request to join")
+        if isinstance(message, messages.JoinCheck):
             reason = self._rings.check_secret(self._ring, message.secret, key)
-            return JoinCheckAnswer("", message.padding) if reason is None else JoinCheckAnswer(reason)
+            return messages.JoinCheckAnswer("", message.padding) if reason is None else messages.JoinCheckAnswer(reason)
         try:
             reason = self._judge(message, key)
         except OSError as error:
             reason = f"the master cannot save the list of admitted devices: {error.strerror}"
-        return Welcome(self._hub) if reason is None else Refused(reason)
+        return messages.Welcome(self._hub) if reason is None else messages.Refused(reason)
 
-    def _judge(self, message: agent_messages.FromAgent, key: str) -> str | None:
-        if not isinstance(message, Join):
+    def _judge(self, message: messages.FromAgent, key: str) -> str | None:
+        if not isinstance(message, messages.Join):
             return "that was not a request to join"
         if other := _other_protocol(message.facts):
             return other

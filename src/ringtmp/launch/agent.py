@@ -20,23 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError, RingError, UsageError
-from ringtmp.launch import agent_messages
-from ringtmp.launch.agent_messages import (
-    BEAT_S,
-    MAX_BYTES,
-    SILENCE_LIMIT_S,
-    Died,
-    End,
-    Facts,
-    Heard,
-    Heartbeat,
-    Join,
-    Leaving,
-    Prepare,
-    Refused,
-    Started,
-    Welcome,
-)  # fmt: skip
+from ringtmp.launch import agent_messages as messages
 from ringtmp.launch.compute_process import Bound, Orders
 from ringtmp.launch.device_facts import address_towards
 from ringtmp.launch.join_token import Token
@@ -49,34 +33,43 @@ JOIN_LIMIT_S = 10.0
 ASK_AGAIN_S = 2.0
 
 
-def join(token: Token, keys: KeyPair, facts: Facts, limit_s: float = JOIN_LIMIT_S) -> str:
-    """Knock at the master's door; returns the endpoint of its table. Says nothing before the master proved its key."""
+@contextlib.contextmanager
+def at_the_door(token: Token, keys: KeyPair, events: int) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A connection to the master's door, and a monitor of these `events` of it. Nothing leaves before the handshake."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    door: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    monitor = door.get_monitor_socket(events)
     try:
-        connect_securely(socket, keys, token.key, "join")
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        socket.connect(f"tcp://{token.address}")
-        limit = time.monotonic() + limit_s
-        socket.send(agent_messages.encode(Join(token.secret, facts)))  # leaves only after the handshake
-        while not socket.poll(round(min(ASK_AGAIN_S, limit_s) * 1000)):
-            if time.monotonic() >= limit:
-                raise _why_no_answer(token, monitor, limit_s)
-            # A crowded door drops requests; one asked twice is answered twice and admitted once.
-            with contextlib.suppress(zmq.Again):
-                socket.send(agent_messages.encode(Join(token.secret, facts)), zmq.NOBLOCK)
-        answer = agent_messages.decode(agent_messages.from_master, socket.recv(), Heard.STRANGER)
+        connect_securely(door, keys, token.key, "join")
+        door.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
+        door.connect(f"tcp://{token.address}")
+        yield door, monitor
+    finally:
+        door.disable_monitor()
+        monitor.close(linger=0)
+        door.close(linger=0)
+        context.term()
+
+
+def join(token: Token, keys: KeyPair, facts: messages.Facts, limit_s: float = JOIN_LIMIT_S) -> str:
+    """Knock at the master's door; returns the endpoint of its table. Says nothing before the master proved its key."""
+    request = messages.encode(messages.Join(token.secret, facts))
+    try:
+        with at_the_door(token, keys, zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as (door, monitor):
+            limit = time.monotonic() + limit_s
+            door.send(request)
+            while not door.poll(round(min(ASK_AGAIN_S, limit_s) * 1000)):
+                if time.monotonic() >= limit:
+                    raise _why_no_answer(token, monitor, limit_s)
+                # A crowded door drops requests; one asked twice is answered twice and admitted once.
+                with contextlib.suppress(zmq.Again):
+                    door.send(request, zmq.NOBLOCK)
+            answer = messages.decode(messages.from_master, door.recv(), messages.Heard.STRANGER)
     except zmq.ZMQError as error:
         raise UsageError(f"cannot reach the master at {token.address}: {error.strerror or error}") from error
-    finally:
-        socket.disable_monitor()
-        monitor.close(linger=0)
-        socket.close(linger=0)
-        context.term()
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         raise UsageError(f"the master at {token.address} refused: {untrusted.line(answer.reason)}")
-    if not isinstance(answer, Welcome):
+    if not isinstance(answer, messages.Welcome):
         raise ProtocolError(f"the master at {token.address} answered with {type(answer).__name__}")
     return answer.hub
 
@@ -107,7 +100,7 @@ class Agent:
         token: Token,
         hub: str,
         keys: KeyPair,
-        facts: Facts,
+        facts: messages.Facts,
         listen: str | None,
         say: Callable[[str], None],
         memory_bytes: int = 0,
@@ -123,7 +116,7 @@ class Agent:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         connect_securely(self._socket, keys, token.key, "ring")
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 4 * messages.MAX_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 10)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -140,14 +133,14 @@ class Agent:
         self._folder: PrivateFolder | None = None  # of the compute process
         self._ended = 0  # runs served
         self._leaving = False
-        self._news: deque[Started | Died | Leaving] = deque(maxlen=8)  # not told yet
+        self._news: deque[messages.Started | messages.Died | messages.Leaving] = deque(maxlen=8)  # not told yet
 
     def run(self, once: bool) -> None:
         """Until told to leave, or with `once` until one run has ended."""
         last_beat = 0.0
         while not (self._leaving or (once and self._ended)):
             now = time.monotonic()
-            if now - last_beat >= BEAT_S:
+            if now - last_beat >= messages.BEAT_S:
                 last_beat = now
                 self._beat()
             if self._monitor.poll(0):
@@ -160,7 +153,7 @@ class Agent:
                 poller.register(self._child.stdout.fileno(), zmq.POLLIN)
             ready = dict(poller.poll(200))
             if self._socket in ready:
-                self._take(agent_messages.decode(agent_messages.from_master, self._socket.recv(), Heard.AGENT))
+                self._take(messages.decode(messages.from_master, self._socket.recv(), messages.Heard.AGENT))
             elif ready:
                 self._hear_child()
             self._watch_child()
@@ -179,26 +172,26 @@ class Agent:
 
     def close(self) -> None:
         self._end_child()
-        self._tell(Leaving())
+        self._tell(messages.Leaving())
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=300)
         self._context.term()
 
-    def _take(self, message: agent_messages.FromMaster) -> None:
-        if isinstance(message, Prepare):
+    def _take(self, message: messages.FromMaster) -> None:
+        if isinstance(message, messages.Prepare):
             self._end_child()
             self._say(f"run begins: node {message.node}, generation {message.generation}")
             self._start(message)
-        elif isinstance(message, End):
+        elif isinstance(message, messages.End):
             if message.generation == self._generation and self._child is not None:
                 self._end_child()
                 self._say("run ended; waiting for the next" if message.over else "out of the run; waiting for a place")
             self._ended += message.over
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             raise UsageError(f"the master refused: {untrusted.line(message.reason)}")
 
-    def _start(self, message: Prepare) -> None:
+    def _start(self, message: messages.Prepare) -> None:
         self._ring, self._generation = message.ring, message.generation
         endpoint = f"tcp://{self._listen}:*"
         self._folder = PrivateFolder()
@@ -218,7 +211,7 @@ class Agent:
         line = self._child.stdout.readline()
         if line:
             bound = msgspec.json.decode(line, type=Bound)
-            self._tell(Started(self._ring, self._generation, bound.address, self._child.pid))
+            self._tell(messages.Started(self._ring, self._generation, bound.address, self._child.pid))
 
     def _watch_child(self) -> None:
         child = self._child
@@ -229,7 +222,7 @@ class Agent:
             return
         if child.returncode != 0:
             self._say(f"the compute process ended with code {child.returncode}: {last_words(self._log)}")
-        self._tell(Died(self._ring, self._generation, child.returncode, last_words(self._log)))
+        self._tell(messages.Died(self._ring, self._generation, child.returncode, last_words(self._log)))
         self._end_child()
         self._ended += child.returncode == 0  # one that was killed is started again, or told that the run is over
 
@@ -240,7 +233,7 @@ class Agent:
             return
         now = time.monotonic()
         self._stopped_at = self._stopped_at or now
-        if now - self._stopped_at > SILENCE_LIMIT_S:
+        if now - self._stopped_at > messages.SILENCE_LIMIT_S:
             self._stopped_at = None
             child.kill()
             child.wait()
@@ -255,19 +248,19 @@ class Agent:
             self._folder.remove()
             self._folder = None
 
-    def _tell(self, news: Started | Died | Leaving) -> None:
+    def _tell(self, news: messages.Started | messages.Died | messages.Leaving) -> None:
         """While nobody listens, news waits for the next beat. A master knows whose news it is by the beat before it."""
         self._news.append(news)
         self._beat()
 
     def _beat(self) -> None:
-        listening = self._say_to_master(Heartbeat(self._incarnation, self._facts))
+        listening = self._say_to_master(messages.Heartbeat(self._incarnation, self._facts))
         while listening and self._news and (listening := self._say_to_master(self._news[0])):
             self._news.popleft()
 
-    def _say_to_master(self, message: Heartbeat | Started | Died | Leaving) -> bool:
+    def _say_to_master(self, message: messages.Heartbeat | messages.Started | messages.Died | messages.Leaving) -> bool:
         try:
-            self._socket.send(agent_messages.encode(message), zmq.NOBLOCK)
+            self._socket.send(messages.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -30,7 +30,7 @@ def device_facts(name: str | None = None) -> Facts:
         cpu_name(),
         usable_cores(),
         free_memory_bytes(),
-        torch_version(),
+        installed("torch"),
         __version__,
         PROTOCOL,
         packages=registry.packages()[:MOST_PACKAGES],
@@ -73,9 +73,10 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def torch_version() -> str:
+def installed(package: str) -> str:
+    """Its version; empty: it is not installed."""
     try:
-        return importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 

@@ -95,6 +95,11 @@ class DevicePool:
         assert self._opened is not None, "not started"
         return self._opened
 
+    @property
+    def _links(self) -> ZeroMQTransport:
+        assert self._transport is not None, "not started"
+        return self._transport
+
     def start(self, ring: str, generation: int) -> Endpoint:
         """Show the line to type, wait for the devices, let each start its compute process."""
         remove_leftovers()
@@ -125,8 +130,7 @@ class DevicePool:
         return bool(self._revoked) or self._rekey
 
     def regroup(self, ring: str, generation: int) -> Endpoint:
-        assert self._transport is not None
-        self._transport.close()
+        self._links.close()
         self._snapshots.close()
         self._drop_the_gone()
         self._rekey = False
@@ -139,7 +143,6 @@ class DevicePool:
     def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
         numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""
-        assert self._transport is not None
         self._hub.poll()
         self.found_lost = list(self._lost(self._step))
         self._drop_the_gone()
@@ -150,12 +153,8 @@ class DevicePool:
         living = {node for node, device in self._devices.items() if self._lives(node, device)}
         fresh = {node: device for node, device in self._devices.items() if node not in living}
         self.nodes = len(self._devices) + 1
-        for node, device in fresh.items():
-            self._places.pop(device.key, None)
-            device.started = device.died = None
-            self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
         try:
-            self._await_compute(fresh)
+            self._start_on(fresh, ring)
         except NodeLost:
             for device in fresh.values():  # those who did start are of a generation that will not be
                 self._places.pop(device.key, None)
@@ -249,7 +248,7 @@ class DevicePool:
             if each.key not in used | self._released
             and self._accused[each.key] < MOST_DEATHS
             and each.incarnation not in self._resting
-            and self._fits(each, self._seen)
+            and self._fits(each)
         ]
         return waiting[: self._wanted - 1 - len(self._devices)]
 
@@ -271,17 +270,13 @@ class DevicePool:
             self.threads = self._given_threads or min(cores)
             self._started = True
         self._places.clear()
-        for node, device in self._devices.items():
-            device.started = device.died = None
-            self._hub.tell(device, Prepare(ring, generation, node, self._transport.address, self.threads))
-        self._await_compute(self._devices)
+        self._start_on(self._devices, ring)
         self._folder = self._folder or PrivateFolder()
         self._snapshots = SnapshotStore(self._folder.path / "snapshots")
         return Endpoint(slowed(self._transport), ring, generation, snapshots=self._snapshots)
 
     def addresses(self) -> dict[int, Address]:
-        assert self._transport is not None, "not started"
-        found = {0: self._transport.address}
+        found = {0: self._links.address}
         for node, device in self._devices.items():
             assert device.started is not None
             found[node] = device.started.address
@@ -371,15 +366,14 @@ class DevicePool:
         secret = self._rings.new_secret(self._ring, self.nodes - 1)
         line = tokens.encode(Token(self._ring, address, self._rings.open(self._ring).public, secret))
         self._tell(f"on each device, run:\n\n    ringtmp node --join {line}\n")
-        seen = self._seen
         began = time.monotonic()
         while True:
             self._hub.poll(0.05)
-            here = [device for device in self._hub.present() if self._fits(device, seen)]
+            here = [device for device in self._hub.present() if self._fits(device)]
             for device in here:
-                if device.key not in seen:
-                    seen.add(device.key)
-                    self._tell(_arrival(len(seen), device))
+                if device.key not in self._seen:
+                    self._seen.add(device.key)
+                    self._tell(_arrival(len(self._seen), device))
             if len(here) >= self.nodes - 1:
                 break
             waited = time.monotonic() - began
@@ -396,26 +390,30 @@ class DevicePool:
         self._devices = {index + 1: device for index, device in enumerate(chosen)}
         self._mind_the_door()
 
-    def _fits(self, device: Device, seen: set[str]) -> bool:
+    def _fits(self, device: Device) -> bool:
         if device.facts.memory_bytes >= PROCESS_BYTES:
             return True
-        if device.key not in seen:
-            seen.add(device.key)
+        if device.key not in self._seen:
+            self._seen.add(device.key)
             self._tell(
                 f"{device.facts.name} has {bytes_text(device.facts.memory_bytes)} free, but torch alone needs "
                 f"{bytes_text(PROCESS_BYTES)}: it is left out"
             )
         return False
 
-    def _await_compute(self, devices: Mapping[int, Device]) -> None:
-        assert self._transport is not None
+    def _start_on(self, devices: Mapping[int, Device], ring: str) -> None:
+        """A compute process on each of these, and a link to it."""
+        for node, device in devices.items():
+            self._places.pop(device.key, None)
+            device.started = device.died = None
+            self._hub.tell(device, Prepare(ring, self._generation, node, self._links.address, self.threads))
         limit = time.monotonic() + START_LIMIT_S
         waiting = dict(devices)
         while waiting:
             self._hub.poll(0.05)
             for node, device in list(waiting.items()):
                 if device.started is not None and device.started.generation == self._generation:
-                    self._transport.connect(node, device.started.address)
+                    self._links.connect(node, device.started.address)
                     self._places[device.key] = node
                     del waiting[node]
                 elif device.broke:

@@ -106,8 +106,8 @@ class Rings:
             return made
 
     def set_address(self, name: str, address: str) -> None:
-        with self._change(name) as (ring, save):
-            save(msgspec.structs.replace(ring, address=address))
+        with self._change(name) as (_, save):
+            save(address=address)
 
     def new_secret(self, name: str, uses: int) -> bytes:
         """A fresh secret for `uses` joins within the hour. Only its digest is kept."""
@@ -115,7 +115,7 @@ class Rings:
         with self._change(name) as (ring, save):
             alive = tuple(token for token in ring.tokens if token.expires_at > time.time() and token.uses_left > 0)
             token = OpenToken(_digest(secret), time.time() + TOKEN_LIFE_S, uses)
-            save(msgspec.structs.replace(ring, tokens=(*alive, token)))
+            save(tokens=(*alive, token))
         return secret
 
     def admit(self, name: str, secret: bytes, key: str, node: str) -> str | None:
@@ -133,7 +133,7 @@ class Rings:
                 for token in ring.tokens
             )
             if Admitted(key, node) not in ring.nodes:
-                save(msgspec.structs.replace(ring, nodes=(*rest, Admitted(key, node)), tokens=tokens))
+                save(nodes=(*rest, Admitted(key, node)), tokens=tokens)
         return None
 
     def check_secret(self, name: str, secret: bytes, key: str) -> str | None:
@@ -144,41 +144,33 @@ class Rings:
         """Take a node's key off the list for good. Its name frees up; its key never comes back."""
         with self._change(name) as (ring, save):
             found = _find(name, ring, node)
-            save(
-                msgspec.structs.replace(
-                    ring,
-                    nodes=tuple(each for each in ring.nodes if each is not found),
-                    revoked=(*ring.revoked, found.key),
-                )
-            )
+            save(nodes=tuple(each for each in ring.nodes if each is not found), revoked=(*ring.revoked, found.key))
         return found
 
     def release(self, name: str, node: str) -> Admitted:
         """Let a node go from the run under way; it stays admitted."""
         with self._change(name) as (ring, save):
             found = _find(name, ring, node)
-            save(msgspec.structs.replace(ring, released=(*ring.released, found.key)))
+            save(released=(*ring.released, found.key))
         return found
 
     def take_back(self, name: str) -> None:
         """A new run begins: whoever was released may come again."""
-        with self._change(name) as (ring, save):
-            save(msgspec.structs.replace(ring, released=()))
+        with self._change(name) as (_, save):
+            save(released=())
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{checked_name('ring', name)}.json"
 
     @contextmanager
-    def _change(self, name: str) -> Iterator[tuple[RingFile, Callable[[RingFile], None]]]:
+    def _change(self, name: str) -> Iterator[tuple[RingFile, Callable[..., None]]]:
+        """The ring, and how to save it with other values of some fields."""
         path = self._path(name)
         with _locked(path):
             if not path.exists():
                 raise UsageError(f"no ring {name!r} here")
-
-            def save(ring: RingFile) -> None:
-                _write(path, ring)
-
-            yield _read(path, RingFile), save
+            ring = _read(path, RingFile)
+            yield ring, lambda **fields: _write(path, msgspec.structs.replace(ring, **fields))
 
 
 def _find(name: str, ring: RingFile, node: str) -> Admitted:

@@ -66,9 +66,13 @@ class LocalPool:
             self._spawn(node, ring, generation)
         return Endpoint(self._transport, ring, generation, snapshots=SnapshotStore(self._snapshots(0)))
 
-    def addresses(self) -> dict[int, Address]:
+    @property
+    def _private(self) -> PrivateFolder:
         assert self._folder is not None, "not started"
-        return {node: ipc_address(str(self._folder.path), node) for node in range(self.nodes)}
+        return self._folder
+
+    def addresses(self) -> dict[int, Address]:
+        return {node: ipc_address(str(self._private.path), node) for node in range(self.nodes)}
 
     def devices(self) -> tuple[Device, ...]:
         master, *others = planned_devices.local_processes(
@@ -103,8 +107,7 @@ class LocalPool:
 
     def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """A fresh process takes the place of each that has died, at its number."""
-        assert self._folder is not None, "not started"
-        self._folder.remake()  # a cleaner of temporary files may have come by; nodes make their sockets again themselves
+        self._private.remake()  # a cleaner of temporary files may have come by; nodes make their sockets again themselves
         self.found_lost = list(self._lost(self._at[0]))
         living = set(self._children) - {each.node for each in self.found_lost} - self._stopped
         for node in range(1, self.nodes):
@@ -176,10 +179,7 @@ class LocalPool:
             self.drop(node)
 
     def _snapshots(self, node: int) -> Path:
-        if not self._keeps:
-            assert self._folder is not None, "not started"
-            return self._folder.path / "snapshots" / str(node)
-        return self._logs.parent / "snapshots" / str(node)
+        return (self._logs.parent if self._keeps else self._private.path) / "snapshots" / str(node)
 
     def _log(self, node: int) -> Path:
         return self._logs / f"node-{node}.log"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ringtmp.lab import devices_file as devices_file
+from ringtmp.lab import devices_file
 from ringtmp.lab.control_groups import quota as lab_quota
 from ringtmp.plan.devices import (
     CURVE_BYTE_CPU_S,

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError, UsageError
-from ringtmp.launch import agent_messages
-from ringtmp.launch.agent_messages import HUB_PORT_OFFSET, MAX_BYTES, Heard, JoinCheck, JoinCheckAnswer, Refused
+from ringtmp.launch import agent_messages as messages
+from ringtmp.launch.agent import at_the_door
 from ringtmp.launch.device_facts import address_towards, own_addresses
 from ringtmp.launch.doctor import Finding
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import config_dir, identity
-from ringtmp.transport.encryption import KeyPair, connect_securely, new_key_pair
+from ringtmp.transport.encryption import KeyPair, new_key_pair
 from ringtmp.units import bytes_text, seconds_text
 
 REACH_LIMIT_S = 3.0
@@ -30,11 +28,15 @@ HANDSHAKE_LIMIT_S = 3.0
 ANSWER_LIMIT_S = 5.0
 TRIES = 3
 #: Below MAX_BYTES with room for the header, the secret and CURVE's own 33 bytes, which MAXMSGSIZE counts.
-PADDING_BYTES = MAX_BYTES - 256
+PADDING_BYTES = messages.MAX_BYTES - 256
 BURST = 5
 BURSTS = 2
 #: A burst a second stays at half of what the door takes.
 PAUSE_S = 1.1
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+)  # fmt: skip
 
 
 def try_joining(token: Token) -> list[Finding]:
@@ -53,7 +55,7 @@ def try_joining(token: Token) -> list[Finding]:
         )
     ]  # fmt: skip
     took_s = []
-    for each, what in ((port, "join"), (port + HUB_PORT_OFFSET, "table")):
+    for each, what in ((port, "join"), (port + messages.HUB_PORT_OFFSET, "table")):
         finding, seconds = reach(host, each, what)
         findings.append(finding)
         if seconds is None:
@@ -81,7 +83,7 @@ def reach(host: str, port: int, what: str) -> tuple[Finding, float | None]:
 
 def check_join(token: Token, keys: KeyPair) -> list[Finding]:
     """Key, token and speed, over one connection to the door."""
-    with _at_the_door(token, keys) as (door, monitor):
+    with at_the_door(token, keys, _HANDSHAKES) as (door, monitor):
         if not _handshake(monitor):
             return [
                 Finding(
@@ -98,18 +100,18 @@ def check_join(token: Token, keys: KeyPair) -> list[Finding]:
 
 
 def _alive(door: zmq.Socket[bytes], token: Token) -> Finding:
-    door.send(agent_messages.encode(JoinCheck(token.secret)))
+    door.send(messages.encode(messages.JoinCheck(token.secret)))
     answer = _answer(door, time.monotonic() + ANSWER_LIMIT_S)
-    if isinstance(answer, JoinCheckAnswer) and not answer.reason:
+    if isinstance(answer, messages.JoinCheckAnswer) and not answer.reason:
         return Finding("token", "ok", f"ring {token.ring} would let this device in")
-    if isinstance(answer, JoinCheckAnswer):
+    if isinstance(answer, messages.JoinCheckAnswer):
         return Finding(
             "token",
             "fail",
             f"the master says: {untrusted.line(answer.reason)}",
             "get a fresh token: ringtmp ring token, there",
         )
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         return Finding(
             "token", "warn", "the master's version is too old to answer this", "install one version of ringtmp everywhere",
         )  # fmt: skip
@@ -121,7 +123,7 @@ def _alive(door: zmq.Socket[bytes], token: Token) -> Finding:
 
 def _speed(door: zmq.Socket[bytes], token: Token) -> Finding:
     """The best burst: its bytes in one direction over the time until all had come back, the master's own work included."""
-    question = agent_messages.encode(JoinCheck(token.secret, bytes(PADDING_BYTES)))
+    question = messages.encode(messages.JoinCheck(token.secret, bytes(PADDING_BYTES)))
     best_bits_per_s = 0.0
     for _ in range(BURSTS):
         time.sleep(PAUSE_S)
@@ -131,7 +133,7 @@ def _speed(door: zmq.Socket[bytes], token: Token) -> Finding:
         limit = began + ANSWER_LIMIT_S / 2
         for answers in range(1, BURST + 1):
             answer = _answer(door, limit)
-            if not isinstance(answer, JoinCheckAnswer) or len(answer.padding) != PADDING_BYTES:
+            if not isinstance(answer, messages.JoinCheckAnswer) or len(answer.padding) != PADDING_BYTES:
                 # What comes late would flatter the next burst.
                 return _speed_found(best_bits_per_s)
             best_bits_per_s = max(best_bits_per_s, 8 * PADDING_BYTES * answers / (time.monotonic() - began))
@@ -147,34 +149,14 @@ def _speed_found(best_bits_per_s: float) -> Finding:
     )  # fmt: skip
 
 
-def _answer(door: zmq.Socket[bytes], limit: float) -> agent_messages.FromMaster | None:
+def _answer(door: zmq.Socket[bytes], limit: float) -> messages.FromMaster | None:
     """The next answer, or None if none that makes sense comes before `limit` (monotonic seconds)."""
     if not door.poll(max(0, round((limit - time.monotonic()) * 1000))):
         return None
     try:
-        return agent_messages.decode(agent_messages.from_master, door.recv(), Heard.STRANGER)
+        return messages.decode(messages.from_master, door.recv(), messages.Heard.STRANGER)
     except ProtocolError:
         return None
-
-
-@contextmanager
-def _at_the_door(token: Token, keys: KeyPair) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    door: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    monitor = door.get_monitor_socket(
-        zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
-    )  # fmt: skip
-    try:
-        connect_securely(door, keys, token.key, "join")
-        door.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        door.connect(f"tcp://{token.address}")
-        yield door, monitor
-    finally:
-        door.disable_monitor()
-        monitor.close(linger=0)
-        door.close(linger=0)
-        context.term()
 
 
 def _handshake(monitor: zmq.Socket[bytes]) -> bool:

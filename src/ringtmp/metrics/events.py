@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Power
 
 SCHEMA = 1
@@ -422,6 +423,14 @@ def read(path: Path) -> Iterator[Event]:
     """All whole lines. A line cut short by a crash or damaged is passed over, as is a kind from a later version."""
     with path.open("rb") as file:
         yield from _decoded(file)
+
+
+def of_run(run: Path) -> Iterator[Event]:
+    """UsageError where it is no run's directory."""
+    log = run / "events.jsonl"
+    if not log.is_file():
+        raise UsageError(f"{run} is not a run directory: it has no events.jsonl")
+    return read(log)
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:

@@ -7,47 +7,32 @@ clock may begin anew between two parts, so the time of a run is that of its part
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power
-from ringtmp.metrics.events import (
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    LineTried,
-    NodeEnded,
-    NodeStarted,
-    NodeStep,
-    Regrouped,
-    RunEnded,
-    RunStarted,
-    SnapshotWhole,
-    StepDone,
-    StreamStrayed,
-    Warned,
-)  # fmt: skip
 
 
 class Part(msgspec.Struct, frozen=True):
     """`steps`, `node_steps` and `evaluations` are those that count; `every_step` has what was done again too."""
 
-    started: RunStarted
-    ended: RunEnded | None  # None: it goes on, or was cut off
-    nodes: dict[int, NodeStarted]  # of the last generation
-    ends: dict[int, NodeEnded]
+    started: events.RunStarted
+    ended: events.RunEnded | None  # None: it goes on, or was cut off
+    nodes: dict[int, events.NodeStarted]  # of the last generation
+    ends: dict[int, events.NodeEnded]
     powers: dict[int, Power]  # what is known of their devices
-    steps: tuple[StepDone, ...]
-    every_step: tuple[StepDone, ...]
-    node_steps: dict[int, tuple[NodeStep, ...]]
-    evaluations: tuple[Evaluated, ...]
-    recoveries: tuple[Regrouped, ...]
+    steps: tuple[events.StepDone, ...]
+    every_step: tuple[events.StepDone, ...]
+    node_steps: dict[int, tuple[events.NodeStep, ...]]
+    evaluations: tuple[events.Evaluated, ...]
+    recoveries: tuple[events.Regrouped, ...]
     warnings: tuple[str, ...]
     lost_steps: int  # finished, and done again by a later part
     seconds: float
     before_s: float  # seconds of the parts before
-    strayed: tuple[StreamStrayed, ...]
+    strayed: tuple[events.StreamStrayed, ...]
     pauses: tuple[float, ...]  # when an evaluation, a checkpoint or a new generation was done, by the master's clock
 
     @property
@@ -58,10 +43,10 @@ class Part(msgspec.Struct, frozen=True):
         """A moment of the master's clock as seconds since the run first began."""
         return self.before_s + at - self.started.at
 
-    def typical_step(self) -> tuple[NodeStep, ...]:
+    def typical_step(self) -> tuple[events.NodeStep, ...]:
         """By node: the step of median length among those whose every span was kept on every node, the first step left out if
         possible. Empty where there is none."""
-        kept: dict[int, list[NodeStep]] = {}
+        kept: dict[int, list[events.NodeStep]] = {}
         for node in sorted(self.nodes):
             for each in self.node_steps.get(node, ()):
                 if each.spans:
@@ -73,23 +58,35 @@ class Part(msgspec.Struct, frozen=True):
         return tuple(kept[lengths[(len(lengths) - 1) // 2][1]]) if lengths else ()
 
 
-def parts_of(stream: Iterable[Event]) -> tuple[Part, ...]:
+def work_in(done: Sequence[events.NodeStep]) -> tuple[tuple[int, str, float, float], ...]:
+    """(node, kind, start, end) of all that was done in one step, in seconds since it began; without sending and receiving,
+    which overlap computing and each other."""
+    begin = min((each.start for each in done), default=0.0)
+    return tuple(
+        (each.node, span.kind, span.start - begin, span.end - begin)
+        for each in done
+        for span in each.spans
+        if span.kind not in ("send", "receive")
+    )
+
+
+def parts_of(stream: Iterable[events.Event]) -> tuple[Part, ...]:
     """In order; none where nothing was started."""
     tallies: list[_Tally] = []
     waiting: list[str] = []  # warnings that come before the start they belong to
     for event in stream:
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             for earlier in tallies:
                 earlier.resume_from(event.first_step)
             tallies.append(_Tally(event, waiting))
             waiting = []
-        elif isinstance(event, Warned) and (not tallies or tallies[-1].ended):
+        elif isinstance(event, events.Warned) and (not tallies or tallies[-1].ended):
             waiting.append(event.text)
-        elif isinstance(event, RunEnded) and (not event.begun or not tallies or tallies[-1].ended):
+        elif isinstance(event, events.RunEnded) and (not event.begun or not tallies or tallies[-1].ended):
             waiting.append(f"an attempt to go on with the run failed: {event.error or event.outcome}")
         elif tallies:
             tallies[-1].take(event)
-            if isinstance(event, Evaluated):
+            if isinstance(event, events.Evaluated):
                 for earlier in tallies[:-1]:
                     earlier.evaluations.pop(event.step, None)
     found: list[Part] = []
@@ -103,52 +100,54 @@ def parts_of(stream: Iterable[Event]) -> tuple[Part, ...]:
 class _Tally:
     """One part while its events come."""
 
-    def __init__(self, started: RunStarted, warnings: list[str]) -> None:
+    def __init__(self, started: events.RunStarted, warnings: list[str]) -> None:
         self._started = started
         self._warnings = warnings
         self._last_at = started.at
-        self._nodes: dict[int, NodeStarted] = {}
-        self._ends: dict[int, NodeEnded] = {}
+        self._nodes: dict[int, events.NodeStarted] = {}
+        self._ends: dict[int, events.NodeEnded] = {}
         self._powers: dict[int, Power] = {}
-        self._steps: list[StepDone] = []
-        self._every_step: list[StepDone] = []
-        self._node_steps: dict[int, list[NodeStep]] = {}
-        self._recoveries: list[Regrouped] = []
+        self._steps: list[events.StepDone] = []
+        self._every_step: list[events.StepDone] = []
+        self._node_steps: dict[int, list[events.NodeStep]] = {}
+        self._recoveries: list[events.Regrouped] = []
         self._lost = 0
-        self._strayed: list[StreamStrayed] = []
+        self._strayed: list[events.StreamStrayed] = []
         self._pauses: list[float] = []
-        self.evaluations: dict[int, Evaluated] = {}
-        self.ended: RunEnded | None = None
+        self.evaluations: dict[int, events.Evaluated] = {}
+        self.ended: events.RunEnded | None = None
 
-    def take(self, event: Event) -> None:
-        if isinstance(event, NodeStep | NodeEnded) and event.power is not None:
+    def take(self, event: events.Event) -> None:
+        if isinstance(event, events.NodeStep | events.NodeEnded) and event.power is not None:
             self._powers[event.node] = event.power
-        if isinstance(event, NodeStarted):
+        if isinstance(event, events.NodeStarted):
             self._nodes[event.node] = event
-        elif isinstance(event, NodeEnded):
+        elif isinstance(event, events.NodeEnded):
             self._ends[event.node] = event
-        elif isinstance(event, NodeStep):
+        elif isinstance(event, events.NodeStep):
             self._node_steps.setdefault(event.node, []).append(event)
-        elif isinstance(event, StepDone):
+        elif isinstance(event, events.StepDone):
             self._steps.append(event)
             self._every_step.append(event)
-        elif isinstance(event, Evaluated):
+        elif isinstance(event, events.Evaluated):
             self.evaluations[event.step] = event
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, events.RunEnded):
             self.ended = event
-        elif isinstance(event, Regrouped):
+        elif isinstance(event, events.Regrouped):
             self._recoveries.append(event)
             self._nodes = {node: each for node, each in self._nodes.items() if each.generation == event.generation}
             self._keep_before(event.step)
-        elif isinstance(event, StreamStrayed):
+        elif isinstance(event, events.StreamStrayed):
             self._strayed.append(event)
-        elif isinstance(event, Warned):
+        elif isinstance(event, events.Warned):
             self._warnings.append(event.text)
         else:
-            assert isinstance(event, CheckpointSaved | SnapshotWhole | LineTried)
-        if isinstance(event, StepDone | Evaluated | CheckpointSaved | Regrouped | RunEnded):
+            assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried)
+        if isinstance(
+            event, events.StepDone | events.Evaluated | events.CheckpointSaved | events.Regrouped | events.RunEnded
+        ):
             self._last_at = event.at
-        if isinstance(event, Evaluated | CheckpointSaved | Regrouped):
+        if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped):
             self._pauses.append(event.at)
 
     def resume_from(self, step: int) -> None:

@@ -129,19 +129,8 @@ def gains(made: Plan, everyone: tuple[Device, ...], may_grow: bool = True) -> tu
     if may_grow:
         attempt(f"one more device like {like.name}", (*everyone, replace(like, name="one more")), free)
     if len(everyone) > 1:
-        faster = tuple(
-            replace(
-                each,
-                link=replace(
-                    each.link,
-                    up_bytes_per_s=2 * each.link.up_bytes_per_s,
-                    down_bytes_per_s=2 * each.link.down_bytes_per_s,
-                ),
-            )
-            for each in everyone
-        )
         paths = {pair: replace(path, bytes_per_s=2 * path.bytes_per_s) for pair, path in made.paths.items()}
-        attempt("twice the link rate everywhere", faster, free, paths)
+        attempt("twice the link rate everywhere", tuple(map(_twice_as_fast, everyone)), free, paths)
         strongest = max(everyone, key=lambda each: each.pace)
         if strongest is not everyone[0]:  # a ring begins and ends at the master, however weak
             attempt(f"starting the run on {strongest.name} alone", (strongest,), replace(free, keep_all=False))
@@ -170,3 +159,9 @@ def gains(made: Plan, everyone: tuple[Device, ...], may_grow: bool = True) -> tu
             who = f", on {used} device{'s' if used > 1 else ''}" if used != len(made.devices) else ""
             found.append(Gain(change + who, other.step_s, gain))
     return tuple(sorted(found, key=lambda each: -each.gain))
+
+
+def _twice_as_fast(device: Device) -> Device:
+    link = device.link
+    twice = replace(link, up_bytes_per_s=2 * link.up_bytes_per_s, down_bytes_per_s=2 * link.down_bytes_per_s)
+    return replace(device, link=twice)

@@ -5,7 +5,8 @@ Of the whole run, every step once, with marks where the run was resumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import accumulate
 
 import msgspec
 
@@ -28,10 +29,12 @@ def loss(run: Run) -> Iterable[Figure]:
     axes: list[tuple[str, str, str, list[float]]] = [
         ("steps", "step", "Loss over steps", [float(each.step + 1) for each in steps]),
         ("seconds", "seconds", "Loss over time", _seconds(run)),
-        ("bytes", "bytes sent by all nodes", "Loss over bytes", _running(_bytes_by_step(run))),
+        ("bytes", "bytes sent by all nodes", "Loss over bytes", list(accumulate(_bytes_by_step(run)))),
     ]
     if energy:
-        axes.append(("joules", f"joules of all nodes ({energy})", "Loss over energy", _running(joules_by_step(run))))
+        axes.append(
+            ("joules", f"joules of all nodes ({energy})", "Loss over energy", list(accumulate(joules_by_step(run))))
+        )
     for name, label, title, x in axes:
         if x[-1] <= 0:  # one node sends nothing
             continue
@@ -120,11 +123,3 @@ def _modelled(load: Load, step: NodeStep) -> float:
     return msgspec.structs.replace(
         load, seconds=step.busy_s + step.idle_s, busy_s=step.busy_s, bytes=step.sent_bytes + step.received_bytes
     ).joules
-
-
-def _running(values: Sequence[float]) -> list[float]:
-    total, found = 0.0, []
-    for value in values:
-        total += value
-        found.append(total)
-    return found

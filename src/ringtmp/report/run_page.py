@@ -13,6 +13,7 @@ import msgspec
 
 from ringtmp.metrics.energy import Load
 from ringtmp.metrics.events import Regrouped
+from ringtmp.metrics.fold_events import work_in
 from ringtmp.metrics.summary import NodeSummary, Summary, loads_of
 from ringtmp.report import learning_curves
 from ringtmp.report.page_content import Figure, Mark, Page, Section, Series, Span, Table
@@ -111,13 +112,8 @@ def median_step(run: Run) -> tuple[int, tuple[Span, ...]] | None:
     done = next((found for part in reversed(run.parts) if (found := part.typical_step())), ())
     if not done:
         return None
-    begin = min(each.start for each in done)
-    return done[0].step, tuple(
-        Span(run.summary.name_of(each.node), span.kind, span.start - begin, span.end - begin)
-        for each in done
-        for span in each.spans
-        if span.kind not in ("send", "receive")
-    )
+    name = run.summary.name_of
+    return done[0].step, tuple(Span(name(node), kind, start, end) for node, kind, start, end in work_in(done))
 
 
 def speed(run: Run) -> Figure:

@@ -47,6 +47,39 @@ class Offence(NamedTuple):
 Inspector = Callable[[int, Message], None]
 
 
+class Traffic:
+    """What went over all links of a node, those of ended generations and of forgotten peers included."""
+
+    def __init__(self, links: Mapping[tuple[int, Channel], Link]) -> None:
+        self._links = links
+        self._retired: list[tuple[int, Channel, Counters]] = []
+
+    def retire(self, peer: int, channel: Channel, link: Link) -> None:
+        """A link that carries nothing more still counts."""
+        self._retired.append((peer, channel, link.counters))
+
+    def counters(self, *channels: Channel) -> Counters:
+        """Sums over all links of these channels; all channels if none is named."""
+        total = Counters()
+        for _, channel, counters in self._counted():
+            if channels and channel not in channels:
+                continue
+            for name in vars(total):
+                setattr(total, name, getattr(total, name) + getattr(counters, name))
+        return total
+
+    def sent_to(self) -> dict[int, int]:
+        """Tensor payload sent to each peer."""
+        found: dict[int, int] = {}
+        for peer, channel, counters in self._counted():
+            if channel is Channel.TENSOR and counters.payload_sent:
+                found[peer] = found.get(peer, 0) + counters.payload_sent
+        return found
+
+    def _counted(self) -> list[tuple[int, Channel, Counters]]:
+        return [*self._retired, *((peer, channel, link.counters) for (peer, channel), link in self._links.items())]
+
+
 class Endpoint:
     def __init__(
         self,
@@ -73,7 +106,7 @@ class Endpoint:
         self._met: dict[int, Address] = {}
         #: Links of ended generations to peers not heard in this one: what was said last may not have reached them.
         self._parting: dict[int, list[Link]] = {}
-        self._retired: list[tuple[int, Channel, Counters]] = []
+        self.traffic = Traffic(self._links)
         self._looked_at = 0.0
         #: What peers are to this node under its plan; None: there is none yet.
         self._is_a: IsA | None = None
@@ -90,7 +123,7 @@ class Endpoint:
     # -- who may say what ---------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
+    def _phase(self) -> Phase:
         return END if self._ending else MEETING if self._is_a is None else PLAN
 
     def enter_plan(self, is_a: IsA, inspector: Inspector) -> None:
@@ -109,7 +142,7 @@ class Endpoint:
     def judge(self, sender: int, message: Message) -> None:
         """The one place where it is decided whether a message may be handled. ProtocolError: it may not."""
         rule, name = message.RULE, type(message).__name__
-        offence = rule.offence(name, message, sender, self.node, self.phase, self._is_a)
+        offence = rule.offence(name, message, sender, self.node, self._phase, self._is_a)
         if offence is not None:
             raise ProtocolError(offence)
         for inspector in self._inspectors:
@@ -143,7 +176,8 @@ class Endpoint:
                 self._flush(peer, Channel.CONTROL, link)
             parting[peer] = links
         self._parting = parting
-        self._retired += [(peer, channel, link.counters) for (peer, channel), link in self._links.items()]
+        for (peer, channel), link in self._links.items():
+            self.traffic.retire(peer, channel, link)
         self._links.clear()
         self._local.clear()
         self._forgotten.clear()
@@ -270,34 +304,12 @@ class Endpoint:
         """A peer is gone for good: nothing more is sent to it, and nothing awaited."""
         for channel in Channel:
             if (link := self._links.pop((peer, channel), None)) is not None:
-                self._retired.append((peer, channel, link.counters))
+                self.traffic.retire(peer, channel, link)
         self._forgotten.add(peer)
 
     def forgot(self, peer: int) -> bool:
         """Mail of such a peer may still be in hand: it was collected together with the news."""
         return peer in self._forgotten
-
-    def counters(self, *channels: Channel) -> Counters:
-        """Sums over all links of these channels (all channels if none is named), of all generations."""
-        total = Counters()
-        for _, channel, counters in self._counted():
-            if channels and channel not in channels:
-                continue
-            for name in vars(total):
-                setattr(total, name, getattr(total, name) + getattr(counters, name))
-        return total
-
-    def sent_to(self) -> dict[int, int]:
-        """Tensor payload sent to each peer, in all generations."""
-        found: dict[int, int] = {}
-        for peer, channel, counters in self._counted():
-            if channel is Channel.TENSOR and counters.payload_sent:
-                found[peer] = found.get(peer, 0) + counters.payload_sent
-        return found
-
-    def _counted(self) -> list[tuple[int, Channel, Counters]]:
-        now = [(peer, channel, link.counters) for (peer, channel), link in self._links.items()]
-        return [*self._retired, *now]
 
     def close(self) -> None:
         self.snapshots.close()

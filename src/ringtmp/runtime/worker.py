@@ -129,16 +129,16 @@ def report(endpoint: Endpoint, event: events.Event) -> None:
 
 def farewell(endpoint: Endpoint) -> NodeEnded:
     """What a node has to say at its end."""
-    tensor = endpoint.counters(Channel.TENSOR)
-    everything = endpoint.counters()
+    tensor = endpoint.traffic.counters(Channel.TENSOR)
+    everything = endpoint.traffic.counters()
     return NodeEnded(
         endpoint.node,
         peak_rss_bytes(),
         tensor.payload_sent,
         tensor.payload_received,
-        endpoint.counters(Channel.BULK).payload_received,
+        endpoint.traffic.counters(Channel.BULK).payload_received,
         everything.overhead_sent,
         everything.resent,
         power=this_device.power(torch.get_num_threads()),
-        sent_to=endpoint.sent_to(),
+        sent_to=endpoint.traffic.sent_to(),
     )

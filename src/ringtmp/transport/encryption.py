@@ -121,18 +121,18 @@ class Gatekeeper:
 def serve_securely(socket: zmq.Socket[bytes], keys: KeyPair, domain: str) -> None:
     """The listening side: our key, and nobody without the gatekeeper's word."""
     socket.curve_server = True
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
+    _secure(socket, keys, domain)
 
 
 def connect_securely(socket: zmq.Socket[bytes], keys: KeyPair, server_key: str, domain: str) -> None:
     """The connecting side: nothing is said to a server that cannot prove `server_key`."""
+    socket.curve_serverkey = server_key.encode()
+    _secure(socket, keys, domain)
+
+
+def _secure(socket: zmq.Socket[bytes], keys: KeyPair, domain: str) -> None:
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
-    socket.curve_serverkey = server_key.encode()
     socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)

@@ -23,14 +23,7 @@ def bars(
     name: str, title: str, unit: str, values: Mapping[str, Interval], caption: str = "", log: bool = False
 ) -> Figure:
     """A bar per way with its interval."""
-    every = list(values.values())
-    series = Series(
-        unit,
-        tuple(values),
-        tuple(each.middle for each in every),
-        tuple(each.low for each in every),
-        tuple(each.high for each in every),
-    )
+    series = _series(unit, list(values.items()))
     return Figure(name, title, "bars", "", unit, (series,), caption=caption, log_y=log)
 
 
@@ -38,19 +31,14 @@ def lines(
     name: str, title: str, x: str, y: str, points: Mapping[str, Sequence[tuple[float, Interval]]], log_x: bool = False,
     log_y: bool = False, caption: str = "",
 ) -> Figure:  # fmt: skip
-    made = []
-    for label, each in points.items():
-        ordered = sorted(each, key=lambda point: point[0])
-        made.append(
-            Series(
-                label,
-                tuple(at for at, _ in ordered),
-                tuple(value.middle for _, value in ordered),
-                tuple(value.low for _, value in ordered),
-                tuple(value.high for _, value in ordered),
-            )
-        )
-    return Figure(name, title, "lines", x, y, tuple(made), log_x=log_x, log_y=log_y, caption=caption)
+    made = tuple(_series(label, sorted(each, key=lambda point: point[0])) for label, each in points.items())
+    return Figure(name, title, "lines", x, y, made, log_x=log_x, log_y=log_y, caption=caption)
+
+
+def _series(name: str, points: Sequence[tuple[float | str, Interval]]) -> Series:
+    x, values = zip(*points, strict=True) if points else ((), ())
+    middle, low, high = (tuple(getattr(each, part) for each in values) for part in ("middle", "low", "high"))
+    return Series(name, x, middle, low, high)
 
 
 def causes_figure(name: str, title: str, records: Mapping[str, Sequence[Record]]) -> Figure:

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.largest_model import Search, Try
-from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, program
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
 from ringtmp.bench.user_choices import Choices
 from ringtmp.lab.devices_file import toml
@@ -72,7 +72,7 @@ def job(choices: Choices, way: Way) -> Job:
         workload=f"mlp w{WIDTH}",
         setting=f"{len(devices)} devices {cap_mb(choices):g}MiB",
         case=way.label,
-        command=(PYTHON, "-P", "-m", "ringtmp.bench.programs.largest_model", msgspec.json.encode(search).decode()),
+        command=program("programs.largest_model", search),
         files={DEVICES: toml(devices)},
         output="told",
         batch_size=32,
@@ -182,25 +182,20 @@ def too_large(each: Try) -> bool:
 
 
 def _bounded(known: Sequence[Try]) -> bool:
-    best = largest(known)
-    return best is not None and any(each.parameters > best.parameters for each in known if too_large(each))
+    return math.isfinite(_between(known)[1])
 
 
 def _bounds(ring: Sequence[Try], server: Sequence[Try]) -> tuple[float, float]:
     """What the sizes that were tried leave open: the true largest lies below the smallest that did not work."""
-    low_ring, low_server = largest(ring), largest(server)
-    assert low_ring is not None
-    assert low_server is not None
-    high = [
-        min(
-            (each.parameters for each in side if too_large(each) and each.parameters > low.parameters),
-            default=None,
-        )
-        for side, low in ((ring, low_ring), (server, low_server))
-    ]
-    most = high[0] / low_server.parameters if high[0] else math.inf
-    least = low_ring.parameters / high[1] if high[1] else 0.0
-    return least, most
+    (low_ring, high_ring), (low_server, high_server) = _between(ring), _between(server)
+    return low_ring / high_server, high_ring / low_server
+
+
+def _between(known: Sequence[Try]) -> tuple[float, float]:
+    """The largest size that worked, and the smallest above it that is too large; inf where none was tried."""
+    fits = max(each.parameters for each in known if each.outcome == "fits")
+    above = (each.parameters for each in known if too_large(each) and each.parameters > fits)
+    return fits, min(above, default=math.inf)
 
 
 def _figures(best: dict[str, Try | None], cap: float) -> list[Figure]:

@@ -31,10 +31,6 @@ def cells(choices: Choices) -> list[Cell]:
     return [learning_progress.alone(choices), *shared_runs.task_cells(choices)]
 
 
-def jobs(choices: Choices) -> list[Job]:
-    return [each.job for each in cells(choices)]
-
-
 def section(choices: Choices, measured: Measured) -> Section:
     every = [each for each in cells(choices) if measured.records(each.job)]
     found = [each for each in (per_sample(each, measured) for each in every) if each is not None]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.intervals import Interval
-from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.training_runs import shared_runs
 from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING
@@ -20,10 +19,6 @@ from ringtmp.report.page_content import Figure, Section, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 
 AIM = "RingTMP reduces the time workers are idle"
-
-
-def jobs(choices: Choices) -> list[Job]:
-    return [each.job for each in cells(choices)]
 
 
 def cells(choices: Choices) -> list[Cell]:

@@ -14,7 +14,6 @@ import msgspec
 
 from ringtmp.bench.analysis import per_step_values, ring_against_server
 from ringtmp.bench.analysis.ring_against_server import Sampled
-from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
 from ringtmp.bench.training_runs import shared_runs
@@ -58,10 +57,6 @@ def alone(choices: Choices) -> Cell:
     ring = next((way for way in choices.ways if way.like_one_process), ALONE)
     work = msgspec.structs.replace(choices.task(), lr=choices.rate(ring, choices.task().lr))
     return cell(choices, ALONE, work, choices.place(1), "one device")
-
-
-def jobs(choices: Choices) -> list[Job]:
-    return [each.job for each in cells(choices)]
 
 
 def section(choices: Choices, measured: Measured) -> Section:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-import msgspec
-
-from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs import message_round_trip
+from ringtmp.bench.training_runs.device_setups import program
 from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Section, Table
 
@@ -26,7 +25,7 @@ def jobs(choices: Choices) -> list[Job]:
             workload=f"{choices.size_bytes} bytes",
             setting="two processes",
             case=f"{choices.rounds} rounds of {choices.count}",
-            command=(PYTHON, "-P", "-m", message_round_trip.__name__, msgspec.json.encode(exchange).decode()),
+            command=program("programs.message_round_trip", exchange),
             files={},
             output="told",
             batch_size=1,
@@ -37,7 +36,7 @@ def jobs(choices: Choices) -> list[Job]:
 
 def results(choices: Choices, measured: Measured) -> dict[str, Any]:
     """Seconds one way, a value per round."""
-    taken = [each.result for job in jobs(choices) for each in measured.of(job) if each.result is not None]
+    taken = [each for job in jobs(choices) for each in measured.results(job)]
     one_way_s = {
         "node to node, encrypted": [second for each in taken for second in each.step_s],
         "Gloo, in the clear": [second for each in taken for second in each.facts["gloo_s"]],

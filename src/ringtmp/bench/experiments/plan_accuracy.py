@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ringtmp.bench.measuring.jobs import Job
-from ringtmp.bench.measuring.measurement_files import Measured, Measurement
+from ringtmp.bench.measuring.measurement_files import Measured, Result
 from ringtmp.bench.measuring.read_output import RUN
 from ringtmp.bench.training_runs.device_setups import DEVICES, equal_devices, lab
 from ringtmp.bench.user_choices import Choices
@@ -218,7 +218,7 @@ def section(choices: Choices, measured: Measured) -> Section:
 def rows(choices: Choices, measured: Measured) -> list[Row]:
     found = []
     for bed in _wanted(choices)[0]:
-        taken = measured.of(forecast_job(choices, bed))
+        taken = measured.results(forecast_job(choices, bed))
         if not taken:
             continue
         steps = [_step_s(each) for each in taken]
@@ -242,7 +242,7 @@ def rows(choices: Choices, measured: Measured) -> list[Row]:
 def contrasts(choices: Choices, measured: Measured) -> list[Contrast]:
     found = []
     for bed, wanted in _wanted(choices)[1]:
-        taken = {way: measured.of(job) for way, job in contrast_jobs(choices, bed).items()}
+        taken = {way: measured.results(job) for way, job in contrast_jobs(choices, bed).items()}
         steps = {way: statistics.median(map(_step_s, group)) for way, group in taken.items() if group}
         gone = next((_forecast(each).left_out for each in taken["planned"]), ())
         found.append(Contrast(bed.name, wanted, steps, tuple(gone)))
@@ -257,23 +257,18 @@ def errors(found: Sequence[Row]) -> Errors | None:
     return Errors(statistics.median(steps), float(np.quantile(steps, 0.9)), statistics.median(memory), max(memory))
 
 
-def memory_errors(measurement: Measurement) -> list[float]:
+def memory_errors(result: Result) -> list[float]:
     """By node, in the order of the forecast."""
-    assert measurement.result is not None
-    peaks = {node["node"]: node["peak_rss_bytes"] for node in measurement.result.facts["per_node"]}
-    return [
-        each.memory_bytes / peaks[each.node] - 1 for each in _forecast(measurement).per_node if peaks.get(each.node)
-    ]
+    peaks = {node["node"]: node["peak_rss_bytes"] for node in result.facts["per_node"]}
+    return [each.memory_bytes / peaks[each.node] - 1 for each in _forecast(result).per_node if peaks.get(each.node)]
 
 
-def _forecast(measurement: Measurement) -> Forecast:
-    assert measurement.result is not None
-    return msgspec.convert(measurement.result.facts["forecast"], Forecast)
+def _forecast(result: Result) -> Forecast:
+    return msgspec.convert(result.facts["forecast"], Forecast)
 
 
-def _step_s(measurement: Measurement) -> float:
-    assert measurement.result is not None
-    return statistics.median(measurement.result.step_s)
+def _step_s(result: Result) -> float:
+    return statistics.median(result.step_s)
 
 
 def _forecast_table(found: Sequence[Row]) -> Table:

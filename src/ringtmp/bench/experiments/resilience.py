@@ -15,11 +15,11 @@ from typing import Any, Literal
 import msgspec
 
 from ringtmp.bench.analysis import page_drawings
-from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.node_removal import Removal
 from ringtmp.bench.training_runs import shared_runs
-from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, program
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
 from ringtmp.bench.training_runs.train_commands import Cell, cell, local, train_words
 from ringtmp.bench.training_runs.workloads import Workload
@@ -110,7 +110,7 @@ def job(choices: Choices, loss: Loss) -> Job:
         workload=f"{work.name} s{work.steps}",
         setting=f"{loss.what} {loss.role} of {loss.nodes}" + ("" if choices.emulated else " processes"),
         case=loss.way.label,
-        command=(PYTHON, "-P", "-m", "ringtmp.bench.programs.node_removal", msgspec.json.encode(removal).decode()),
+        command=program("programs.node_removal", removal),
         files=files,
         output="told",
         batch_size=work.batch_size,

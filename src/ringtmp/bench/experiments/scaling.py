@@ -12,7 +12,6 @@ import msgspec
 from ringtmp.bench.analysis import intervals, page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.experiments import learning_progress
-from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.training_runs import shared_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
@@ -32,10 +31,6 @@ SAMPLES_PER_DEVICE = 8
 
 def cells(choices: Choices) -> list[Cell]:
     return [*_kind(choices, STRONG), *([] if choices.quick else _kind(choices, WEAK))]
-
-
-def jobs(choices: Choices) -> list[Job]:
-    return [each.job for each in cells(choices)]
 
 
 def section(choices: Choices, measured: Measured) -> Section:

@@ -16,7 +16,6 @@ import msgspec
 
 from ringtmp.bench.analysis import intervals, page_drawings, per_step_values
 from ringtmp.bench.analysis.intervals import Interval
-from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
 from ringtmp.bench.training_runs import shared_runs
@@ -60,10 +59,6 @@ def cells(choices: Choices) -> list[Cell]:
             work = shared_runs.tuned(choices, way, None if rate == LINK_MBPS and choices.quick else steps)
             found.append(cell(choices, way, work, choices.place(choices.nodes, link_mbps=rate), f"{rate:g} Mbit/s"))
     return found
-
-
-def jobs(choices: Choices) -> list[Job]:
-    return [each.job for each in cells(choices)]
 
 
 def section(choices: Choices, measured: Measured) -> Section:

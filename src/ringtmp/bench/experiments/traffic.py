@@ -7,6 +7,7 @@ what the arithmetic says. One row is the set-up of the 2021 prototype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 
 import msgspec
@@ -14,7 +15,6 @@ import msgspec
 from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server, traffic_formulas
 from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, SERVERS, Net
-from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Track
 from ringtmp.bench.training_runs import shared_runs
@@ -59,10 +59,6 @@ def shape_cells(choices: Choices) -> list[tuple[Net, str, Cell]]:
             found.append((net, RING, local(ring, work, choices.nodes, net.name, cuts)))
         found.append((net, SERVER, local(server, work, choices.nodes, net.name)))
     return found
-
-
-def jobs(choices: Choices) -> list[Job]:
-    return [each.job for each in cells(choices)]
 
 
 def cells(choices: Choices) -> list[Cell]:
@@ -144,17 +140,10 @@ def _map(name: str, title: str, nodes: int, busiest: bool) -> Figure:
     """Ring over each of the others: below 1 the ring sends less."""
     rows = []
     others = SERVERS if busiest else SERVERS[:1]
+    values = traffic_formulas.busiest_values if busiest else partial(traffic_formulas.epoch_values, samples=EPOCH)
     for net in NETS:
         for other in others:
-            ratios = []
-            for size in BATCH_SIZES:
-                if busiest:
-                    ring, server = (traffic_formulas.busiest_values(net, each, nodes, size) for each in (RING, other))
-                else:
-                    ring, server = (
-                        traffic_formulas.epoch_values(net, each, nodes, size, EPOCH) for each in (RING, other)
-                    )
-                ratios.append(ring / server)
+            ratios = [values(net, RING, nodes, size) / values(net, other, nodes, size) for size in BATCH_SIZES]
             label = f"{net.name} / {other}" if busiest else net.name
             rows.append(Series(label, tuple(str(size) for size in BATCH_SIZES), tuple(ratios)))
     return Figure(

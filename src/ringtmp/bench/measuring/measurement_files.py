@@ -108,18 +108,17 @@ class Measured:
         """Its repeats, failed ones too."""
         return self._by_stem.get(job.file_stem, [])
 
-    def of(self, job: Job) -> list[Measurement]:
-        """The repeats that were measured."""
-        return [each for each in self.every(job) if each.result is not None]
+    def results(self, job: Job) -> list[Result]:
+        """Of the repeats that were measured."""
+        return [each.result for each in self.every(job) if each.result is not None]
 
     def records(self, job: Job) -> list[Record]:
         if job.file_stem not in self._records:
-            found = [from_facts(each.result.facts) for each in self.of(job) if each.result is not None]
-            self._records[job.file_stem] = found
+            self._records[job.file_stem] = [from_facts(each.facts) for each in self.results(job)]
         return self._records[job.file_stem]
 
     def facts(self, job: Job) -> list[Mapping[str, object]]:
-        return [each.result.facts for each in self.of(job) if each.result is not None]
+        return [each.facts for each in self.results(job)]
 
     def missing(self, jobs: Iterable[Job]) -> tuple[Skipped, ...]:
         """Those with a problem, and which."""

@@ -7,14 +7,13 @@ every experiment reads from it what it needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ringtmp.metrics.energy import Power
-from ringtmp.metrics.events import NodeStarted, NodeStep
-from ringtmp.metrics.fold_events import Part
+from ringtmp.metrics.events import NodeStarted
+from ringtmp.metrics.fold_events import Part, work_in
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):
@@ -89,7 +88,7 @@ def record(part: Part) -> Record:
         samples=tuple(each.samples for each in part.steps),
         tracks=tuple(_track(part, part.nodes[node]) for node in sorted(part.nodes)),
         scores=tuple(Score(each.step, each.at - origin, each.loss, each.accuracy) for each in part.evaluations),
-        bars=_bars(part.typical_step()),
+        bars=tuple(Bar(*each) for each in work_in(part.typical_step())),
         scale=part.started.facts.get("lab_scale", 1.0),
     )
 
@@ -118,14 +117,4 @@ def _track(part: Part, start: NodeStarted) -> Track:
         peak_rss_bytes=end.peak_rss_bytes if end else None,
         power=part.powers.get(start.node),
         sent_to=end.sent_to if end else {},
-    )
-
-
-def _bars(done: Sequence[NodeStep]) -> tuple[Bar, ...]:
-    origin = min((each.start for each in done), default=0.0)
-    return tuple(
-        Bar(each.node, span.kind, span.start - origin, span.end - origin)
-        for each in done
-        for span in each.spans
-        if span.kind not in ("send", "receive")  # they overlap computing and each other
     )

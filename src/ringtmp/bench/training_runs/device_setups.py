@@ -58,6 +58,11 @@ def equal_devices(count: int, cpu: float, link_mbps: float, memory_mb: float) ->
     return tuple(Device(f"n{index}", cpu, cpu, memory_mb, link_mbps) for index in range(count))
 
 
+def program(module: str, argument: msgspec.Struct, *words: str) -> tuple[str, ...]:
+    """A program of the bench, which is told what to do as JSON."""
+    return (PYTHON, "-P", "-m", f"ringtmp.bench.{module}", msgspec.json.encode(argument).decode(), *words)
+
+
 def lab(isolated: bool = True, scale: bool = False, execute: bool = False) -> list[str]:
     """`execute`: any command on the devices of the file; otherwise a verb of ringtmp."""
     words = ["exec"] * execute + ["--no-isolation"] * (not isolated) + ["--scale"] * scale

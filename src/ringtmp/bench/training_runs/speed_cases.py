@@ -12,9 +12,9 @@ from typing import Literal
 import msgspec
 
 from ringtmp.bench.analysis.intervals import Centre
-from ringtmp.bench.measuring.jobs import PYTHON, Job
+from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.read_output import RUN
-from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, Setting, lab
+from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, Setting, lab, program
 from ringtmp.bench.training_runs.workloads import Workload, train_flags
 from ringtmp.errors import unknown
 from ringtmp.lab.devices_file import toml
@@ -98,10 +98,12 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
     """`work` says how many steps there are in all. `microbatches` overrides what suits a pipeline."""
     count = _microbatches(case, work, setting, microbatches)
     if case.family == "one":
-        command = _peer("one_process", work)
+        command = list(program("peers.one_process", work))
     elif case.group == "peer":
         schedule = ["--schedule", case.schedule, "--layout", case.layout, "--microbatches", str(count)]
-        peer = _peer(case.family, work, "--meet", "meet", *(schedule if case.family == "pipelining" else []))
+        peer = program(
+            f"peers.{case.family}", work, "--meet", "meet", *(schedule if case.family == "pipelining" else [])
+        )
         command = [*lab(setting.emulated, execute=True), *peer]
     else:
         train = [
@@ -158,7 +160,3 @@ def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | No
         return min(workers(case, setting), work.batch_size)
     least = len(stage_ranks(case.layout, setting.nodes)) if case.one_each else 1
     return min(max(wanted or work.pipeline_microbatches, least), work.batch_size)
-
-
-def _peer(name: str, work: Workload, *words: str) -> list[str]:
-    return [PYTHON, "-P", "-m", f"ringtmp.bench.peers.{name}", msgspec.json.encode(work).decode(), *words]
