@@ -90,11 +90,14 @@ class OwnedTensor(msgspec.Struct, frozen=True):
     saved: bool
 
 
-class OutputTree(msgspec.Struct, frozen=True):
-    """How a layer's flat outputs are nested for the next layer, the loss and the user: '*' is one tensor."""
+class OutputTree(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a layer's flat outputs are nested for the next layer, the loss and the user: '*' is one tensor, 'none' is None,
+    an 'object' is a dataclass or a named tuple."""
 
-    kind: Literal["*", "tuple", "list"]
+    kind: Literal["*", "tuple", "list", "dict", "object", "none"]
     children: tuple[OutputTree, ...] = ()
+    names: tuple[str, ...] = ()  # of the children of a dict or an object
+    cls: str = ""  # of an object, as "module:name"; never imported
 
 
 class Layer(msgspec.Struct, frozen=True):

@@ -37,6 +37,7 @@ def write_model(
             LayerIndex(
                 name, tuple(names), found.costs, found.leaving, least_microbatch=found.least_microbatch,
                 inputs=found.entering, checked=found.checked, digests=tuple(digests),
+                input_names=found.input_names,
             )
         )  # fmt: skip
         writer.commit()
