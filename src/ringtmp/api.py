@@ -45,7 +45,7 @@ from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
 
-Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
+Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
 
 
 class Ring:

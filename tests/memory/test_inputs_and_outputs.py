@@ -162,6 +162,21 @@ def test_keys_in_another_order_are_arranged_and_labels_are_not_needed_to_predict
         ring.predict(result.run_dir, {"y": Y, "z": X})
 
 
+@pytest.mark.parametrize("keep", ["memory", "disk"])
+def test_a_stream_of_dicts_trains_as_a_table_does(tmp_path: Path, keep: str) -> None:
+    torch.manual_seed(3)
+    model = OwnLoss()
+    found = [{key: each[first : first + 8] for key, each in LABELLED.items()} for first in (0, 8, 16)]
+    turned = [dict(sorted(each.items(), reverse=place == 1)) for place, each in enumerate(found)]
+    digests = [
+        Ring(nodes=1, progress=False)
+        .fit(model, data, epochs=2, run_dir=tmp_path / name, optimizer="sgd", stream_keep=keep)
+        .summary.weights_sha256
+        for name, data in (("as", found), ("turned", turned))
+    ]
+    assert digests[0] == digests[1] is not None
+
+
 def test_a_resumed_run_takes_the_same_dicts(tmp_path: Path) -> None:
     whole = fit(OwnLoss(), LABELLED, tmp_path)
     turned = {"y": Y, "labels": LABELS, "x": X}
@@ -174,6 +189,11 @@ class Number(Net):
         return {"logits": super().forward(x, y), "count": 3}
 
 
+class Optional(Net):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        return super().forward(x, Y[: len(x)] if y is None else y)
+
+
 class Complex(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -184,6 +204,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "a sample of another shape": (Net, ({"x": Y, "y": Y}, LABELS), None, r"refuses a microbatch of shape \(2, 3\), \(2, 3\)"),
     "a key that forward lacks": (Net, ({"x": X, "z": Y}, LABELS), None, "the data has 'z', and Net.forward takes no such"),
     "an argument that is missing": (Net, ({"x": X}, LABELS), None, "Net.forward needs 'y'"),
+    "a tuple for one argument": (Optional, ((X, Y), LABELS), None, "was given all inputs as one tuple: to name its arguments"),
     "different lengths": (Net, ({"x": X[:5], "y": Y}, LABELS), None, "different lengths: x 5, y 24, targets 24"),
     "an object and a loss of tensors": (
         Answers, PAIRS, "cross_entropy", "takes one tensor, and the model returns a Answer with logits: give",

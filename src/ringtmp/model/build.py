@@ -16,7 +16,7 @@ from torch import nn
 
 from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import resolve
-from ringtmp.model.call import call_arguments
+from ringtmp.model.call import Arguments, call_arguments
 from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
 from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
@@ -210,6 +210,10 @@ def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
         kinds = {leaf.dtype for leaf in sample.leaves}
         weights = {each.dtype for each in module.parameters()}
         hint = "Check the shape of the data; if it is the number of samples, use fewer --microbatches or another --batch-size"
+        if isinstance(sample.value, Arguments) and isinstance(next(iter(sample.value.args), None), tuple | list):
+            hint = (
+                f"{type(module).__name__}.forward was given all inputs as one tuple: to name its arguments, give a dict"
+            )
         if "dtype" in reason and kinds.isdisjoint(weights):
             hint = f"The data is {_names(kinds)} and the weights are {_names(weights)}: convert the data, as in inputs.float()"
         raise UsageError(
