@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,8 +16,9 @@ from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
 from ringtmp.data import named_sources
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.randomness import left_alone
-from ringtmp.data.sources import Source, from_python, leaves
+from ringtmp.data.sources import Source, from_python, with_loss
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
@@ -29,6 +31,7 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
+from ringtmp.model.output_tree import joined
 from ringtmp.run.check_settings import resolve, resumed
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.interruption import interruptible
@@ -42,7 +45,7 @@ from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
 
-Data = Any  # a name, (inputs, targets) tensors, a Dataset, a DataLoader, any iterable of batches
+Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
 
 
 class Ring:
@@ -161,7 +164,7 @@ def start(
     config = resolve(config)
     train, test = data or named_sources.load(config.training.data, config.training.seed, config.model.settings)
     source = model if model is not None else named_model(config.model, train)
-    function, name = _loss(loss or config.training.loss or None, train)
+    function, name, train, test = _loss(loss or config.training.loss or None, train, test)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
     with _modes_kept(source):
         unwritten = _train(Job(config, source, train, test, function, name, run), watcher, pool)
@@ -182,7 +185,7 @@ def resume(
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     config = settings_of(run_dir, changes)
-    train, test = data or _named_again(config)
+    train, test = _labels_as(saved.loss, *(data or _named_again(config)))
     job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
     unwritten = _train(job, watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
@@ -201,6 +204,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         source = test or train
     else:
         source = from_python(data, seed=saved.config.training.seed)
+    source, _ = _labels_as(saved.loss, source, None)
     function = loss or _loss_again(run, saved.loss)
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
@@ -223,17 +227,17 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
     count = len(leaves(inputs)[0])
     if not count:
         raise UsageError("there are no inputs to predict from")
+    inputs = run.read_layers()[0].without_targets(inputs, count)
     per_pass = training.batch_size * EVALUATION_FACTOR
     batches = []
     for first in range(0, count, per_pass):
         part = torch.arange(first, min(first + per_pass, count))
-        pieces, nobody = split_batch(
-            _select(inputs, part), torch.zeros(len(part)), training.microbatches * EVALUATION_FACTOR
-        )
+        chosen = map_tensors(partial(torch.index_select, dim=0, index=part), inputs)
+        pieces, nobody = split_batch(chosen, torch.zeros(len(part)), training.microbatches * EVALUATION_FACTOR)
         batches.append(Batch(0, pieces, nobody, len(part)))
     with _inference(run, saved.config, nodes, loss_named("mse")) as ring:
         outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
-    return _concatenate(outputs)
+    return joined(outputs)
 
 
 def device_pool(
@@ -334,26 +338,21 @@ def _schedule(given: Any) -> dict[str, Any]:
     return dict(given or {})
 
 
-def _loss(loss: str | LossFunction | None, train: Source) -> tuple[LossFunction, str]:
-    if callable(loss):
-        return loss, "callable"
-    name = loss or train.loss
-    return loss_named(name), name
+def _loss(
+    loss: str | LossFunction | None, train: Source, test: Source | None
+) -> tuple[LossFunction, str, Source, Source | None]:
+    """The loss, its name, and the data as that loss takes it."""
+    train, name = with_loss(train, "callable" if callable(loss) else loss)
+    function = loss if callable(loss) else loss_named(name)
+    return function, name, *_labels_as(name, train, test)
+
+
+def _labels_as(loss: str, train: Source, test: Source | None) -> tuple[Source, Source | None]:
+    """Labels that come among the inputs stay there for a loss that the model computes, and are targets otherwise."""
+    return with_loss(train, loss)[0], None if test is None else with_loss(test, loss)[0]
 
 
 def _loss_again(run: RunDirectory, name: str) -> LossFunction:
     if name == "callable":
         raise UsageError(f"the run {run.path} was trained with a loss of your own: give it again")
     return loss_named(name)
-
-
-def _select(inputs: Any, index: torch.Tensor) -> Any:
-    if isinstance(inputs, torch.Tensor):
-        return inputs[index]
-    return tuple(_select(each, index) for each in inputs)
-
-
-def _concatenate(outputs: list[Any]) -> Any:
-    if isinstance(outputs[0], torch.Tensor):
-        return torch.cat(outputs)
-    return tuple(_concatenate([each[i] for each in outputs]) for i in range(len(outputs[0])))

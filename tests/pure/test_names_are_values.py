@@ -16,8 +16,8 @@ from ringtmp.runtime.optimizers import OPTIMIZERS
 from ringtmp.wire.formats import WIRE_FORMATS
 
 ROOT = Path(ringtmp.__file__).parent
-#: Names that are words besides: a "step" is an event, a "constant" a kind of tensor in a graph.
-WORDS = {"step", "constant"}
+#: Names that are words besides: a "step" is an event, a "constant" a kind of tensor in a graph, a "model" what is trained.
+WORDS = {"step", "constant", "model"}
 NAMES = {*SCHEDULES, *RATE_SCHEDULES, *LOSSES, *OPTIMIZERS, *WIRE_FORMATS} - WORDS
 HOMES = {
     "plan/pipeline_schedules.py",

@@ -47,8 +47,8 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, pysource or FILE.py:factory.", DATA,
         bits=True, own=True)] = "digits"
     loss: Annotated[str, Is(
-        "Loss function: cross_entropy, mse or next_byte.", DATA, usual="the one that fits the data", bits=True,
-        own=True)] = ""
+        "Loss function: cross_entropy, mse, next_byte, or model for the loss the model returns.", DATA,
+        usual="the one that fits the data", bits=True, own=True)] = ""
     epochs: Annotated[int | None, Is(
         "Passes over the training data.", TRAINING, least=1, usual=str(DEFAULT_EPOCHS), bits=True, resume=True)] = None
     steps: Annotated[int | None, Is(

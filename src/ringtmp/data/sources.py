@@ -2,19 +2,37 @@
 
 A `Table` holds samples one can index: every batch is a pure function of seed and step. A `Stream` is anything that
 yields ready batches in order of arrival: a DataLoader, a generator, a sensor.
+
+Both read items as `data/items.py` has them: pairs, or mappings with labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from ringtmp.data.items import (
+    LABELS,
+    OWN_LOSS,
+    Items,
+    checked_pair,
+    collated,
+    kind_of,
+    usual_loss,
+    without_labels,
+)  # fmt: skip
+from ringtmp.data.nested_inputs import arranged, leaves, map_tensors, names
 from ringtmp.data.randomness import Randomness, not_ours, restart_workers
 from ringtmp.errors import UsageError
+
+__all__ = [
+    "LABELS", "OWN_LOSS", "Shape", "Source", "Stream", "Table", "from_python", "leaves", "map_tensors", "split", "subset",
+    "tensors", "with_loss",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,7 @@ class Table:
     loss: str = "cross_entropy"
     #: Of a dataset, which may draw random numbers for a sample; plain tensors do not.
     randomness: Randomness | None = None
+    items: Items = "pairs"
 
     def drawn(self, index: torch.Tensor, *key: object) -> tuple[Any, torch.Tensor]:
         """`take`, with every random number from the key alone."""
@@ -74,15 +93,26 @@ class Stream:
         restart_workers(batches)
         self._iterator: Iterator[Any] | None = None
         self._first: tuple[Any, torch.Tensor] | None = None
+        self.items: Items = "pairs"
+        self._names: tuple[str, ...] | None = None
+        self._apart = False
         first = self._pull()
         if first is None:
             raise UsageError(f"data {name} is empty")
         self._first = first
         inputs, targets = first
+        self._names = names(inputs)
         self.batch_size = leaves(inputs)[0].shape[0]
-        self.loss = loss or ("cross_entropy" if not targets.is_floating_point() else "mse")
-        sample = leaves(inputs)[0]
-        self.shape = Shape(tuple(sample.shape[1:]), sample.is_floating_point(), 0)
+        self.loss = loss or usual_loss(self.items, targets)
+        self.shape = _shape_of(inputs)
+
+    def take_labels_apart(self) -> None:
+        """From now on they are not among the inputs."""
+        if not self._apart:
+            self._apart = True
+            if self._first is not None:
+                self._first = without_labels(self.name, *self._first)
+                self.shape = _shape_of(self._first[0])
 
     def next(self) -> tuple[Any, torch.Tensor] | None:
         """The next batch; None at the end of a pass."""
@@ -116,37 +146,44 @@ class Stream:
         if item is None:
             self._iterator = None
             return None
-        return checked_pair(self.name, item)
+        self.items = kind_of(item)
+        inputs, targets = checked_pair(self.name, item)
+        if self._names is not None:
+            inputs = arranged(inputs, self._names, f"a batch of {self.name}")
+        return without_labels(self.name, inputs, targets) if self._apart else (inputs, targets)
 
 
 Source = Table | Stream
 
 
-def leaves(inputs: Any) -> list[torch.Tensor]:
-    """The tensors in an input that may be a tensor or a tuple of inputs."""
-    if isinstance(inputs, torch.Tensor):
-        return [inputs]
-    if isinstance(inputs, tuple | list) and inputs:
-        return [leaf for item in inputs for leaf in leaves(item)]
-    raise UsageError(f"inputs must be tensors or tuples of tensors, not {type(inputs).__name__}")
+def with_loss(source: Source, given: str | None) -> tuple[Source, str]:
+    """The data as this loss takes it, and the loss: the one that fits the data unless one is given."""
+    if source.items == "pairs" or given == OWN_LOSS:
+        return source, given or source.loss
+    if source.items == "inputs":
+        raise UsageError(
+            f"data {source.name} gives dicts without {LABELS!r}: name the targets {LABELS!r}, give (inputs, targets) pairs, or "
+            f'use loss="{OWN_LOSS}" if the model computes its loss from what is there'
+        )
+    if given is None:
+        return source, source.loss
+    if isinstance(source, Stream):
+        source.take_labels_apart()
+        return source, given
+    whole = source
+
+    def take(index: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        return without_labels(whole.name, *whole.take(index))
+
+    inputs, _ = replace(whole, take=take).example(1)
+    return replace(
+        whole, take=take, items="pairs", shape=replace(_shape_of(inputs), outputs=whole.shape.outputs)
+    ), given
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], inputs: Any) -> Any:
-    if isinstance(inputs, torch.Tensor):
-        return function(inputs)
-    return tuple(map_tensors(function, item) for item in inputs)
-
-
-def checked_pair(name: str, item: Any) -> tuple[Any, torch.Tensor]:
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise UsageError(f"data {name} must give (inputs, targets) pairs, not {type(item).__name__}")
-    inputs, targets = item
-    if not isinstance(targets, torch.Tensor):
-        raise UsageError(f"data {name}: targets must be a tensor, not {type(targets).__name__}")
-    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in (*leaves(inputs), targets)}
-    if len(sizes) != 1 or 0 in sizes:
-        raise UsageError(f"data {name}: inputs and targets of one batch have different lengths: {sorted(sizes)}")
-    return inputs, targets
+def _shape_of(inputs: Any, outputs: int = 0) -> Shape:
+    sample = leaves(inputs)[0]
+    return Shape(tuple(sample.shape[1:]), sample.is_floating_point(), outputs)
 
 
 def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int | None = None) -> Table:
@@ -174,14 +211,18 @@ def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int
 
 
 def from_python(data: Any, name: str = "given", seed: int = 0) -> Source:
-    """What a user passes to `fit`: a pair of tensors, a map-style Dataset, a DataLoader, any iterable of batches."""
+    """What a user passes to `fit`: tensors, a map-style Dataset, a DataLoader, any iterable of batches."""
     if isinstance(data, Table | Stream):
         return data
-    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(each, np.ndarray) for each in data):
-        data = tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in data)
-        data = tuple(each.float() if each.is_floating_point() else each for each in data)
-    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(each, torch.Tensor) for each in data):
-        return tensors(name, data[0], data[1])
+    if isinstance(data, tuple | list) and len(data) == 2 and _is_whole(data[0]) and _is_whole(data[1], alone=True):
+        inputs, targets = _tensors(data[0]), _tensors(data[1])
+        if isinstance(inputs, torch.Tensor):
+            return tensors(name, inputs, targets)
+        return _whole(name, (inputs, targets))
+    if isinstance(data, Mapping):
+        if not _is_whole(data):
+            raise UsageError(f"data {name}: a dict must hold tensors of all samples, or give a Dataset of dicts")
+        return _whole(name, _tensors(data))
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple | list):
         return _dataset(name, data)
     if isinstance(data, Iterable):
@@ -192,23 +233,56 @@ def from_python(data: Any, name: str = "given", seed: int = 0) -> Source:
     )
 
 
-def _dataset(name: str, data: Any) -> Table:
-    from torch.utils.data import default_collate
+def _is_whole(part: Any, alone: bool = False) -> bool:
+    """Tensors or arrays of all samples; unless `alone`, also in tuples and mappings."""
+    if isinstance(part, torch.Tensor | np.ndarray):
+        return True
+    if alone or not isinstance(part, Mapping | tuple | list) or not part:
+        return False
+    return all(_is_whole(each) for each in (part.values() if isinstance(part, Mapping) else part))
 
-    if not len(data):
-        raise UsageError(f"data {name} is empty")
+
+def _tensors(part: Any) -> Any:
+    if isinstance(part, np.ndarray):
+        tensor = torch.from_numpy(np.ascontiguousarray(part))
+        return tensor.float() if tensor.is_floating_point() else tensor
+    if isinstance(part, Mapping):
+        return {key: _tensors(item) for key, item in part.items()}
+    return part if isinstance(part, torch.Tensor) else tuple(_tensors(item) for item in part)
+
+
+def _whole(name: str, item: Any) -> Table:
+    """A table over several tensors of equal length."""
+    inputs, targets = checked_pair(name, item)
+    classes = not targets.is_floating_point() and targets.dim() == 1
 
     def take(index: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        inputs, targets = checked_pair(name, default_collate([data[i] for i in index.tolist()]))
-        return inputs, targets
+        given = map_tensors(lambda each: each[index], inputs)
+        return given, given[LABELS] if kind_of(item) == "labels" else targets[index]
+
+    shape = _shape_of(inputs, int(targets.max()) + 1 if classes else 0)
+    return Table(name, len(targets), shape, take, usual_loss(kind_of(item), targets), items=kind_of(item))
+
+
+def _dataset(name: str, data: Any) -> Table:
+    if not len(data):
+        raise UsageError(f"data {name} is empty")
+    known: list[tuple[str, ...]] = []
+    kinds: list[Items] = []
+
+    def take(index: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        item = collated(name, [data[i] for i in index.tolist()])
+        inputs, targets = checked_pair(name, item)
+        if not known:
+            known.append(names(inputs))
+            kinds.append(kind_of(item))
+        return arranged(inputs, known[0], f"a sample of {name}"), targets
 
     randomness = Randomness(0, data)
     with randomness.keyed("shape"):
         inputs, targets = take(torch.zeros(1, dtype=torch.long))
-    sample = leaves(inputs)[0]
-    shape = Shape(tuple(sample.shape[1:]), sample.is_floating_point(), 0)
-    loss = "cross_entropy" if not targets.is_floating_point() else "mse"
-    return Table(name, len(data), shape, take, loss, randomness)
+    loss = usual_loss(kinds[0], targets)
+    return Table(name, len(data), _shape_of(inputs), take, loss, randomness, kinds[0])
 
 
 def split(table: Table, test_share: float, seed: int) -> tuple[Table, Table]:

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -45,7 +45,7 @@ class Header(msgspec.Struct, frozen=True):
     arrival: int  # which of the stream's batches
     epoch: int
     mark: int  # the checksum of all batches up to this one
-    tree: Any  # how inputs are nested: a number is a tensor, a list a tuple
+    tree: Any  # how inputs are nested: a number is a tensor, a list a tuple, an object a dict
     specs: tuple[Spec, ...]  # of the inputs' tensors, then of the targets
     checksum: int  # of the tensors
 
@@ -261,10 +261,14 @@ def _read_header(file: IO[bytes]) -> Header | None:
 
 
 def _tree(inputs: Any, numbers: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return {key: _tree(each, numbers) for key, each in inputs.items()}
     return next(numbers) if isinstance(inputs, torch.Tensor) else [_tree(each, numbers) for each in inputs]
 
 
 def _nested(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _nested(each, tensors) for key, each in tree.items()}
     return tensors[tree] if isinstance(tree, int) else tuple(_nested(each, tensors) for each in tree)
 
 

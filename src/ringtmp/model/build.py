@@ -18,12 +18,14 @@ from torch import nn
 from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import resolve
 from ringtmp.model.build_cells import Cell, Cutting, Samples, cells_of, state_of
+from ringtmp.model.call import Arguments, call_arguments
 from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
 from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
-from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter, nest
+from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of, whole_module
 from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.output_tree import described, flattened, is_plain, nest
 from ringtmp.model.portable_layer import CUSTOM, Layer
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
@@ -67,12 +69,18 @@ def build_layers(
     row = _Row(known)
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     checked = _spread(sorted(set(microbatch_sizes)))
-    samples = {size: Sample(sample(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
-    trained = samples[EXAMPLE_BATCH]  # as it goes through in training mode, which may share memory in another way
+    samples: dict[int, Sample] = {}
+    trained = Sample(None)  # as it goes through in training mode, which may share memory in another way
     one_sample = True
     drawn = drawn_evaluating = 0
     for index, (name, module) in enumerate(layers_of(model, seed, row.know)):
         _refuse_what_cannot_travel(name, module)
+        if index == 0:
+            given = partial(_given, module if row.alone else None, sample)
+            samples = {size: Sample(given(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
+            trained = samples[EXAMPLE_BATCH]
+        else:
+            _refuse_objects(name, samples[1].value)
         refuse_hooks(name, module)
         refuse_averaging(name, module)
         _try_eager(name, module, samples[smallest])
@@ -88,7 +96,7 @@ def build_layers(
         kept = bool(written_parameters(layer.evaluate))
         samples = {size: each.through(name, module.eval(), kept) for size, each in samples.items()}
         module.train()
-        whole = row.add(layer, tensors, sample(smallest))
+        whole = row.add(layer, tensors, given(smallest))
         yield BuiltLayer(layer, tensors, samples[largest].value, one_sample, "model" if whole else "layers")
         del module, tensors, check
 
@@ -106,8 +114,8 @@ def _build_cells(
     name = type(module).__name__
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     sizes = _spread(sorted(set(microbatch_sizes)))
-    samples = {size: Sample(sample(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
     _refuse_what_cannot_travel(name, module)
+    samples = {size: Sample(_given(module, sample, size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
     refuse_hooks(name, module)
     refuse_averaging(name, module)
     _try_eager(name, module, samples[smallest])
@@ -129,6 +137,21 @@ def _build_cells(
         yield BuiltLayer(cell.layer, own, outputs, one_sample, "model", found, state)
 
 
+def _given(alone: nn.Module | None, sample: Callable[[int], Any], count: int) -> Any:
+    """Samples as they enter: the arguments of a module that is a model by itself, or one value for the first layer."""
+    value = sample(count)
+    return value if alone is None else call_arguments(alone, value)
+
+
+def _refuse_objects(name: str, entering: Any) -> None:
+    tree, _ = flattened(entering)
+    if not is_plain(tree):
+        raise UsageError(
+            f"layer {name!r} is given {described(entering)} by the layer before it: between layers only tensors may pass, and "
+            "tuples, lists and dicts of them; return such an object from the last layer"
+        )
+
+
 class _Row:
     """A model whose layers are all in memory is checked as a whole, too, when the last one has been exported."""
 
@@ -136,8 +159,10 @@ class _Row:
         self._known = known
         self._modules: list[nn.Module] = []
         self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
+        self.alone = False
 
-    def know(self, modules: list[nn.Module]) -> None:
+    def know(self, modules: list[nn.Module], alone: bool) -> None:
+        self.alone = alone
         self._known(len(modules))
         if fits(modules):
             self._modules = modules
@@ -200,6 +225,11 @@ def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
             raise UsageError(f"{name}.{local} is on {tensor.device}: move the model to the CPU first")
         if nn.parameter.is_lazy(tensor):
             raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
+        if tensor.is_complex():
+            raise UsageError(
+                f"{name}.{local} is complex, which neither links nor optimizers here can take: keep its real and imaginary "
+                "parts as two tensors"
+            )
 
 
 def _refuse_sparse_gradients(layer: Layer) -> None:
@@ -223,12 +253,18 @@ def _may_write(module: nn.Module) -> bool:
 def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
     try:
         sample.through(name, module.train(), _may_write(module))
+    except UsageError:
+        raise
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         kinds = {leaf.dtype for leaf in sample.leaves}
         weights = {each.dtype for each in module.parameters()}
         hint = "Check the shape of the data; if it is the number of samples, use fewer --microbatches or another --batch-size"
+        if isinstance(sample.value, Arguments) and isinstance(next(iter(sample.value.args), None), tuple | list):
+            hint = (
+                f"{type(module).__name__}.forward was given all inputs as one tuple: to name its arguments, give a dict"
+            )
         if "dtype" in reason and kinds.isdisjoint(weights):
             hint = f"The data is {_names(kinds)} and the weights are {_names(weights)}: convert the data, as in inputs.float()"
         raise UsageError(

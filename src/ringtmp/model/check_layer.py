@@ -23,6 +23,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
+from ringtmp.model.call import called
+from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program
 from ringtmp.model.written_parameters import written_parameters
@@ -79,7 +81,7 @@ class Check:
         with without_gradients(parameters), buffers_kept(self._module):
             leaves, entering = self._entering(sample)
             torch.default_generator.manual_seed(_SEED)
-            outputs = pytree.tree_leaves(self._module(entering))
+            outputs = leaves_of(called(self._module, entering))
             return trained(leaves, outputs, parameters, dict(self._module.named_buffers(remove_duplicate=False)))
 
     def _graph_training(self, sample: Any) -> Found:
@@ -98,7 +100,7 @@ class Check:
     def _eager_evaluation(self, sample: Any) -> Found:
         with torch.no_grad(), buffers_kept(self._module), _as_graphs_compute():
             torch.default_generator.manual_seed(_SEED)
-            outputs = pytree.tree_leaves(self._module(_copied(sample)))
+            outputs = leaves_of(called(self._module, _copied(sample)))
             return _digests("output", outputs) | _digests_of(
                 "buffer", dict(self._module.named_buffers(remove_duplicate=False))
             )

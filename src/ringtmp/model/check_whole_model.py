@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
+from ringtmp.model.call import called
 from ringtmp.model.check_layer import Found, buffers_kept, trained, without_gradients
-from ringtmp.model.export import nest
+from ringtmp.model.output_tree import leaves_of, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program
 from ringtmp.system.resources import free_memory_bytes
@@ -59,8 +60,8 @@ def _eager(names: Sequence[str], modules: Sequence[nn.Module], sample: Any) -> F
         value = pytree.tree_map(torch.clone, sample)
         for position, module in enumerate(modules):
             torch.default_generator.manual_seed(_SEED + position)
-            value = module(value)
-        return trained([], pytree.tree_leaves(value), parameters, {})
+            value = called(module, value)
+        return trained([], leaves_of(value), parameters, {})
 
 
 def _graphs(layers: Sequence[tuple[Layer, Mapping[str, torch.Tensor]]], sample: Any) -> Found:
@@ -75,4 +76,4 @@ def _graphs(layers: Sequence[tuple[Layer, Mapping[str, torch.Tensor]]], sample: 
                 parameters[f"{layer.name}.{each.name}"] = owned[each.name]
         torch.default_generator.manual_seed(_SEED + position)
         value = nest(layer.output, Program(layer.train).run(pytree.tree_leaves(value), owned))
-    return trained([], pytree.tree_leaves(value), parameters, {})
+    return trained([], leaves_of(value), parameters, {})

@@ -7,9 +7,11 @@ mode. Layers that are alike down to their plain attributes share one export: a s
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -22,11 +24,13 @@ from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MODE, SIZE_FUNCTIONS
+from ringtmp.model.call import unpacked, without_cache
 from ringtmp.model.check_hooks import lines, refuse_narrow
 from ringtmp.model.custom_backward import traced_along
 from ringtmp.model.flatten_graph import Flat, Mode, Region, Step
 from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import (
     CUSTOM,
     Argument,
@@ -104,7 +108,7 @@ def _export_graphs(name: str, module: nn.Module, example: Any, batch: int, both:
     module.train()
     if other != tree:
         raise UsageError(
-            f"layer {name!r} returns a different number of tensors in evaluation mode than in training mode"
+            f"layer {name!r} returns something else in evaluation mode than in training mode, or another number of tensors"
         )
     return train, evaluate, tree, constants | more, branches, (facts, others)
 
@@ -146,12 +150,15 @@ def _distinct(leaf: torch.Tensor) -> torch.Tensor:
 def _export_graph(
     name: str, module: nn.Module, example: Any, batch: int, branches: list[str]
 ) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
-    flexible = pytree.tree_map(lambda leaf: {0: Dim.AUTO} if leaf.dim() and len(leaf) == batch else {}, (example,))
+    args, kwargs = unpacked(example)
+    bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+    flexible = pytree.tree_map(lambda leaf: {0: Dim.AUTO} if leaf.dim() and len(leaf) == batch else {}, bound)
     label = f"{name!r} ({type(module).__name__})"
+    trees: list[OutputTree] = []
     try:
-        with warnings.catch_warnings(), traced_along(label, module) as asked:
+        with warnings.catch_warnings(), traced_along(label, module) as asked, _flat_outputs(label, module, trees):
             warnings.simplefilter("ignore")
-            program = export(module, (example,), dynamic_shapes=flexible, strict=False)
+            program = export(module, args, kwargs, dynamic_shapes=flexible, strict=False)
         branches += asked
     except UsageError:
         raise
@@ -165,14 +172,28 @@ def _export_graph(
             "into a number, no Python side effects; try to move that part into the loss or the data"
         ) from error
     mode = "training" if module.training else "evaluation"
-    return _read_program(
-        f"{name!r} ({type(module).__name__}, {mode})",
-        program,
-        example,
-        batch,
-        branches=branches,
-        names=first_names(module),
-    )
+    label = f"{name!r} ({type(module).__name__}, {mode})"
+    graph, constants, facts = _read_program(
+        label, program, example, batch, branches=branches, names=first_names(module)
+    )  # fmt: skip
+    return graph, constants, trees[-1], facts
+
+
+@contextmanager
+def _flat_outputs(label: str, module: nn.Module, trees: list[OutputTree]) -> Iterator[None]:
+    """While it is exported, the module returns a tuple of tensors, whatever the user's class is, and its tree comes here."""
+
+    def flatten(_module: nn.Module, _inputs: Any, outputs: Any) -> tuple[torch.Tensor, ...]:
+        tree, tensors = flattened(outputs, f"layer {label}")
+        trees.append(tree)
+        return tuple(tensors)
+
+    handle = module.register_forward_hook(flatten)
+    try:
+        with without_cache(module):
+            yield
+    finally:
+        handle.remove()
 
 
 def _reason(first: str) -> str:
@@ -192,7 +213,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 def _read_program(
     label: str, program: ExportedProgram, example: Any, batch: int, *, branches: Sequence[str], names: Mapping[str, str]
-) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
+) -> tuple[Graph, dict[str, torch.Tensor], tuple[Fact, ...]]:
     flat = Flat(program.graph_module)
     inputs: list[Input] = []
     constants: dict[str, torch.Tensor] = {}
@@ -226,7 +247,7 @@ def _read_program(
     for value in graph.outputs:
         if not isinstance(value, Ref):
             raise UsageError(f"layer {label} returns something that is not a tensor: return tensors or tuples of them")
-    return graph, constants, _tree(label, program.call_spec.out_spec), tuple(writer.facts)
+    return graph, constants, tuple(writer.facts)
 
 
 def _fact(node: Node) -> Fact:
@@ -391,28 +412,6 @@ def _value(label: str, value: Any, flat: Flat, slots: dict[Node, int]) -> Argume
     if isinstance(value, torch.device):
         return Named("device", "node")
     raise UsageError(f"layer {label} passes a {type(value).__name__} to an operator, which cannot travel")
-
-
-def _tree(label: str, spec: Any) -> OutputTree:
-    if spec.is_leaf():
-        return OutputTree("*")
-    if spec.type not in (tuple, list):
-        raise UsageError(f"layer {label} returns a {spec.type.__name__}: return a tensor or a tuple of tensors")
-    kind: Literal["tuple", "list"] = "tuple" if spec.type is tuple else "list"
-    return OutputTree(kind, tuple(_tree(label, child) for child in spec.children()))
-
-
-def nest(tree: OutputTree, flat: Sequence[Any]) -> Any:
-    """Flat tensors as the layer returned them."""
-    return _nest(tree, iter(flat))
-
-
-def _nest(tree: OutputTree, rest: Iterator[Any]) -> Any:
-    # Not a function within `nest`: one that calls itself would hold itself, and the tensors, until a garbage collection.
-    if tree.kind == "*":
-        return next(rest)
-    make: Callable[[Any], Any] = tuple if tree.kind == "tuple" else list
-    return make(_nest(child, rest) for child in tree.children)
 
 
 def _owned(module: nn.Module, constants: dict[str, torch.Tensor]) -> tuple[list[OwnedTensor], dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -52,10 +52,10 @@ def shares_weights(module: nn.Module) -> bool:
 
 
 def layers_of(
-    model: Model, seed: int, known: Callable[[list[nn.Module]], None] | None = None
+    model: Model, seed: int, known: Callable[[list[nn.Module], bool], None] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     """The model's layers in order. Random initial weights come from `seed`. `known` is told all layers before the first is
-    given, where they are all there by then: not those of a generator."""
+    given, where they are all there by then, and whether that is one module, a model by itself; not those of a generator."""
     taken: list[str] = []
     owners = _TiedWeights()
     iterator: Iterator[tuple[str, nn.Module]] | None = None
@@ -69,7 +69,8 @@ def layers_of(
                 if iterator is None:
                     given = model() if callable(model) and not isinstance(model, nn.Module) else model
                     if isinstance(given, nn.Module | list | tuple):
-                        _look_at_all(list(_named(given)), known)
+                        alone = isinstance(given, nn.Module) and not _opens(given)
+                        _look_at_all(list(_named(given)), known, alone)
                     iterator = _named(given)
                     del given
                 item = next(iterator, None)
@@ -87,17 +88,19 @@ def layers_of(
         raise UsageError("the model has no layers")
 
 
-def _look_at_all(layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.Module]], None] | None) -> None:
+def _look_at_all(
+    layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.Module], bool], None] | None, alone: bool
+) -> None:
     """What costs nothing to know comes before the first export, which may take a minute."""
     owners = _TiedWeights()
     for name, module in layers:
         owners.check(name, module)
     if known is not None:
-        known([module for _, module in layers])
+        known([module for _, module in layers], alone)
 
 
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(model, nn.Sequential) and _may_open(model):
+    if _opens(model):
         yield from _flattened("", model)
     elif isinstance(model, nn.Module):
         yield "0", model
@@ -115,6 +118,10 @@ def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
             f"a {type(model).__name__} is not a model: give an nn.Sequential, a list or generator of layers, "
             "or a function that returns one"
         )
+
+
+def _opens(model: Any) -> TypeGuard[nn.Sequential]:
+    return isinstance(model, nn.Sequential) and _may_open(model)
 
 
 def _flattened(prefix: str, model: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:

@@ -97,11 +97,14 @@ class OwnedTensor(msgspec.Struct, frozen=True):
     rank: int = -1  # its place among the model's parameters, which clipping goes by; -1: that of the layers
 
 
-class OutputTree(msgspec.Struct, frozen=True):
-    """How a layer's flat outputs are nested for the next layer, the loss and the user: '*' is one tensor."""
+class OutputTree(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a layer's flat outputs are nested for the next layer, the loss and the user: '*' is one tensor, 'none' is None,
+    an 'object' is a dataclass or a named tuple."""
 
-    kind: Literal["*", "tuple", "list"]
+    kind: Literal["*", "tuple", "list", "dict", "object", "none"]
     children: tuple[OutputTree, ...] = ()
+    names: tuple[str, ...] = ()  # of the children of a dict or an object
+    cls: str = ""  # of an object, as "module:name"; never imported
 
 
 #: A tensor on its way through the model: the layer that made it, counted from 1 (0: it is one of the model's inputs),

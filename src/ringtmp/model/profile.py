@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from torch.utils import _pytree as pytree
 
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.layers import SMALLER
+from ringtmp.model.output_tree import leaves_of, map_outputs
 from ringtmp.model.run_graph import Program
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
@@ -132,7 +132,7 @@ class Profiler:
     def cost(self, each: BuiltLayer) -> LayerCost:
         """Of the next layer."""
         if each.cell is None:
-            leaves = pytree.tree_leaves(self._inputs)
+            leaves = leaves_of(self._inputs)
             wants = tuple(self._trained and leaf.is_floating_point() for leaf in leaves)
         else:
             leaves, wants = each.cell.entering, tuple(leaf.requires_grad for leaf in each.cell.entering)
@@ -156,7 +156,7 @@ class Profiler:
     def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:
         """The last layer's cost with that of the loss behind it, which the tail computes too. `targets`: as many as the
         largest size has, or more. Without a `name` nobody else's measurement stands in for it."""
-        leaves = pytree.tree_leaves(self._inputs)
+        leaves = leaves_of(self._inputs)
         key = signature((name, _shape(targets)), leaves, (), self._here)
         found = self._cache.get(key, self._sizes) if name is not None else NOTHING
         if missing := found.missing(self._sizes):
@@ -197,11 +197,11 @@ def _trainable_bytes(built: BuiltLayer) -> int:
 
 
 def _measure_loss(loss: LossFunction, outputs: Any, targets: torch.Tensor, size: int, clock: Clock) -> Measured:
-    kept = pytree.tree_map(lambda leaf: leaf[:size].detach(), outputs)
+    kept = map_outputs(lambda leaf: (leaf[:size] if leaf.dim() else leaf).detach(), outputs)
     forward, backward = [], []
     for _ in range(LEAST_RUNS + 1):
-        leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in pytree.tree_leaves(kept)]
-        given = pytree.tree_map(torch.clone, kept)  # a loss may change what it is given in place
+        leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in leaves_of(kept)]
+        given = map_outputs(torch.clone, kept)  # a loss may change what it is given in place
         began = clock()
         value = loss(given, targets[:size])
         middle = clock()

@@ -16,7 +16,9 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
+from ringtmp.model.call import unpacked, without_cache
 from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import Layer
 
 
@@ -41,9 +43,11 @@ class Sample:
             if keep_parameters:
                 parameters = {name: each.clone() for name, each in parameters.items()}  # type: ignore[misc]
             own = [*parameters.items(), *buffers.items(), *_constants(module)]
-            value = functional_call(module, buffers | (parameters if keep_parameters else {}), (copies,))
+            args, kwargs = unpacked(copies)
+            with without_cache(module):
+                value = functional_call(module, buffers | (parameters if keep_parameters else {}), args, kwargs)
         owners.update((_storage(each), f"{layer}.{name}") for name, each in own)
-        leaving = {_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+        leaving = {_storage(leaf) for leaf in flattened(value, f"layer {layer!r} ({type(module).__name__})")[1]}
         return Sample(value, {storage: name for storage, name in owners.items() if storage in leaving})
 
     def _copied(self) -> tuple[Any, dict[int, str]]:

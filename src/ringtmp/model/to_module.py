@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from ringtmp.model.export import nest
+from ringtmp.model.output_tree import leaves_of, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program
 
@@ -44,7 +43,7 @@ class PortableLayer(nn.Module):
     def forward(self, x: Any) -> Any:
         owned = {**self._constants, **dict(self.named_buffers()), **dict(self.named_parameters())}
         program = self._train_program if self.training else self._evaluate_program
-        return nest(self._output, program.run(pytree.tree_leaves(x), owned))
+        return nest(self._output, program.run(leaves_of(x), owned))
 
     def extra_repr(self) -> str:
         own = _tensors(self)

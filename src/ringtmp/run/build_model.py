@@ -37,7 +37,7 @@ def write_model(
             LayerIndex(
                 name, tuple(names), found.costs, found.leaving, least_microbatch=found.least_microbatch,
                 inputs=found.entering, checked=found.checked, digests=tuple(digests), evaluated=found.evaluated,
-                state=found.state, randomness="operator",
+                state=found.state, randomness="operator", input_names=found.input_names,
             )
         )  # fmt: skip
         writer.commit()

@@ -12,10 +12,12 @@ from typing import Any
 
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Source, Stream, leaves
+from ringtmp.data.nested_inputs import names
+from ringtmp.data.sources import Source, Stream, with_loss
 from ringtmp.model.build import BuiltLayer, build_layers
 from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.layers import Model
+from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan import planner
@@ -56,6 +58,7 @@ class MeasuredModel:
     leaving: tuple[tuple[Crossing, ...], ...]  # each layer
     least_microbatch: int  # samples the model needs at least
     checked: str
+    input_names: tuple[str, ...]
     evaluated: tuple[tuple[Crossing, ...], ...] = ()  # each cell, in evaluation; empty: as in training
     state: tuple[tuple[str, str], ...] = ()  # the names in the model's state_dict, where it is no list of layers
 
@@ -102,19 +105,20 @@ def measure(
         outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
         phase(f"reading the model: layer {index + 1}, {built.layer.name}")
         del built  # one layer in memory, not two
-    targets = train.example(_samples_of(outputs))[1]
+    targets = train.example(_samples_of(outputs, sizes[-1]))[1]
     check_loss(how.loss, how.loss_name, outputs, targets)
     costs[-1] = profiler.with_loss(costs[-1], how.loss, how.loss_name if how.loss_name in LOSSES else None, targets)
     return MeasuredModel(
         tuple(each.only_at(how.measured) for each in costs), tuple(costs),
-        _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked, tuple(evaluated), state,
+        _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
+        names(sample(1)), tuple(evaluated), state,
     )  # fmt: skip
 
 
 def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
     """What leaves a layer for `samples` samples, as the plan knows it."""
     found = []
-    for leaf in leaves(outputs):
+    for leaf in leaves_of(outputs):
         per_sample = leaf.dim() > 0 and leaf.shape[0] == samples
         rest = tuple(leaf.shape[1:]) if per_sample else tuple(leaf.shape)
         found.append(Crossing(str(leaf.dtype).removeprefix("torch."), rest, per_sample))
@@ -129,10 +133,10 @@ def _described(fact: Fact) -> Crossing:
     return Crossing(fact.dtype, sizes[1:] if per_sample else sizes, per_sample)
 
 
-def _samples_of(outputs: Any) -> int:
-    while isinstance(outputs, tuple | list):
-        outputs = outputs[0]
-    return len(outputs)
+def _samples_of(outputs: Any, usual: int) -> int:
+    """As many as its tensors have rows; a number alone, such as a loss, has none."""
+    rows = [len(leaf) for leaf in leaves_of(outputs) if leaf.dim()]
+    return usual if usual in rows or not rows else rows[0]
 
 
 # -- for a plan on paper ------------------------------------------------------------------------------------------------
@@ -156,10 +160,10 @@ def work_of(config: RunConfig, model: Model, train: Source, phase: Callable[[str
     """`config` is resolved. Refuses what a session would refuse of model and data."""
     training = config.training
     set_threads(training.threads or 1)
+    train, name = with_loss(train, training.loss or None)
     batch_size = train.batch_size if isinstance(train, Stream) else training.batch_size
     microbatches = min(usual_microbatches(training), batch_size)
     batches = TrainingBatches(train, batch_size, microbatches, training.seed)
-    name = training.loss or train.loss
     how = Reading.of(training, batches, batch_size, (loss_named(name), name))
     if training.microbatches != "auto":
         largest = how.measured[-1]

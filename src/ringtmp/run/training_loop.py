@@ -89,7 +89,7 @@ class TrainingLoop:
     def _step(self, batch: Batch) -> None:
         run, log, step = self._run, self._record.log, self.progress.step
         _refuse_too_small(batch, run.index.least_microbatch, step)
-        run.index.check_batch(batch, run.job.loss_name, run.job.train.name, f"the batch of step {step}")
+        batch = run.index.check_batch(batch, run.job.loss_name, run.job.train.name, f"the batch of step {step}")
         started = time.monotonic()
         run.protection.progress = self.progress
         loss = self._generation.leader.train_step(step, batch, self._fresh, self._upcoming)
@@ -133,7 +133,8 @@ class TrainingLoop:
         if run.protection.due(step) or run.rebalancing.ready(run.protection):
             return None
         leaving = run.interrupted() or self._change() is not None
-        return None if leaving else run.batches.early(step)
+        early = None if leaving else run.batches.early(step)
+        return None if early is None else run.index.in_order(early, f"the batch of step {step}")
 
     # -- between two steps --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from ringtmp.data.batches import Batch
+from ringtmp.data.items import LABELS, OWN_LOSS
 from ringtmp.errors import UsageError, unknown
+from ringtmp.model.output_tree import described, field_of
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 #: A label that torch's cross-entropy leaves out.
@@ -26,6 +28,7 @@ class Loss:
     function: LossFunction
     class_dim: int | None = None  # where outputs have a value for every class; None: targets are no classes
     same_shape: bool = False  # outputs and targets must have one shape
+    of_model: bool = False  # the model computes it, and it takes whatever the model returns
     of_bytes: bool = False  # of a text's bytes: its scores are told in bits per byte, too
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -37,11 +40,23 @@ def _next_byte(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
+def _of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """The model has computed it: its output's `loss`, or its output."""
+    value = outputs if isinstance(outputs, torch.Tensor) else field_of(outputs, "loss")
+    if not isinstance(value, torch.Tensor) or value.dim():
+        raise UsageError(
+            f'loss="{OWN_LOSS}" needs a model that returns its loss, as one number or in a field called loss; this one returns '
+            f"{described(outputs)}: compute the loss in forward (from {LABELS!r} among its inputs), or give a loss"
+        )
+    return value
+
+
 cross_entropy = Loss("cross_entropy", F.cross_entropy, class_dim=1)
 mse = Loss("mse", F.mse_loss, same_shape=True)
 next_byte = Loss("next_byte", _next_byte, class_dim=-1, of_bytes=True)
+own_loss = Loss(OWN_LOSS, _of_model, of_model=True)
 #: To add a loss, write it above and name it here.
-LOSSES: dict[str, Loss] = {loss.name: loss for loss in (cross_entropy, mse, next_byte)}
+LOSSES: dict[str, Loss] = {loss.name: loss for loss in (cross_entropy, mse, next_byte, own_loss)}
 
 
 def loss_named(name: str) -> Loss:
@@ -123,6 +138,9 @@ class Score:
         count = len(targets)
         self.loss_sum += loss * count
         self.samples += count
+        if not isinstance(outputs, torch.Tensor) and targets.dim() == 1:
+            # With more labels per sample nobody knows whether the model shifts them, as language models do.
+            outputs = field_of(outputs, "logits")
         dim = _class_dim(outputs, targets, self.bytes_model)
         if dim is not None:
             counted = targets != IGNORED
@@ -146,7 +164,13 @@ def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tenso
     """Try the loss on a sample: wrong shapes and labels out of range are the user's to know before the start."""
     if isinstance(outputs, torch.Tensor):
         LabelRange.of(name, tuple(outputs.shape)).check(targets, "the data's first samples")
-    same_shape = name in LOSSES and LOSSES[name].same_shape
+    known = LOSSES.get(name)
+    if known is not None and not known.of_model and not isinstance(outputs, torch.Tensor):
+        raise UsageError(
+            f"loss {name} takes one tensor, and the model returns {described(outputs)}: give a function of what it returns, as "
+            "in loss=lambda outputs, targets: F.cross_entropy(outputs.logits, targets)"
+        )
+    same_shape = known is not None and known.same_shape
     if same_shape and isinstance(outputs, torch.Tensor) and outputs.shape != targets.shape:
         several = outputs.dim() == 2 and targets.dim() == 1 and outputs.shape[1] > 1
         classes = "if the targets are classes, make them whole numbers (targets.long())"
@@ -156,7 +180,12 @@ def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tenso
         )
     try:
         value = loss(outputs, targets)
+    except UsageError:
+        raise
     except Exception as error:  # a callable may raise anything
-        raise UsageError(f"loss {name} refuses the model's outputs: {str(error).strip().splitlines()[0]}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"loss {name} refuses the model's outputs: {reason} (the model returns {described(outputs)})"
+        ) from error
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         raise UsageError(f"loss {name} must return one number as a tensor")

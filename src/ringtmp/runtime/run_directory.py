@@ -14,18 +14,23 @@ import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import torch
 
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
-from ringtmp.data.sources import leaves
+from ringtmp.data.items import LABELS
+from ringtmp.data.nested_inputs import arranged, leaves, names
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
 from ringtmp.model import portable_layer
 from ringtmp.model.portable_layer import Layer
+from ringtmp.model.run_graph import dtype_of
 from ringtmp.plan.devices import LayerCost
 from ringtmp.runtime import sealed_json
 from ringtmp.runtime.losses import LabelRange
@@ -43,6 +48,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     inputs: tuple[Crossing, ...] = ()  # what enters the first layer; empty: not known
     checked: str = ""  # against eager mode, before the start: "model", "layers", or not ("")
     randomness: Randomness = "layer"  # absent: of a version that seeded the generator before every layer
+    input_names: tuple[str, ...] = ()  # where each of `inputs` lies in a batch; empty: not known
     digests: tuple[str, ...] = ()  # SHA-256 of each layer's file; empty: of a version that had none
     evaluated: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer in evaluation; empty: as in training
     state: tuple[
@@ -72,6 +78,20 @@ class LayerIndex(msgspec.Struct, frozen=True):
             if not each.measured:
                 raise Broken(f"has no measured cost of layer {each.name}")
 
+    def without_targets(self, inputs: Any, samples: int) -> Any:
+        """Inputs to predict from: where the model takes labels, which nobody has then, zeros stand for them."""
+        if LABELS not in self.input_names or not isinstance(inputs, Mapping) or LABELS in inputs:
+            return inputs
+        expected = self.inputs[self.input_names.index(LABELS)]
+        return {**inputs, LABELS: torch.zeros((samples, *expected.rest), dtype=dtype_of(expected.dtype))}
+
+    def in_order(self, batch: Batch, where: str) -> Batch:
+        """The batch with its inputs in the order the model takes them. Refuses other keys."""
+        given = names(batch.inputs[0])
+        if not self.input_names or given == self.input_names or not any(map(_is_key, (*self.input_names, *given))):
+            return batch
+        return replace(batch, inputs=tuple(arranged(each, self.input_names, where) for each in batch.inputs))
+
     def check_inputs(self, inputs: Any, where: str) -> None:
         """Refuses inputs of another shape than the model was built for."""
         given = leaves(inputs)
@@ -94,6 +114,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
 
     def check_batch(self, batch: Batch, loss: str | None, table: str, stream: str) -> Batch:
         """The batch, if its shapes are what the model takes, and its labels too where there is a loss."""
+        batch = self.in_order(batch, stream)
         for inputs in batch.inputs:
             self.check_inputs(inputs, stream)
         if loss is not None:
@@ -106,6 +127,10 @@ class LayerIndex(msgspec.Struct, frozen=True):
         if len(leaving) != 1 or not leaving[0].per_sample:
             return LabelRange(None)
         return LabelRange.of(loss, (0, *leaving[0].rest))
+
+
+def _is_key(name: str) -> bool:
+    return not name.replace(".", "").isdecimal() and bool(name)
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

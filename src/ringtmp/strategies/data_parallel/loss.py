@@ -8,24 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringtmp.data.sources import leaves
 from ringtmp.errors import ProtocolError, UsageError
-from ringtmp.model.export import EXAMPLE_BATCH, Exporter, nest
-from ringtmp.model.portable_layer import Layer
+from ringtmp.model.export import EXAMPLE_BATCH, Exporter
+from ringtmp.model.output_tree import leaves_of, nest
+from ringtmp.model.portable_layer import Layer, OutputTree
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.runtime.losses import LossFunction
 from ringtmp.wire.messages import Crossing
 
 
-class _Pair(nn.Module):
-    """A module takes what entered it as one."""
+class _Flat(nn.Module):
+    """The loss of flat tensors: what leaves the last layer, then the targets."""
 
-    def __init__(self, loss: LossFunction) -> None:
+    def __init__(self, loss: LossFunction, tree: OutputTree) -> None:
         super().__init__()
         self.loss = loss
+        self._tree = tree
 
-    def forward(self, pair: tuple[Any, torch.Tensor]) -> torch.Tensor:
-        return self.loss(*pair)
+    def forward(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self.loss(nest(self._tree, tensors[:-1], own=True), tensors[-1])
 
 
 def exported(
@@ -34,7 +35,7 @@ def exported(
     """The loss as a layer that takes what leaves the last one, and the targets (`EXAMPLE_BATCH` of them are given)."""
     shapes = [(EXAMPLE_BATCH, *each.rest) if each.per_sample else each.rest for each in leaving]
     outputs = [torch.zeros(shape, dtype=dtype_of(each.dtype)) for shape, each in zip(shapes, leaving, strict=True)]
-    layer, tensors = Exporter().export("loss", _Pair(loss), (nest(last.output, outputs), targets))
+    layer, tensors = Exporter().export("loss", _Flat(loss, last.output), (*outputs, targets))
     if any(each.trainable for each in layer.tensors):
         raise UsageError("the loss has its own parameters, which would not be trained: move them into the model")
     return layer, list(tensors.values())
@@ -50,7 +51,7 @@ class Criterion:
         }
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        entering = [*leaves(outputs), targets]
+        entering = [*leaves_of(outputs), targets]
         if self._program.changes_inputs:
             entering = [each.clone() for each in entering]
         (value,) = self._program.run(entering, self._owned)

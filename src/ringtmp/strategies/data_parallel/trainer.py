@@ -17,7 +17,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
-from ringtmp.model.export import nest
+from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.checkpoint import StateName

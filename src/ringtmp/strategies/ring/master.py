@@ -21,7 +21,8 @@ from ringtmp.data.sources import leaves
 from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, ProtocolError, SnapshotUnusable, WaitTimeout
 from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
-from ringtmp.model.export import EXAMPLE_BATCH, nest
+from ringtmp.model.export import EXAMPLE_BATCH
+from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
@@ -226,7 +227,7 @@ class Master(BaseLeader):
 
     def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None:
         """Called by the node when a microbatch has gone through the last layer."""
-        nested = nest(self._layers[-1].output, outputs)
+        nested = nest(self._layers[-1].output, outputs, own=True)
         if not training:
             with torch.no_grad():
                 self._came_out(microbatch, nested)
