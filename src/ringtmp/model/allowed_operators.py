@@ -47,7 +47,8 @@ scatter:value,src,reduce,value_reduce scatter_add select:int selu sigmoid sign s
 softmax:int softplus softshrink sort:default,stable split:Tensor,sizes,default split_with_sizes sqrt
 square squeeze:default,dim,dims stack std:default,dim,correction stft sub:Tensor,Scalar sum:dim_IntList,default
 swapaxes t tan tanh tensor_split:sections,indices,tensor_indices_or_sections threshold tile
-to:device,dtype,other topk transpose:int triu tril trunc type_as unbind:int unflatten:int unfold unsqueeze
+to:device,dtype,other,dtype_layout __and__:Tensor,Scalar __or__:Tensor,Scalar
+topk transpose:int triu tril trunc type_as unbind:int unflatten:int unfold unsqueeze
 upsample_nearest1d:default,vec upsample_nearest2d:default,vec upsample_bilinear2d:default,vec
 upsample_bicubic2d:default,vec var:default,dim,correction var_mean:default,dim,correction linalg_vector_norm
 view view_as where:self,ScalarOther,ScalarSelf,Scalar xlogy:Tensor,Scalar_Other,Scalar_Self zeros zeros_like

@@ -16,12 +16,14 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
+from ringtmp.model import eager_path
 from ringtmp.model.allowed_operators import resolve
 from ringtmp.model.build_cells import Cell, Cutting, Samples, cells_of, state_of
 from ringtmp.model.call import Arguments, call_arguments
 from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
 from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
+from ringtmp.model.cut_cells import CutCell
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.layers import Model, layers_of, whole_module
 from ringtmp.model.memory_aliases import Memory
@@ -120,21 +122,42 @@ def _build_cells(
     refuse_averaging(name, module)
     _try_eager(name, module, samples[smallest])
     one_sample = _takes(name, module, samples[1])
-    example, again = samples[EXAMPLE_BATCH], samples[AGAIN_BATCH]
-    exporter = Exporter()
-    phase("exporting the model")
-    layer, tensors = exporter.export(name, module, example.value, again.value)
-    tensors = _apart(layer, tensors)
-    cells = cells_of(module, layer, exporter.facts, cutting, known)
-    phase("comparing the model with eager mode")
-    _check(name, module, (example, example), samples, sizes, False, layer, tensors)
-    module.train()
+    layer, cells, tensors = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
     row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
     for index, cell in enumerate(cells):
         own = {each.name: tensors[each.full] for each in cell.layer.tensors}
         found = row.through(index, own)
         outputs = nest(layer.output, found.leaving) if index == len(cells) - 1 else found.leaving
         yield BuiltLayer(cell.layer, own, outputs, one_sample, "model", found, state)
+
+
+def _exported_whole(
+    module: nn.Module,
+    samples: Mapping[int, Sample],
+    sizes: Sequence[int],
+    known: Callable[[int], None],
+    *,
+    cutting: Cutting,
+    phase: Callable[[str], None],
+) -> tuple[Layer, list[CutCell], dict[str, torch.Tensor]]:
+    """The module as one layer that trains as eager mode does, and cut; by whichever path it takes."""
+    name, exporter = type(module).__name__, Exporter()
+    example, again = samples[EXAMPLE_BATCH], samples[AGAIN_BATCH]
+    refusals: list[UsageError] = []
+    for path in eager_path.paths():
+        try:
+            with path:
+                phase("exporting the model")
+                layer, tensors = exporter.export(name, module, example.value, again.value)
+                cells = cells_of(module, layer, exporter.facts, cutting, known)
+                phase("comparing the model with eager mode")
+                _check(name, module, (example, example), samples, sizes, False, layer, tensors)
+            return layer, cells, _apart(layer, tensors)
+        except UsageError as refused:
+            refusals.append(refused)
+        finally:
+            module.train()
+    raise refusals[0]
 
 
 def _given(alone: nn.Module | None, sample: Callable[[int], Any], count: int) -> Any:

@@ -166,26 +166,24 @@ def _own_slots(anatomy: Anatomy, first: int, stop: int, last: bool) -> set[int]:
 
 
 def _needed(anatomy: Anatomy, first: int, stop: int, last: bool) -> list[int]:
-    """The operations of a cell: its own, and before them those it makes again (without the sizes it reads elsewhere)."""
-    before: set[int] = set()
-    rest = [slot for at in range(first, stop) for slot in anatomy.reads[at]]
-    rest += anatomy.outputs if last else []
+    """The operations of a cell: its own, and of those that are made again, here or before it, the ones it reads."""
+    repeats = anatomy.again | anatomy.sizes
+    own = [at for at in range(first, stop) if anatomy.same[anatomy.start + at] not in repeats]
+    found = set(own)
+    rest = [slot for at in own for slot in anatomy.reads[at]] + (anatomy.outputs if last else [])
     while rest:
         slot = rest.pop()
-        at = anatomy.position(slot)
-        if not 0 <= at < first or at in before or not (slot in anatomy.again or slot in anatomy.sizes):
+        if anatomy.position(slot) < 0 or slot not in repeats or anatomy.position(slot) in found:
             continue
-        group = {at}
-        if slot in anatomy.again:  # with every change in place of its memory up to here
+        group = {anatomy.position(slot)}
+        if slot in anatomy.again:  # with every change in place of its memory
             memory = anatomy.memory.group(slot)
             group |= {
-                other
-                for other in range(first)
-                if any(anatomy.memory.group(each) == memory for each in anatomy.writes[other])
+                at for at in range(stop) if any(anatomy.memory.group(each) == memory for each in anatomy.writes[at])
             }
-        before |= group
-        rest += [each for other in group for each in anatomy.reads[other]]
-    return [*sorted(before), *range(first, stop)]
+        found |= group
+        rest += [each for at in group for each in anatomy.reads[at]]
+    return sorted(found)
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------------------
@@ -312,7 +310,7 @@ class _Writer:
         """Operations before the cell that ask for the size of a tensor this cell does not get: the tensor to ask instead,
         and which of its sizes."""
         anatomy, found = self._anatomy, {}
-        asking = [at for at in self._steps if at < self._first and anatomy.graph.ops[at].target == SIZE]
+        asking = [at for at in self._steps if anatomy.graph.ops[at].target == SIZE]
         needed = {slot for at in self._steps if at not in asking for slot in anatomy.reads[at]}
         here = [slot for slot in outside if slot in needed and not anatomy.is_own(slot)]
         there = sorted(crossings(anatomy)[self._first])

@@ -119,7 +119,10 @@ def _several(anatomy: Anatomy) -> list[Barrier]:
 def _labels(anatomy: Anatomy, labels: Collection[int]) -> list[Barrier]:
     entering = [slot for slot, each in enumerate(anatomy.graph.inputs) if each.kind == "input"]
     wanted = {entering[each] for each in labels}
-    first = next((at for at, used in enumerate(anatomy.reads) if wanted & set(used)), None)
+    sizes = anatomy.sizes  # whoever asks for the size of one can ask another tensor
+    first = next(
+        (at for at, used in enumerate(anatomy.reads) if wanted & set(used) and anatomy.start + at not in sizes), None
+    )
     return [] if first is None else [Barrier(first + 1, len(anatomy.graph.ops), "labels stay on the master")]
 
 

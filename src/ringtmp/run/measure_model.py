@@ -12,9 +12,11 @@ from typing import Any
 
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.items import LABELS
 from ringtmp.data.nested_inputs import names
 from ringtmp.data.sources import Source, Stream, with_loss
 from ringtmp.model.build import BuiltLayer, build_layers
+from ringtmp.model.build_cells import Cutting
 from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import leaves_of
@@ -93,7 +95,9 @@ def measure(
     evaluated: list[tuple[Crossing, ...]] = []
     outputs, one_sample, checked = None, True, ""
     state: tuple[tuple[str, str], ...] = ()
-    for index, built in enumerate(build_layers(model, training.seed, sample, sizes, known, phase=phase)):
+    for index, built in enumerate(
+        build_layers(model, training.seed, sample, sizes, known, cutting=_cutting(how, names(sample(1))), phase=phase)
+    ):
         take(index, built)
         costs.append(profiler.cost(built))
         if built.cell is None:
@@ -113,6 +117,12 @@ def measure(
         _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
         names(sample(1)), tuple(evaluated), state,
     )  # fmt: skip
+
+
+def _cutting(how: Reading, inputs: Sequence[str]) -> Cutting:
+    """Labels among the inputs, of which the model computes its own loss, stay with the last cell."""
+    own = how.loss_name in LOSSES and LOSSES[how.loss_name].of_model
+    return Cutting(labels=tuple(place for place, name in enumerate(inputs) if own and name == LABELS))
 
 
 def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:

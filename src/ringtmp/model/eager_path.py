@@ -1,0 +1,56 @@
+"""Export takes the path that eager mode takes.
+
+The transformers library asks whether it is being traced, and if so builds explicit attention masks and repeats heads where
+eager mode leaves that to the kernel: other operators, other bits. So while a model is exported the answer is no, and the
+graph is compared with eager mode as it is. Where a mask is given, eager mode looks at its numbers to choose, which no graph
+can: then the answer is yes for both, the export and the eager mode it is compared with, and the model is defined as the
+path with the mask (docs/models.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType, FunctionType
+from typing import Any
+
+#: Functions by which transformers finds out, or chooses by looking at positions that shapes alone decide, and what they
+#: answer where the model is to go the way of eager mode. Other modules hold on to these functions, hence their code.
+_UTILS, _MASKS = "transformers.utils.import_utils", "transformers.masking_utils"
+_ASKED = ("is_torchdynamo_compiling", "is_torchdynamo_exporting", "is_tracing")
+
+
+def _no(*args: Any, **kwargs: Any) -> Any:
+    return False
+
+
+def _yes(*args: Any, **kwargs: Any) -> Any:
+    return True
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Any:
+    return None
+
+
+def paths() -> list[AbstractContextManager[None]]:
+    """The ways a model may go, the one eager mode goes first. Both the export and eager mode go it."""
+    if _UTILS not in sys.modules:
+        return [nullcontext()]
+    plain = {(_UTILS, name): _no for name in _ASKED} | {(_MASKS, "find_packed_sequence_indices"): _nothing}
+    return [_answered(plain), _answered({(_UTILS, name): _yes for name in _ASKED})]
+
+
+@contextmanager
+def _answered(answers: dict[tuple[str, str], Any]) -> Iterator[None]:
+    kept: list[tuple[FunctionType, CodeType]] = []
+    for (module, name), answer in answers.items():
+        found = getattr(sys.modules.get(module), name, None)
+        if isinstance(found, FunctionType) and not found.__closure__:
+            kept.append((found, found.__code__))
+            found.__code__ = answer.__code__
+    try:
+        yield
+    finally:
+        for found, code in kept:
+            found.__code__ = code
