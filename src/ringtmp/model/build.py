@@ -142,16 +142,17 @@ def _exported_whole(
 ) -> tuple[Layer, list[CutCell], dict[str, torch.Tensor]]:
     """The module as one layer that trains as eager mode does, and cut; by whichever path it takes."""
     name, exporter = type(module).__name__, Exporter()
-    example, again = samples[EXAMPLE_BATCH], samples[AGAIN_BATCH]
+    example = samples[EXAMPLE_BATCH]
     refusals: list[UsageError] = []
     for path in eager_path.paths():
         try:
             with path:
                 phase("exporting the model")
-                layer, tensors = exporter.export(name, module, example.value, again.value)
+                layer, tensors = exporter.export(name, module, example.value)
                 cells = cells_of(module, layer, exporter.facts, cutting, known)
                 phase("comparing the model with eager mode")
-                _check(name, module, (example, example), samples, sizes, False, layer, tensors)
+                # Not exported a second time: another number of samples is compared, as those of the run are.
+                _check(name, module, (example, example), samples, [AGAIN_BATCH, *sizes], False, layer, tensors)
             return layer, cells, _apart(layer, tensors)
         except UsageError as refused:
             refusals.append(refused)

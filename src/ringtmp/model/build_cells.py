@@ -48,7 +48,8 @@ def cells_of(
     known: Callable[[int], None],
 ) -> list[CutCell]:  # fmt: skip
     """`layer`: the module as one layer, under its own names. `known` is told the number of cells."""
-    ranks = {first_names(module)[name]: at for at, (name, _) in enumerate(module.named_parameters())}
+    names = first_names(module)
+    ranks = {names[name]: at for at, (name, _) in enumerate(module.named_parameters())}
     named = tuple(
         msgspec.structs.replace(each, full=each.name, rank=ranks.get(each.name, -1)) for each in layer.tensors
     )
@@ -65,7 +66,7 @@ def state_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def chosen_places(whole: Whole, cutting: Cutting) -> list[int]:
-    anatomy = whole.anatomy(True)
+    anatomy = whole.anatomies[0]
     places = legal(anatomy, cutting.labels)
     if not cutting.blocks:
         return worth_planning(anatomy, places)
@@ -81,7 +82,7 @@ def chosen_places(whole: Whole, cutting: Cutting) -> list[int]:
 
 def why_uncut(whole: Whole, cutting: Cutting) -> str:
     """What stands in the way, most of all."""
-    anatomy = whole.anatomy(True)
+    anatomy = whole.anatomies[0]
     longest = max(barriers(anatomy, cutting.labels), key=lambda each: each.last - each.first, default=None)
     if longest is None:
         return "it has only one operator with parameters"

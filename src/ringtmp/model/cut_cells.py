@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import msgspec
 
-from ringtmp.model.cut_places import crossings, legal, widths
+from ringtmp.model.cut_places import legal, widths
 from ringtmp.model.graph_anatomy import SIZE, Anatomy, Fact
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.portable_layer import (
@@ -41,12 +42,13 @@ class Whole:
     train: tuple[Fact, ...]
     evaluate: tuple[Fact, ...]
 
-    def anatomy(self, training: bool) -> Anatomy:
+    @cached_property
+    def anatomies(self) -> tuple[Anatomy, Anatomy]:
+        """Of training and of evaluation."""
         both = [Anatomy(self.layer.train, self.train), Anatomy(self.layer.evaluate, self.evaluate)]
         written = both[0].written | both[1].written
         fixed = [each.name for each in self.layer.tensors if not each.trainable and each.name not in written]
-        graph, facts = (self.layer.train, self.train) if training else (self.layer.evaluate, self.evaluate)
-        return Anatomy(graph, facts, fixed)
+        return Anatomy(self.layer.train, self.train, fixed), Anatomy(self.layer.evaluate, self.evaluate, fixed)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class CutCell:
 
 def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> list[CutCell]:
     """The model's cells, cut at these places of its training graph, or at those that evaluation has a place for, too."""
-    train, evaluate = whole.anatomy(True), whole.anatomy(False)
+    train, evaluate = whole.anatomies
     kept = list(places)
     while True:
         owners = _Owners(whole.layer, train, evaluate, kept)
@@ -116,6 +118,7 @@ class _Owners:
     def __init__(self, layer: Layer, train: Anatomy, evaluate: Anatomy, places: Sequence[int]) -> None:
         self._layer = layer
         self._written = train.written | evaluate.written
+        self._trained = {each.name for each in layer.tensors if each.trainable}
         self.count = len(places) + 1
         self.users: dict[str, list[int]] = {}
         bounds = [0, *places, len(train.graph.ops)]
@@ -127,10 +130,7 @@ class _Owners:
         self._extra: dict[str, list[int]] = {}  # copies for cells that read one in evaluation alone
 
     def trained_by_several(self, name: str) -> bool:
-        return self._tensor(name).trainable or name in self._written
-
-    def _tensor(self, name: str) -> OwnedTensor:
-        return next(each for each in self._layer.tensors if each.name == name)
+        return name in self._trained or name in self._written
 
     def owner(self, name: str) -> int:
         return self.users[name][0] if name in self.users else self._extra.get(name, [0])[0]
@@ -177,10 +177,7 @@ def _needed(anatomy: Anatomy, first: int, stop: int, last: bool) -> list[int]:
             continue
         group = {anatomy.position(slot)}
         if slot in anatomy.again:  # with every change in place of its memory
-            memory = anatomy.memory.group(slot)
-            group |= {
-                at for at in range(stop) if any(anatomy.memory.group(each) == memory for each in anatomy.writes[at])
-            }
+            group.update(at for at in anatomy.changes.get(anatomy.groups[slot], ()) if at < stop)
         found |= group
         rest += [each for at in group for each in anatomy.reads[at]]
     return sorted(found)
@@ -271,13 +268,9 @@ def _maker(anatomy: Anatomy, bounds: Sequence[int], cell: int, slot: int, owners
     """The cell that had a tensor in its hands last: made it, or changed it in place. None: it is an input, untouched."""
     if anatomy.is_own(slot):
         return owners.owner(anatomy.graph.inputs[slot].name)
-    group = anatomy.memory.group(slot)
-    made = anatomy.position(slot)
-    touched = [
-        at
-        for at in range(bounds[cell])
-        if at == made or any(anatomy.memory.group(each) == group for each in anatomy.writes[at])
-    ]
+    made = [anatomy.position(slot)] if anatomy.position(slot) >= 0 else []
+    changed = anatomy.changes.get(anatomy.groups[slot], [])
+    touched = sorted(at for at in (*made, *changed) if at < bounds[cell])
     if not touched:
         return None
     return next(index for index in range(cell) if bounds[index] <= touched[-1] < bounds[index + 1])
@@ -313,7 +306,7 @@ class _Writer:
         asking = [at for at in self._steps if anatomy.graph.ops[at].target == SIZE]
         needed = {slot for at in self._steps if at not in asking for slot in anatomy.reads[at]}
         here = [slot for slot in outside if slot in needed and not anatomy.is_own(slot)]
-        there = sorted(crossings(anatomy)[self._first])
+        there = sorted(anatomy.crossings[self._first])
         for at in asking:
             slot, size = anatomy.reads[at][0], anatomy.size_asked(at)
             if slot in needed or slot in inside:

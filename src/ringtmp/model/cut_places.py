@@ -47,7 +47,7 @@ def legal(anatomy: Anatomy, labels: Collection[int] = ()) -> list[int]:
         for place in range(each.first, min(each.last, len(anatomy.graph.ops)) + 1):
             blocked[place] = True
     twice = _twins(anatomy)
-    crossing = crossings(anatomy)
+    crossing = anatomy.crossings
     return [
         place
         for place in range(1, len(anatomy.graph.ops))
@@ -55,53 +55,38 @@ def legal(anatomy: Anatomy, labels: Collection[int] = ()) -> list[int]:
     ]
 
 
-def crossings(anatomy: Anatomy) -> list[set[int]]:
-    """For every place, the slots that must be handed over there."""
-    count = len(anatomy.graph.ops)
-    found: list[set[int]] = [set() for _ in range(count + 1)]
-    for slot, last in anatomy.last_use.items():
-        if anatomy.travels(slot) and anatomy.facts[slot].is_tensor:
-            for place in range(anatomy.position(slot) + 1, min(last, count) + 1):
-                found[place].add(slot)
-    return found
-
-
 def widths(anatomy: Anatomy) -> list[float]:
     """Bytes that cross each place for one sample. What the master has anyway, the model's inputs, counts for nothing."""
     return [
-        sum(anatomy.facts[slot].sample_bytes for slot in each if slot >= anatomy.start) for each in crossings(anatomy)
+        sum(anatomy.facts[slot].sample_bytes for slot in each if slot >= anatomy.start) for each in anatomy.crossings
     ]
 
 
 def _state(anatomy: Anatomy) -> list[Barrier]:
     """Buffers a run changes, and parameters: all who touch one are in one cell."""
-    memory, found = anatomy.memory, []
+    groups, found = anatomy.groups, []
     for slot, each in enumerate(anatomy.graph.inputs):
         if each.kind == "input" or each.name not in anatomy.written:
             continue
-        group = memory.group(slot)
+        group = groups[slot]
         touching = [
             at
             for at, used in enumerate(anatomy.reads)
-            if any(memory.group(one) == group for one in (*used, anatomy.start + at))
+            if any(groups[one] == group for one in (*used, anatomy.start + at))
         ]
         found.append(Barrier(min(touching) + 1, max(touching), f"{each.name} is changed"))
     return found
 
 
 def _changes(anatomy: Anatomy) -> list[Barrier]:
-    memory = anatomy.memory
     made: dict[int, int] = {}
-    changed: dict[int, int] = {}
     for at, op in enumerate(anatomy.graph.ops):
         slot = anatomy.start + at
         if aliases(op)[0] and anatomy.same[slot] == slot:
-            made.setdefault(memory.group(slot), at)
-        for written in anatomy.writes[at]:
-            changed[memory.group(written)] = at
+            made.setdefault(anatomy.groups[slot], at)
     return [
-        Barrier(made[group] + 1, last, "a tensor is changed in place of which a view was taken")
-        for group, last in changed.items()
+        Barrier(made[group] + 1, changes[-1], "a tensor is changed in place of which a view was taken")
+        for group, changes in anatomy.changes.items()
         if group in made
     ]
 

@@ -67,7 +67,10 @@ class Anatomy:
         self.graph, self.facts = graph, facts
         self.start = len(graph.inputs)
         self._fixed = frozenset(fixed)
-        self.memory = Memory(graph)
+        memory = Memory(graph)
+        self.groups = [
+            memory.group(slot) for slot in range(self.start + len(graph.ops))
+        ]  # of slots that may share memory
         self.same = self._same_objects()
         self.reads = [[self.same[slot] for slot in reads(op)] for op in graph.ops]
         self.writes = [[self.same[slot] for slot in aliases(op)[1]] for op in graph.ops]
@@ -107,13 +110,32 @@ class Anatomy:
         return found | dict.fromkeys(self.outputs, len(self.graph.ops))
 
     @cached_property
+    def changes(self) -> dict[int, list[int]]:
+        """By group of memory, the operations that write into it."""
+        found: dict[int, list[int]] = {}
+        for at, each in enumerate(self.writes):
+            for group in {self.groups[slot] for slot in each}:
+                found.setdefault(group, []).append(at)
+        return found
+
+    @cached_property
+    def crossings(self) -> list[set[int]]:
+        """For every place, the slots that must be handed over there."""
+        count = len(self.graph.ops)
+        found: list[set[int]] = [set() for _ in range(count + 1)]
+        for slot, last in self.last_use.items():
+            if self.travels(slot) and self.facts[slot].is_tensor:
+                for place in range(self.position(slot) + 1, min(last, count) + 1):
+                    found[place].add(slot)
+        return found
+
+    @cached_property
     def written(self) -> frozenset[str]:
         """Names of the model's own tensors that a run writes into."""
-        groups = {self.memory.group(slot) for each in self.writes for slot in each}
         return frozenset(
             each.name
             for slot, each in enumerate(self.graph.inputs)
-            if each.kind != "input" and self.memory.group(slot) in groups
+            if each.kind != "input" and self.groups[slot] in self.changes
         )
 
     @cached_property
@@ -161,10 +183,10 @@ class Anatomy:
                 slot = self.same[self.start + at]
                 repeats = op.target not in (GRAD_MODE, CUSTOM) and slot not in self.sizes and not draws(op)
                 repeats = repeats and all(each in again or each in self.sizes for each in self.reads[at])
-                if repeats and self.memory.group(slot) not in banned:
+                if repeats and self.groups[slot] not in banned:
                     again.add(slot)
                 else:
-                    spoilt.update(self.memory.group(each) for each in self.writes[at] if each in again)
+                    spoilt.update(self.groups[each] for each in self.writes[at] if each in again)
             if spoilt <= banned:
                 return frozenset(slot for slot in again if slot >= self.start)
             banned |= spoilt

@@ -136,7 +136,8 @@ class Profiler:
             wants = tuple(self._trained and leaf.is_floating_point() for leaf in leaves)
         else:
             leaves, wants = each.cell.entering, tuple(leaf.requires_grad for leaf in each.cell.entering)
-        key = signature((each.layer.train, each.layer.tensors), leaves, wants, self._here)
+        alike = [msgspec.structs.replace(tensor, full="", rank=-1) for tensor in each.layer.tensors]
+        key = signature((each.layer.train, alike), leaves, wants, self._here)
         found = self._seen.get(key) or self._cache.get(key, self._sizes)
         if missing := found.missing(self._sizes):
             _refuse_what_cannot_be_tried(each, self._make_optimizer(()).state_tensors)
