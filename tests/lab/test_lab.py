@@ -230,7 +230,7 @@ def test_a_node_that_dies_before_it_joined_is_named_and_ends_the_lab(tmp_path: P
     assert "snail ended with code -9 before it joined" in finish(lab, 4)[1]
 
 
-@pytest.mark.long  # without a lab in test_processes, and what a killed lab leaves below
+@pytest.mark.long  # without a lab in test_ring_of_processes, and what a killed lab leaves below
 @needs_isolation
 def test_ctrl_c_saves_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("b", cpu=1))

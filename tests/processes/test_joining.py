@@ -205,7 +205,7 @@ def test_a_device_revoked_in_mid_run_is_out_and_no_bit_changes(ring: Ring, expec
     assert "1 admitted, 1 revoked" in listed.stdout
 
 
-@pytest.mark.long  # exit 4 of a lost process in test_processes
+@pytest.mark.long  # exit 4 of a lost process in test_ring_of_processes
 def test_unprotected_a_device_that_leaves_is_named_and_ends_the_run_with_code_4(ring: Ring) -> None:
     process = ring.master(2, "--epochs", 500, "--protect", "off")
     device = ring.device("alpha")
@@ -230,7 +230,7 @@ def test_a_killed_compute_process_is_started_again_by_its_agent(ring: Ring, expe
     assert summary["nodes"] == 2
 
 
-@pytest.mark.long  # a lost process of a device below, a change of the pool in test_crew
+@pytest.mark.long  # a lost process of a device below, a change of the pool in test_node_pools
 def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_back(ring: Ring) -> None:
     steps = 400
     process = ring.master(3, "--steps", steps, "--checkpoint-every", 50)
@@ -290,7 +290,7 @@ def test_a_killed_master_finds_its_devices_again(ring: Ring, expected: str) -> N
     assert summary["nodes"] == 3
 
 
-@pytest.mark.long  # one that is revoked above, one released in memory in test_crew
+@pytest.mark.long  # one that is revoked above, one released in memory in test_node_pools
 def test_a_released_device_sits_out_the_run(ring: Ring, expected: str) -> None:
     process = ring.master(3, "--steps", 150)
     ring.device("alpha")
@@ -326,7 +326,7 @@ def test_a_new_device_that_comes_late_gets_layers_and_no_bit_changes(ring: Ring)
     assert [each["nodes"] for each in joined] == [3]
 
 
-@pytest.mark.long  # the API with processes in test_processes
+@pytest.mark.long  # the API with processes in test_ring_of_processes
 def test_the_same_from_python(ring: Ring, expected: str) -> None:
     script = (
         "from ringtmp import Ring\n"
