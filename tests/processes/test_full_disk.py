@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import REMEMBERING, remembering_model, ringtmp
+from commands import REMEMBERING, here, remembering_model, ringtmp
 
 pytestmark = [
     pytest.mark.long,
@@ -62,9 +62,9 @@ def data():
 """
     )
     words = (*FLAGS, "--data", "mine.py:data", "--checkpoint-every", 50)
-    alone = ringtmp("train", "--nodes", 1, *words, cwd=tmp_path)
+    alone = here("train", "--nodes", 1, *words, cwd=tmp_path)
     with disk(tmp_path / "run" / "stream", "100k"):
-        done = ringtmp("train", *words, "--nodes", 3, "--run-dir", "run", "--stream-keep", "disk", cwd=tmp_path)
+        done = here("train", *words, "--nodes", 3, "--run-dir", "run", "--stream-keep", "disk", cwd=tmp_path)
     assert json.loads(done.stdout)["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
     assert done.stderr.count("batches of the stream cannot be written: No space left on device") == 1, done.stderr
 

@@ -17,12 +17,29 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import CLI, assert_all_gone, here, ringtmp, wait_for_step
+from commands import CLI, assert_all_gone, here, remembering_model, ringtmp, wait_for_step
 from ringtmp.metrics import events
 from ringtmp.metrics.events import LineTried
 from test_join_security import free_port
 
 FLAGS = ["--threads", "1", "--quiet", "--json"]
+#: For a device that is to come in mid-run: batches come slowly until there is a file `joined`. How long a device takes to
+#: start is up to the machine; the run neither ends before that nor needs many steps on a machine that is slow.
+PACED_STEPS = 200
+PACED_DATA = f"""
+import time
+from pathlib import Path
+
+import torch
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    for step in range({PACED_STEPS}):
+        if step > 30 and not Path(__file__).with_name("joined").exists():
+            time.sleep(0.4)
+        yield torch.randn(32, 1, 8, 8, generator=generator), torch.randint(10, (32,), generator=generator)
+"""
+PACED = ("--model", "mine.py:model", "--data", "mine.py:data", "--steps", PACED_STEPS)
 
 
 class Ring:
@@ -54,7 +71,9 @@ class Ring:
 
     def until(self, name: str, pattern: str, seconds: float = 90) -> str:
         limit = time.monotonic() + seconds
-        while time.monotonic() < limit:
+        living = True
+        while living and time.monotonic() < limit:
+            living = self.processes[name].poll() is None  # asked first: the last it said counts too
             if found := re.search(pattern, self.said(name)):
                 return found[0]
             time.sleep(0.05)
@@ -80,6 +99,29 @@ class Ring:
     def device(self, name: str, *args: object) -> subprocess.Popen[str]:
         """The token goes in by standard input: it shows in no process list."""
         return self.begin(name, "node", "--join", "-", "--name", name, *args, stdin=self.token + "\n")
+
+    def paced(self, *args: object) -> subprocess.Popen[str]:
+        """A master of three whose batches come slowly until `joined` is called."""
+        (self.folder / "mine.py").write_text(remembering_model(32) + PACED_DATA)
+        return self.master(3, *PACED, *args)
+
+    def joined(self, name: str) -> None:
+        """Once a device is in, there is nothing to wait for any more."""
+        limit = time.monotonic() + 90
+        while not any(
+            isinstance(each, events.Regrouped) and each.reason == f"{name} joined"
+            for each in events.read(self.folder / "run" / "events.jsonl")
+        ):
+            assert self.processes["master"].poll() is None, f"it ended without {name}: {self.said('master')}"
+            assert time.monotonic() < limit, f"{name} never joined: {self.said('master')}"
+            time.sleep(0.2)
+        (self.folder / "joined").touch()
+
+    def paced_alone(self) -> str:
+        """The weights one process ends with."""
+        alone = here("train", "--nodes", 1, *PACED, *FLAGS, cwd=self.folder)
+        digest: str = json.loads(alone.stdout)["weights_sha256"]
+        return digest
 
     def result(self, seconds: float = 90) -> dict[str, object]:
         """Of the master, which has to end within so many seconds."""
@@ -232,17 +274,16 @@ def test_a_killed_compute_process_is_started_again_by_its_agent(ring: Ring, expe
 
 @pytest.mark.long  # a lost process of a device below, a change of the pool in test_node_pools
 def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_back(ring: Ring) -> None:
-    steps = 400
-    process = ring.master(3, "--steps", steps, "--checkpoint-every", 50)
+    process = ring.paced("--checkpoint-every", 50)
     first, _ = ring.device("alpha"), ring.device("beta")
     wait_for_step(ring.folder / "run", 10, process)
     first.send_signal(signal.SIGINT)
     assert first.wait(10) == 0
     ring.until("master", r"nodes continue")
     ring.device("alpha")
+    ring.joined("alpha")
     summary = ring.result()
-    alone = here("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
-    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    assert summary["weights_sha256"] == ring.paced_alone()
     lost, back = summary["recoveries"]  # type: ignore[misc]
     assert (lost["nodes"], back["nodes"]) == (2, 3)
     assert back["reason"] == "alpha joined"
@@ -251,8 +292,7 @@ def test_the_ring_goes_on_without_one_that_left_and_takes_it_in_when_it_comes_ba
 @pytest.mark.long  # a stopped worker is lost in test_healing_processes
 def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring: Ring) -> None:
     """As with a pulled cable: neither the agent nor its compute process says anything, and then both go on."""
-    steps = 400
-    process = ring.master(3, "--steps", steps)
+    process = ring.paced()
     zombie, _ = ring.device("alpha"), ring.device("beta")
     wait_for_step(ring.folder / "run", 20, process)
     family = [psutil.Process(zombie.pid), *psutil.Process(zombie.pid).children()]
@@ -265,9 +305,9 @@ def test_a_device_that_falls_silent_is_lost_in_time_and_back_when_it_wakes(ring:
         for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.resume()
+    ring.joined("alpha")
     summary = ring.result()
-    alone = here("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
-    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    assert summary["weights_sha256"] == ring.paced_alone()
     lost, back = summary["recoveries"]  # type: ignore[misc]
     assert 3 <= lost["notice_s"] < 4
     assert (back["reason"], back["nodes"]) == ("alpha joined", 3)
@@ -313,14 +353,13 @@ def test_fewer_devices_than_wished_for_start_after_the_wait(ring: Ring, expected
 
 @pytest.mark.long
 def test_a_new_device_that_comes_late_gets_layers_and_no_bit_changes(ring: Ring) -> None:
-    steps = 800
-    process = ring.master(3, "--steps", steps, "--start-with", 2, "--wait", 1)
+    process = ring.paced("--start-with", 2, "--wait", 1)
     ring.device("alpha")
     wait_for_step(ring.folder / "run", 20, process)
     ring.device("beta")
+    ring.joined("beta")
     summary = ring.result()
-    alone = ringtmp("train", "--nodes", 1, "--steps", steps, *FLAGS, cwd=ring.folder)
-    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    assert summary["weights_sha256"] == ring.paced_alone()
     # On a busy machine a device may be silent for so long that it counts as lost, and heals: not what this is about.
     joined = [each for each in summary["recoveries"] if each["reason"] == "beta joined"]  # type: ignore[attr-defined]
     assert [each["nodes"] for each in joined] == [3]

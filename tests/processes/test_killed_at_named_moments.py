@@ -5,7 +5,6 @@ Dropout, BatchNorm, AdamW, clipping and a schedule are on, all of which remember
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -23,13 +22,6 @@ from ringtmp.metrics import events
 MODEL = remembering_model(32)
 FLAGS = (*REMEMBERING, "--steps", 60, "--checkpoint-every", 50)
 pytestmark = pytest.mark.timeout(300)
-QUICK: tuple[str, ...] = ()  # in memory: test_simulation; a lost process: test_healing_processes, test_joining
-QUICK_HEALING: tuple[str, ...] = ()  # in memory: test_healing, test_simulation
-QUICK_MASTER: tuple[str, ...] = ()  # a killed master is resumed in test_healing_processes
-
-
-def chosen(points: Any, quick: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, id=name, marks=[] if name in quick else [pytest.mark.long]) for name in points]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +87,8 @@ class Run:
         return (after[0] if after else healed[-1]) - killed
 
 
-@pytest.mark.parametrize("name", chosen(ONCE, QUICK))
+@pytest.mark.long  # a lost process in test_healing_processes and test_joining; in memory: test_seeded_faults
+@pytest.mark.parametrize("name", ONCE)
 def test_a_worker_killed_is_replaced_and_no_bit_changes(
     name: str, tmp_path: Path, base: Path, expected: str, told: list[tuple[float, float, float]]
 ) -> None:
@@ -107,7 +100,8 @@ def test_a_worker_killed_is_replaced_and_no_bit_changes(
     told.append((healed["notice_s"], healed["seconds"], run.back_after_s()))
 
 
-@pytest.mark.parametrize("name", chosen(WHILE_HEALING, QUICK_HEALING))
+@pytest.mark.long  # in memory: test_healing, test_seeded_faults
+@pytest.mark.parametrize("name", WHILE_HEALING)
 def test_another_killed_while_the_ring_heals_changes_no_bit(
     name: str, tmp_path: Path, base: Path, expected: str
 ) -> None:
@@ -119,7 +113,8 @@ def test_another_killed_while_the_ring_heals_changes_no_bit(
     assert lost == {ONCE[first].node, point.node}
 
 
-@pytest.mark.parametrize("name", chosen(MASTERS, QUICK_MASTER))
+@pytest.mark.long  # a killed master is resumed in test_healing_processes
+@pytest.mark.parametrize("name", MASTERS)
 def test_a_master_killed_is_resumed_with_the_same_bits(name: str, tmp_path: Path, base: Path, expected: str) -> None:
     run = Run(tmp_path, base, name)
     run.train("--resume", "run", "--nodes", 3, "--cuts", CUTS, "--quiet", code=-9)
@@ -127,11 +122,8 @@ def test_a_master_killed_is_resumed_with_the_same_bits(name: str, tmp_path: Path
     assert not (tmp_path / "run" / "snapshots").exists()
 
 
-def test_every_point_names_something_that_is_done() -> None:
-    points = [*ONCE.values(), *(point for _, point in WHILE_HEALING.values()), *MASTERS.values()]
-    for point in points:
-        module, path = point.what.split(":")
-        found: Any = importlib.import_module(f"ringtmp.{module}")
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        assert callable(found), f"{point.what} is not there any more"
+def test_a_process_dies_at_its_point(base: Path) -> None:
+    """The one quick kill: it shows that processes are armed. That runs come to every point: test_failpoints_are_reached."""
+    told = list(events.read(base / "events.jsonl"))
+    assert told
+    assert not [each for each in told if isinstance(each, events.StepDone)], "it dies before the first step"
