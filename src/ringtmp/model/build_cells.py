@@ -40,7 +40,9 @@ class Cell:
     entering: list[torch.Tensor]
     described: list[Fact]  # what enters
     leaving: list[torch.Tensor]
-    crossing: float  # bytes of a sample that are made up to here and used behind, without weights
+    crossing: float  # bytes of a sample that are made up to here and used behind
+    weights: float  # bytes of weights that cells up to here share with cells behind, which travel with every microbatch
+    waiting: float  # bytes of its own weights whose gradients wait for those of deeper cells, in every microbatch
 
 
 def cells_of(
@@ -113,19 +115,31 @@ class Samples:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             given = [each.detach().requires_grad_(each.requires_grad).clone() for each in entering]
             leaving = Program(layer.train).run(given, owned)
-        made = [each.detach().requires_grad_(each.requires_grad) for each in leaving]
-        values.update({(index + 1, place): each for place, each in enumerate(made)})
+        leaving_sample = [each.detach().requires_grad_(each.requires_grad) for each in leaving]
+        values.update({(index + 1, place): each for place, each in enumerate(leaving_sample)})
         described = [self._facts[each] for each in layer.takes(index, True)]
         self._facts.update({(index + 1, place): each for place, each in enumerate(self._cells[index].trained)})
         for value in [value for value in values if self._last.get(value, -1) <= index]:
             del values[value]
-        crossing = sum(self._facts[value].sample_bytes for value in values if value[0] and self._is_made(value))
-        return Cell(self._cells[index], self._samples, entering, described, made, crossing)
+        made = {value: self._facts[value].sample_bytes for value in values if value[0]}
+        shared = {value for value in made if self._is_weight(value)}
+        ends = {value for value in shared if value[0] - 1 == self._front and self._last[value] == len(self._cells) - 1}
+        return Cell(
+            self._cells[index], self._samples, entering, described, leaving=leaving_sample,
+            crossing=sum(size for value, size in made.items() if value not in shared),
+            weights=sum(made[value] for value in shared - ends),
+            waiting=sum(made[value] for value in shared if value[0] == index + 1),
+        )  # fmt: skip
 
-    def _is_made(self, value: Value) -> bool:
-        """Not a weight that several cells share, which the plan keeps on one node."""
-        shape = self._facts[value].shape or ()
-        return any(isinstance(each, str) for each in shape)
+    def _is_weight(self, value: Value) -> bool:
+        """A weight that several cells share; its size does not depend on the samples."""
+        return not any(isinstance(each, str) for each in self._facts[value].shape or ())
+
+    @property
+    def _front(self) -> int:
+        """The first cell with parameters. What it shares with the last cell is on the master twice and never travels."""
+        trained = (at for at, each in enumerate(self._cells) if each.layer.parameters)
+        return next(trained, 0)
 
 
 def _input_fact(tensor: torch.Tensor, samples: int) -> Fact:

@@ -152,6 +152,7 @@ class Profiler:
         return LayerCost(
             each.layer.name, _behind(each, found.at(self._sizes)), weights, _trainable_bytes(each),
             optimizer_bytes=found.optimizer_bytes, update_s=found.update_s, has_parameters=each.layer.parameters > 0,
+            waiting_bytes=0.0 if each.cell is None else each.cell.waiting,
         )  # fmt: skip
 
     def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:
@@ -178,8 +179,8 @@ def _behind(built: BuiltLayer, measured: tuple[Measured, ...]) -> tuple[Measured
     """Behind a cell more may cross than what it gives: what was made before it and is used after it."""
     if built.cell is None:
         return measured
-    crossing = built.cell.crossing
-    return tuple(dataclasses.replace(point, output_bytes=crossing * point.samples) for point in measured)
+    crossing, weights = built.cell.crossing, built.cell.weights
+    return tuple(dataclasses.replace(point, output_bytes=crossing * point.samples + weights) for point in measured)
 
 
 def _refuse_what_cannot_be_tried(built: BuiltLayer, state_tensors: int) -> None:

@@ -142,6 +142,7 @@ class LayerCost:
     optimizer_bytes: int
     update_s: float = 0.0  # one optimizer step
     has_parameters: bool = True
+    waiting_bytes: float = 0.0  # gradients of weights it shares, which wait for deeper layers', in every microbatch
 
     @property
     def largest_s(self) -> float:

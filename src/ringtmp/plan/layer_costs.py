@@ -28,6 +28,7 @@ class StageCost:
     gradient_bytes: float
     optimizer_bytes: float
     weights_s: float = 0.0  # of backward_s: weight gradients that may wait
+    waiting_bytes: float = 0.0  # gradients of shared weights that wait for deeper ones
 
 
 class CostTable:
@@ -57,6 +58,7 @@ class CostTable:
         self.weights_s = _sums(each.weights_s for each in at)
         self.update_s = _sums(layer.update_s for layer in layers)
         self.stored = _sums(each.stored_bytes for each in at)
+        self.waiting = _sums(layer.waiting_bytes for layer in layers)
         self.weights = _sums(layer.weight_bytes + (versions - 1) * layer.gradient_bytes for layer in layers)
         self.gradients = _sums(layer.gradient_bytes for layer in layers)
         self.optimizer = _sums(layer.optimizer_bytes for layer in layers)
@@ -70,7 +72,8 @@ class CostTable:
 
         return StageCost(
             over(self.forward_s), over(self.backward_s), over(self.update_s), self.crossing_bytes[first],
-            output_bytes=self.crossing_bytes[stop], stored_bytes=over(self.stored), weight_bytes=over(self.weights),
+            output_bytes=self.crossing_bytes[stop], stored_bytes=over(self.stored),
+            waiting_bytes=over(self.waiting), weight_bytes=over(self.weights),
             gradient_bytes=over(self.gradients), optimizer_bytes=over(self.optimizer), weights_s=over(self.weights_s),
         )  # fmt: skip
 

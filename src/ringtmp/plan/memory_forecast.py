@@ -8,7 +8,8 @@ about the same time, more behind a slow link or node, and never more than the wi
 formula, and what is told and refused counts what the simulation held, and one more; two more where processes share
 cores, and who is ahead of whom is the system's choice. Boundary tensors: what came and
 waits, and what has left and is not yet acknowledged, one more than is held. Working space: a backward builds gradients of
-activations while it frees them; the largest layer's stored bytes stand for it; and where there is plenty of memory a
+activations while it frees them (and the gradient of a weight that deeper layers share waits for its own microbatch, as
+a boundary tensor does); the largest layer's stored bytes stand for it; and where there is plenty of memory a
 process keeps some of what it has freed. Snapshots are of weights and optimizer
 state, a node's own and those it holds for the one before it in the ring (the master's own stay with it). In memory there are
 two of each, the whole one and the next; on disk pieces of each are in memory while it is sent or received. What they take
@@ -83,6 +84,7 @@ def segment_bytes(table: CostTable, first: int, stop: int, count: int, largest_s
     stage = table.stage(first, stop)
     weights = stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
     boundary = (count + 1) * (stage.input_bytes + (stage.output_bytes if stop < table.count else 0.0))
+    boundary += count * stage.waiting_bytes
     return weights + table.stored_by(count) * stage.stored_bytes + boundary + largest_stored
 
 
@@ -106,6 +108,7 @@ def forecast(
             optimizer += stage.optimizer_bytes
             stored += table.stored_by(count) * stage.stored_bytes
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
+            boundary += count * stage.waiting_bytes if visit.stop < table.count else 0.0
             working = max(working, largest_stored(table, visit.first, visit.stop))
         without = MemoryForecast(
             device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=weights,

@@ -11,13 +11,15 @@ the deepest user and each shallower one adds to it, which is the order in which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ringtmp.model.portable_layer import Layer, Value
-from ringtmp.plan.route import Route
+from ringtmp.plan.route import MASTER, Route
 from ringtmp.runtime.segment_run import Crossings
-from ringtmp.wire.message_parts import Crossing, Edge
+from ringtmp.units import bytes_text
+from ringtmp.wire.message_parts import FREE, Crossing, Edge
 
 Describe = Callable[[bool, Value], Crossing]
 
@@ -105,3 +107,24 @@ def neighbours(route: Route, flow: Sequence[Edge], node: int) -> tuple[int, ...]
             pair = {route.node(each.source), route.node(each.target)}
             found |= pair if node in pair else set()
     return tuple(sorted(found - {node}))
+
+
+def what_travels(flow: Sequence[Edge], route: Route, inputs: Sequence[str]) -> tuple[str, ...]:
+    """What a user should know of a route: inputs that leave the master, and weights that travel with every microbatch."""
+    inputs_there: dict[str, None] = {}
+    weights: dict[tuple[int, int], int] = {}
+    for edge in flow:
+        if not edge.training or edge.source < 0 or edge.target > route.last:
+            continue
+        here, there = route.node(edge.source), route.node(edge.target)
+        for (maker, place), crossing in zip(edge.values, edge.crossings, strict=False):
+            if maker == 0 and there != MASTER:
+                name = inputs[place] if place < len(inputs) and inputs[place] else f"number {place}"
+                inputs_there[f"the input {name} leaves the master: node {there} computes with it"] = None
+            elif maker and here != there and not crossing.per_sample and FREE not in crossing.rest:
+                weights[here, there] = weights.get((here, there), 0) + 4 * math.prod(crossing.rest)
+    shared = (
+        f"nodes {here} and {there} share weights of {bytes_text(size)}, which travel with every microbatch"
+        for (here, there), size in weights.items()
+    )
+    return (*inputs_there, *shared)

@@ -32,7 +32,7 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import PlanRequest, Share
 from ringtmp.strategies.ring.device_trials import DeviceTrials, sample_of
-from ringtmp.strategies.ring.edges import flow_of
+from ringtmp.strategies.ring.edges import flow_of, what_travels
 from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
 from ringtmp.strategies.ring.master import Master
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
@@ -79,11 +79,14 @@ def plan(request: PlanRequest) -> RingPlan:
     if request.step == 0:  # once: not again when a ring heals or a run is resumed
         warnings += (danger,) if danger is not None else ()
         warnings += _slow_ways(planned)
+    flow = flow_of(layers, route, index.crossing)
+    if request.step == 0:
+        warnings += what_travels(flow, route, index.input_names)
     setup = Setup(
         route, recipe, planned.window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.keep.protect, _lines(route, members, request),
-        flow_of(layers, route, index.crossing),
+        flow,
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
     facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}
