@@ -15,7 +15,7 @@ from torch import nn
 from ringtmp.config import RingPart, RunConfig
 from ringtmp.errors import UsageError
 from ringtmp.model.build import build_layers
-from ringtmp.model.layers import layers_of
+from ringtmp.model.layers import layers_of, opened_model
 from ringtmp.strategies.ring.plan import refuse_too_few
 from test_own_backward_code import WIDTH, Whole, numbers, words
 
@@ -281,12 +281,17 @@ class Doubled(nn.Sequential):
 
 def test_a_container_is_opened_only_where_its_layers_in_a_row_are_what_it_computes() -> None:
     bend, first, last = nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    assert [each for _, each in layers_of(nn.Sequential(first, bend, last, bend), 0)] == [first, bend, last, bend]
-    (only,) = layers_of(Doubled(first, last), 0)
+    assert [each for _, each in layers_of(opened_model(nn.Sequential(first, bend, last, bend), 0))] == [
+        first,
+        bend,
+        last,
+        bend,
+    ]
+    (only,) = layers_of(opened_model(Doubled(first, last), 0))
     assert isinstance(only[1], Doubled)
     hooked = nn.Sequential(first, last)
     hooked.register_forward_hook(lambda module, entering, leaving: leaving * 2)
-    assert [each for _, each in layers_of(hooked, 0)] == [hooked]
+    assert [each for _, each in layers_of(opened_model(hooked, 0))] == [hooked]
     backward = nn.Sequential(nn.Sequential(first, bend), last)
     backward[0].register_full_backward_hook(lambda module, entering, leaving: None)
     with pytest.raises(UsageError, match=rf"layer '0' .Sequential. has a backward hook on itself .{HERE}"):
@@ -296,4 +301,4 @@ def test_a_container_is_opened_only_where_its_layers_in_a_row_are_what_it_comput
 def test_statistics_that_two_layers_share_are_refused_by_name() -> None:
     norm = nn.BatchNorm1d(WIDTH, affine=False)
     with pytest.raises(UsageError, match="0.running_mean and 2.running_mean are one tensor"):
-        list(layers_of(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 0))
+        list(layers_of(opened_model(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 0)))

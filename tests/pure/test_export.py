@@ -17,7 +17,7 @@ from ringtmp.model import portable_layer
 from ringtmp.model.allowed_operators import ATEN_OVERLOADS, resolve
 from ringtmp.model.build import build_layers
 from ringtmp.model.export import Exporter
-from ringtmp.model.layers import layers_of
+from ringtmp.model.layers import layers_of, opened_model
 from ringtmp.model.portable_layer import Graph, Input, Items, Op, Ref
 from ringtmp.model.run_graph import Program
 from ringtmp.model.to_module import revive
@@ -150,7 +150,7 @@ def test_tied_weights_are_refused_by_name() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     with pytest.raises(UsageError, match="0.weight and 1.weight are one tensor"):
-        list(layers_of(nn.Sequential(first, second), 0))
+        list(layers_of(opened_model(nn.Sequential(first, second), 0)))
 
 
 def test_building_leaves_no_trace_in_the_users_model() -> None:
@@ -163,7 +163,7 @@ def test_building_leaves_no_trace_in_the_users_model() -> None:
 
 def test_nested_containers_are_flattened_with_the_models_own_names() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 1))
-    assert [name for name, _ in layers_of(model, 0)] == ["0.0", "0.1", "1"]
+    assert [name for name, _ in layers_of(opened_model(model, 0))] == ["0.0", "0.1", "1"]
 
 
 def test_a_lazy_generator_gets_the_weights_of_building_at_once() -> None:
@@ -174,7 +174,7 @@ def test_a_lazy_generator_gets_the_weights_of_building_at_once() -> None:
     torch.manual_seed(9)
     at_once = [nn.Linear(4, 4) for _ in range(3)]
     one_by_one = []
-    for _, module in layers_of(lazily, 9):
+    for _, module in layers_of(opened_model(lazily, 9)):
         one_by_one.append(module)
         torch.randn(10)  # whoever takes the layer may use randomness
     assert all(a.weight.equal(b.weight) for a, b in zip(at_once, one_by_one, strict=True))

@@ -28,6 +28,7 @@ _EXACTNESS = {
 _CHECKED = {
     "model": "each kind of layer and the whole model",
     "layers": "each kind of layer",
+    "evaluation": "the whole model in evaluation; its gradients do not fit into the master's memory",
 }
 
 

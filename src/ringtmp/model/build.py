@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +26,8 @@ from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.cut_cells import CutCell
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
-from ringtmp.model.layers import Model, layers_of, whole_module
+from ringtmp.model.export_cache import ExportCache, module_key
+from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
 from ringtmp.model.portable_layer import CUSTOM, Layer
@@ -61,10 +63,12 @@ def build_layers(
     known: Callable[[int], None] = lambda count: None,
     cutting: Cutting | None = None,
     phase: Callable[[str], None] = lambda text: None,
+    folder: Path | None = None,
 ) -> Iterator[BuiltLayer]:
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
     number of layers before any work is done on the first, if it can be known; of one module, when it has been cut."""
-    if (module := whole_module(model, seed)) is not None:
+    opened = opened_model(model, seed, folder)
+    if (module := opened.whole) is not None:
         yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
         return
     exporter = Exporter()
@@ -75,7 +79,7 @@ def build_layers(
     trained = Sample(None)  # as it goes through in training mode, which may share memory in another way
     one_sample = True
     drawn = drawn_evaluating = 0
-    for index, (name, module) in enumerate(layers_of(model, seed, row.know)):
+    for index, (name, module) in enumerate(layers_of(opened, row.know)):
         _refuse_what_cannot_travel(name, module)
         if index == 0:
             given = partial(_given, module if row.alone else None, sample)
@@ -123,12 +127,13 @@ def _build_cells(
     _try_eager(name, module, samples[smallest])
     one_sample = _takes(name, module, samples[1])
     layer, cells, tensors = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
+    checked = "model" if fits([module]) else "evaluation"
     row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
     for index, cell in enumerate(cells):
         own = {each.name: tensors[each.full] for each in cell.layer.tensors}
         found = row.through(index, own)
-        outputs = nest(layer.output, found.leaving) if index == len(cells) - 1 else found.leaving
-        yield BuiltLayer(cell.layer, own, outputs, one_sample, "model", found, state)
+        outputs = nest(layer.output, found.leaving, own=True) if index == len(cells) - 1 else found.leaving
+        yield BuiltLayer(cell.layer, own, outputs, one_sample, checked, found, state)
 
 
 def _exported_whole(
@@ -144,20 +149,34 @@ def _exported_whole(
     name, exporter = type(module).__name__, Exporter()
     example = samples[EXAMPLE_BATCH]
     refusals: list[UsageError] = []
-    for path in eager_path.paths():
-        try:
-            with path:
+    cache = ExportCache()
+    # Not exported a second time as layers are: another number of samples is compared, as those of the run are.
+    # Where gradients of everything do not fit, evaluation is compared alone.
+    trained = [AGAIN_BATCH, *sizes] if fits([module]) else []
+    check = partial(_check, name, module, (example, example), samples, trained, False)
+    for number, path in enumerate(eager_path.paths()):
+        key = module_key(module, example.value, number)
+        for kept in (cache.get(key, module), None):
+            if kept is None:
                 phase("exporting the model")
-                layer, tensors = exporter.export(name, module, example.value)
-                cells = cells_of(module, layer, exporter.facts, cutting, known)
-                phase("comparing the model with eager mode")
-                # Not exported a second time: another number of samples is compared, as those of the run are.
-                _check(name, module, (example, example), samples, [AGAIN_BATCH, *sizes], False, layer, tensors)
-            return layer, cells, _apart(layer, tensors)
-        except UsageError as refused:
-            refusals.append(refused)
-        finally:
-            module.train()
+            try:
+                with path():
+                    if kept is None:
+                        layer, tensors = exporter.export(name, module, example.value)
+                        facts = exporter.facts
+                        cache.put(key, layer, facts, tensors)
+                    else:
+                        layer, facts, tensors = kept[0].layer, (kept[0].train, kept[0].evaluate), kept[1]
+                    cells = cells_of(module, layer, facts, cutting, known)
+                    phase("comparing the model with eager mode")
+                    check(layer, tensors)
+                return layer, cells, _apart(layer, tensors)
+            except UsageError as refused:
+                cache.forget(key)
+                if kept is None:
+                    refusals.append(refused)
+            finally:
+                module.train()
     raise refusals[0]
 
 
@@ -220,7 +239,7 @@ def _check(
     check = Check(name, module, layer, tensors, asks)
     for size in sizes:
         check.run(samples[size].value, training=True)
-    for size in {1, sizes[-1]}:
+    for size in {1, *sizes[-1:]}:
         check.run(samples[size].value, training=False)
     module.train()
 

@@ -10,8 +10,9 @@ path with the mask (docs/models.md).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -33,12 +34,13 @@ def _nothing(*args: Any, **kwargs: Any) -> Any:
     return None
 
 
-def paths() -> list[AbstractContextManager[None]]:
+def paths() -> list[Callable[[], AbstractContextManager[None]]]:
     """The ways a model may go, the one eager mode goes first. Both the export and eager mode go it."""
     if _UTILS not in sys.modules:
-        return [nullcontext()]
+        return [nullcontext]
     plain = {(_UTILS, name): _no for name in _ASKED} | {(_MASKS, "find_packed_sequence_indices"): _nothing}
-    return [_answered(plain), _answered({(_UTILS, name): _yes for name in _ASKED})]
+    traced = {(_UTILS, name): _yes for name in _ASKED}
+    return [partial(_answered, plain), partial(_answered, traced)]
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -17,29 +19,38 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ringtmp.errors import DoesNotFit, UsageError
+from ringtmp.model.built_in_files import FACTORIES, BuiltInFiles, planned_tensor
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text
 
 Model = nn.Module | Iterable[Any] | Callable[[], Any]
 
-#: Every way in which a module makes the memory of its parameters.
-_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye, torch.arange}
 #: Smaller tensors are made without asking what is free.
 LARGE_BYTES = 16 * 2**20
 #: What to do about a layer that is too large for the one who builds it.
 SMALLER = "make the layer smaller, or let a device with more memory be the master"
 
 
-def whole_module(model: Model, seed: int) -> nn.Module | None:
-    """The model, if it is one module that is no list of layers, or a list in which layers share weights."""
-    if isinstance(model, nn.Module):
-        return model if _is_whole(model) else None
-    if not callable(model) or isinstance(model, Iterable):
-        return None
-    with torch.random.fork_rng(devices=[]), _Measured(0):
+@dataclass(frozen=True)
+class OpenedModel:
+    """What a user's function returned, or the model as it was given, and torch's generator as it was left."""
+
+    given: Any
+    state: torch.Tensor
+
+    @property
+    def whole(self) -> nn.Module | None:
+        """The model, if it is one module that is no list of layers, or a list in which layers share weights."""
+        return self.given if isinstance(self.given, nn.Module) and _is_whole(self.given) else None
+
+
+def opened_model(model: Model, seed: int, folder: Path | None = None) -> OpenedModel:
+    """Calls the user's function, if the model is one, once. Random initial weights come from `seed`. What does not fit into
+    memory beside the rest lies in files in `folder`, which have no name and go with the model."""
+    with torch.random.fork_rng(devices=[]), BuiltInFiles(folder):
         torch.manual_seed(seed)
-        made = model()
-    return made if isinstance(made, nn.Module) and _is_whole(made) else None
+        given = model() if callable(model) and not isinstance(model, nn.Module) else model
+        return OpenedModel(given, torch.get_rng_state())
 
 
 def _is_whole(module: nn.Module) -> bool:
@@ -52,27 +63,22 @@ def shares_weights(module: nn.Module) -> bool:
 
 
 def layers_of(
-    model: Model, seed: int, known: Callable[[list[nn.Module], bool], None] | None = None
+    opened: OpenedModel, known: Callable[[list[nn.Module], bool], None] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The model's layers in order. Random initial weights come from `seed`. `known` is told all layers before the first is
-    given, where they are all there by then, and whether that is one module, a model by itself; not those of a generator."""
+    """The model's layers in order. `known` is told all layers before the first is given, where they are all there by then:
+    not those of a generator; and whether they are one module that is a model by itself."""
     taken: list[str] = []
     owners = _TiedWeights()
-    iterator: Iterator[tuple[str, nn.Module]] | None = None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        state = torch.get_rng_state()
+    state = opened.state
+    if isinstance(opened.given, nn.Module | list | tuple):
+        alone = isinstance(opened.given, nn.Module) and not _opens(opened.given)
+        _look_at_all(list(_named(opened.given)), known, alone)
+    iterator = _named(opened.given)
+    del opened
     while True:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
             with _Measured(len(taken)):
-                if iterator is None:
-                    given = model() if callable(model) and not isinstance(model, nn.Module) else model
-                    if isinstance(given, nn.Module | list | tuple):
-                        alone = isinstance(given, nn.Module) and not _opens(given)
-                        _look_at_all(list(_named(given)), known, alone)
-                    iterator = _named(given)
-                    del given
                 item = next(iterator, None)
             state = torch.get_rng_state()
         if item is None:
@@ -158,22 +164,15 @@ class _Measured(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES:
-            needed = _bytes_of(func, args, kwargs)
+        if func in FACTORIES:
+            planned = planned_tensor(func, args, kwargs)
+            needed = 0 if planned is None else planned.nbytes
             if needed > LARGE_BYTES and needed > (free := free_memory_bytes()):
                 raise DoesNotFit(
                     f"layer {self._index} of the model has a tensor of {bytes_text(needed)} ({needed} bytes), and "
                     f"{bytes_text(free)} are free where the model is built: {SMALLER}"
                 )
         return func(*args, **kwargs)
-
-
-def _bytes_of(factory: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """What a call would allocate; 0 where it says no by itself."""
-    try:
-        return int(factory(*args, **{**kwargs, "device": "meta", "out": None}).nbytes)
-    except (TypeError, RuntimeError):
-        return 0
 
 
 class _TiedWeights:

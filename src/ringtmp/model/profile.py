@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from ringtmp.model.output_tree import leaves_of, map_outputs
 from ringtmp.model.run_graph import Program
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
-from ringtmp.system.files import write_atomic
+from ringtmp.system.files import cache_folder, write_atomic
 from ringtmp.system.resources import cpu_name, fingerprint, free_memory_bytes
 from ringtmp.units import bytes_text
 
@@ -84,7 +83,7 @@ class ProfileCache:
     """One small file per layer signature. A file that cannot be read or written is no cache, never an error."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or default_folder()
+        self._folder = folder or cache_folder() / "profile"
         self.hits = self.misses = 0
 
     def get(self, key: str, sizes: Sequence[int]) -> Profile:
@@ -104,10 +103,6 @@ class ProfileCache:
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomic(path, msgspec.json.encode(profile), durable=False)
-
-
-def default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringtmp" / "profile"
 
 
 class Profiler:

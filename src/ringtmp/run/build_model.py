@@ -32,7 +32,7 @@ def write_model(
         names.append(built.layer.name)
 
     try:
-        found = measure(model, train, how, phase, take=take, known=known)
+        found = measure(model, train, how, phase, take=take, known=known, folder=run.path)
         run.write_index(
             LayerIndex(
                 name, tuple(names), found.costs, found.leaving, least_microbatch=found.least_microbatch,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
@@ -73,6 +74,7 @@ def measure(
     *,
     take: Callable[[int, BuiltLayer], None] = lambda index, built: None,
     known: Callable[[int], None] = lambda count: None,
+    folder: Path | None = None,
 ) -> MeasuredModel:
     """One layer at a time: the whole model is never in memory. `take` gets each before the next is built; `known` is told
     the number of layers before the first is read, if it can be known."""
@@ -95,9 +97,11 @@ def measure(
     evaluated: list[tuple[Crossing, ...]] = []
     outputs, one_sample, checked = None, True, ""
     state: tuple[tuple[str, str], ...] = ()
-    for index, built in enumerate(
-        build_layers(model, training.seed, sample, sizes, known, cutting=_cutting(how, names(sample(1))), phase=phase)
-    ):
+    cutting = _cutting(how, names(sample(1)))
+    built_layers = build_layers(
+        model, training.seed, sample, sizes, known, cutting=cutting, phase=phase, folder=folder
+    )  # fmt: skip
+    for index, built in enumerate(built_layers):
         take(index, built)
         costs.append(profiler.cost(built))
         if built.cell is None:

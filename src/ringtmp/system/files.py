@@ -25,6 +25,11 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o666, durable: bool = 
         raise
 
 
+def cache_folder() -> Path:
+    """Where measurements and exports are kept for the next run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringtmp"
+
+
 def require_text(path: Path, what: str) -> Path:
     """Its name goes into messages and JSON, which are UTF-8."""
     try:

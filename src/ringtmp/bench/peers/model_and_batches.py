@@ -23,7 +23,7 @@ from ringtmp.data.batches import Batch, TrainingBatches
 from ringtmp.data.sources import Source
 from ringtmp.launch.device_facts import own_addresses
 from ringtmp.model import zoo
-from ringtmp.model.layers import layers_of
+from ringtmp.model.layers import layers_of, opened_model
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.system.resources import peak_rss_bytes
 
@@ -65,7 +65,7 @@ class Task:
         self._source: Source = named_sources.load(work.data, work.seed, work.settings)[0]
         self.loss: LossFunction = loss_named(self._source.loss or "cross_entropy")
         made = zoo.build(work.model, self._source.shape, work.settings)
-        self.layers: list[tuple[str, nn.Module]] = list(layers_of(made, work.seed))
+        self.layers: list[tuple[str, nn.Module]] = list(layers_of(opened_model(made, work.seed)))
 
     @property
     def parameters(self) -> int:

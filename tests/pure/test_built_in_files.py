@@ -1,0 +1,42 @@
+"""A model that does not fit into memory is built in files, with the bits of one built in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ringtmp.model import built_in_files
+from ringtmp.model.layers import opened_model
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(600, 700)
+        self.body = nn.Linear(700, 700)
+        self.scale = nn.Parameter(torch.ones(600, 700))
+        self.head = nn.Linear(700, 3)
+
+
+def _mapped_files() -> int:
+    maps = Path("/proc/self/maps")
+    return maps.read_text().count(".building-") if maps.exists() else 0
+
+
+def test_weights_built_in_files_have_the_bits_of_those_built_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = opened_model(Wide, 3).given.state_dict()
+    assert _mapped_files() == 0
+    monkeypatch.setattr(built_in_files, "SHARE", 0.0)
+    opened = opened_model(Wide, 3, tmp_path)
+    found = opened.given.state_dict()
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    assert all(parameter.requires_grad for parameter in opened.given.parameters())
+    assert os.listdir(tmp_path) == [], "files have no name"
+    if Path("/proc/self/maps").exists():
+        assert _mapped_files() >= 3, "what is large lies in files"
