@@ -31,7 +31,7 @@ SMALLER = "make the layer smaller, or let a device with more memory be the maste
 
 
 def whole_module(model: Model, seed: int) -> nn.Module | None:
-    """The model, if it is one module that is no list of layers, or a list in which layers share weights."""
+    """The model, if it is one module and not an nn.Sequential, or an nn.Sequential in which layers share weights."""
     if isinstance(model, nn.Module):
         return model if _is_whole(model) else None
     if not callable(model) or isinstance(model, Iterable):
@@ -115,7 +115,7 @@ def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
     else:
         raise UsageError(
-            f"a {type(model).__name__} is not a model: give an nn.Sequential, a list or generator of layers, "
+            f"a {type(model).__name__} is not a model: give an nn.Module, a list or generator of layers, "
             "or a function that returns one"
         )
 
