@@ -202,7 +202,7 @@ class Complex(Net):
 
 BAD: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "a sample of another shape": (Net, ({"x": Y, "y": Y}, LABELS), None, r"refuses a microbatch of shape \(2, 3\), \(2, 3\)"),
-    "a key that forward lacks": (Net, ({"x": X, "z": Y}, LABELS), None, "the data has 'z', and Net.forward takes no such"),
+    "a key that forward lacks": (Net, ({"x": X, "z": Y}, LABELS), None, "the data has 'z', but Net.forward takes no such"),
     "an argument that is missing": (Net, ({"x": X}, LABELS), None, "Net.forward needs 'y'"),
     "a tuple for one argument": (Optional, ((X, Y), LABELS), None, "was given all inputs as one tuple: to name its arguments"),
     "different lengths": (Net, ({"x": X[:5], "y": Y}, LABELS), None, "different lengths: x 5, y 24, targets 24"),

@@ -65,10 +65,10 @@ def test_a_mapping_gives_names_and_a_tuple_places(module: nn.Module, inputs: Any
 @pytest.mark.parametrize(
     ("module", "inputs", "says"),
     [
-        (Two(), {"x": X, "yy": Y}, r"'yy', and Two.forward takes no such argument: did you mean 'y'\? it takes x, y, scale"),
-        (Two(), {"x": X}, r"Two.forward needs 'y', and the data has only 'x'"),
+        (Two(), {"x": X, "yy": Y}, r"'yy', but Two.forward takes no such argument: did you mean 'y'\? it takes x, y, scale"),
+        (Two(), {"x": X}, r"Two.forward needs 'y', but the data has only 'x'"),
         (KeywordOnly(), {"x": X}, "needs 'mask'"),
-        (Two(), (X, Y, X, Y), r"Two.forward takes 2 to 3 inputs \(x, y, scale\), and the data has 4"),
+        (Two(), (X, Y, X, Y), r"Two.forward takes 2 to 3 inputs \(x, y, scale\), but the data has 4"),
     ],
 )  # fmt: skip
 def test_what_forward_has_no_place_for_is_refused_by_name(module: nn.Module, inputs: Any, says: str) -> None:

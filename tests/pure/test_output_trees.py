@@ -70,7 +70,7 @@ def test_nothing_is_imported_and_nothing_but_a_dataclass_called(named: str) -> N
         ((A, ("x",)), "returns a str in '1.0'"),
         (Answer(A, None, (object(),)), "returns a object in 'hidden.0'"),  # type: ignore[arg-type]
         (None, "returns None"),
-        ({1: A}, "keys that are no strings"),
+        ({1: A}, "keys are not all strings"),
     ],
 )  # fmt: skip
 def test_what_is_no_tensor_is_refused_by_its_place(value: Any, says: str) -> None:

@@ -95,7 +95,7 @@ def _sample(name: str, sample: Any, first: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 value = torch.as_tensor(np.asarray(value))
             except (TypeError, ValueError) as error:
-                raise UsageError(f"data {name}: {key!r} of a sample is no table of numbers: leave it out") from error
+                raise UsageError(f"data {name}: {key!r} of a sample is not made of numbers: leave it out") from error
         if value is None or isinstance(value, str):
             raise UsageError(
                 f"data {name}: {key!r} of a sample is a {type(value).__name__}, not a tensor: leave it out"

@@ -1,7 +1,7 @@
 """Any `nn.Module` becomes cells: exported whole, compared with eager mode, cut.
 
-The module is one layer first, with all that is checked of a layer; then its graphs are cut at the places worth planning
-for. What the cells compute together is compared once more with the whole graph, every cell on its own as on a node.
+At first the module is one layer and is checked like any other. Then its graphs are cut at the places worth planning for,
+and a sample goes through the cells, each on its own as on a node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringtmp.model.run_graph import Program
 
 @dataclass(frozen=True)
 class Cutting:
-    """What a user says about where to cut."""
+    """What is asked about where to cut."""
 
     blocks: tuple[str, ...] = ()  # patterns of module names; cut between such modules alone
     labels: tuple[int, ...] = ()  # positions of the inputs that must stay on the master
@@ -92,7 +92,7 @@ def why_uncut(whole: Whole, cutting: Cutting) -> str:
 
 
 class Samples:
-    """A sample on its way through the cells in training, each cell on its own as on nodes, without leaving a trace."""
+    """Takes a sample through the cells in training, each cell on its own as on a node. The model is not changed."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], samples: int, cells: Sequence[CutCell]) -> None:
         self._cells = cells

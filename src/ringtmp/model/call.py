@@ -32,7 +32,7 @@ def call_arguments(module: nn.Module, inputs: Any) -> Arguments:
     """Refuses inputs that `forward` has no place for."""
     try:
         takes = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):  # of something that is no Python function
+    except (TypeError, ValueError):  # forward is not a Python function
         return Arguments((inputs,), {})
     if isinstance(inputs, Mapping):
         return _by_name(type(module).__name__, takes, inputs)
@@ -42,7 +42,7 @@ def call_arguments(module: nn.Module, inputs: Any) -> Arguments:
 
 
 def unpacked(value: Any) -> Arguments:
-    """What enters a layer as its arguments: those it was given, or the value as the only one."""
+    """The arguments of a layer: those it was given, or the value as the only one."""
     return value if isinstance(value, Arguments) else Arguments((value,), {})
 
 
@@ -79,13 +79,13 @@ def _by_name(label: str, takes: Sequence[_Parameter], inputs: Mapping[str, Any])
                 near = nearest(key, known)
                 hint = f"did you mean {near!r}? " if near else ""
                 raise UsageError(
-                    f"the data has {key!r}, and {label}.forward takes no such argument: {hint}it takes "
+                    f"the data has {key!r}, but {label}.forward takes no such argument: {hint}it takes "
                     f"{', '.join(known) or 'none by name'}; rename it in the data, or leave it out"
                 )
     lacking = [each.name for each in takes if _is_required(each) and each.name not in inputs]
     if lacking:
         raise UsageError(
-            f"{label}.forward needs {', '.join(map(repr, lacking))}, and the data has only {', '.join(map(repr, inputs))}: "
+            f"{label}.forward needs {', '.join(map(repr, lacking))}, but the data has only {', '.join(map(repr, inputs))}: "
             "name the inputs as forward does"
         )
     return Arguments((), dict(inputs))
@@ -100,7 +100,7 @@ def _by_place(label: str, takes: Sequence[_Parameter], inputs: Sequence[Any]) ->
     if len(inputs) < needed or (most is not None and len(inputs) > most):
         wanted = f"{needed}" if most == needed else f"at least {needed}" if most is None else f"{needed} to {most}"
         raise UsageError(
-            f"{label}.forward takes {wanted} inputs ({', '.join(each.name for each in places)}), and the data has "
+            f"{label}.forward takes {wanted} inputs ({', '.join(each.name for each in places)}), but the data has "
             f"{len(inputs)}: give as many, or a dict with the names of those you have"
         )
     return Arguments(tuple(inputs), {})

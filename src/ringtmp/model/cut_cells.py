@@ -1,4 +1,4 @@
-"""A whole model's layer becomes cells: layers of their own, each a run of operators with the tensors only it needs.
+"""Cut a whole model into cells: layers of their own, each a run of operators with the tensors it needs.
 
 Pure. Between two cells tensors travel by name: (the cell that made it, its place among what that cell gives). What
 depends on shapes alone is made again in every cell that reads it; a parameter that several cells read belongs to the
@@ -36,7 +36,7 @@ from ringtmp.model.random_operators import random_count
 
 @dataclass(frozen=True)
 class Whole:
-    """A model as one layer, with what is known of its graphs' slots."""
+    """A model as one layer, with what is known about the slots of its graphs."""
 
     layer: Layer
     train: tuple[Fact, ...]
@@ -53,7 +53,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class CutCell:
-    """A cell, and what is known of what it gives in training and in evaluation."""
+    """A cell, and what is known about the tensors it gives in training and in evaluation."""
 
     layer: Layer
     trained: tuple[Fact, ...]
@@ -61,7 +61,7 @@ class CutCell:
 
 
 def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> list[CutCell]:
-    """The model's cells, cut at these places of its training graph, or at those that evaluation has a place for, too."""
+    """The model cut at these places of its training graph, except those that the evaluation graph has no place for."""
     train, evaluate = whole.anatomies
     kept = list(places)
     while True:
@@ -93,12 +93,12 @@ def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> li
 
 
 def _before(cells: Sequence[_Cell]) -> list[int]:
-    """How many random operators come before each."""
+    """How many random operators come before each cell."""
     return [0, *accumulate(random_count(each.graph) for each in cells)][:-1]
 
 
 def _layer(name: str, tensors: Sequence[OwnedTensor], train: _Cell, evaluate: _Cell, output: OutputTree) -> Layer:
-    """Equal cells get equal graphs: tensors are called by their place in the cell."""
+    """Equal cells get equal graphs: tensors are named by their position in the cell."""
     local = {each.name: f"t{place}" for place, each in enumerate(tensors)}
     owned = tuple(msgspec.structs.replace(each, name=local[each.name], full=each.full or each.name) for each in tensors)
     one, other = (msgspec.structs.replace(each.graph, inputs=_renamed(each.graph, local)) for each in (train, evaluate))
@@ -109,7 +109,7 @@ def _renamed(graph: Graph, local: Mapping[str, str]) -> tuple[Input, ...]:
     return tuple(each if each.kind == "input" else Input(each.kind, local[each.name]) for each in graph.inputs)
 
 
-# -- whose is what ------------------------------------------------------------------------------------------------------
+# -- who owns what ------------------------------------------------------------------------------------------------------
 
 
 class _Owners:
@@ -148,7 +148,7 @@ class _Owners:
         return self.users[name][0], self.users[name][-1]
 
     def tensors(self, cell: int) -> list[OwnedTensor]:
-        """What lies in a cell, in the model's order: its own, and copies of what others own and nobody changes."""
+        """The tensors of a cell, in the model's order: those it owns, and copies of what others own and nobody changes."""
         found: list[OwnedTensor] = []
         for each in self._layer.tensors:
             if self.owner(each.name) == cell:
@@ -166,7 +166,7 @@ def _own_slots(anatomy: Anatomy, first: int, stop: int, last: bool) -> set[int]:
 
 
 def _needed(anatomy: Anatomy, first: int, stop: int, last: bool) -> list[int]:
-    """The operations of a cell: its own, and of those that are made again, here or before it, the ones it reads."""
+    """The operations of a cell: its own, and those whose results it reads and makes again, from here or from before it."""
     repeats = anatomy.again | anatomy.sizes
     own = [at for at in range(first, stop) if anatomy.same[anatomy.start + at] not in repeats]
     found = set(own)
@@ -265,7 +265,7 @@ def _cells(anatomy: Anatomy, bounds: Sequence[int], owners: _Owners) -> list[_Ce
 
 
 def _maker(anatomy: Anatomy, bounds: Sequence[int], cell: int, slot: int, owners: _Owners) -> int | None:
-    """The cell that had a tensor in its hands last: made it, or changed it in place. None: it is an input, untouched."""
+    """The last cell that made a tensor or changed it in place. None: it is an input that nobody has changed."""
     if anatomy.is_own(slot):
         return owners.owner(anatomy.graph.inputs[slot].name)
     made = [anatomy.position(slot)] if anatomy.position(slot) >= 0 else []
@@ -364,7 +364,7 @@ def _moved(value: Argument, anatomy: Anatomy, places: Mapping[int, int]) -> Argu
 
 
 def _names(anatomy: Anatomy, bounds: Sequence[int]) -> list[str]:
-    """The module a cell lies in; where several cells lie in one, they are counted."""
+    """The module a cell lies in; several cells in one module are numbered."""
     found: list[str] = []
     for first, stop in pairwise(bounds):
         heavy = [at for at in range(first, stop) if any(anatomy.is_own(slot) for slot in anatomy.reads[at])]

@@ -1,11 +1,11 @@
 """Where a graph may be cut, and which of these places are worth planning for. Pure.
 
-Place p lies before operation p. It is no place where something is under way that cannot be handed over:
+Place p lies before operation p. There is no place where something is under way that cannot be handed over:
 
     several values in one           between `split` and the taking apart of what it gives
     an alias and a later change     between the making of a view and the last change in place of its memory
     the model's own state           between the first and the last use of a buffer that a run changes
-    one tensor, twice               where two that travel may be the very same object, whose gradients add up together
+    one tensor, twice               where two that travel may be the very same object, whose gradients are added together
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringtmp.model.memory_aliases import aliases
 
 #: With fewer cells than this every place is kept, however much crosses it.
 FEW = 24
-#: A place is dropped where so many times more crosses it than either of its neighbours.
+#: A place is dropped if this many times as much crosses it as one of its neighbours.
 WIDER = 1.34
 #: More cells than this make planning and measuring slow, and no plan better.
 MOST = 128
@@ -56,14 +56,14 @@ def legal(anatomy: Anatomy, labels: Collection[int] = ()) -> list[int]:
 
 
 def widths(anatomy: Anatomy) -> list[float]:
-    """Bytes that cross each place for one sample. What the master has anyway, the model's inputs, counts for nothing."""
+    """Bytes that cross each place for one sample. The model's inputs, which the master has anyway, are not counted."""
     return [
         sum(anatomy.facts[slot].sample_bytes for slot in each if slot >= anatomy.start) for each in anatomy.crossings
     ]
 
 
 def _state(anatomy: Anatomy) -> list[Barrier]:
-    """Buffers a run changes, and parameters: all who touch one are in one cell."""
+    """A buffer or parameter that a run changes: everything that touches it lies in one cell."""
     groups, found = anatomy.groups, []
     for slot, each in enumerate(anatomy.graph.inputs):
         if each.kind == "input" or each.name not in anatomy.written:
@@ -85,14 +85,14 @@ def _changes(anatomy: Anatomy) -> list[Barrier]:
         if aliases(op)[0] and anatomy.same[slot] == slot:
             made.setdefault(anatomy.groups[slot], at)
     return [
-        Barrier(made[group] + 1, changes[-1], "a tensor is changed in place of which a view was taken")
+        Barrier(made[group] + 1, changes[-1], "a tensor is changed in place after a view of it was taken")
         for group, changes in anatomy.changes.items()
         if group in made
     ]
 
 
 def _several(anatomy: Anatomy) -> list[Barrier]:
-    """What is neither a tensor nor made again cannot travel. (The gradient mode before a block is set again.)"""
+    """What is neither a tensor nor made again cannot travel. (A block without gradients is opened again in each cell.)"""
     handled = anatomy.sizes | anatomy.again | {one for each in anatomy.open_modes for one in each}
     return [
         Barrier(anatomy.position(slot) + 1, last, "an operator's results are being taken apart")
@@ -130,8 +130,8 @@ def _has_twins(crossing: set[int], twice: dict[int, int]) -> bool:
 
 
 def worth_planning(anatomy: Anatomy, places: Sequence[int]) -> list[int]:
-    """One place between any two operators with parameters, the narrowest; of many cells those that bound the narrow ones
-    (between attention and MLP, and not within either)."""
+    """The narrowest place between any two operators with parameters. If that makes many cells, wide places are dropped
+    (so cuts lie between attention and MLP, and not within either)."""
     width = widths(anatomy)
     heavy = [
         any(anatomy.is_own(slot) and anatomy.graph.inputs[slot].kind == "parameter" for slot in used)

@@ -2,9 +2,9 @@
 
 The transformers library asks whether it is being traced, and if so builds explicit attention masks and repeats heads where
 eager mode leaves that to the kernel: other operators, other bits. So while a model is exported the answer is no, and the
-graph is compared with eager mode as it is. Where a mask is given, eager mode looks at its numbers to choose, which no graph
-can: then the answer is yes for both, the export and the eager mode it is compared with, and the model is defined as the
-path with the mask (docs/models.md).
+graph is compared with eager mode as it is. If a mask is given, eager mode looks at its values to choose a path, which no
+graph can do. Then the answer is yes both for the export and for the eager mode it is compared with, and the model is
+defined as the path with the mask (docs/models.md).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-#: Functions by which transformers finds out, or chooses by looking at positions that shapes alone decide, and what they
-#: answer where the model is to go the way of eager mode. Other modules hold on to these functions, hence their code.
+#: The functions that transformers asks whether it is being traced, and one that looks at the values of positions, which
+#: follow from shapes. Other modules have imported them by name, so it is their code that is replaced.
 _UTILS, _MASKS = "transformers.utils.import_utils", "transformers.masking_utils"
 _ASKED = ("is_torchdynamo_compiling", "is_torchdynamo_exporting", "is_tracing")
 

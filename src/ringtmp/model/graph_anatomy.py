@@ -34,8 +34,8 @@ _SHAPES = frozenset([SIZE, "aten.sym_numel.default", "aten.sym_stride.int"])
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a slot: its shape, with symbols for what depends on the number of samples; None: it is no tensor.
-    `path`: the module whose forward made it."""
+    """What is known about a slot. `shape` has a symbol wherever a size depends on the number of samples, and is None for
+    what is not a tensor. `path`: the module whose forward made it."""
 
     shape: tuple[int | str, ...] | None
     dtype: str = ""
@@ -60,7 +60,7 @@ def reads(op: Op) -> list[int]:
 
 
 class Anatomy:
-    """One graph, looked at once."""
+    """One graph, analysed once."""
 
     def __init__(self, graph: Graph, facts: Sequence[Fact], fixed: Iterable[str] = ()) -> None:
         """`fixed`: names of the model's own tensors that no gradient and no operator changes, in either mode."""
@@ -79,7 +79,7 @@ class Anatomy:
         self.again = self._made_again()
 
     def position(self, slot: int) -> int:
-        """Of the operation that makes it; -1: it enters."""
+        """The index of the operation that makes it; -1 if it enters the graph."""
         return slot - self.start if slot >= self.start else -1
 
     def is_own(self, slot: int) -> bool:
@@ -93,7 +93,7 @@ class Anatomy:
         return tuple(self.facts[slot] for slot in slots)
 
     def size_asked(self, at: int) -> int | str:
-        """What an operation that asks for a size is told."""
+        """The size that an operation asks for: a number, or a symbol."""
         op, shape = self.graph.ops[at], self.facts[self.reads[at][0]].shape
         dim = op.args[1]
         assert isinstance(dim, int)
@@ -102,7 +102,7 @@ class Anatomy:
 
     @cached_property
     def last_use(self) -> dict[int, int]:
-        """The last operation that reads a slot; behind the last operation for what leaves the model."""
+        """The last operation that reads a slot; one past the last operation for what leaves the model."""
         found: dict[int, int] = {}
         for at, each in enumerate(self.reads):
             for slot in each:
@@ -140,7 +140,7 @@ class Anatomy:
 
     @cached_property
     def open_modes(self) -> list[tuple[int, ...]]:
-        """Before each operation: the slots that opened the blocks without gradients it lies in."""
+        """For each operation, the slots that opened the no-gradient blocks it lies in."""
         found: list[tuple[int, ...]] = []
         stack: tuple[int, ...] = ()
         for at, op in enumerate(self.graph.ops):
@@ -161,7 +161,7 @@ class Anatomy:
         return same
 
     def _sizes(self) -> frozenset[int]:
-        """Whole numbers that shapes decide."""
+        """Whole numbers that follow from shapes."""
         found: set[int] = set()
         for at, op in enumerate(self.graph.ops):
             slot, fact = self.start + at, self.facts[self.start + at]

@@ -121,7 +121,7 @@ def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
     else:
         raise UsageError(
-            f"a {type(model).__name__} is not a model: give an nn.Sequential, a list or generator of layers, "
+            f"a {type(model).__name__} is not a model: give an nn.Module, a list or generator of layers, "
             "or a function that returns one"
         )
 

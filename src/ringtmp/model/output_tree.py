@@ -21,7 +21,7 @@ PLAIN = ("*", "tuple", "list", "dict")
 
 
 class Output:
-    """A model's output whose class is not at hand: fields by attribute and by name; by place those that are not None."""
+    """Stands in for an output whose class is not at hand: fields by attribute and by key; those not None also by position."""
 
     def __init__(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._kind = kind
@@ -49,7 +49,7 @@ class Output:
 
 
 def flattened(value: Any, label: str = "the model") -> tuple[OutputTree, list[torch.Tensor]]:
-    """Refuses, by its place, what is neither a tensor nor made of tensors."""
+    """Refuses what is neither a tensor nor made of tensors, and says where it is."""
     found: list[torch.Tensor] = []
     return _flatten(value, label, "", found), found
 
@@ -69,7 +69,7 @@ def nest(tree: OutputTree, flat: Sequence[Any], own: bool = False) -> Any:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of several microbatches as of one. A number per microbatch, such as its loss, is None there."""
+    """The outputs of several microbatches as if of one. What is one number per microbatch, such as a loss, becomes None."""
     trees, parts = zip(*(flattened(each) for each in outputs), strict=True)
     columns = list(zip(*parts, strict=True))
     if not any(column[0].dim() for column in columns):
@@ -96,7 +96,7 @@ def described(value: Any) -> str:
 
 
 def field_of(value: Any, name: str) -> Any:
-    """A field of an object or an entry of a mapping; None where there is none."""
+    """A field of an object or an entry of a mapping; None if there is no such thing."""
     parts = _fields(value)
     return None if parts is None else parts[1].get(name)
 
@@ -127,7 +127,7 @@ def _flatten(value: Any, label: str, path: str, found: list[torch.Tensor]) -> Ou
     if (parts := _fields(value)) is not None:
         kind, fields = parts
         if not all(isinstance(key, str) for key in fields):
-            raise UsageError(f"{label} returns a dict with keys that are no strings{_at(path)}: use strings")
+            raise UsageError(f"{label} returns a dict whose keys are not all strings{_at(path)}: use strings")
         children = tuple(_flatten(each, label, f"{path}.{key}", found) for key, each in fields.items())
         return OutputTree("object" if kind else "dict", children, tuple(fields), kind)
     if isinstance(value, tuple | list):

@@ -49,7 +49,7 @@ def _draws(op: Op) -> bool:
 
 
 def _between(probability: Any) -> bool:
-    """Everything is kept with probability 0 and dropped with 1: nothing to draw. One that is computed may be any."""
+    """Everything is kept with probability 0 and dropped with 1: nothing to draw. A computed one may be anything."""
     return not isinstance(probability, int | float) or 0 < probability < 1
 
 

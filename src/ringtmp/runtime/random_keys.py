@@ -35,7 +35,7 @@ def seed_generator(seed: int, step: int, microbatch: int, before: int, ordinal: 
 
 @dataclass(frozen=True, slots=True)
 class RandomKeys:
-    """Of one microbatch on its way through a segment, in a step."""
+    """The seeds for one microbatch of one step, on its way through a segment."""
 
     seed: int
     step: int
@@ -43,7 +43,7 @@ class RandomKeys:
     rule: Randomness
 
     def begin_layer(self, index: int, layer: Layer, training: bool) -> Reseed | None:
-        """What the layer's graph calls before each of its random operators; None: it draws on from here."""
+        """What the layer's graph calls before each of its random operators; None: the generator just goes on from here."""
         if self.rule == "layer":
             seed_generator(self.seed, self.step, self.microbatch, index)
             return None
@@ -51,6 +51,6 @@ class RandomKeys:
         return partial(seed_generator, self.seed, self.step, self.microbatch, before)
 
     def begin_loss(self) -> None:
-        """After a segment: a loss that draws is seeded once. By layer, it draws on from the last layer."""
+        """After a segment: a loss that draws is seeded once. By layer, the generator goes on from the last layer."""
         if self.rule == "operator":
             seed_generator(self.seed, self.step, self.microbatch, LOSS)

@@ -26,7 +26,7 @@ class Step:
     index: int
     takes: tuple[Value, ...]
     gives: tuple[Value, ...]
-    done: tuple[Value, ...]  # nobody needs these after it
+    done: tuple[Value, ...]  # not needed after it
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def segment_run(layers: Sequence[tuple[int, Layer]], training: bool, crossings: 
     for (_, layer), needed, given in zip(layers, takes, gives, strict=True):
         if not known.issuperset(needed):
             raise ProtocolError(
-                f"layer {layer.name} takes {len(needed)} tensors, which the layers before it do not give"
+                f"layer {layer.name} takes {len(needed)} tensors, not all of which the layers before it give"
             )
         known.update(given)
     if not known.issuperset(crossings.leaving):
-        raise ProtocolError("a segment is to send on what it does not have")
+        raise ProtocolError("a segment is told to send on a tensor it does not have")
     needed_later = set(crossings.leaving)
     done: list[tuple[Value, ...]] = []
     for needed, given in zip(reversed(takes), reversed(gives), strict=True):

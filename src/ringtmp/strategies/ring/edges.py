@@ -25,8 +25,8 @@ Describe = Callable[[bool, Value], Crossing]
 
 
 def flow_of(layers: Sequence[Layer], route: Route, describe: Describe | None = None) -> tuple[Edge, ...]:
-    """The edges of a route, those from a visit to the next first; nothing where everything goes to the next. The model's
-    inputs come from visit -1, and what it gives goes to the one behind the last."""
+    """The edges of a route, those from a visit to the next first; empty if everything goes to the next visit. The model's
+    inputs come from visit -1, and its outputs go to the visit after the last."""
     if all(layer.train_takes is None for layer in layers):
         return ()
     return tuple(edge for training in (True, False) for edge in _edges(layers, route, training, describe))
@@ -56,7 +56,7 @@ def _edges(layers: Sequence[Layer], route: Route, training: bool, describe: Desc
 
 
 def _users(layers: Sequence[Layer], route: Route, training: bool) -> dict[Value, set[int]]:
-    """The visits that use each tensor; the loss, behind the last one, uses what the model gives."""
+    """The visits that use each tensor; the loss, as a visit after the last, uses the model's outputs."""
     found: dict[Value, set[int]] = {}
     for index, layer in enumerate(layers):
         for value in layer.takes(index, training):
@@ -68,19 +68,19 @@ def _users(layers: Sequence[Layer], route: Route, training: bool) -> dict[Value,
 
 @dataclass(frozen=True)
 class Ways:
-    """Of one visit, in one mode: the edges that end there and those that begin there, the next and the last one first."""
+    """The edges that end at one visit and those that begin there, in one mode; the visits beside it come first."""
 
     entering: tuple[Edge, ...]
     leaving: tuple[Edge, ...]
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Visits besides the one before that send something here."""
+        """Visits, other than the one before, that send something here."""
         return tuple(each.source for each in self.entering if each.source != each.target - 1)
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """Visits besides the next that something goes to."""
+        """Visits, other than the next, that something is sent to."""
         return tuple(each.target for each in self.leaving if each.target != each.source + 1)
 
 

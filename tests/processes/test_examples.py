@@ -1,0 +1,52 @@
+"""The examples of models run as they stand, print what they reached, and give one digest on every ring."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODELS = ("own_model.py", "unet.py")
+
+
+def _short_run(name: str, folder: Path, nodes: int, steps: int) -> str:
+    """In this process, where torch is loaded already; the other nodes are processes."""
+    out = io.StringIO()
+    words = [name, "--nodes", str(nodes), "--steps", str(steps)]
+    argv, untouched = mock.patch.object(sys, "argv", words), torch.random.fork_rng(devices=[])
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), argv, untouched:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()
+
+
+def _digest(printed: str) -> str:
+    return re.findall(r"^weights ([0-9a-f]{64})$", printed, re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_trains_and_prints_its_digest(name: str, tmp_path: Path) -> None:
+    printed = _short_run(name, tmp_path, nodes=2, steps=2)
+    assert "ring of 2 nodes, 2 steps" in printed
+    assert _digest(printed)
+    assert len((EXAMPLES / name).read_text().splitlines()) < 60
+
+
+@pytest.mark.long  # with one ring in the test above; digests of rings in test_any_module
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_learns_and_has_one_digest_on_every_ring(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
+    accuracies = [float(each) for each in re.findall(r"([\d.]+)%", done.stdout)]
+    assert accuracies[-1] > 90
+    digests = {_digest(_short_run(name, tmp_path, nodes, steps=4)) for nodes in (1, 2, 4)}
+    assert len(digests) == 1
