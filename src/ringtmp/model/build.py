@@ -18,6 +18,7 @@ from torch import nn
 from ringtmp.errors import UsageError
 from ringtmp.model import eager_path
 from ringtmp.model.allowed_operators import resolve
+from ringtmp.model.blocks import refuse_unmatched
 from ringtmp.model.build_cells import Cell, Cutting, Samples, cells_of, state_of
 from ringtmp.model.call import Arguments, call_arguments
 from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
@@ -58,15 +59,21 @@ def build_layers(
     seed: int,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int], None] = lambda count: None,
+    known: Callable[[int, str], None] = lambda count, why: None,
     cutting: Cutting | None = None,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Iterator[BuiltLayer]:
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
-    number of layers before any work is done on the first, if it can be known; of one module, when it has been cut."""
+    number of layers before any work is done on the first, if it can be known; of one module, when it has been cut, and why
+    it has no more."""
     if (module := whole_module(model, seed)) is not None:
         yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
         return
+    if cutting is not None and cutting.blocks:
+        raise UsageError(
+            f"--blocks {','.join(cutting.blocks)} is for a module with a forward of its own; this model is an nn.Sequential "
+            "or a list of layers, which is cut between its layers: leave out --blocks"
+        )
     exporter = Exporter()
     row = _Row(known)
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
@@ -107,7 +114,7 @@ def _build_cells(
     module: nn.Module,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int], None],
+    known: Callable[[int, str], None],
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -117,6 +124,7 @@ def _build_cells(
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     sizes = _spread(sorted(set(microbatch_sizes)))
     _refuse_what_cannot_travel(name, module)
+    refuse_unmatched(module, cutting.blocks)
     samples = {size: Sample(_given(module, sample, size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
     refuse_hooks(name, module)
     refuse_averaging(name, module)
@@ -135,7 +143,7 @@ def _exported_whole(
     module: nn.Module,
     samples: Mapping[int, Sample],
     sizes: Sequence[int],
-    known: Callable[[int], None],
+    known: Callable[[int, str], None],
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -178,7 +186,7 @@ def _refuse_objects(name: str, entering: Any) -> None:
 class _Row:
     """A model whose layers are all in memory is checked as a whole, too, when the last one has been exported."""
 
-    def __init__(self, known: Callable[[int], None]) -> None:
+    def __init__(self, known: Callable[[int, str], None]) -> None:
         self._known = known
         self._modules: list[nn.Module] = []
         self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
@@ -186,7 +194,7 @@ class _Row:
 
     def know(self, modules: list[nn.Module], alone: bool) -> None:
         self.alone = alone
-        self._known(len(modules))
+        self._known(len(modules), "")
         if fits(modules):
             self._modules = modules
 
