@@ -7,7 +7,7 @@ Operators with parameters outside every block lie between blocks, such as an emb
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from ringtmp.errors import UsageError, nearest
 from ringtmp.model.cut_places import weighty, widths
 from ringtmp.model.graph_anatomy import Anatomy
+from ringtmp.model.why_uncut import what_bars
 
 #: So many names of modules are shown where a pattern fits none.
 SHOWN = 8
@@ -42,9 +43,11 @@ def refuse_unmatched(module: nn.Module, patterns: Sequence[str]) -> None:
         raise UsageError(f"--blocks {pattern!r} fits no module of {type(module).__name__}: {hint}{has}")
 
 
-def at_blocks(anatomy: Anatomy, places: Sequence[int], patterns: Sequence[str]) -> list[int]:
+def at_blocks(
+    anatomy: Anatomy, places: Sequence[int], patterns: Sequence[str], labels: Collection[int] = ()
+) -> list[int]:
     """Of the places between the last operator with parameters of one block and the first of the next, the narrowest; of
-    equally narrow ones one at which a block ends or begins."""
+    equally narrow ones one at which a block ends or begins. UsageError where two blocks have none between them."""
     blocks = [_block(fact.path, patterns) for fact in anatomy.facts[anatomy.start :]]
     width = widths(anatomy)
     found: list[int] = []
@@ -52,6 +55,12 @@ def at_blocks(anatomy: Anatomy, places: Sequence[int], patterns: Sequence[str]) 
         fitting = [place for place in places if before < place <= after]
         if blocks[before] != blocks[after] and fitting:
             found.append(min(fitting, key=lambda place: (width[place], blocks[place - 1] == blocks[place], place)))
+        elif blocks[before] != blocks[after] and blocks[before] and blocks[after]:
+            raise UsageError(
+                f"there is no place to cut between the blocks {blocks[before]} and {blocks[after]}, because "
+                f"{what_bars(anatomy, [(before, after)], labels)}: change that part of the model, or let --blocks name a "
+                "module that holds both"
+            )
     return found
 
 

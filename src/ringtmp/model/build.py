@@ -7,6 +7,7 @@ would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,20 +124,36 @@ def _build_cells(
     name = type(module).__name__
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     sizes = _spread(sorted(set(microbatch_sizes)))
-    _refuse_what_cannot_travel(name, module)
+    _refuse_what_cannot_travel("", module)
     refuse_unmatched(module, cutting.blocks)
     samples = {size: Sample(_given(module, sample, size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
-    refuse_hooks(name, module)
-    refuse_averaging(name, module)
-    _try_eager(name, module, samples[smallest])
-    one_sample = _takes(name, module, samples[1])
-    layer, cells, tensors = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
+    with _said_of_the_model(name):
+        refuse_hooks(name, module)
+        refuse_averaging(name, module)
+        _try_eager(name, module, samples[smallest])
+        one_sample = _takes(name, module, samples[1])
+        layer, cells, tensors = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
     row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
     for index, cell in enumerate(cells):
         own = {each.name: tensors[each.full] for each in cell.layer.tensors}
         found = row.through(index, own)
         outputs = nest(layer.output, found.leaving) if index == len(cells) - 1 else found.leaving
         yield BuiltLayer(cell.layer, own, outputs, one_sample, "model", found, state)
+
+
+@contextmanager
+def _said_of_the_model(name: str) -> Iterator[None]:
+    """The checks speak of a layer and its name; here that is the model, of which the user gave no name."""
+    try:
+        yield
+    except UsageError as error:
+        said = str(error).replace(f"layer {name!r} ({name}", f"the model ({name}")
+        said = said.replace(f"layer {name!r} (", f"the model ({name}; ").replace(
+            f"layer {name!r}", f"the model ({name})"
+        )
+        raise UsageError(
+            said.replace("A layer must", "A model must").replace("a layer must", "a model must")
+        ) from error
 
 
 def _exported_whole(
@@ -252,13 +269,14 @@ def _spread(sizes: Sequence[int]) -> list[int]:
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
     for local, tensor in (*module.named_parameters(), *module.named_buffers()):
+        full = f"{name}.{local}" if name else local
         if tensor.device.type != "cpu":
-            raise UsageError(f"{name}.{local} is on {tensor.device}: move the model to the CPU first")
+            raise UsageError(f"{full} is on {tensor.device}: move the model to the CPU first")
         if nn.parameter.is_lazy(tensor):
-            raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
+            raise UsageError(f"{full} is lazy and has no shape yet: run the model once on a sample first")
         if tensor.is_complex():
             raise UsageError(
-                f"{name}.{local} is complex, which neither links nor optimizers here can take: keep its real and imaginary "
+                f"{full} is complex, which neither links nor optimizers here can take: keep its real and imaginary "
                 "parts as two tensors"
             )
 

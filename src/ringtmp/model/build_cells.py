@@ -68,7 +68,11 @@ def state_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 def chosen_places(anatomy: Anatomy, cutting: Cutting) -> list[int]:
     places = legal(anatomy, cutting.labels)
-    return at_blocks(anatomy, places, cutting.blocks) if cutting.blocks else worth_planning(anatomy, places)
+    return (
+        at_blocks(anatomy, places, cutting.blocks, cutting.labels)
+        if cutting.blocks
+        else worth_planning(anatomy, places)
+    )
 
 
 class Samples:
