@@ -263,7 +263,7 @@ def test_what_costs_nothing_to_see_is_seen_before_the_first_export(monkeypatch: 
     with pytest.raises(UsageError, match="0.weight and 2.weight are one tensor"):
         list(build_layers(lambda: tied, 0, numbers, [2]))
     for config, nodes, says in (
-        (RunConfig(), 4, "4 nodes need at least 5 layers .* the model has 3: use 2 or fewer"),
+        (RunConfig(), 4, "4 nodes need at least 5 layers .* the model has 3: use 2 or fewer, or a deeper model"),
         (RunConfig(ring=RingPart(laps=2)), 2, "a route of 5 visits needs at least 5 layers; the model has 3"),
         (RunConfig(ring=RingPart(cuts="0-0,1-1,2-5")), 2, "5"),
     ):

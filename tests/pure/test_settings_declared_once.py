@@ -33,6 +33,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "lr_schedule": ("cosine:warmup=3", {"kind": "cosine", "warmup": 3}), "schedule": ("gpipe", "gpipe"),
     "strategy_settings": ("servers=2", {"servers": 2}), "notice_s": ("7.5", 7.5), "name": ("gpt", "gpt"),
     "all_devices": ("", True), "cuts": ("0-1,2", "0-1,2"),
+    "blocks": ("model.layers.*,head", "model.layers.*,head"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ringtmp.data.batches import Batch, split_batch
 from ringtmp.launch.in_memory import InMemoryPool, Wrapper
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
+from ringtmp.model.build_cells import Cutting
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.cuts_for_laps import bounds_for
@@ -31,12 +32,13 @@ class Built:
     """A model as layers and a checkpoint of its first weights."""
 
     def __init__(
-        self, folder: Path, model: Model, sample: Callable[[int], Any], sizes: Sequence[int], seed: int = 0
-    ) -> None:
+        self, folder: Path, model: Model, sample: Callable[[int], Any], sizes: Sequence[int], seed: int = 0,
+        cutting: Cutting | None = None,
+    ) -> None:  # fmt: skip
         writer = CheckpointWriter(folder / "checkpoints", "test", Progress(0))
         self.layers: list[Layer] = []
         self.state: tuple[tuple[str, str], ...] = ()
-        for index, built in enumerate(build_layers(model, seed, sample, sizes)):
+        for index, built in enumerate(build_layers(model, seed, sample, sizes, cutting=cutting)):
             writer.add(index, built.layer, list(built.tensors.values()), {})
             self.layers.append(built.layer)
             self.state = built.state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,14 +68,16 @@ def command(
     threads = settings.training.threads or 1
     devices = _devices(file, chosen.get("nodes"), settings.ring.nodes, threads)
     counted_bytes = rss_bytes() if file is None else 0
+    keep_all = settings.ring.all_devices or file is None
+    enough = partial(registry.get(settings.ring.strategy).refuse_too_few, settings, len(devices), keep_all)
     choices = [registry.parse(word) for word in (compare or "").split(",") if word.strip()]
     with show_results.watcher(quiet) as watcher:
         train, _ = named_sources.load(settings.training.data, settings.training.seed, settings.model.settings)
         model = api.named_model(settings.model, train)
-        work = measure_model.work_of(settings, model, train, watcher.phase)
+        work = measure_model.work_of(settings, model, train, watcher.phase, known=enough)
         watcher.phase("planning")
         devices = planned_devices.with_master_here(devices, counted_bytes)
-        made = measure_model.plan(settings, work, devices, settings.ring.all_devices or file is None)
+        made = measure_model.plan(settings, work, devices, keep_all)
         everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.

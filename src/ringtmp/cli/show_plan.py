@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import IO
 
 import msgspec
+from rich.columns import Columns
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ringtmp.config import RunConfig
@@ -81,6 +83,7 @@ class Page(msgspec.Struct, frozen=True):
     order_gap: float
     per_node: list[NodePage]
     ways: list[WayPage]
+    layers: list[str] = []  # their names, by number
     with_all: WithAll | None = None  # the best plan that uses every device, where this one does not
 
 
@@ -110,7 +113,7 @@ def page(
         left_out=[{"device": each.device, "reason": each.reason} for each in made.left_out], order_gap=made.gap,
         per_node=[_node(made, node) for node in range(len(made.devices))],
         ways=[_way(each, made.options.batch_size, steps_per_epoch) for each in (own, *others)],
-        with_all=None if with_all is None else _with_all(with_all),
+        layers=[each.name for each in made.layers], with_all=None if with_all is None else _with_all(with_all),
     )  # fmt: skip
 
 
@@ -195,7 +198,9 @@ def print_page(made: Page, stream: IO[str]) -> None:
     _print_gains(console, made)
     if len(made.ways) > 1:
         _print_ways(console, made)
-    console.print(f"\nto set these cuts by hand: --cuts {made.cuts}", style="dim", soft_wrap=True)
+    console.print("\n[bold]layers by number[/bold]")
+    console.print(Columns([escape(f"{number} {name}") for number, name in enumerate(made.layers)], padding=(0, 3)))
+    console.print(f"to set these cuts by hand: --cuts {made.cuts}", style="dim", soft_wrap=True)
 
 
 def _print_nodes(console: Console, made: Page) -> None:

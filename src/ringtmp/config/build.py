@@ -94,9 +94,14 @@ def merge_for_resume(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
             value = changed[key] = {**before, **value}
         again = key == "data" and before == "given"  # nobody can name what Python gave
         if not SETTINGS[key].resumable and not again and before != value:
+            why = (
+                "it would change the weights"
+                if SETTINGS[key].said.bits
+                else "the run directory has the model as it was cut"
+            )
             raise UsageError(
-                f"--resume cannot change {SETTINGS[key].title.removeprefix('--')} (it is {before!r} in that run): it "
-                f"would change the weights. It may change {listed(tuple(each.title for each in resumable), 'and')}"
+                f"--resume cannot change {SETTINGS[key].title.removeprefix('--')} (it is {before!r} in that run): {why}. "
+                f"It may change {listed(tuple(each.title for each in resumable), 'and')}"
             )
     if "epochs" in given:
         changed.setdefault("steps", None)

@@ -12,6 +12,7 @@ class RingKeywords(TypedDict, total=False):
     settings: Mapping[str, Any] | None
     all_devices: bool
     cuts: str | None
+    blocks: str | None
     window: int | None
     schedule: Literal["1f1b", "gpipe", "zero-bubble"]
     laps: int

@@ -93,6 +93,9 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuts: Annotated[str | None, Is(
         "Layers of each visit, such as 0-2,3-5,6-7; '-' for a last visit with the loss alone.", PIPELINE,
         split=True, usual=_PLAN)] = None
+    blocks: Annotated[str | None, Is(
+        "Cut a module only between its parts with these names, such as model.layers.*; several with commas.", PIPELINE,
+        split=True, resume=False, metavar="PATTERN,…", usual="wherever little crosses")] = None
     window: Annotated[int | None, Is(
         "Microbatches in flight at most.", PIPELINE, split=True, least=1, usual=_PLAN)] = None
     schedule: Annotated[ScheduleName, Is("Order of work in a step: {choices}.", PIPELINE, split=True)] = DEFAULT_SCHEDULE.name

@@ -7,6 +7,7 @@ would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from ringtmp.errors import UsageError
 from ringtmp.model import eager_path
 from ringtmp.model.allowed_operators import resolve
+from ringtmp.model.blocks import refuse_unmatched
 from ringtmp.model.build_cells import Cell, Cutting, Samples, cells_of, state_of
 from ringtmp.model.call import Arguments, call_arguments
 from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
@@ -60,17 +62,23 @@ def build_layers(
     seed: int,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int], None] = lambda count: None,
+    known: Callable[[int, str], None] = lambda count, why: None,
     cutting: Cutting | None = None,
     phase: Callable[[str], None] = lambda text: None,
     folder: Path | None = None,
 ) -> Iterator[BuiltLayer]:
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
-    number of layers before any work is done on the first, if it can be known; of one module, when it has been cut."""
+    number of layers before any work is done on the first, if it can be known; of one module, when it has been cut, and why
+    it has no more."""
     opened = opened_model(model, seed, folder)
     if (module := opened.whole) is not None:
         yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
         return
+    if cutting is not None and cutting.blocks:
+        raise UsageError(
+            f"--blocks {','.join(cutting.blocks)} is for a module with a forward of its own; this model is an nn.Sequential "
+            "or a list of layers, which is cut between its layers: leave out --blocks"
+        )
     exporter = Exporter()
     row = _Row(known)
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
@@ -111,7 +119,7 @@ def _build_cells(
     module: nn.Module,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int], None],
+    known: Callable[[int, str], None],
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -120,13 +128,15 @@ def _build_cells(
     name = type(module).__name__
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     sizes = _spread(sorted(set(microbatch_sizes)))
-    _refuse_what_cannot_travel(name, module)
+    _refuse_what_cannot_travel("", module)
+    refuse_unmatched(module, cutting.blocks)
     samples = {size: Sample(_given(module, sample, size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
-    refuse_hooks(name, module)
-    refuse_averaging(name, module)
-    _try_eager(name, module, samples[smallest])
-    one_sample = _takes(name, module, samples[1])
-    layer, cells, tensors = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
+    with _said_of_the_model(name):
+        refuse_hooks(name, module)
+        refuse_averaging(name, module)
+        _try_eager(name, module, samples[smallest])
+        one_sample = _takes(name, module, samples[1])
+        layer, cells, tensors = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
     checked = "model" if fits([module]) else "evaluation"
     row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
     for index, cell in enumerate(cells):
@@ -136,11 +146,26 @@ def _build_cells(
         yield BuiltLayer(cell.layer, own, outputs, one_sample, checked, found, state)
 
 
+@contextmanager
+def _said_of_the_model(name: str) -> Iterator[None]:
+    """The checks speak of a layer and its name; here that is the model, of which the user gave no name."""
+    try:
+        yield
+    except UsageError as error:
+        said = str(error).replace(f"layer {name!r} ({name}", f"the model ({name}")
+        said = said.replace(f"layer {name!r} (", f"the model ({name}; ").replace(
+            f"layer {name!r}", f"the model ({name})"
+        )
+        raise UsageError(
+            said.replace("A layer must", "A model must").replace("a layer must", "a model must")
+        ) from error
+
+
 def _exported_whole(
     module: nn.Module,
     samples: Mapping[int, Sample],
     sizes: Sequence[int],
-    known: Callable[[int], None],
+    known: Callable[[int, str], None],
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -198,7 +223,7 @@ def _refuse_objects(name: str, entering: Any) -> None:
 class _Row:
     """A model whose layers are all in memory is checked as a whole, too, when the last one has been exported."""
 
-    def __init__(self, known: Callable[[int], None]) -> None:
+    def __init__(self, known: Callable[[int, str], None]) -> None:
         self._known = known
         self._modules: list[nn.Module] = []
         self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
@@ -206,7 +231,7 @@ class _Row:
 
     def know(self, modules: list[nn.Module], alone: bool) -> None:
         self.alone = alone
-        self._known(len(modules))
+        self._known(len(modules), "")
         if fits(modules):
             self._modules = modules
 
@@ -264,13 +289,14 @@ def _spread(sizes: Sequence[int]) -> list[int]:
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
     for local, tensor in (*module.named_parameters(), *module.named_buffers()):
+        full = f"{name}.{local}" if name else local
         if tensor.device.type != "cpu":
-            raise UsageError(f"{name}.{local} is on {tensor.device}: move the model to the CPU first")
+            raise UsageError(f"{full} is on {tensor.device}: move the model to the CPU first")
         if nn.parameter.is_lazy(tensor):
-            raise UsageError(f"{name}.{local} is lazy and has no shape yet: run the model once on a sample first")
+            raise UsageError(f"{full} is lazy and has no shape yet: run the model once on a sample first")
         if tensor.is_complex():
             raise UsageError(
-                f"{name}.{local} is complex, which neither links nor optimizers here can take: keep its real and imaginary "
+                f"{full} is complex, which neither links nor optimizers here can take: keep its real and imaginary "
                 "parts as two tensors"
             )
 

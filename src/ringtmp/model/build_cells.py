@@ -14,13 +14,14 @@ import msgspec
 import torch
 from torch import nn
 
-from ringtmp.errors import UsageError
+from ringtmp.model.blocks import at_blocks
 from ringtmp.model.cut_cells import CutCell, Whole, cut
-from ringtmp.model.cut_places import at_blocks, barriers, legal, worth_planning
+from ringtmp.model.cut_places import legal, worth_planning
 from ringtmp.model.export import first_names
-from ringtmp.model.graph_anatomy import Fact
+from ringtmp.model.graph_anatomy import Anatomy, Fact
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program
+from ringtmp.model.why_uncut import why_uncut
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,18 @@ class Cell:
 
 def cells_of(
     module: nn.Module, layer: Layer, facts: tuple[Any, Any], cutting: Cutting,
-    known: Callable[[int], None],
+    known: Callable[[int, str], None],
 ) -> list[CutCell]:  # fmt: skip
-    """`layer`: the module as one layer, under its own names. `known` is told the number of cells."""
+    """`layer`: the module as one layer, under its own names. `known` is told the number of cells and why there are no more."""
     names = first_names(module)
     ranks = {names[name]: at for at, (name, _) in enumerate(module.named_parameters())}
     named = tuple(
         msgspec.structs.replace(each, full=each.name, rank=ranks.get(each.name, -1)) for each in layer.tensors
     )
     whole = Whole(msgspec.structs.replace(layer, tensors=named), *facts)
-    cells = cut(whole, chosen_places(whole, cutting), cutting.labels)
-    known(len(cells))
+    anatomy = whole.anatomies[0]
+    cells = cut(whole, chosen_places(anatomy, cutting), cutting.labels)
+    known(len(cells), why_uncut(anatomy, len(cells), cutting.blocks, cutting.labels))
     return cells
 
 
@@ -67,28 +69,13 @@ def state_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
     return tuple((name, names.get(name, name)) for name in module.state_dict())
 
 
-def chosen_places(whole: Whole, cutting: Cutting) -> list[int]:
-    anatomy = whole.anatomies[0]
+def chosen_places(anatomy: Anatomy, cutting: Cutting) -> list[int]:
     places = legal(anatomy, cutting.labels)
-    if not cutting.blocks:
-        return worth_planning(anatomy, places)
-    found = at_blocks(anatomy, places, cutting.blocks)
-    if not found:
-        near = sorted({fact.path for fact in whole.train if fact.path})[:6]
-        raise UsageError(
-            f"no place to cut lies between modules called {', '.join(cutting.blocks)}; modules are called, for instance, "
-            f"{', '.join(near)}"
-        )
-    return found
-
-
-def why_uncut(whole: Whole, cutting: Cutting) -> str:
-    """What stands in the way, most of all."""
-    anatomy = whole.anatomies[0]
-    longest = max(barriers(anatomy, cutting.labels), key=lambda each: each.last - each.first, default=None)
-    if longest is None:
-        return "it has only one operator with parameters"
-    return longest.why
+    return (
+        at_blocks(anatomy, places, cutting.blocks, cutting.labels)
+        if cutting.blocks
+        else worth_planning(anatomy, places)
+    )
 
 
 class Samples:

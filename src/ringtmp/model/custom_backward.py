@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
+from ringtmp.model.user_lines import is_library
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def traced_along(label: str, module: nn.Module) -> Iterator[list[str]]:
 
     def asked(condition: Any) -> bool:
         frame = sys._getframe(1)
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             branches.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         return bool(ask(condition))
 
@@ -243,13 +244,6 @@ def where(function: Any) -> str:
 def caller() -> str:
     """File and line of the innermost frame that is neither a library's nor ours."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((_TORCH, _OURS, "<"))
-
-
-_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)

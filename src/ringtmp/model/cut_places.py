@@ -10,7 +10,6 @@ Place p lies before operation p. There is no place where something is under way 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -74,7 +73,9 @@ def _state(anatomy: Anatomy) -> list[Barrier]:
             for at, used in enumerate(anatomy.reads)
             if any(groups[one] == group for one in (*used, anatomy.start + at))
         ]
-        found.append(Barrier(min(touching) + 1, max(touching), f"{each.name} is changed"))
+        found.append(
+            Barrier(min(touching) + 1, max(touching), f"{each.name} is changed by one operator and used by others")
+        )
     return found
 
 
@@ -108,7 +109,10 @@ def _labels(anatomy: Anatomy, labels: Collection[int]) -> list[Barrier]:
     first = next(
         (at for at, used in enumerate(anatomy.reads) if wanted & set(used) and anatomy.start + at not in sizes), None
     )
-    return [] if first is None else [Barrier(first + 1, len(anatomy.graph.ops), "labels stay on the master")]
+    return [] if first is None else [Barrier(first + 1, len(anatomy.graph.ops), _LABELS)]
+
+
+_LABELS = "labels are used, which stay on the master with all that comes after"
 
 
 def _twins(anatomy: Anatomy) -> dict[int, int]:
@@ -133,10 +137,7 @@ def worth_planning(anatomy: Anatomy, places: Sequence[int]) -> list[int]:
     """The narrowest place between any two operators with parameters. If that makes many cells, wide places are dropped
     (so cuts lie between attention and MLP, and not within either)."""
     width = widths(anatomy)
-    heavy = [
-        any(anatomy.is_own(slot) and anatomy.graph.inputs[slot].kind == "parameter" for slot in used)
-        for used in anatomy.reads
-    ]
+    heavy = weighty(anatomy)
     kept: list[int] = []
     for place in places:
         if any(heavy[kept[-1] if kept else 0 : place]):
@@ -146,6 +147,14 @@ def worth_planning(anatomy: Anatomy, places: Sequence[int]) -> list[int]:
     if kept and not any(heavy[kept[-1] :]):
         kept.pop()  # a cell without parameters at the end belongs to the one before
     return _fewer(_narrowest(kept, width), width)
+
+
+def weighty(anatomy: Anatomy) -> list[bool]:
+    """Which operations read parameters."""
+    return [
+        any(anatomy.is_own(slot) and anatomy.graph.inputs[slot].kind == "parameter" for slot in used)
+        for used in anatomy.reads
+    ]
 
 
 def _narrowest(kept: list[int], width: Sequence[float]) -> list[int]:
@@ -166,23 +175,3 @@ def _fewer(kept: list[int], width: Sequence[float]) -> list[int]:
     if len(kept) < MOST:
         return kept
     return sorted(sorted(kept, key=lambda place: width[place])[: MOST - 1])
-
-
-def at_blocks(anatomy: Anatomy, places: Collection[int], patterns: Sequence[str]) -> list[int]:
-    """Of the places, those between blocks: modules whose name fits a pattern such as 'model.layers.*'."""
-    wanted = [re.compile(re.escape(each).replace(r"\*", r"[^.]+")) for each in patterns]
-
-    def block(at: int) -> str:
-        path = anatomy.facts[anatomy.start + at].path
-        for each in wanted:
-            if (match := each.match(path)) and (match.end() == len(path) or path[match.end()] == "."):
-                return match.group()
-        return ""
-
-    blocks = [block(at) for at in range(len(anatomy.graph.ops))]
-    found: list[int] = []
-    for place in places:
-        before, after = blocks[place - 1], blocks[place]
-        if before != after and (before or after):
-            found.append(place)
-    return found

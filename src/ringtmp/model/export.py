@@ -23,9 +23,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.allowed_operators import ASSERTIONS, ATEN_OVERLOADS, GRAD_MODE, SIZE_FUNCTIONS
+from ringtmp.model import user_lines
+from ringtmp.model.allowed_operators import ASSERTIONS, GRAD_MODE
 from ringtmp.model.call import unpacked, without_cache
 from ringtmp.model.check_hooks import lines, refuse_narrow
+from ringtmp.model.check_operator import refuse_operator
 from ringtmp.model.custom_backward import traced_along
 from ringtmp.model.flatten_graph import Flat, Mode, Region, Step
 from ringtmp.model.graph_anatomy import Fact
@@ -158,7 +160,8 @@ def _export_graph(
     try:
         with warnings.catch_warnings(), traced_along(label, module) as asked, _flat_outputs(label, module, trees):
             warnings.simplefilter("ignore")
-            program = export(module, args, kwargs, dynamic_shapes=flexible, strict=False)
+            with user_lines.instead_of_torch():
+                program = export(module, args, kwargs, dynamic_shapes=flexible, strict=False)
         branches += asked
     except UsageError:
         raise
@@ -167,7 +170,7 @@ def _export_graph(
             raise UsageError(shortage) from error  # which no layer is to blame for
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) cannot be exported: {_reason(first)}. "
+            f"layer {name!r} ({type(module).__name__}) cannot be exported: {_reason(first)}{user_lines.of_error(error)}. "
             "A layer must be a fixed sequence of tensor operations: no branch on tensor values, no tensor made "
             "into a number, no Python side effects; try to move that part into the loss or the data"
         ) from error
@@ -199,7 +202,9 @@ def _flat_outputs(label: str, module: nn.Module, trees: list[OutputTree]) -> Ite
 def _reason(first: str) -> str:
     if "fake tensor in the exported program constant" in first:
         return "a tensor is used past autograd, most likely by .data: write .detach() instead"
-    return first.strip()[:300]
+    if "data-dependent" in first:
+        return "it branches on the values of a tensor, or makes one into a number"
+    return first.strip().rstrip(".")[:300]
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
@@ -315,11 +320,7 @@ class _GraphWriter:
         target = _FILLED.get(_target(function), _target(function))
         if target in ASSERTIONS:
             return
-        if target not in ATEN_OVERLOADS and target not in SIZE_FUNCTIONS:
-            raise UsageError(
-                f"layer {self._label} uses the operator {target}, which is not on RingTMP's list of operators that "
-                "may travel: write that part with ordinary tensor operations"
-            )
+        refuse_operator(self._label, target, node)
         args = tuple(self._value(each) for each in node.args)
         kwargs = {key: self._value(each) for key, each in node.kwargs.items() if key not in ("pin_memory", filled)}
         self._slots[node] = self._op(target, args, kwargs, node)

@@ -46,7 +46,7 @@ def equal_cost(costs: Sequence[float], has_parameters: Sequence[bool], nodes: in
         possible = max(1, layers - front_least - tail_least + 1)
         raise UsageError(
             f"{nodes} nodes need at least {front_least + tail_least + nodes - 1} layers (the master's front and tail and "
-            f"one per worker); the model has {layers}: use --nodes {possible} or fewer, or {deeper(layers)}"
+            f"one per worker); the model has {layers}: use --nodes {possible} or fewer, or a deeper model"
         )
     sums = [0.0, *accumulate(costs)]
     # The first probe asks for nothing, so some bounds always exist; each later one keeps what it could improve.
@@ -126,20 +126,13 @@ def refuse(segments: Segments, devices: Sequence[Device], keep_all: bool) -> Non
         raise DoesNotFit("no cuts were found that leave room for the snapshots: use --protect checkpoint, or auto")
 
 
-def deeper(layers: int) -> str:
-    """What to do about a model with too few layers."""
-    if layers > 1:
-        return "a deeper model"
-    return "write the model as nn.Sequential or a list of layers: a module with a forward of its own is one layer, never cut"
-
-
 def require_layers(table: CostTable, nodes: int) -> None:
     need = table.least_front + table.least_tail + nodes - 1
     if nodes > 1 and need > table.count:
         possible = max(1, table.count - table.least_front - table.least_tail + 1)
         raise UsageError(
             f"{nodes} nodes need at least {need} layers (the master's front and tail and one per worker); the model has "
-            f"{table.count}: use {possible} or fewer, or {deeper(table.count)}"
+            f"{table.count}: use {possible} or fewer, or a deeper model"
         )
 
 

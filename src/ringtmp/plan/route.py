@@ -132,7 +132,9 @@ def parse_cuts(text: str, layers: int, nodes: int, visits: int | None = None) ->
         bounds.append((first, last + 1))
         expected = last + 1
     if expected != layers:
-        raise UsageError(f"--cuts {text!r} ends at layer {expected - 1}; the model has layers 0-{layers - 1}")
+        raise UsageError(
+            f"--cuts {text!r} ends at layer {expected - 1}; the model has layers 0-{layers - 1} (ringtmp plan names them)"
+        )
     return bounds
 
 

@@ -17,7 +17,7 @@ from ringtmp.system.resources import give_back_memory
 
 def write_model(
     run: RunDirectory, model: Model, train: Source, how: Reading, *, phase: Callable[[str], None],
-    known: Callable[[int], None],
+    known: Callable[[int, str], None],
 ) -> None:  # fmt: skip
     """One layer at a time. `known` is told the number of layers before the first is read, if it can be known."""
     phase("reading the model")

@@ -16,6 +16,7 @@ from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.items import LABELS
 from ringtmp.data.nested_inputs import names
 from ringtmp.data.sources import Source, Stream, with_loss
+from ringtmp.model.blocks import patterns_of
 from ringtmp.model.build import BuiltLayer, build_layers
 from ringtmp.model.build_cells import Cutting
 from ringtmp.model.graph_anatomy import Fact
@@ -44,13 +45,15 @@ class Reading:
     measured: list[int]  # those whose cost the plan wants to know
     #: Sizes that are measured besides, to tell what other numbers of microbatches would cost.
     others: tuple[int, ...] = ()
+    #: Patterns of the names of modules between which alone the model is cut.
+    blocks: tuple[str, ...] = ()
 
     @staticmethod
-    def of(
-        training: TrainingPart, batches: TrainingBatches, batch_size: int, loss: tuple[LossFunction, str]
-    ) -> Reading:
+    def of(config: RunConfig, batches: TrainingBatches, batch_size: int, loss: tuple[LossFunction, str]) -> Reading:
+        training = config.training
         auto, usual = training.microbatches == "auto", usual_microbatches(training)
-        return Reading(training, *loss, *counts.to_build(batches.sizes(), batch_size, usual, auto))
+        sizes, measured = counts.to_build(batches.sizes(), batch_size, usual, auto)
+        return Reading(training, *loss, sizes, measured, blocks=patterns_of(config.ring.blocks))
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,11 @@ def measure(
     phase: Callable[[str], None],
     *,
     take: Callable[[int, BuiltLayer], None] = lambda index, built: None,
-    known: Callable[[int], None] = lambda count: None,
+    known: Callable[[int, str], None] = lambda count, why: None,
     folder: Path | None = None,
 ) -> MeasuredModel:
     """One layer at a time: the whole model is never in memory. `take` gets each before the next is built; `known` is told
-    the number of layers before the first is read, if it can be known."""
+    the number of layers before the first is read, if it can be known, and why a module was not cut into more."""
 
     def sample(count: int) -> Any:
         return train.example(count)[0]
@@ -126,7 +129,7 @@ def measure(
 def _cutting(how: Reading, inputs: Sequence[str]) -> Cutting:
     """Labels among the inputs, of which the model computes its own loss, stay with the last cell."""
     own = how.loss_name in LOSSES and LOSSES[how.loss_name].of_model
-    return Cutting(labels=tuple(place for place, name in enumerate(inputs) if own and name == LABELS))
+    return Cutting(how.blocks, tuple(place for place, name in enumerate(inputs) if own and name == LABELS))
 
 
 def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
@@ -170,21 +173,24 @@ class Work:
         return min(counts.microbatch_sizes(self.batches.sizes(), count)) >= self.model.least_microbatch
 
 
-def work_of(config: RunConfig, model: Model, train: Source, phase: Callable[[str], None]) -> Work:
-    """`config` is resolved. Refuses what a session would refuse of model and data."""
+def work_of(
+    config: RunConfig, model: Model, train: Source, phase: Callable[[str], None],
+    *, known: Callable[[int, str], None] = lambda count, why: None,
+) -> Work:  # fmt: skip
+    """`config` is resolved. Refuses what a session would refuse of model and data; `known` as for `measure`."""
     training = config.training
     set_threads(training.threads or 1)
     train, name = with_loss(train, training.loss or None)
     batch_size = train.batch_size if isinstance(train, Stream) else training.batch_size
     microbatches = min(usual_microbatches(training), batch_size)
     batches = TrainingBatches(train, batch_size, microbatches, training.seed)
-    how = Reading.of(training, batches, batch_size, (loss_named(name), name))
+    how = Reading.of(config, batches, batch_size, (loss_named(name), name))
     if training.microbatches != "auto":
         largest = how.measured[-1]
         # Half and twice the size tell what other numbers of microbatches would cost; BatchNorm refuses a single sample.
         half, twice = largest // 2 if largest >= 4 else largest, 2 * largest if microbatches > 1 else largest
         how = replace(how, others=(half, twice))
-    return Work(measure(model, train, how, phase), batch_size, microbatches, batches)
+    return Work(measure(model, train, how, phase, known=known), batch_size, microbatches, batches)
 
 
 def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:

@@ -98,7 +98,7 @@ class Session:
         if job.model is not None:
             keep_all = self._node_pool.same_machine or config.ring.all_devices
             enough = partial(registry.get(config.ring.strategy).refuse_too_few, config, self._node_pool.nodes, keep_all)
-            how = Reading.of(config.training, self._batches, self._batch_size, (job.loss, job.loss_name))
+            how = Reading.of(config, self._batches, self._batch_size, (job.loss, job.loss_name))
             write_model(job.run, job.model, job.train, how, phase=self._watcher.phase, known=enough)
         run = self._opened(record)
         generations = Generations(run, config, self._microbatches, endpoint)

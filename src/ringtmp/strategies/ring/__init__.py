@@ -29,10 +29,10 @@ class Ring(Strategy):
     def exactness(self, settings: Any) -> str:
         return "bits"
 
-    def refuse_too_few(self, config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
+    def refuse_too_few(self, config: RunConfig, nodes: int, keep_all: bool, layers: int, why: str) -> None:
         from ringtmp.strategies.ring.plan import refuse_too_few
 
-        refuse_too_few(config, nodes, keep_all, layers)
+        refuse_too_few(config, nodes, keep_all, layers, why)
 
     def tried(
         self, request: PlanRequest, endpoint: Endpoint, pool: NodePool, log: EventLog,

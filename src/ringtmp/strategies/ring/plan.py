@@ -23,7 +23,6 @@ from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.plan import planner
 from ringtmp.plan.devices import rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
-from ringtmp.plan.partition import deeper
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.plan.when_to_rebalance import Balance
@@ -157,21 +156,26 @@ def _options(request: PlanRequest) -> PlanOptions:
     )  # fmt: skip
 
 
-def refuse_too_few(config: RunConfig, nodes: int, keep_all: bool, layers: int) -> None:
-    """What the number of layers alone tells, before they are exported and measured."""
+def refuse_too_few(config: RunConfig, nodes: int, keep_all: bool, layers: int, why: str = "") -> None:
+    """What the number of layers alone tells, before they are compared and measured. `why`: what keeps a module from being
+    cut into more; empty for a list of layers."""
     ring = config.ring
     visits = len(holders_of(nodes, ring.laps, ring.route))
     if ring.cuts is not None:
         parse_cuts(ring.cuts, layers, nodes, visits)
-    elif layers < visits and not _movable(ring):
+        return
+    uncut = f". This module could not be cut{' further' * (layers > 1)}, because {why}; or use" if why else ": use"
+    deeper = "" if why else ", or a deeper model"
+    if layers < visits and not _movable(ring):
         raise UsageError(
-            f"a route of {visits} visits needs at least {visits} layers; the model has {layers}: use fewer --laps or --nodes, "
-            "or a deeper model"
+            f"a route of {visits} visits needs at least {visits} layers; the model has {layers}{uncut} fewer --laps or "
+            f"--nodes{deeper}"
         )
-    elif nodes > 1 and layers < visits and keep_all:
+    # A list of layers may run on fewer devices than there are; a module that cannot be cut at all is never silent.
+    if nodes > 1 and layers < visits and (keep_all or (why and layers < len(holders_of(2)))):
         raise UsageError(
             f"{nodes} nodes need at least {visits} layers (the master's front and tail and one per worker); the model has "
-            f"{layers}: use {max(1, layers - 1)} or fewer, or {deeper(layers)}"
+            f"{layers}{uncut} {max(1, layers - 1)} or fewer{deeper}"
         )
 
 
