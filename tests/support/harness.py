@@ -14,6 +14,7 @@ from ringtmp.data.batches import Batch, split_batch
 from ringtmp.launch.in_memory import InMemoryPool, Wrapper
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.build import build_layers
+from ringtmp.model.build_cells import Cutting
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.cuts_for_laps import bounds_for
@@ -31,12 +32,18 @@ class Built:
     """A model as layers and a checkpoint of its first weights."""
 
     def __init__(
-        self, folder: Path, model: Model, sample: Callable[[int], Any], sizes: Sequence[int], seed: int = 0
+        self,
+        folder: Path,
+        model: Model,
+        sample: Callable[[int], Any],
+        sizes: Sequence[int],
+        seed: int = 0,
+        cutting: Cutting | None = None,
     ) -> None:
         writer = CheckpointWriter(folder / "checkpoints", "test", Progress(0))
         self.layers: list[Layer] = []
         self.state: tuple[tuple[str, str], ...] = ()
-        for index, built in enumerate(build_layers(model, seed, sample, sizes)):
+        for index, built in enumerate(build_layers(model, seed, sample, sizes, cutting=cutting)):
             writer.add(index, built.layer, list(built.tensors.values()), {})
             self.layers.append(built.layer)
             self.state = built.state
@@ -64,8 +71,10 @@ def ring_in_memory(
     ahead: bool = True,
     holders: list[int] | None = None,
     recompute: str = "none",
+    then: Callable[[Master], None] = lambda master: None,
 ) -> tuple[str, list[float]]:
-    """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`."""
+    """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`. `then` is
+    called with the trained ring."""
     holders = holders or holders_of(nodes)
     if bounds is None:
         bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
@@ -92,6 +101,7 @@ def ring_in_memory(
         digest = hashlib.sha256()
         for name, first in built.state or [(name, name) for name in found]:
             update_digest(digest, name, found[first])
+        then(master)
         master.stop("done")
         return digest.hexdigest(), losses
     finally:

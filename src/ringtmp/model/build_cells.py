@@ -18,7 +18,7 @@ from ringtmp.errors import UsageError
 from ringtmp.model.cut_cells import CutCell, Whole, cut
 from ringtmp.model.cut_places import at_blocks, barriers, legal, worth_planning
 from ringtmp.model.export import first_names
-from ringtmp.model.graph_anatomy import Fact
+from ringtmp.model.graph_anatomy import Anatomy, Fact
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program
 
@@ -29,6 +29,7 @@ class Cutting:
 
     blocks: tuple[str, ...] = ()  # patterns of module names; cut between such modules alone
     labels: tuple[int, ...] = ()  # positions of the inputs that must stay on the master
+    places: tuple[int, ...] | None = None  # by hand: before these operations of the training graph, and nowhere else
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def state_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
 def chosen_places(whole: Whole, cutting: Cutting) -> list[int]:
     anatomy = whole.anatomy(True)
     places = legal(anatomy, cutting.labels)
+    if cutting.places is not None:
+        return _by_hand(anatomy, cutting, places)
     if not cutting.blocks:
         return worth_planning(anatomy, places)
     found = at_blocks(anatomy, places, cutting.blocks)
@@ -77,6 +80,16 @@ def chosen_places(whole: Whole, cutting: Cutting) -> list[int]:
             f"{', '.join(near)}"
         )
     return found
+
+
+def _by_hand(anatomy: Anatomy, cutting: Cutting, places: Sequence[int]) -> list[int]:
+    for place in cutting.places or ():
+        if place not in places:
+            found = (each.why for each in barriers(anatomy, cutting.labels) if each.first <= place <= each.last)
+            inside = 0 < place < len(anatomy.graph.ops)
+            why = next(found, "two tensors that may be one would be separated") if inside else "the model ends there"
+            raise UsageError(f"the model cannot be cut before its operation {place}: {why}")
+    return sorted(set(cutting.places or ()))
 
 
 def why_uncut(whole: Whole, cutting: Cutting) -> str:
