@@ -348,6 +348,20 @@ def test_norms_taken_apart_and_put_together_are_those_of_torch_for_any_dtypes() 
     assert total_norm([]).equal(nn.utils.get_total_norm([]))
 
 
+def test_a_parameter_without_a_gradient_leaves_the_norm_and_its_order_alone() -> None:
+    """A model that was cut has its norms put into the model's order; one was missing, and the wrong ones were taken."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(7)) for _ in range(9)]
+    for at, each in enumerate(parameters):
+        each.grad = None if at in (2, 5) else torch.randn(7, generator=generator) * 10.0**at
+    order = torch.randperm(9, generator=generator).tolist()
+    held = [parameters[order.index(at)] for at in range(9)]  # parameter n lies in place order[n]
+    expected = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    assert total_norm(norms_of(held), order).equal(expected)
+    assert total_norm(norms_of(parameters)).equal(expected)
+    assert total_norm(norms_of([nn.Parameter(torch.zeros(3))])).equal(nn.utils.get_total_norm([]))
+
+
 def test_a_bfloat16_model_is_clipped_alike_where_a_node_has_no_parameters(tmp_path: Path) -> None:
     """That node once added no norms of float32, and the total was a float32 too."""
 

@@ -32,9 +32,14 @@ class Built:
     """A model as layers and a checkpoint of its first weights."""
 
     def __init__(
-        self, folder: Path, model: Model, sample: Callable[[int], Any], sizes: Sequence[int], seed: int = 0,
+        self,
+        folder: Path,
+        model: Model,
+        sample: Callable[[int], Any],
+        sizes: Sequence[int],
+        seed: int = 0,
         cutting: Cutting | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         writer = CheckpointWriter(folder / "checkpoints", "test", Progress(0))
         self.layers: list[Layer] = []
         self.state: tuple[tuple[str, str], ...] = ()
@@ -66,8 +71,10 @@ def ring_in_memory(
     ahead: bool = True,
     holders: list[int] | None = None,
     recompute: str = "none",
+    then: Callable[[Master], None] = lambda master: None,
 ) -> tuple[str, list[float]]:
-    """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`."""
+    """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`. `then` is
+    called with the trained ring."""
     holders = holders or holders_of(nodes)
     if bounds is None:
         bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
@@ -94,6 +101,7 @@ def ring_in_memory(
         digest = hashlib.sha256()
         for name, first in built.state or [(name, name) for name in found]:
             update_digest(digest, name, found[first])
+        then(master)
         master.stop("done")
         return digest.hexdigest(), losses
     finally:

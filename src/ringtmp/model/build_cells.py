@@ -30,6 +30,7 @@ class Cutting:
 
     blocks: tuple[str, ...] = ()  # patterns of module names; cut between such modules alone
     labels: tuple[int, ...] = ()  # positions of the inputs that must stay on the master
+    places: tuple[int, ...] | None = None  # by hand: before these operations of the training graph, and nowhere else
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,21 @@ def state_of(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 def chosen_places(anatomy: Anatomy, cutting: Cutting) -> list[int]:
     places = legal(anatomy, cutting.labels)
-    return (
-        at_blocks(anatomy, places, cutting.blocks, cutting.labels)
-        if cutting.blocks
-        else worth_planning(anatomy, places)
-    )
+    if cutting.places is not None:
+        return _by_hand(anatomy, cutting, places)
+    if cutting.blocks:
+        return at_blocks(anatomy, places, cutting.blocks, cutting.labels)
+    return worth_planning(anatomy, places)
+
+
+def _by_hand(anatomy: Anatomy, cutting: Cutting, places: Sequence[int]) -> list[int]:
+    for place in cutting.places or ():
+        if place not in places:
+            found = (each.why for each in barriers(anatomy, cutting.labels) if each.first <= place <= each.last)
+            inside = 0 < place < len(anatomy.graph.ops)
+            why = next(found, "two tensors that may be one would be separated") if inside else "the model ends there"
+            raise UsageError(f"the model cannot be cut before its operation {place}: {why}")
+    return sorted(set(cutting.places or ()))
 
 
 class Samples:

@@ -17,11 +17,16 @@ from torch.utils import _foreach_utils
 from ringtmp.model.portable_layer import Layer
 
 Norms = list[torch.Tensor]
+#: In the place of the norm of a parameter that got no gradient, and which torch would leave out.
+NO_GRADIENT = -1.0
 
 
 def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
-    """One norm per parameter that has a gradient, in their order: a vector for each run of one dtype."""
-    found = [torch.linalg.vector_norm(each.grad) for each in parameters if each.grad is not None]
+    """One norm per parameter, in their order: a vector for each run of one dtype."""
+    found = [
+        torch.linalg.vector_norm(each.grad) if each.grad is not None else torch.full((), NO_GRADIENT, dtype=each.dtype)
+        for each in parameters
+    ]
     return [torch.stack(list(run)) for _, run in groupby(found, key=lambda each: each.dtype)]
 
 
@@ -34,11 +39,12 @@ def parameter_order(layers: Iterable[Layer]) -> tuple[int, ...]:
 def total_norm(parts: Sequence[torch.Tensor], order: Sequence[int] = ()) -> torch.Tensor:
     """Of everything; `parts` as `norms_of` gives them, those of later layers after those of earlier ones. `order`: which of
     them comes first for the model, which second, where that is not the order of its layers."""
-    if not parts:
-        return torch.tensor(0.0)
     if order:
         norms = [norm for part in parts for norm in part.unbind()]
         parts = [norms[at].reshape(1) for at in order]
+    parts = [kept for each in parts if len(kept := each[each != NO_GRADIENT])]
+    if not parts:
+        return torch.tensor(0.0)
     if len({each.dtype for each in parts}) == 1:
         together = torch.cat(list(parts))
     else:
