@@ -16,7 +16,7 @@ from ordinary_models import ORDINARY, class_loss, targets_for
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Source, tensors
+from ringtmp.data.sources import Source, from_python
 from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.runtime.run_directory import RunDirectory
 
@@ -47,7 +47,14 @@ class Begun:
         self.layers = RunDirectory(base).read_layers()[1]
 
     def data(self) -> tuple[Source, Source]:
-        return tensors("t", self.inputs, self.targets), tensors("t", self.inputs[:BATCH], self.targets[:BATCH])
+        part = self.rows(slice(BATCH)), self.targets[:BATCH]
+        return from_python((self.inputs, self.targets)), from_python(part)
+
+    def rows(self, which: slice) -> Any:
+        """Some of the inputs."""
+        if isinstance(self.inputs, tuple):
+            return tuple(each[which] for each in self.inputs)
+        return self.inputs[which]
 
     def run(
         self, pool: InMemoryPool, ring: dict[str, Any] | None = None, keep: KeepPart | None = None, steps: int = STEPS,
@@ -77,10 +84,16 @@ class Begun:
         for step in range(steps):
             batch = source.batch(step)
             assert batch is not None
-            batches.append((torch.cat(list(batch.inputs)), torch.cat(list(batch.targets))))
+            batches.append((_joined(batch.inputs), torch.cat(list(batch.targets))))
         more.setdefault("optimizer", lambda each: torch.optim.AdamW(each, lr=RATE, fused=True))
         losses = plain_loop(model, batches, microbatches, class_loss, **more)
         return model, losses
 
     def plain_digest(self, **more: Any) -> str:
         return state_sha256(self.plain(**more)[0])
+
+
+def _joined(parts: Any) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat(list(column)) for column in zip(*parts, strict=True))
+    return torch.cat(list(parts))
