@@ -25,7 +25,7 @@ class PortableLayer(nn.Module):
         """`leaving`: the shape of every output, of one sample."""
         super().__init__()
         self._output = layer.output
-        self._said = _operators(layer) + (f" -> {', '.join(map(_shape, leaving))}" if leaving else "")
+        self._said = operators_text(layer) + (f" -> {', '.join(map(shape_text, leaving))}" if leaving else "")
         self._train_program = Program(layer.train)
         self._evaluate_program = Program(layer.evaluate)
         self._constants: dict[str, torch.Tensor] = {}
@@ -34,7 +34,7 @@ class PortableLayer(nn.Module):
                 self._constants[each.name] = tensor
                 continue
             *path, last = each.name.split(".")
-            owner = _descend(self, path, Tensors)
+            owner = descend(self, path, Tensors)
             if each.kind == "parameter":
                 owner.register_parameter(last, nn.Parameter(tensor, requires_grad=each.trainable))
             else:
@@ -46,7 +46,7 @@ class PortableLayer(nn.Module):
         return nest(self._output, program.run(leaves_of(x), owned))
 
     def extra_repr(self) -> str:
-        own = _tensors(self)
+        own = tensors_text(self)
         return f"{self._said}; {own}" if own else self._said
 
 
@@ -54,7 +54,7 @@ class Tensors(nn.Module):
     """Tensors of a module inside a layer, under its name. Their layer computes with them; this cannot."""
 
     def extra_repr(self) -> str:
-        return _tensors(self)
+        return tensors_text(self)
 
 
 def revive(layers: Sequence[tuple[Layer, Sequence[torch.Tensor]]], leaving: Sequence[Shapes] = ()) -> nn.Sequential:
@@ -71,11 +71,11 @@ def in_sequence(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
     model = nn.Sequential()
     for name, module in layers:
         *path, last = name.split(".")
-        _descend(model, path, nn.Sequential).add_module(last, module)
+        descend(model, path, nn.Sequential).add_module(last, module)
     return model
 
 
-def _descend(module: nn.Module, path: Sequence[str], kind: type[nn.Module]) -> nn.Module:
+def descend(module: nn.Module, path: Sequence[str], kind: type[nn.Module]) -> nn.Module:
     for name in path:
         if name not in module._modules:
             module.add_module(name, kind())
@@ -83,7 +83,7 @@ def _descend(module: nn.Module, path: Sequence[str], kind: type[nn.Module]) -> n
     return module
 
 
-def _operators(layer: Layer) -> str:
+def operators_text(layer: Layer) -> str:
     """aten.linear.default, aten.relu.default -> 'linear, relu'; each once, in the order they come."""
     targets = [op.target.split(".")[1] for op in layer.train.ops if op.target.startswith("aten.")]
     names = list(dict.fromkeys(name.strip("_") for name in targets))
@@ -91,15 +91,15 @@ def _operators(layer: Layer) -> str:
     return f"{shown}, ... ({len(targets)} operators)" if len(names) > _MOST_NAMED else shown
 
 
-def _tensors(module: nn.Module) -> str:
+def tensors_text(module: nn.Module) -> str:
     """Those of the module itself, without what lies in the modules inside."""
     parts = [
-        f"{name} {_shape(each.shape)}{'' if each.requires_grad else ' (frozen)'}"
+        f"{name} {shape_text(each.shape)}{'' if each.requires_grad else ' (frozen)'}"
         for name, each in module.named_parameters(recurse=False)
     ]
-    parts += [f"{name} {_shape(each.shape)}" for name, each in module.named_buffers(recurse=False)]
+    parts += [f"{name} {shape_text(each.shape)}" for name, each in module.named_buffers(recurse=False)]
     return ", ".join(parts)
 
 
-def _shape(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "number"

@@ -20,6 +20,7 @@ from ringtmp.metrics.history import History, history_of
 from ringtmp.metrics.summary import Summary, of_parts
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
+from ringtmp.model.portable_model import PortableModel, is_cut
 from ringtmp.model.to_module import in_sequence, revive
 from ringtmp.runtime.checkpoint import Checkpoint, State, latest
 from ringtmp.runtime.run_directory import RunDirectory
@@ -90,6 +91,8 @@ class Result:
                     return _loaded(own, layers, checkpoint, self.run_dir, index.state)
         tensors = [(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
         shapes = [tuple(each.rest for each in leaving) for leaving in index.outputs]
+        if is_cut(layers):
+            return PortableModel(tensors, index.state, index.input_names, index.without_targets).eval()
         return revive(tensors, shapes).eval()
 
 

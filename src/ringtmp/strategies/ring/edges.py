@@ -56,13 +56,14 @@ def _edges(layers: Sequence[Layer], route: Route, training: bool, describe: Desc
 
 
 def _users(layers: Sequence[Layer], route: Route, training: bool) -> dict[Value, set[int]]:
-    """The visits that use each tensor; the loss, as a visit after the last, uses the model's outputs."""
+    """The visits that use each tensor; the loss, as a visit after the last, uses the model's outputs, which the last
+    visit hands to it even where it has no layer."""
     found: dict[Value, set[int]] = {}
     for index, layer in enumerate(layers):
         for value in layer.takes(index, training):
             found.setdefault(value, set()).add(route.holder(index).index)
     for place in range(len(layers[-1].graph(training).outputs)):
-        found.setdefault((len(layers), place), set()).add(route.last + 1)
+        found.setdefault((len(layers), place), set()).update((route.last, route.last + 1))
     return found
 
 
