@@ -143,7 +143,7 @@ class Viewed(nn.Module):
 UNCUT: dict[str, tuple[nn.Module, str, str]] = {
     "one operator": (nn.Linear(WIDTH, 3), "", "has 1. This module could not be cut, because it has only one operator"),
     "a buffer": (Counting(), "", r"has 1. This module could not be cut, because seen is changed .* \(in its own forward\)"),
-    "a view": (Viewed(), "", "because a tensor is changed in place of which a view was taken .in its own forward.: change"),
+    "a view": (Viewed(), "", "because a tensor is changed in place after a view of it was taken .in its own forward.: change"),
     "blocks": (Steps(), "layers", "the model has 3. .* not be cut further, because --blocks layers leaves no more places"),
 }  # fmt: skip
 

@@ -122,7 +122,7 @@ def measure(
     return MeasuredModel(
         tuple(each.only_at(how.measured) for each in costs), tuple(costs),
         _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
-        names(sample(1)), tuple(evaluated), state,
+        input_names=names(sample(1)), evaluated=tuple(evaluated), state=state,
     )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ class Generations:
         run, pool, job, training = self._run, self._run.pool, self._run.job, self.config.training
         recipe = Recipe(
             training.seed, training.threads or pool.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
-            training.clip_norm, training.staleness, run.index.randomness,
+            clip_norm=training.clip_norm, staleness=training.staleness, randomness=run.index.randomness,
         )  # fmt: skip
         return PlanRequest(
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
