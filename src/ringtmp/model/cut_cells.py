@@ -191,16 +191,37 @@ def _matching(evaluate: Anatomy, owners: _Owners, count: int, labels: Collection
     the narrowest. None: there is no such place."""
     low, high = _limits(evaluate, owners)
     places, width = legal(evaluate, labels), widths(evaluate)
-    found: list[int | None] = []
-    least = 1
+    windows: list[tuple[int, int]] = []
     for cell in range(count):
         first = max([at + 1 for at, each in enumerate(high) if each <= cell], default=0)
         last = min([at for at, each in enumerate(low) if each > cell], default=len(low))
-        fitting = [place for place in places if max(first, least) <= place <= last]
+        windows.append((first, last))
+    latest = _latest(windows, places)
+    found: list[int | None] = []
+    least = 1
+    for (first, _), most in zip(windows, latest, strict=True):
+        fitting = [place for place in places if most is not None and max(first, least) <= place <= most]
         found.append(min(fitting, key=lambda place: (width[place], -place)) if fitting else None)
         if found[-1] is not None:
             least = found[-1] + 1
     _note_readers(evaluate, owners, found)
+    return found
+
+
+def _latest(windows: Sequence[tuple[int, int]], places: Sequence[int]) -> list[int | None]:
+    """For as many windows as can have a place of their own, in order: the latest that leaves one to those behind."""
+    kept: set[int] = set()
+    least = 0
+    for number, (first, last) in enumerate(windows):
+        fitting = [place for place in places if max(first, least) <= place <= last]
+        if fitting:
+            kept.add(number)
+            least = fitting[0] + 1
+    found: list[int | None] = [None] * len(windows)
+    most = max(places, default=0)
+    for number in sorted(kept, reverse=True):
+        latest = max(each for each in places if each <= min(windows[number][1], most))
+        found[number], most = latest, latest - 1
     return found
 
 
@@ -213,12 +234,15 @@ def _limits(evaluate: Anatomy, owners: _Owners) -> tuple[list[int], list[int]]:
         for slot in used:
             if evaluate.is_own(slot):
                 readers.setdefault(evaluate.graph.inputs[slot].name, []).append(at)
+    returned = {evaluate.graph.inputs[slot].name for slot in evaluate.outputs if evaluate.is_own(slot)}
     for name, reading in readers.items():
         first, last = owners.bounds(name)
         for at in reading:
             low[at], high[at] = max(low[at], first), min(high[at], last)
         if owners.trained_by_several(name):
-            high[reading[0]], low[reading[-1]] = min(high[reading[0]], first), max(low[reading[-1]], last)
+            high[reading[0]] = min(high[reading[0]], first)
+            if name not in returned:  # which is read last behind the last operation
+                low[reading[-1]] = max(low[reading[-1]], last)
     return low, high
 
 

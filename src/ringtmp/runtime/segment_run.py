@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.memory_aliases import Memory
-from ringtmp.model.portable_layer import Layer, Value
+from ringtmp.model.portable_layer import Layer, Value, slots
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class SegmentRun:
     crossings: Crossings
     steps: tuple[Step, ...]
     written: frozenset[int]  # positions of what enters and may be changed in place
+    lends: bool = False  # something that leaves may lie in the memory of a parameter of these layers
 
 
 def segment_run(layers: Sequence[tuple[int, Layer]], training: bool, crossings: Crossings | None = None) -> SegmentRun:
@@ -61,7 +62,8 @@ def segment_run(layers: Sequence[tuple[int, Layer]], training: bool, crossings: 
     steps = tuple(
         Step(index, *each) for (index, _), *each in zip(layers, takes, gives, reversed(done), strict=True)
     )  # fmt: skip
-    return SegmentRun(crossings, steps, _written(layers, steps, training, crossings.entering))
+    written = _written(layers, steps, training, crossings.entering)
+    return SegmentRun(crossings, steps, written, not _lent(layers, steps, training).isdisjoint(crossings.leaving))
 
 
 def _gives(index: int, layer: Layer, training: bool) -> tuple[Value, ...]:
@@ -83,3 +85,18 @@ def _written(
         for value, sources in zip(step.gives, memory.outputs_from(), strict=True):
             origins[value] = frozenset().union(*(taken[at] for at in sources))
     return frozenset(written)
+
+
+def _lent(layers: Sequence[tuple[int, Layer]], steps: Sequence[Step], training: bool) -> set[Value]:
+    """What may lie in the memory of one of the layers' parameters."""
+    lent: set[Value] = set()
+    for (_, layer), step in zip(layers, steps, strict=True):
+        graph = layer.graph(training)
+        memory = Memory(graph)
+        own = {memory.group(slot) for slot in memory.owned("parameter")}
+        for value, output, sources in zip(step.gives, graph.outputs, memory.outputs_from(), strict=True):
+            if any(memory.group(slot) in own for slot in slots(output)) or any(
+                step.takes[at] in lent for at in sources
+            ):
+                lent.add(value)
+    return lent

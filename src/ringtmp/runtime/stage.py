@@ -172,6 +172,11 @@ class Stage:
         return self._runs[training].crossings
 
     @property
+    def lends(self) -> bool:
+        """Whether visits behind this one get its parameters, which on this node are the very same memory."""
+        return self._runs[True].lends
+
+    @property
     def parameter_bytes(self) -> int:
         return sum(each.nbytes for each in self._parameters[self._newest])
 

@@ -130,7 +130,9 @@ class Node:
         self._answer_fetches()
         if not self._news:
             return self.keeping.send_some(idle=True)  # nothing was runnable, and nothing has come since
-        ready = [state.ready(self._clip, self._in_flight(state)) for state in self.visits.values()]
+        ready = [
+            state.ready(self._clip, self._in_flight(state), self._still_read(state)) for state in self.visits.values()
+        ]
         action = next_action(ready, self.setup.window, self._schedule)
         if action is not None:
             self._perform(action)
@@ -198,6 +200,21 @@ class Node:
             return 0
         arrived = tail.current.forwarded if tail.current is not None and tail.current.turn == current.turn else 0
         return current.forwarded - arrived
+
+    def _still_read(self, state: VisitState) -> bool:
+        """Whether weight gradients that wait in a deeper visit here may be computed of this one's parameters: those it lent
+        within this node were not copied, and an update would change them."""
+        current = state.current
+        return (
+            current is not None
+            and current.answered
+            and state.stage.lends
+            and any(
+                other.stage.has_deferred(current.step)
+                for other in self.visits.values()
+                if other.visit.index > state.visit.index
+            )
+        )
 
     def _cause(self) -> str:
         """Why nothing is runnable."""

@@ -87,7 +87,8 @@ class VisitState:
     def end(self) -> None:
         self.done_turn = self.passes.popleft().turn
 
-    def ready(self, clip: bool, in_flight: int) -> Ready:
+    def ready(self, clip: bool, in_flight: int, still_read: bool = False) -> Ready:
+        """`still_read`: work that was left for later elsewhere needs the parameters here as they are."""
         oldest = self.current
         forward = backward = None
         if self.activations:
@@ -104,6 +105,7 @@ class VisitState:
             and oldest is not None
             and not self.stage.has_deferred(oldest.step)
             and (not clip or oldest.total_norm is not None)
+            and not still_read
         )
         deferred = self.stage.deferred
         return Ready(
