@@ -92,6 +92,14 @@ class _Held:
     seeds: list[Gradient] | None = None  # at the tail: where backward begins
 
 
+class WrongGradient(ProtocolError):  # noqa: N818
+    """A gradient does not have the shape of what it belongs to: the tensor at `position` among those that left."""
+
+    def __init__(self, position: int, given: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        super().__init__(f"a gradient of shape {given} for an output of {wanted}")
+        self.position = position
+
+
 class Stage:
     """With staleness 1, step t goes forward and backward with the weights w[t-1] while the update of step t-1 may still
     be on its way to make w[t]: two steps overlap. w[k] lives on side k % 2; the update of step t writes w[t+1] over
@@ -293,12 +301,10 @@ class Stage:
         assert arriving is not None, "the segment does not end in a loss"
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
-        for output, gradient in zip(held.outputs, arriving, strict=True):
+        for position, (output, gradient) in enumerate(zip(held.outputs, arriving, strict=True)):
             if output.requires_grad and gradient is not None:
                 if gradient.shape != output.shape:
-                    raise ProtocolError(
-                        f"a gradient of shape {tuple(gradient.shape)} for an output of {tuple(output.shape)}"
-                    )
+                    raise WrongGradient(position, tuple(gradient.shape), tuple(output.shape))
                 roots.append(output)
                 seeds.append(gradient)
         # Nothing but the graph holds on to activations now, and the graph lets go of each as it is used.

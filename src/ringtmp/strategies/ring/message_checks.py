@@ -46,9 +46,9 @@ class Scrutiny:
         self._skips = {(each.source, each.target) for each in setup.flow if each.target != each.source + 1}
         self._newest: dict[tuple[int, int, bool], tuple[int, int]] = {}
         self._last: dict[int, Activations] = {}  # by visit
-        self._wants: dict[int, Any] = {}
-        self._holes: dict[int, Any] = {}
-        self._norms: dict[int, Any] = {}
+        self._wants: dict[tuple[int, int], Any] = {}  # by where they come from and go to
+        self._holes: dict[tuple[int, int], Any] = {}
+        self._norms: dict[tuple[int, int], Any] = {}
         self._next_step = dict.fromkeys(visits, setup.step)
 
     def is_a(self, who: Who, node: int, message: Any) -> bool:
@@ -84,7 +84,8 @@ class Scrutiny:
             whole = all(each.dtype in _FLOATS and len(each.shape) == 1 for each in norms)
             if not whole or sum(each.count for each in norms) > MOST_PARAMETERS:
                 raise ProtocolError(f"sent {norms} as norms")
-            self._same(self._norms, message.visit, True, [(each.dtype, each.count) for each in norms], "sent norms of")
+            way = message.visit + 1, message.visit
+            self._same(self._norms, way, True, [(each.dtype, each.count) for each in norms], "sent norms of")
             current.norms_came = True
         elif isinstance(message, Scale):
             current = self._pass(message)
@@ -118,7 +119,8 @@ class Scrutiny:
             raise ProtocolError("sent more microbatches than the window admits")
         if len(message.tensors) != self._wire.width * len(message.wants) or not self._holes_explained(message):
             raise ProtocolError(f"sent {len(message.tensors)} tensors of which {len(message.wants)} may want gradients")
-        self._same(self._wants, visit, message.training, (message.wants, message.same), "wants gradients for")
+        way = visit - 1, visit
+        self._same(self._wants, way, message.training, (message.wants, message.same), "wants gradients for")
         self._fit(message, visit)
         self._expects(message)
         self._last[visit] = message
@@ -142,6 +144,12 @@ class Scrutiny:
         elif now > max(((each.turn, each.forwarded - 1) for each in state.passes), default=(0, 0)):
             raise ProtocolError(f"sent a gradient for pass {message.turn}, microbatch {message.microbatch} out of turn")
         self._fit_edge(message, source, target, training)
+        if isinstance(message, Activations):
+            wishes = message.wants, message.same
+            self._same(self._wants, (source, target), training, wishes, "wants gradients for")
+        else:
+            holes = [each is None for each in message.tensors[:: self._wire.width]]
+            self._same(self._holes, (source, target), True, holes, "sent gradients of")
         self._newest[key] = now
 
     def _fit_edge(self, message: Activations | Gradients, source: int, target: int, training: bool) -> None:
@@ -167,10 +175,12 @@ class Scrutiny:
             for at, first in enumerate(same)
         )
 
-    def _same(self, before: dict[int, Any], visit: int, counts: bool, now: Any, what: str) -> None:
-        """A graph does not change: what is true of one microbatch is true of all."""
-        if counts and before.setdefault(visit, now) != now:
-            raise ProtocolError(f"{what} other tensors than before, in visit {visit}")
+    def _same(
+        self, before: dict[tuple[int, int], Any], way: tuple[int, int], counts: bool, now: Any, what: str
+    ) -> None:
+        """A graph does not change: what is true of one microbatch is true of all that go the same way."""
+        if counts and before.setdefault(way, now) != now:
+            raise ProtocolError(f"{what} other tensors than before, from visit {way[0]} to visit {way[1]}")
 
     def _gradients(self, message: Gradients) -> None:
         current = self._pass(message)
@@ -178,7 +188,7 @@ class Scrutiny:
             raise ProtocolError(f"sent a gradient for pass {message.turn}, microbatch {message.microbatch} out of turn")
         self._fit(message, message.visit + 1)
         holes = [each is None for each in message.tensors[:: self._wire.width]]
-        self._same(self._holes, message.visit, True, holes, "sent gradients of")
+        self._same(self._holes, (message.visit, message.visit + 1), True, holes, "sent gradients of")
         current.returned += 1
 
     def _fit(self, message: Activations | Gradients, visit: int) -> None:

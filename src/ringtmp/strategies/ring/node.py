@@ -25,7 +25,7 @@ from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.segment_edges import detached, once_each, whole
-from ringtmp.runtime.stage import Stage
+from ringtmp.runtime.stage import Stage, WrongGradient
 from ringtmp.runtime.worker import farewell, report
 from ringtmp.strategies.ring.edges import crossings_of, neighbours, ways_of
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
@@ -309,8 +309,9 @@ class Node:
             entering = state.stage.backward(
                 message.step, message.microbatch, None if me == self._last_visit else gradients
             )
-        except ProtocolError as error:
-            raise Misconduct(f"sent {error}", mail[0].sender) from None
+        except WrongGradient as error:
+            senders = [each.sender for each in mail for _ in each.tensors]
+            raise Misconduct(f"sent {error}", senders[error.position]) from None
         current.backwarded += 1
         caught = iter(entering)
         for source, count in state.entering(len(entering)) if me > 0 else ():

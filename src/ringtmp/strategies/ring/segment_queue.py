@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -16,6 +16,7 @@ from ringtmp.runtime.clipping import Norms
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import Stage
 from ringtmp.strategies.ring.edges import Ways
+from ringtmp.wire.message_parts import Edge
 from ringtmp.wire.messages import Activations, Gradients
 
 
@@ -141,7 +142,10 @@ class VisitState:
         mail = self.activations.popleft()
         message = cast(Activations, mail.message)
         more = [self.skipped[each].popleft() for each in self.sources(message.training)]
-        return message, [mail, *self._matching(message, more)]
+        found = [mail, *self._matching(message, more)]
+        if more:
+            _agree(self.ways[message.training].entering, found)
+        return message, found
 
     def take_back(self) -> tuple[Gradients, list[Mail]]:
         """The next microbatch to go backward, likewise."""
@@ -153,7 +157,7 @@ class VisitState:
     def _matching(self, message: Activations | Gradients, more: list[Mail]) -> list[Mail]:
         for each in more:
             other = cast(Activations | Gradients, each.message)
-            if (other.turn, other.microbatch) != (message.turn, message.microbatch):
+            if _moment(other) != _moment(message):
                 raise Misconduct(f"sent microbatch {other.microbatch} of pass {other.turn} out of turn", each.sender)
         return more
 
@@ -163,3 +167,26 @@ class VisitState:
         if message.keep:
             return False  # a snapshot is of a stage at rest
         return message.training and self.passes[-1].training and len(self.passes) <= self.staleness
+
+
+def _moment(message: Activations | Gradients) -> tuple[int, int, int]:
+    """What is said alike of all that belongs to a microbatch, whichever way it goes."""
+    return message.turn, message.step, message.microbatch
+
+
+def _agree(edges: Sequence[Edge], mail: Sequence[Mail]) -> None:
+    """All that enters with a microbatch has as many samples. Who differs from most of the others is to blame; of two, the
+    one that sent past a visit."""
+    rows = [
+        {
+            len(tensor)
+            for tensor, what in zip(each.tensors, edge.crossings, strict=False)
+            if tensor is not None and what.per_sample
+        }
+        for edge, each in zip(edges, mail, strict=True)
+    ]
+    known = [found for found in rows if found]
+    for found, each in reversed(list(zip(rows, mail, strict=True))):
+        alike = known.count(found)
+        if len(found) > 1 or (found and alike < len(known) and 2 * alike <= len(known)):
+            raise Misconduct("sent another number of samples than came with the microbatch", each.sender)
