@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ringtmp.model.graph_anatomy import Anatomy, maybe_same
+from ringtmp.model.graph_anatomy import Anatomy, hides_a_view, maybe_same
 from ringtmp.model.memory_aliases import aliases
 
 #: With fewer cells than this every place is kept, however much crosses it.
@@ -95,7 +95,7 @@ def _changes(anatomy: Anatomy) -> list[Barrier]:
     changed: dict[int, int] = {}
     for at, op in enumerate(anatomy.graph.ops):
         slot = anatomy.start + at
-        if aliases(op)[0] and anatomy.same[slot] == slot:
+        if (aliases(op)[0] or hides_a_view(op)) and anatomy.same[slot] == slot:
             made.setdefault(memory.group(slot), at)
         for written in anatomy.writes[at]:
             changed[memory.group(written)] = at
