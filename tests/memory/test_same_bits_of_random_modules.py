@@ -29,7 +29,7 @@ from ringtmp.plan.route import holders_of
 from ringtmp.strategies.ring.master import Master
 
 BATCH, STEPS, PARTS = 7, 2, 3
-SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+SETTINGS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
 #: Modules by seed; ways to cut each of them; rings for each cut.
 QUICK, LONG, CUTS, RINGS = range(3), range(100, 118), 3, 6
 ROUTES = [holders_of(nodes, laps) for nodes in (2, 3, 4) for laps in (1, 2, 3)] + [holders_of(3, shape="v"), [0]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ringtmp.model.graph_anatomy import Anatomy, maybe_same
+from ringtmp.model.graph_anatomy import Anatomy, hides_a_view, maybe_same
 from ringtmp.model.memory_aliases import aliases
 
 #: With fewer cells than this every place is kept, however much crosses it.
@@ -83,7 +83,7 @@ def _changes(anatomy: Anatomy) -> list[Barrier]:
     made: dict[int, int] = {}
     for at, op in enumerate(anatomy.graph.ops):
         slot = anatomy.start + at
-        if aliases(op)[0] and anatomy.same[slot] == slot:
+        if (aliases(op)[0] or hides_a_view(op)) and anatomy.same[slot] == slot:
             made.setdefault(anatomy.groups[slot], at)
     return [
         Barrier(made[group] + 1, changes[-1], "a tensor is changed in place after a view of it was taken")

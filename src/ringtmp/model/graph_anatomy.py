@@ -196,3 +196,13 @@ def maybe_same(op: Op) -> bool:
     """Whether the result may be the very tensor that was given."""
     name = op.target.split(".")[1] if op.target.startswith("aten.") else ""
     return name in _MAYBE_SAME or name.endswith("dropout")
+
+
+def hides_a_view(op: Op) -> bool:
+    """Whether the result may be a view of something made within: an operator put together of others, as `linear` is of a
+    multiplication and a view where there are three dimensions. Autograd adds up the gradients of a view that is changed in
+    place in another order than those of a tensor that came from elsewhere."""
+    if not op.target.startswith("aten."):
+        return False
+    name = op.target.removesuffix(".default").replace("aten.", "aten::", 1)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
