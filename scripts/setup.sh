@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make .venv and install RingTMP into it with the constraints. Safe to run again.
+# Make .venv and install RingTMP into it with the constraints. Safe to run again. EXTRAS=dev,hf adds transformers.
 set -eu
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
@@ -41,4 +41,4 @@ if [ "$(uname -s)" = Linux ] && ! command -v chromium >/dev/null && ! command -v
 fi
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[${EXTRAS:-dev}]"

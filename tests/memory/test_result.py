@@ -78,8 +78,7 @@ def test_the_model_is_of_the_users_own_class_trained_and_ready_to_use(tmp_path: 
     assert model.seen.abs().sum() > 0  # as it was trained, although no state_dict has it
     inputs = blobs()[0]
     assert model(inputs).equal(Ring(nodes=1).predict(tmp_path / "run", inputs))
-    # The names of a plain checkpoint have the layer's, "0.", before them.
-    assert state_sha256(nn.Sequential(model)) == result.summary.weights_sha256
+    assert state_sha256(model) == result.summary.weights_sha256
 
 
 @pytest.mark.parametrize(
@@ -126,8 +125,10 @@ def test_a_resumed_run_has_the_class_it_is_given_and_else_modules_that_print_wha
     assert without(x).equal(result.model(x))
     assert not without.training
     text = str(without)
-    assert "PortableLayer" in text
-    assert re.search(r"\n +linear, .*batch_norm, relu, .*\(\d+ operators\) -> 3; seen 8\n", text)
+    assert "PortableModel" in text
+    assert re.search(
+        r"\n +seen 8\n +cell first: linear.*\n +cell norm: batch_norm, relu\n +cell head: detach, mean, add, l", text
+    )
     assert "(first): Tensors(weight 8x6, bias 8)" in text
     with pytest.raises(UsageError, match=r"the Net given is not what .* trained: .*size mismatch for first.weight"):
         _ = Result(tmp_path / "run", Net(width=9)).model
