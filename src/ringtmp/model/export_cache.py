@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,10 @@ from safetensors.torch import load, save
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ringtmp import __version__
 from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.portable_layer import Layer
 from ringtmp.system.files import cache_folder, write_atomic
 
-#: Of the file's layout and of how modules are exported.
-FORMAT = 1
 #: Of all files together; the oldest go first.
 MOST_BYTES = 256 * 2**20
 
@@ -94,7 +92,7 @@ def module_key(module: nn.Module, example: Any, path: int) -> str:
         digest.update("\0".join(map(str, values)).encode())
 
     transformers = getattr(sys.modules.get("transformers"), "__version__", "")
-    add(FORMAT, __version__, torch.__version__, transformers, sys.version, path, pytree.tree_structure(example))
+    add(_exporting(), torch.__version__, transformers, sys.version, path, pytree.tree_structure(example))
     add(*((tuple(leaf.shape), leaf.dtype, leaf.stride()) for leaf in pytree.tree_leaves(example)))
     for name, each in module.named_modules(remove_duplicate=False):
         add(name, type(each).__module__, type(each).__qualname__, _source(type(each), files))
@@ -107,6 +105,15 @@ def module_key(module: nn.Module, example: Any, path: int) -> str:
         shared = numbers.setdefault(id(tensor), len(numbers))
         add(name, shared, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
     return digest.hexdigest()[:40]
+
+
+@cache
+def _exporting() -> str:
+    """A digest of the code that exports: what another version of it wrote is not taken."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _source(kind: type, files: dict[str, str]) -> str:

@@ -1,0 +1,66 @@
+"""What a module was exported to is kept for the next run, and not believed where it no longer fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ordinary_models import SharedBlock, vectors
+from ringtmp.model.build import build_layers
+from ringtmp.model.export import Exporter
+from ringtmp.model.export_cache import module_key
+from ringtmp.model.portable_layer import Layer
+
+
+def _layers(model: nn.Module, phases: list[str]) -> list[Layer]:
+    return [each.layer for each in build_layers(model, 0, vectors(8), [2], phase=phases.append)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "ringtmp" / "export"
+
+
+def test_a_second_run_uses_what_was_exported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+    first = _layers(SharedBlock(), phases)
+    assert "exporting the model" in phases
+    monkeypatch.setattr(Exporter, "export", None)
+    phases.clear()
+    assert _layers(SharedBlock(), phases) == first
+    assert "exporting the model" not in phases
+    assert "comparing the model with eager mode" in phases, "it is compared all the same"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x81", None])
+def test_a_kept_export_that_is_damaged_or_another_models_is_forgotten(folder: Path, content: bytes | None) -> None:
+    expected = _layers(SharedBlock(), [])
+    (kept,) = folder.iterdir()
+    if content is None:  # of a model with another activation: the comparison with eager mode tells
+        kept.write_bytes(kept.read_bytes().replace(b"aten.tanh.default", b"aten.relu.default"))
+    else:
+        kept.write_bytes(content)
+    phases: list[str] = []
+    assert _layers(SharedBlock(), phases) == expected
+    assert "exporting the model" in phases
+
+
+def test_another_attribute_shape_or_sample_is_another_module() -> None:
+    def key(model: nn.Module, sample: Any) -> str:
+        return module_key(model, sample, 0)
+
+    sample = torch.zeros(3, 8)
+    same = key(SharedBlock(), sample)
+    assert key(SharedBlock(), sample) == same
+    other = SharedBlock()
+    other.rate = 0.5  # type: ignore[assignment]
+    frozen = SharedBlock()
+    frozen.first.weight.requires_grad_(False)
+    tied = SharedBlock()
+    tied.middle.weight = tied.shared.weight
+    assert len({same, key(other, sample), key(frozen, sample), key(tied, sample), key(SharedBlock(), sample[:2])}) == 5
