@@ -45,8 +45,8 @@ def _one_exporter() -> Iterator[None]:
     """Layers that are alike are exported once, not once per run: three quarters of what a small run in memory takes."""
     from ringtmp.model import build
 
-    shared = build.Exporter()
-    with mock.patch.object(build, "Exporter", return_value=shared):
+    shared = {whole: build.Exporter(whole) for whole in (False, True)}
+    with mock.patch.object(build, "Exporter", side_effect=lambda whole=False: shared[whole]):
         yield
 
 

@@ -69,7 +69,7 @@ def random_places(dice: random.Random, module: RandomModule) -> tuple[int, ...]:
     example, again = (call_arguments(module, random_inputs(module.width, each)) for each in sizes)
     exporter = build.Exporter()
     layer, _ = exporter.export(type(module).__name__, module, example, again)
-    places = legal(Whole(layer, *exporter.facts).anatomy(True))
+    places = legal(Whole(layer, *exporter.facts).anatomies[0])
     return tuple(sorted(dice.sample(places, min(len(places), dice.choice([2, 5, 9, 16])))))
 
 

@@ -13,7 +13,7 @@ from ringtmp.errors import UsageError
 from ringtmp.model.build_cells import Cutting, chosen_places
 from ringtmp.model.call import call_arguments
 from ringtmp.model.cut_cells import Whole, _latest, cut
-from ringtmp.model.cut_places import barriers, crossings, legal
+from ringtmp.model.cut_places import barriers, legal
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.portable_layer import Layer
 
@@ -42,7 +42,7 @@ def whole_of(forward: Forward | nn.Module) -> Whole:
 
 def told(forward: Forward) -> tuple[list[str], list[int], list[str]]:
     """The operators by their short names, the legal places, and why others are none."""
-    anatomy = whole_of(forward).anatomy(True)
+    anatomy = whole_of(forward).anatomies[0]
     names = [op.target.removeprefix("aten.").split(".")[0] for op in anatomy.graph.ops]
     return names, legal(anatomy), [each.why for each in barriers(anatomy)]
 
@@ -75,7 +75,7 @@ def test_no_place_lies_between_a_view_and_the_last_change_of_its_memory() -> Non
     assert names[:4] == ["tanh", "t", "add", "mul_"]
     assert not {2, 3} & set(places)
     assert {1, 4} <= set(places)  # before the view, and behind the change
-    assert why == ["a tensor is changed in place of which a view was taken"]
+    assert why == ["a tensor is changed in place after a view of it was taken"]
 
 
 def test_a_tensor_of_which_there_is_no_view_is_changed_behind_a_cut() -> None:
@@ -89,7 +89,7 @@ def test_what_may_be_a_view_of_something_within_an_operator_is_changed_in_the_sa
     assert names[-4:] == ["linear", "relu_", "mul_", "tanh"]
     assert places[-1] == len(names) - 1
     assert not {len(names) - 2, len(names) - 3} & set(places)
-    assert "a tensor is changed in place of which a view was taken" in why
+    assert "a tensor is changed in place after a view of it was taken" in why
 
 
 def test_all_who_touch_a_buffer_that_is_written_twice_are_in_one_cell() -> None:
@@ -103,12 +103,12 @@ def test_all_who_touch_a_buffer_that_is_written_twice_are_in_one_cell() -> None:
     names, places, why = told(steps)
     assert names == ["tanh", "add_", "relu", "add_", "exp"]
     assert places == [1, 4]
-    assert why == ["seen is changed"]
+    assert why == ["seen is changed by one operator and used by others"]
 
 
 def test_a_buffer_that_is_only_read_stands_in_nobodys_way() -> None:
     whole = whole_of(lambda m, x: (x + m.seen).tanh() * m.seen)
-    assert legal(whole.anatomy(True)) == [1, 2]
+    assert legal(whole.anatomies[0]) == [1, 2]
     first, _, last = (each.layer for each in cut(whole, [1, 2]))
     assert [each.saved for each in first.tensors if each.kind == "buffer"] == [True]
     assert [(each.kind, each.saved) for each in last.tensors] == [("constant", False)]
@@ -127,7 +127,7 @@ def test_labels_stay_with_whoever_reads_them_first() -> None:
         for each in (EXAMPLE_BATCH, AGAIN_BATCH)
     )
     layer, _ = exporter.export("labelled", module, example, again)
-    anatomy = Whole(layer, *exporter.facts).anatomy(True)
+    anatomy = Whole(layer, *exporter.facts).anatomies[0]
     assert legal(anatomy) == [1, 2, 3, 4]
     assert legal(anatomy, labels=[1]) == [1, 2]
 
@@ -145,10 +145,10 @@ def test_two_that_may_be_one_tensor_do_not_travel_side_by_side() -> None:
 
 def test_what_depends_on_sizes_alone_is_made_where_it_is_used() -> None:
     whole = whole_of(lambda m, x: x.tanh().exp() * torch.arange(x.shape[0])[:, None])
-    anatomy = whole.anatomy(True)
+    anatomy = whole.anatomies[0]
     names = [op.target for op in anatomy.graph.ops]
     behind_range = 1 + names.index("aten.arange.default")
-    assert {anatomy.facts[slot].dtype for slot in crossings(anatomy)[behind_range]} == {"float32"}
+    assert {anatomy.facts[slot].dtype for slot in anatomy.crossings[behind_range]} == {"float32"}
     last = cut(whole, [names.index("aten.mul.Tensor")])[-1].layer
     assert "aten.arange.default" in [op.target for op in last.train.ops]
 
@@ -159,17 +159,17 @@ def test_places_by_hand_that_are_none_are_refused_by_name() -> None:
         return a + b
 
     whole = whole_of(steps)
-    assert chosen_places(whole, Cutting(places=(1,))) == [1]
+    assert chosen_places(whole.anatomies[0], Cutting(places=(1,))) == [1]
     with pytest.raises(UsageError, match="before its operation 2: an operator's results are being taken apart"):
-        chosen_places(whole, Cutting(places=(1, 2)))
+        chosen_places(whole.anatomies[0], Cutting(places=(1, 2)))
     with pytest.raises(UsageError, match="before its operation 99: the model ends there"):
-        chosen_places(whole, Cutting(places=(99,)))
+        chosen_places(whole.anatomies[0], Cutting(places=(99,)))
 
 
 def test_evaluation_has_a_place_for_every_place_of_a_model_without_dropout() -> None:
     """It took the narrowest place for the first cut, far behind, and had none left for the cuts after it."""
     whole = whole_of(lambda m, x: m.linear(x).tanh().exp().relu().sum(1))
-    places = legal(whole.anatomy(True))
+    places = legal(whole.anatomies[0])
     assert places == [1, 2, 3, 4]
     layers: list[Layer] = [each.layer for each in cut(whole, places)]
     assert [len(each.train.ops) for each in layers] == [1] * 5

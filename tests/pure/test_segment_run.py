@@ -80,9 +80,9 @@ def test_a_segment_that_gives_its_weight_or_a_view_of_it_lends_it() -> None:
 
 
 def test_a_segment_that_lacks_something_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="which the layers before it do not give"):
+    with pytest.raises(ProtocolError, match="not all of which the layers before it give"):
         segment_run([(2, SKIP[2])], True, Crossings(((2, 0),), ((3, 0),)))
-    with pytest.raises(ProtocolError, match="what it does not have"):
+    with pytest.raises(ProtocolError, match="a tensor it does not have"):
         segment_run([(1, SKIP[1])], True, Crossings(((1, 0),), ((2, 0), (1, 1))))
 
 

@@ -104,10 +104,9 @@ def plain_loop(
 
 
 def _split(inputs: Any, count: int) -> list[Any]:
-    """Copies: a slice of a batch need not begin on a boundary of 64 bytes, which arithmetic depends on."""
     leaves, structure = pytree.tree_flatten(inputs)
     columns = [leaf.tensor_split(count) for leaf in leaves]
-    return [pytree.tree_unflatten([column[at].clone() for column in columns], structure) for at in range(count)]
+    return [pytree.tree_unflatten([column[at] for column in columns], structure) for at in range(count)]
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:

@@ -171,7 +171,7 @@ def _exported_whole(
     phase: Callable[[str], None],
 ) -> tuple[Layer, list[CutCell], dict[str, torch.Tensor]]:
     """The module as one layer that trains as eager mode does, and cut; by whichever path it takes."""
-    name, exporter = type(module).__name__, Exporter()
+    name, exporter = type(module).__name__, Exporter(whole=True)
     example = samples[EXAMPLE_BATCH]
     refusals: list[UsageError] = []
     cache = ExportCache()

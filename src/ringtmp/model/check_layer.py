@@ -82,7 +82,11 @@ class Check:
             leaves, entering = self._entering(sample)
             torch.default_generator.manual_seed(_SEED)
             outputs = leaves_of(called(self._module, entering))
-            return trained(leaves, outputs, parameters, dict(self._module.named_buffers(remove_duplicate=False)))
+            return trained(leaves, outputs, parameters, self._buffers())
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Those of the module that the layer has, each by one name."""
+        return {each.name: self._module.get_buffer(each.name) for each in self._layer.tensors if each.kind == "buffer"}
 
     def _graph_training(self, sample: Any) -> Found:
         owned = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
@@ -101,9 +105,7 @@ class Check:
         with torch.no_grad(), buffers_kept(self._module), _as_graphs_compute():
             torch.default_generator.manual_seed(_SEED)
             outputs = leaves_of(called(self._module, _copied(sample)))
-            return _digests("output", outputs) | _digests_of(
-                "buffer", dict(self._module.named_buffers(remove_duplicate=False))
-            )
+            return _digests("output", outputs) | _digests_of("buffer", self._buffers())
 
     def _graph_evaluation(self, sample: Any) -> Found:
         owned = {}

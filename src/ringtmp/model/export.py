@@ -40,6 +40,8 @@ from ringtmp.model.write_graph import EXAMPLE_BATCH as EXAMPLE_BATCH
 from ringtmp.model.write_graph import GraphWriter, is_fixed
 from ringtmp.system.resources import loading, out_of_files
 
+#: Of a layer: no tensor has two names.
+NO_NAMES: Mapping[str, str] = {}
 #: Batch size of the example a layer is exported with again.
 AGAIN_BATCH = 4
 
@@ -47,7 +49,9 @@ AGAIN_BATCH = 4
 class Exporter:
     """Exports layers one at a time and remembers the graphs of those it has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: bool = False) -> None:
+        """`whole`: a model, in which one tensor may have several names."""
+        self._whole = whole
         with loading():
             importlib.import_module("torch.export._trace")  # which the first export would load
         self._seen: dict[object, _Found] = {}
@@ -69,12 +73,13 @@ class Exporter:
         found = self._seen.get(key) if key is not None else None
         new = found is None
         if found is None:
-            found = _export_graphs(name, module, example, EXAMPLE_BATCH)
+            names = first_names(module) if self._whole else {}
+            found = _export_graphs(name, module, example, EXAMPLE_BATCH, names=names)
             if again is not None:
                 again = pytree.tree_map(_distinct, again)
                 _refuse_other_graphs(name, module, found, again)
         train, evaluate, tree, constants, _, self.facts = found
-        described, tensors = _owned(module, constants)
+        described, tensors = _owned(module, constants, first_names(module) if self._whole else {})
         layer = Layer(name, train, evaluate, tuple(described), tree)
         if new and check is not None:
             check(layer, tensors)
@@ -88,13 +93,15 @@ class Exporter:
 _Found = tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor], list[str], tuple[tuple[Fact, ...], tuple[Fact, ...]]]
 
 
-def _export_graphs(name: str, module: nn.Module, example: Any, batch: int, both: bool = True) -> _Found:
+def _export_graphs(
+    name: str, module: nn.Module, example: Any, batch: int, *, both: bool = True, names: Mapping[str, str] = NO_NAMES
+) -> _Found:
     """Unless `both`, the graph of evaluation is taken to be that of training, as it was before."""
     branches: list[str] = []
-    train, constants, tree, facts = _export_graph(name, module.train(), example, batch, branches)
+    train, constants, tree, facts = _export_graph(name, module.train(), example, batch, branches=branches, names=names)
     if not both:
         return train, train, tree, constants, branches, (facts, facts)
-    evaluate, more, other, others = _export_graph(name, module.eval(), example, batch, branches)
+    evaluate, more, other, others = _export_graph(name, module.eval(), example, batch, branches=branches, names=names)
     module.train()
     if other != tree:
         raise UsageError(
@@ -138,7 +145,7 @@ def _distinct(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _export_graph(
-    name: str, module: nn.Module, example: Any, batch: int, branches: list[str]
+    name: str, module: nn.Module, example: Any, batch: int, *, branches: list[str], names: Mapping[str, str]
 ) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
     args, kwargs = unpacked(example)
     bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
@@ -165,7 +172,7 @@ def _export_graph(
     mode = "training" if module.training else "evaluation"
     label = f"{name!r} ({type(module).__name__}, {mode})"
     graph, constants, facts = _read_program(
-        label, program, example, batch, branches=branches, names=first_names(module)
+        label, program, example, batch, branches=branches, names=names
     )  # fmt: skip
     return graph, constants, trees[-1], facts
 
@@ -250,13 +257,14 @@ _KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
 }
 
 
-def _owned(module: nn.Module, constants: dict[str, torch.Tensor]) -> tuple[list[OwnedTensor], dict[str, torch.Tensor]]:
+def _owned(
+    module: nn.Module, constants: dict[str, torch.Tensor], names: Mapping[str, str]
+) -> tuple[list[OwnedTensor], dict[str, torch.Tensor]]:
     """Everything the layer owns, in `state_dict` order: what is saved first, the rest after."""
     saved = module.state_dict(keep_vars=True)
     parameters = dict(module.named_parameters())
-    names = first_names(module)
     saved = {name: tensor for name, tensor in saved.items() if names.get(name, name) == name}
-    parameters = {names[name]: each for name, each in parameters.items()}
+    parameters = {names.get(name, name): each for name, each in parameters.items()}
     extra = {name: each for name, each in module.named_buffers() if name not in saved}
     described: list[OwnedTensor] = []
     tensors: dict[str, torch.Tensor] = {}
