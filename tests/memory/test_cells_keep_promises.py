@@ -101,7 +101,7 @@ def test_a_run_stopped_and_gone_on_with_on_other_nodes_and_routes_keeps_its_bits
     assert last.summary.weights_sha256 == plain(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(each, marks=pytest.mark.long) for each in NAMES[1:])])
 @pytest.mark.parametrize("wire", ["bfloat16", pytest.param("int8", marks=pytest.mark.long)])
 def test_a_lossy_wire_learns_and_heals_with_its_own_bits(name: str, wire: str, begun: Any, plain: Any) -> None:
     """Tokens cross as they are: rounded they would be other tokens."""
@@ -115,7 +115,9 @@ def test_a_lossy_wire_learns_and_heals_with_its_own_bits(name: str, wire: str, b
     assert calm.loss.last == pytest.approx(exact[-1], rel=0.2)
 
 
-@pytest.mark.parametrize("protect", ["memory", "disk", "checkpoint"])
+@pytest.mark.parametrize(
+    "protect", ["disk", *(pytest.param(each, marks=pytest.mark.long) for each in ("memory", "checkpoint"))]
+)
 def test_a_lost_node_comes_back_from_any_copy(protect: Any, begun: Any, plain: Any) -> None:
     keep = KeepPart(protect=protect, checkpoint_every=3)
     hit = begun("unet").run(Mortal(4, Death(2, 4, 2), Death(1, 0, 2, 2)), keep=keep).summary
