@@ -214,6 +214,9 @@ class Stage:
         if not training:
             with torch.no_grad():
                 values, _ = enter(inputs, [False] * len(inputs), self._runs[False].written)
+                for value, wanted in zip(values, wants, strict=True):
+                    # A weight that another segment lends: without gradients, too, torch takes another kernel by this flag.
+                    value.requires_grad_(wanted and value.is_floating_point())
                 return self._run(step, microbatch, values, self._newest, False)
         key = tuple(wants)
         held = self._stored[step, microbatch] = _Held(list(inputs), key)
