@@ -90,8 +90,7 @@ def build_layers(
     for index, (name, module) in enumerate(layers_of(opened, row.know)):
         _refuse_what_cannot_travel(name, module)
         if index == 0:
-            given = partial(_given, module if row.alone else None, sample)
-            samples = {size: Sample(given(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
+            samples = {size: Sample(sample(size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *checked}}
             trained = samples[EXAMPLE_BATCH]
         else:
             _refuse_objects(name, samples[1].value)
@@ -110,7 +109,7 @@ def build_layers(
         kept = bool(written_parameters(layer.evaluate))
         samples = {size: each.through(name, module.eval(), kept) for size, each in samples.items()}
         module.train()
-        whole = row.add(layer, tensors, given(smallest))
+        whole = row.add(layer, tensors, sample(smallest))
         yield BuiltLayer(layer, tensors, samples[largest].value, one_sample, "model" if whole else "layers")
         del module, tensors, check
 
@@ -130,7 +129,7 @@ def _build_cells(
     sizes = _spread(sorted(set(microbatch_sizes)))
     _refuse_what_cannot_travel("", module)
     refuse_unmatched(module, cutting.blocks)
-    samples = {size: Sample(_given(module, sample, size)) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
+    samples = {size: Sample(call_arguments(module, sample(size))) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
     with _said_of_the_model(name):
         refuse_hooks(name, module)
         refuse_averaging(name, module)
@@ -205,12 +204,6 @@ def _exported_whole(
     raise refusals[0]
 
 
-def _given(alone: nn.Module | None, sample: Callable[[int], Any], count: int) -> Any:
-    """Samples as they enter: the arguments of a module that is a model by itself, or one value for the first layer."""
-    value = sample(count)
-    return value if alone is None else call_arguments(alone, value)
-
-
 def _refuse_objects(name: str, entering: Any) -> None:
     tree, _ = flattened(entering)
     if not is_plain(tree):
@@ -227,10 +220,8 @@ class _Row:
         self._known = known
         self._modules: list[nn.Module] = []
         self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
-        self.alone = False
 
-    def know(self, modules: list[nn.Module], alone: bool) -> None:
-        self.alone = alone
+    def know(self, modules: list[nn.Module]) -> None:
         self._known(len(modules), "")
         if fits(modules):
             self._modules = modules

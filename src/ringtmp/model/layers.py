@@ -63,16 +63,15 @@ def shares_weights(module: nn.Module) -> bool:
 
 
 def layers_of(
-    opened: OpenedModel, known: Callable[[list[nn.Module], bool], None] | None = None
+    opened: OpenedModel, known: Callable[[list[nn.Module]], None] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     """The model's layers in order. `known` is told all layers before the first is given, where they are all there by then:
-    not those of a generator; and whether they are one module that is a model by itself."""
+    not those of a generator."""
     taken: list[str] = []
     owners = _TiedWeights()
     state = opened.state
     if isinstance(opened.given, nn.Module | list | tuple):
-        alone = isinstance(opened.given, nn.Module) and not _opens(opened.given)
-        _look_at_all(list(_named(opened.given)), known, alone)
+        _look_at_all(list(_named(opened.given)), known)
     iterator = _named(opened.given)
     del opened
     while True:
@@ -94,15 +93,13 @@ def layers_of(
         raise UsageError("the model has no layers")
 
 
-def _look_at_all(
-    layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.Module], bool], None] | None, alone: bool
-) -> None:
+def _look_at_all(layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.Module]], None] | None) -> None:
     """What costs nothing to know comes before the first export, which may take a minute."""
     owners = _TiedWeights()
     for name, module in layers:
         owners.check(name, module)
     if known is not None:
-        known([module for _, module in layers], alone)
+        known([module for _, module in layers])
 
 
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
