@@ -124,7 +124,7 @@ else:
 
 
 @needs_isolation
-@pytest.mark.parametrize("slow", ["first", "second"])
+@pytest.mark.parametrize("slow", ["first", pytest.param("second", marks=pytest.mark.long)])
 def test_a_link_of_20_mbit_carries_20_mbit_in_both_directions(tmp_path: Path, slow: str) -> None:
     rates = (20, 500) if slow == "first" else (500, 20)
     pair = [device(name, link_mbps=rate) for name, rate in zip("ab", rates, strict=True)]
@@ -195,6 +195,7 @@ def test_the_inner_exit_code_and_error_come_through(tmp_path: Path) -> None:
     assert "did you mean 'mlp'" in err
 
 
+@pytest.mark.long
 @needs_isolation
 def test_a_node_that_dies_before_it_joined_is_named_and_ends_the_lab(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("snail", cpu=0.02))
@@ -273,6 +274,7 @@ def test_exec_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
     assert left(lab.pid) == []
 
 
+@pytest.mark.long
 def test_without_isolation_it_trains_and_says_what_is_not_emulated(tmp_path: Path) -> None:
     watts = {"idle_w": 2.0, "busy_w": 6.0, "nj_per_byte": 1000.0}
     file = devices_file(tmp_path, device("a", cpu=64, memory_mb=10**6, **watts), device("b"))

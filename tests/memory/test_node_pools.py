@@ -30,7 +30,8 @@ class Strangers(Mortal):
     same_machine = False
 
 
-@pytest.mark.parametrize("turns", [6, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 30))])
+@pytest.mark.long
+@pytest.mark.parametrize("turns", [1, 6, 30])
 def test_a_device_lost_while_devices_are_tried_is_a_loss_like_any_other(turns: int, tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", InMemoryPool(3))
     hit = run(tmp_path / "hit", Strangers(3, Death(1, 0, turns), seed=turns))

@@ -129,7 +129,10 @@ def built(folder: Path, build: Callable[[], list[nn.Module]]) -> Built:
     return Built(folder, build, lambda count: torch.zeros(count, LONG, WIDTH), [2, 3], 1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in ("attention", "lstm", "encoder"))) for name in MODELS],
+)
 def test_a_ring_of_any_size_draws_what_eager_mode_draws(name: str, tmp_path: Path) -> None:
     wanted = expected(MODELS[name], squared)
     model = built(tmp_path, MODELS[name])

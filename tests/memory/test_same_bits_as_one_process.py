@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from functools import cache
 from pathlib import Path
@@ -57,9 +58,19 @@ def batches_of(data: str, steps: int) -> list[Any]:
     return pairs
 
 
-@pytest.mark.parametrize("extra", ["dropout", "clipping"])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("model", list(MODELS))
+def every_combination() -> list[Any]:
+    """Some are quick, with every optimizer and every extra among them."""
+    quick = {
+        ("mlp", "sgd momentum", "dropout"),
+        ("mlp", "adamw", "clipping"),
+        ("convnet", "adamw", "dropout"),
+        ("gpt", "sgd momentum", "clipping"),
+    }
+    found = itertools.product(MODELS, OPTIMIZERS, ("dropout", "clipping"))
+    return [pytest.param(*each, marks=[pytest.mark.long] * (each not in quick)) for each in found]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "extra"), every_combination())
 def test_any_ring_gives_the_bits_of_a_plain_loop(model: str, optimizer: str, extra: str, tmp_path: Path) -> None:
     data, settings = MODELS[model]
     settings = {**settings, "dropout": 0.2 if extra == "dropout" else 0.0}
@@ -89,7 +100,9 @@ def test_any_ring_gives_the_bits_of_a_plain_loop(model: str, optimizer: str, ext
             assert got == (expected, losses), f"{nodes} nodes, {rule}"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long), 3]
+)
 def test_lost_doubled_and_disordered_packets_change_nothing(seed: int, tmp_path: Path) -> None:
     batches = batches_of("digits", 3)
     built = Built(

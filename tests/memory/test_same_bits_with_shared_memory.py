@@ -188,7 +188,9 @@ ORDINARY: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(ORDINARY))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("gru", "rnn both ways"))) for name in ORDINARY]
+)
 def test_ordinary_layers_pass_the_check_and_train_with_the_bits_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     def build() -> list[nn.Module]:
         return [linear(), *ORDINARY[name](), linear()]
@@ -218,6 +220,7 @@ def test_a_loss_may_change_the_outputs_in_place(tmp_path: Path) -> None:
     assert done.summary.steps == 2
 
 
+@pytest.mark.long
 def test_an_lstm_computed_a_second_time_has_the_bits_of_the_first(tmp_path: Path) -> None:
     """The pass before, which stores nothing, took no gradients either: for an LSTM that is another kernel."""
 

@@ -93,7 +93,7 @@ def test_deferred_weight_gradients_change_no_bit(model: str, built_of: Callable[
         assert case.run(built, nodes, schedule="zero-bubble") == plain_result(model), f"{nodes} nodes"
 
 
-@models("mlp", "convnet", "gpt")
+@models("mlp", "convnet")
 def test_delayed_gradients_give_the_bits_of_a_delayed_loop(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     expected = plain_result(model, delayed=True)
@@ -126,7 +126,7 @@ def test_a_delayed_run_resumes_and_regroups_with_the_bits_of_a_delayed_loop(tmp_
     assert whole.summary.staleness == 1
 
 
-@models("convnet", "gpt")
+@models("convnet")
 def test_laps_and_v_shapes_change_no_bit(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     for nodes, laps, shape in ((2, 2, "ring"), (3, 1, "v"), (1, 2, "ring")):
@@ -139,7 +139,7 @@ def test_laps_and_v_shapes_change_no_bit(model: str, built_of: Callable[[str], B
     assert case.run(built, 2, holders=holders_of(2, 2), staleness=1) == plain_result(model, delayed=True)
 
 
-@models("convnet", "gpt")
+@models("convnet")
 def test_recomputed_activations_change_no_bit_and_no_buffer_twice(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     for nodes, schedule in ((3, "1f1b"), (2, "gpipe"), (3, "zero-bubble")):
@@ -210,6 +210,7 @@ class Watching(InMemoryPool):
         return super().advance()
 
 
+@pytest.mark.long
 def test_python_takes_every_schedule_and_refuses_what_is_none(tmp_path: Path) -> None:
     def model() -> nn.Sequential:
         torch.manual_seed(0)

@@ -287,7 +287,9 @@ def test_one_that_cannot_be_kept_ends_the_snapshots_and_is_told_once() -> None:
     assert protection.lapse() is None
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in ("clipped", "delayed"))) for case in CASES]
+)
 def test_a_loss_goes_back_to_a_snapshot_and_the_bits_stay(case: str, tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", InMemoryPool(4), KeepPart(protect="off"), **CASES[case])
     hit = run(tmp_path / "hit", Mortal(4, Death(2, 7, 4), Death(3, 10, 1)), KeepPart(), **CASES[case])

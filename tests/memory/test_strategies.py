@@ -228,7 +228,7 @@ def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -
     [
         Case("ps", 3, long=True),
         Case("ps", 3, {"servers": "workers"}),
-        Case("ps", 3, {"fetch": "layerwise"}),
+        Case("ps", 3, {"fetch": "layerwise"}, long=True),
         Case("allreduce", 3, long=True),
         Case("allreduce", 4, {"algorithm": "tree"}),
     ],

@@ -81,6 +81,7 @@ def test_other_settings_another_environment_or_a_damaged_file_are_measured_again
     assert [each.name for each in path.parent.iterdir() if each.name.startswith(".")] == []
 
 
+@pytest.mark.long
 def test_what_a_command_has_started_has_time_to_tidy_up_though_the_command_is_gone(tmp_path: Path) -> None:
     """A runner that dies of SIGTERM at once, and a child of it that has something to take down first."""
     child = (
@@ -176,6 +177,7 @@ def endless(folder: Path, deaf: bool = False) -> str:
     )
 
 
+@pytest.mark.long
 def test_a_case_over_its_limit_is_ended_with_all_it_started(tmp_path: Path) -> None:
     found = perform(tmp_path, job("slow", endless(tmp_path)), job("good"), limit_s=2.0)
     assert [each.outcome for each in found] == ["timed out", "measured"]
@@ -184,6 +186,7 @@ def test_a_case_over_its_limit_is_ended_with_all_it_started(tmp_path: Path) -> N
     assert sleepers(tmp_path) == []
 
 
+@pytest.mark.long
 def test_who_does_not_heed_the_signal_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_command, "STOP_LIMIT_S", 0.5)
     assert perform(tmp_path, job("deaf", endless(tmp_path, deaf=True)), limit_s=2.0)[0].outcome == "timed out"

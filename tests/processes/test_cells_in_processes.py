@@ -40,8 +40,8 @@ def model():
     return Net()
 """
 FLAGS = (
-    "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--steps", 120, "--json", "--quiet",
-    "--checkpoint-every", 25,
+    "--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--steps", 60, "--json", "--quiet",
+    "--checkpoint-every", 15,
 )  # fmt: skip
 pytestmark = pytest.mark.timeout(240)
 
@@ -64,16 +64,16 @@ def test_killed_workers_an_interrupted_and_a_killed_master_leave_the_bits(
     tmp_path: Path, alone: tuple[Path, str]
 ) -> None:
     process = start(tmp_path)
-    wait_for_step(tmp_path / "run", 15, process)
+    wait_for_step(tmp_path / "run", 8, process)
     workers = workers_of(process)
     workers[2].kill()
-    wait_for_step(tmp_path / "run", 40, process)
+    wait_for_step(tmp_path / "run", 20, process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert_all_gone(list(workers.values()))
     assert Result(tmp_path / "run").summary.recoveries
     process = begin("train", "--resume", tmp_path / "run", "--nodes", 2, "--json", "--quiet", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 70, process)
+    wait_for_step(tmp_path / "run", 36, process)
     workers = workers_of(process)
     process.kill()
     process.communicate()

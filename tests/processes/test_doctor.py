@@ -198,6 +198,7 @@ def test_news_of_another_run_is_not_believed(master: Master, tmp_path: Path) -> 
         here.close()
 
 
+@pytest.mark.long
 def test_ctrl_c_while_a_compute_process_is_ended_leaves_no_file(master: Master, tmp_path: Path) -> None:
     token, keys, facts = master.token(), identity(tmp_path / "device"), device_facts("board")
     here = agent.Agent(token, agent.join(token, keys, facts), keys, facts, HOST, lambda text: None)

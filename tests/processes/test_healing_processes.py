@@ -48,6 +48,7 @@ def ended(process: subprocess.Popen[str], limit_s: float = 90) -> dict[str, Any]
     return summary
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_replaced_a_stopped_one_lost_after_the_limit_and_snapshots_on_disk_leave_nothing(
     tmp_path: Path, expected: str
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_killed_worker_is_replaced_a_stopped_one_lost_after_the_limit_and_snap
     assert_all_gone(list(workers.values()))
 
 
+@pytest.mark.long
 def test_a_killed_master_is_resumed_with_the_same_bits(tmp_path: Path, expected: str) -> None:
     process = start(tmp_path, "--checkpoint-every", 20)
     wait_for_step(tmp_path / "run", 50, process)

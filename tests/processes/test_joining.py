@@ -224,6 +224,7 @@ def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run
     assert ring.result()["weights_sha256"] == expected
 
 
+@pytest.mark.long
 def test_a_device_revoked_in_mid_run_is_out_and_no_bit_changes(ring: Ring, expected: str) -> None:
     process = ring.master(3, "--steps", 150)
     ring.device("alpha")
@@ -259,6 +260,7 @@ def test_unprotected_a_device_that_leaves_is_named_and_ends_the_run_with_code_4(
     assert "node 1 (alpha)" in ring.said("master")
 
 
+@pytest.mark.long
 def test_a_killed_compute_process_is_started_again_by_its_agent(ring: Ring, expected: str) -> None:
     process = ring.master(2, "--steps", 150)
     device = ring.device("alpha")

@@ -241,7 +241,13 @@ def test_a_graph_of_a_million_operations_is_refused() -> None:
         Program(Graph((Input("input", "0"),), ops, (Ref(0),), False))
 
 
-@pytest.mark.parametrize("work", ["while True: pass", "torch.ops.aten.sum.default(torch.ones(1).expand(2**46))"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param("while True: pass", marks=pytest.mark.long),
+        "torch.ops.aten.sum.default(torch.ones(1).expand(2**46))",
+    ],
+)
 def test_work_that_does_not_end_costs_its_process_and_says_where(work: str) -> None:
     """In Python, and within one call of torch."""
     script = f"""

@@ -29,6 +29,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict(os.environ, PYTHONPATH=str(folder / "site"))
 
 
+@pytest.mark.long
 def test_an_installed_strategy_is_listed_trained_with_and_compared(environment: dict[str, str], tmp_path: Path) -> None:
     listed = json.loads(ringtmp("strategies", "--json", cwd=tmp_path, env=environment).stdout)
     assert listed["averaging"]["package"] == "ringtmp-averaging 1.0"

@@ -53,6 +53,7 @@ def test_python_gives_the_same_bits_with_processes_as_without(tmp_path: Path) ->
     assert one.summary.weights_sha256 == two.summary.weights_sha256
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_named_with_its_step_within_five_seconds(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = begin("train", "--nodes", 3, "--epochs", 500, "--protect", "off", "--run-dir", run, cwd=tmp_path)
@@ -108,11 +109,11 @@ def model():
 
 
 # A shell that goes sends its own, and the terminal another.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "signals",
-    [pytest.param([signal.SIGINT], id="ctrl-c"),
-     pytest.param([signal.SIGHUP] * 2, id="closed-terminal", marks=pytest.mark.long)],
-)  # fmt: skip
+    [pytest.param([signal.SIGINT], id="ctrl-c"), pytest.param([signal.SIGHUP] * 2, id="closed-terminal")],
+)
 def test_ctrl_c_saves_and_the_run_goes_on_with_the_same_bits(tmp_path: Path, signals: list[int]) -> None:
     run = tmp_path / "run"
     process = begin("train", "--nodes", 3, "--steps", 120, "--run-dir", run, cwd=tmp_path)

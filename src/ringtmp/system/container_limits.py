@@ -6,7 +6,7 @@ tested on recorded files only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 #: Version 1 writes "no limit" as the largest whole number of pages.
 _NO_LIMIT_BYTES = 2**60
+_LIMITING = {"cpu", "memory"}
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -30,10 +31,10 @@ def group_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Limits:
     cores: list[tuple[float, float]] = []
     memory: list[int] = []
     free: list[int] = []
-    for folder in _groups(root, membership):
-        if (found := _cores(folder)) is not None:
+    for controllers, folder in _groups(root, membership):
+        if "cpu" in controllers and (found := _cores(folder)) is not None:
             cores.append(found)
-        if (pair := _memory(folder)) is not None:
+        if "memory" in controllers and (pair := _memory(folder)) is not None:
             memory.append(pair[0])
             free.append(pair[1])
     tightest = min(cores, default=None)
@@ -41,17 +42,22 @@ def group_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Limits:
     return Limits(share, min(memory, default=None), min(free, default=None), period_s)
 
 
-def _groups(root: Path, membership: Path) -> Iterator[Path]:
+def _groups(root: Path, membership: Path) -> Iterator[tuple[Collection[str], Path]]:
+    """The groups that limit cores or memory, each with its controllers. What only others control (there may be ten) is not
+    looked at: this is asked while training."""
     for line in _read(membership).splitlines():
         _number, _, rest = line.partition(":")
-        controllers, _, inside = rest.partition(":")
-        bases = [root / controllers] if controllers else [root, root / "unified"]
+        named, _, inside = rest.partition(":")
+        controllers = set(named.split(",")) if named else _LIMITING
+        if not controllers & _LIMITING:
+            continue
+        bases = [root / named] if named else [root, root / "unified"]
         for base in bases:
             # In a container our path may be missing below the mount; its root then is our own group.
             folder = base / inside.lstrip("/")
             while True:
                 if folder.is_dir():
-                    yield folder
+                    yield controllers, folder
                 if folder == base or base not in folder.parents:
                     break
                 folder = folder.parent
