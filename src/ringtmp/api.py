@@ -16,6 +16,7 @@ from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
 from ringtmp.data import named_sources
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.left_out import leave_out, names_of, without
 from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, with_loss
@@ -163,6 +164,7 @@ def start(
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
     train, test = data or named_sources.load(config.training.data, config.training.seed, config.model.settings)
+    train, test = _without(config, train, test)
     source = model if model is not None else named_model(config.model, train)
     function, name, train, test = _loss(loss or config.training.loss or None, train, test)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
@@ -185,7 +187,7 @@ def resume(
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     config = settings_of(run_dir, changes)
-    train, test = _labels_as(saved.loss, *(data or _named_again(config)))
+    train, test = _labels_as(saved.loss, *_without(config, *(data or _named_again(config))))
     job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
     unwritten = _train(job, watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
@@ -204,7 +206,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         source = test or train
     else:
         source = from_python(data, seed=saved.config.training.seed)
-    source, _ = _labels_as(saved.loss, source, None)
+    source, _ = _labels_as(saved.loss, *_without(saved.config, source, None))
     function = loss or _loss_again(run, saved.loss)
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
@@ -227,6 +229,8 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
     count = len(leaves(inputs)[0])
     if not count:
         raise UsageError("there are no inputs to predict from")
+    if isinstance(inputs, Mapping) and (unused := [name for name in names_of(training.leave_out) if name in inputs]):
+        inputs = without("the input", inputs, unused)
     inputs = run.read_layers()[0].without_targets(inputs, count)
     per_pass = training.batch_size * EVALUATION_FACTOR
     batches = []
@@ -345,6 +349,11 @@ def _loss(
     train, name = with_loss(train, "callable" if callable(loss) else loss)
     function = loss if callable(loss) else loss_named(name)
     return function, name, *_labels_as(name, train, test)
+
+
+def _without(config: RunConfig, train: Source, test: Source | None) -> tuple[Source, Source | None]:
+    names = names_of(config.training.leave_out)
+    return leave_out(train, names), None if test is None else leave_out(test, names)
 
 
 def _labels_as(loss: str, train: Source, test: Source | None) -> tuple[Source, Source | None]:

@@ -20,6 +20,7 @@ from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import from_python, with_loss
 from ringtmp.errors import UsageError
 from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.model import eager_path
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), torch.arange(72.0).view(24, 3) / 72
 LABELS = torch.arange(24) % 3
@@ -249,3 +250,30 @@ def test_a_model_of_transformers_computes_its_own_loss(tmp_path: Path) -> None:
     assert type(predicted) is transformers.modeling_outputs.CausalLMOutputWithCrossAttentions
     with torch.no_grad():
         torch.testing.assert_close(predicted.logits, result.model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_mask_that_is_given_makes_it_the_path_with_the_mask_and_one_is_told(padded: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 40, (24, 12))
+    mask = torch.ones_like(ids)
+    mask[::3, 9:] = 0 if padded else 1
+    data = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    told: list[str] = []
+
+    class Listening(api.Watcher):
+        def tell(self, text: str) -> None:
+            told.append(text)
+
+    with eager_path.paths()[1]():
+        expected = eager(model, data, None, lambda outputs, targets: outputs.loss)
+    result = fit(model, data, tmp_path, nodes=2, watcher=Listening())
+    assert state_sha256(result.model) == expected
+    assert result.summary.checked == "traced"
+    assert any("--leave-out" in text for text in told)

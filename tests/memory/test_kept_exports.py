@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ordinary_models import SharedBlock, vectors
+from ringtmp.errors import UsageError
 from ringtmp.model.build import build_layers
 from ringtmp.model.export import Exporter
 from ringtmp.model.export_cache import module_key
@@ -35,6 +36,19 @@ def test_a_second_run_uses_what_was_exported(folder: Path, monkeypatch: pytest.M
     assert _layers(SharedBlock(), phases) == first
     assert "exporting the model" not in phases
     assert "comparing the model with eager mode" in phases, "it is compared all the same"
+
+
+def test_a_refusal_for_too_few_cells_comes_at_once_and_forgets_nothing(folder: Path) -> None:
+    def refuse(count: int, why: str) -> None:
+        raise UsageError(f"{count} are too few")
+
+    for exported in (True, False):
+        phases: list[str] = []
+        with pytest.raises(UsageError, match="are too few"):
+            list(build_layers(SharedBlock(), 0, vectors(8), [2], refuse, phase=phases.append))
+        assert ("exporting the model" in phases) is exported
+        assert "comparing the model with eager mode" not in phases
+        assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\x81", None])

@@ -22,6 +22,7 @@ class RingKeywords(TypedDict, total=False):
 
 
 class FitKeywords(TypedDict, total=False):
+    leave_out: str | None
     epochs: int | None
     steps: int | None
     batch_size: int

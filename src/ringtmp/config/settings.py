@@ -46,6 +46,9 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Annotated[str, Is(
         "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, pysource or FILE.py:factory.", DATA,
         bits=True, own=True)] = "digits"
+    leave_out: Annotated[str | None, Is(
+        "Inputs to leave out because all their values are ones, such as attention_mask; several with commas.", DATA,
+        metavar="NAME,…", bits=True)] = None
     loss: Annotated[str, Is(
         "Loss function: cross_entropy, mse, next_byte, or model for the loss the model returns.", DATA,
         usual="the one that fits the data", bits=True, own=True)] = ""

@@ -96,6 +96,7 @@ class Stream:
         self.items: Items = "pairs"
         self._names: tuple[str, ...] | None = None
         self._apart = False
+        self._change: Callable[[Any], Any] | None = None
         first = self._pull()
         if first is None:
             raise UsageError(f"data {name} is empty")
@@ -104,7 +105,7 @@ class Stream:
         self._names = names(inputs)
         self.batch_size = leaves(inputs)[0].shape[0]
         self.loss = loss or usual_loss(self.items, targets)
-        self.shape = _shape_of(inputs)
+        self.shape = shape_of(inputs)
 
     def take_labels_apart(self) -> None:
         """From now on they are not among the inputs."""
@@ -112,7 +113,15 @@ class Stream:
             self._apart = True
             if self._first is not None:
                 self._first = without_labels(self.name, *self._first)
-                self.shape = _shape_of(self._first[0])
+                self.shape = shape_of(self._first[0])
+
+    def change_inputs(self, change: Callable[[Any], Any]) -> None:
+        """From now on the inputs of every batch are what this makes of them."""
+        self._change = change
+        if self._first is not None:
+            self._first = change(self._first[0]), self._first[1]
+            self._names = names(self._first[0])
+            self.shape = shape_of(self._first[0])
 
     def next(self) -> tuple[Any, torch.Tensor] | None:
         """The next batch; None at the end of a pass."""
@@ -148,6 +157,8 @@ class Stream:
             return None
         self.items = kind_of(item)
         inputs, targets = checked_pair(self.name, item)
+        if self._change is not None:
+            inputs = self._change(inputs)
         if self._names is not None:
             inputs = arranged(inputs, self._names, f"a batch of {self.name}")
         return without_labels(self.name, inputs, targets) if self._apart else (inputs, targets)
@@ -176,12 +187,10 @@ def with_loss(source: Source, given: str | None) -> tuple[Source, str]:
         return without_labels(whole.name, *whole.take(index))
 
     inputs, _ = replace(whole, take=take).example(1)
-    return replace(
-        whole, take=take, items="pairs", shape=replace(_shape_of(inputs), outputs=whole.shape.outputs)
-    ), given
+    return replace(whole, take=take, items="pairs", shape=replace(shape_of(inputs), outputs=whole.shape.outputs)), given
 
 
-def _shape_of(inputs: Any, outputs: int = 0) -> Shape:
+def shape_of(inputs: Any, outputs: int = 0) -> Shape:
     sample = leaves(inputs)[0]
     return Shape(tuple(sample.shape[1:]), sample.is_floating_point(), outputs)
 
@@ -260,7 +269,7 @@ def _whole(name: str, item: Any) -> Table:
         given = map_tensors(lambda each: each[index], inputs)
         return given, given[LABELS] if kind_of(item) == "labels" else targets[index]
 
-    shape = _shape_of(inputs, int(targets.max()) + 1 if classes else 0)
+    shape = shape_of(inputs, int(targets.max()) + 1 if classes else 0)
     return Table(name, len(targets), shape, take, usual_loss(kind_of(item), targets), items=kind_of(item))
 
 
@@ -282,7 +291,7 @@ def _dataset(name: str, data: Any) -> Table:
     with randomness.keyed("shape"):
         inputs, targets = take(torch.zeros(1, dtype=torch.long))
     loss = usual_loss(kinds[0], targets)
-    return Table(name, len(data), _shape_of(inputs), take, loss, randomness, kinds[0])
+    return Table(name, len(data), shape_of(inputs), take, loss, randomness, kinds[0])
 
 
 def split(table: Table, test_share: float, seed: int) -> tuple[Table, Table]:

@@ -131,7 +131,8 @@ class Summary(msgspec.Struct, frozen=True):
     forecast: Forecast | None = None
     parts: tuple[PartSummary, ...] = ()
     skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
-    checked: str = ""  # against eager PyTorch before the start: "model", "layers" or "evaluation" alone, or not ("")
+    #: Against eager PyTorch before the start: "model", "layers", "evaluation" alone, "traced" (docs/models.md), or not ("").
+    checked: str = ""
 
     def name_of(self, node: int) -> str:
         """Its device's own name, where it has one."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.cut_cells import CutCell
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
-from ringtmp.model.export_cache import ExportCache, module_key
+from ringtmp.model.export_cache import ExportCache, Exported, module_key
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
@@ -42,6 +42,8 @@ from ringtmp.model.written_parameters import written_parameters
 MOST_SIZES = 4
 #: Parameters up to this size are copied for a trial run.
 COPIED_BYTES = 64 * 2**20
+#: `checked` of a model that was compared with eager mode by the path it is exported by, since eager mode looks at values.
+TRACED = "traced"
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,7 @@ def _build_cells(
         refuse_averaging(name, module)
         _try_eager(name, module, samples[smallest])
         one_sample = _takes(name, module, samples[1])
-        layer, cells, tensors = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
-    checked = "model" if fits([module]) else "evaluation"
+        layer, cells, tensors, checked = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
     row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
     for index, cell in enumerate(cells):
         own = {each.name: tensors[each.full] for each in cell.layer.tensors}
@@ -160,6 +161,13 @@ def _said_of_the_model(name: str) -> Iterator[None]:
         ) from error
 
 
+class _Whole(NamedTuple):
+    layer: Layer
+    cells: list[CutCell]
+    tensors: dict[str, torch.Tensor]
+    checked: str
+
+
 def _exported_whole(
     module: nn.Module,
     samples: Mapping[int, Sample],
@@ -168,40 +176,58 @@ def _exported_whole(
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
-) -> tuple[Layer, list[CutCell], dict[str, torch.Tensor]]:
+) -> _Whole:
     """The module as one layer that trains as eager mode does, and cut; by whichever path it takes."""
-    name, exporter = type(module).__name__, Exporter(whole=True)
-    example = samples[EXAMPLE_BATCH]
-    refusals: list[UsageError] = []
+    name, example, fitting = type(module).__name__, samples[EXAMPLE_BATCH], fits([module])
+    refusals: list[tuple[bool, UsageError]] = []  # and whether it is of a kept export
     cache = ExportCache()
     # Not exported a second time as layers are: another number of samples is compared, as those of the run are.
     # Where gradients of everything do not fit, evaluation is compared alone.
-    trained = [AGAIN_BATCH, *sizes] if fits([module]) else []
+    trained = [AGAIN_BATCH, *sizes] if fitting else []
     check = partial(_check, name, module, (example, example), samples, trained, False)
     for number, path in enumerate(eager_path.paths()):
         key = module_key(module, example.value, number)
         for kept in (cache.get(key, module), None):
             if kept is None:
                 phase("exporting the model")
+            why = ""
             try:
                 with path():
-                    if kept is None:
-                        layer, tensors = exporter.export(name, module, example.value)
-                        facts = exporter.facts
-                        cache.put(key, layer, facts, tensors)
-                    else:
-                        layer, facts, tensors = kept[0].layer, (kept[0].train, kept[0].evaluate), kept[1]
-                    cells = cells_of(module, layer, facts, cutting, known)
-                    phase("comparing the model with eager mode")
-                    check(layer, tensors)
-                return layer, cells, _apart(layer, tensors)
+                    layer, facts, tensors = _graphs(module, example, kept)
+                    cells, why = cells_of(module, layer, facts, cutting)
             except UsageError as refused:
                 cache.forget(key)
-                if kept is None:
-                    refusals.append(refused)
+                refusals.append((kept is not None, refused))
+                continue
             finally:
                 module.train()
-    raise refusals[0]
+            if kept is None:
+                cache.put(key, layer, facts, tensors)
+            known(len(cells), why)
+            phase("comparing the model with eager mode")
+            try:
+                with path():
+                    check(layer, tensors)
+            except UsageError as refused:
+                cache.forget(key)
+                refusals.append((kept is not None, refused))
+                continue
+            finally:
+                module.train()
+            checked = TRACED if number else "model" if fitting else "evaluation"
+            return _Whole(layer, cells, _apart(layer, tensors), checked)
+    raise min(refusals, key=lambda each: each[0])[1]
+
+
+def _graphs(
+    module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, torch.Tensor]] | None
+) -> tuple[Layer, tuple[Any, Any], dict[str, torch.Tensor]]:
+    """With what is known of every value, in training and in evaluation."""
+    if kept is not None:
+        return kept[0].layer, (kept[0].train, kept[0].evaluate), kept[1]
+    exporter = Exporter(whole=True)
+    layer, tensors = exporter.export(type(module).__name__, module, example.value)
+    return layer, exporter.facts, tensors
 
 
 def _refuse_objects(name: str, entering: Any) -> None:

@@ -6,7 +6,7 @@ and a sample goes through the cells, each on its own as on a node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,9 @@ class Cell:
 
 
 def cells_of(
-    module: nn.Module, layer: Layer, facts: tuple[Any, Any], cutting: Cutting,
-    known: Callable[[int, str], None],
-) -> list[CutCell]:  # fmt: skip
-    """`layer`: the module as one layer, under its own names. `known` is told the number of cells and why there are no more."""
+    module: nn.Module, layer: Layer, facts: tuple[Any, Any], cutting: Cutting
+) -> tuple[list[CutCell], str]:  # fmt: skip
+    """`layer`: the module as one layer, under its own names. The cells, and why there are no more."""
     names = first_names(module)
     ranks = {names[name]: at for at, (name, _) in enumerate(module.named_parameters())}
     named = tuple(
@@ -61,8 +60,7 @@ def cells_of(
     whole = Whole(msgspec.structs.replace(layer, tensors=named), *facts)
     anatomy = whole.anatomies[0]
     cells = cut(whole, chosen_places(anatomy, cutting), cutting.labels)
-    known(len(cells), why_uncut(anatomy, len(cells), cutting.blocks, cutting.labels))
-    return cells
+    return cells, why_uncut(anatomy, len(cells), cutting.blocks, cutting.labels)
 
 
 def state_of(module: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -14,6 +14,7 @@ from typing import Any
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.items import LABELS
+from ringtmp.data.left_out import leave_out, names_of
 from ringtmp.data.nested_inputs import names
 from ringtmp.data.sources import Source, Stream, with_loss
 from ringtmp.model.blocks import patterns_of
@@ -180,7 +181,7 @@ def work_of(
     """`config` is resolved. Refuses what a session would refuse of model and data; `known` as for `measure`."""
     training = config.training
     set_threads(training.threads or 1)
-    train, name = with_loss(train, training.loss or None)
+    train, name = with_loss(leave_out(train, names_of(training.leave_out)), training.loss or None)
     batch_size = train.batch_size if isinstance(train, Stream) else training.batch_size
     microbatches = min(usual_microbatches(training), batch_size)
     batches = TrainingBatches(train, batch_size, microbatches, training.seed)

@@ -17,6 +17,7 @@ from ringtmp.errors import Interrupted, NodeLost, RingError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
+from ringtmp.model.build import TRACED
 from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.run.build_model import write_model
 from ringtmp.run.healing import Healing
@@ -101,6 +102,11 @@ class Session:
             how = Reading.of(config, self._batches, self._batch_size, (job.loss, job.loss_name))
             write_model(job.run, job.model, job.train, how, phase=self._watcher.phase, known=enough)
         run = self._opened(record)
+        if job.model is not None and run.index.checked == TRACED:
+            self._watcher.tell(
+                "the model looks at the values of its inputs to choose a path, which no graph can do: it is trained by the "
+                "path its library exports (docs/models.md). If a mask is all ones, --leave-out it"
+            )
         generations = Generations(run, config, self._microbatches, endpoint)
         with keeping_what_is_there():
             return self._led(run, generations)
