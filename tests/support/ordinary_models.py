@@ -88,12 +88,13 @@ class Recurrent(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(20, 12)
         self.first = kind(12, 16, 2, batch_first=True, dropout=0.2)
+        self.between = nn.Linear(16, 16)
         self.second = kind(16, 16, batch_first=True, bidirectional=True)
         self.head = nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, _ = self.first(self.embed(x))
-        y, _ = self.second(y)
+        y, _ = self.second(torch.tanh(self.between(y)))
         return self.head(y[:, -1])
 
 
@@ -197,7 +198,8 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Sample]] = {
     "unet": (UNet, images(1, 8)),
     "densenet": (DenseNet, images(3, 6)),
     "lstm": (lambda: Recurrent(nn.LSTM), tokens(20, 9)),
-    "gru": (lambda: Recurrent(nn.GRU), tokens(20, 9)),
+    "lstm, 256 long": (lambda: Recurrent(nn.LSTM), tokens(20, 256)),
+    "gru, 256 long": (lambda: Recurrent(nn.GRU), tokens(20, 256)),
     "tied": (TiedLanguageModel, tokens(30, 20)),
     "tied, 256 long": (lambda: TiedLanguageModel(2), tokens(30, 256)),
     "shared block": (SharedBlock, vectors(8)),

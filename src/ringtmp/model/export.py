@@ -36,6 +36,7 @@ from ringtmp.model.portable_layer import (
     OwnedTensor,
     Ref,
 )
+from ringtmp.model.recurrent_shapes import not_unrolled
 from ringtmp.model.write_graph import EXAMPLE_BATCH as EXAMPLE_BATCH
 from ringtmp.model.write_graph import GraphWriter, is_fixed
 from ringtmp.system.resources import loading, out_of_files
@@ -155,7 +156,7 @@ def _export_graph(
     try:
         with warnings.catch_warnings(), traced_along(label, module) as asked, _flat_outputs(label, module, trees):
             warnings.simplefilter("ignore")
-            with user_lines.instead_of_torch():
+            with user_lines.instead_of_torch(), not_unrolled():
                 program = export(module, args, kwargs, dynamic_shapes=flexible, strict=False)
         branches += asked
     except UsageError:
