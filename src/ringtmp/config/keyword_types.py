@@ -23,6 +23,9 @@ class RingKeywords(TypedDict, total=False):
 
 class FitKeywords(TypedDict, total=False):
     leave_out: str | None
+    weights: str | None
+    train: str | None
+    lora: str | None
     epochs: int | None
     steps: int | None
     batch_size: int

@@ -52,6 +52,15 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: Annotated[str, Is(
         "Loss function: cross_entropy, mse, next_byte, or model for the loss the model returns.", DATA,
         usual="the one that fits the data", bits=True, own=True)] = ""
+    weights: Annotated[str | None, Is(
+        "First weights: a safetensors file, or a folder of them with an index.", DATA, metavar="FILE",
+        usual="as the model is built", bits=True)] = None
+    train: Annotated[str | None, Is(
+        "Train only parameters with these names, such as 'head|*.bias'; the others are frozen.", DATA,
+        metavar="NAME|…", usual="all that the model trains", bits=True)] = None
+    lora: Annotated[str | None, Is(
+        "Train low-rank adapters on these linear layers and freeze the rest: r=8,alpha=16,on=q_proj,v_proj.", DATA,
+        metavar="r=8,on=…", bits=True)] = None
     epochs: Annotated[int | None, Is(
         "Passes over the training data.", TRAINING, least=1, usual=str(DEFAULT_EPOCHS), bits=True, resume=True)] = None
     steps: Annotated[int | None, Is(

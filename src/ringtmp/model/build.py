@@ -33,6 +33,7 @@ from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
 from ringtmp.model.portable_layer import CUSTOM, Layer
+from ringtmp.model.preparation import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
@@ -68,11 +69,12 @@ def build_layers(
     cutting: Cutting | None = None,
     phase: Callable[[str], None] = lambda text: None,
     folder: Path | None = None,
+    preparation: Preparation | None = None,
 ) -> Iterator[BuiltLayer]:
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
     number of layers before any work is done on the first, if it can be known; of one module, when it has been cut, and why
     it has no more."""
-    opened = opened_model(model, seed, folder)
+    opened = opened_model(model, seed, folder, preparation)
     if (module := opened.whole) is not None:
         yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
         return

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.model.built_in_files import FACTORIES, BuiltInFiles, planned_tensor
+from ringtmp.model.preparation import Preparation, Preparing
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text
 
@@ -37,6 +38,7 @@ class OpenedModel:
 
     given: Any
     state: torch.Tensor
+    preparing: Preparing
 
     @property
     def whole(self) -> nn.Module | None:
@@ -44,13 +46,24 @@ class OpenedModel:
         return self.given if isinstance(self.given, nn.Module) and _is_whole(self.given) else None
 
 
-def opened_model(model: Model, seed: int, folder: Path | None = None) -> OpenedModel:
+def opened_model(
+    model: Model, seed: int, folder: Path | None = None, preparation: Preparation | None = None
+) -> OpenedModel:
     """Calls the user's function, if the model is one, once. Random initial weights come from `seed`. What does not fit into
     memory beside the rest lies in files in `folder`, which have no name and go with the model."""
+    preparing = Preparing(preparation or Preparation(), seed)
     with torch.random.fork_rng(devices=[]), BuiltInFiles(folder):
         torch.manual_seed(seed)
         given = model() if callable(model) and not isinstance(model, nn.Module) else model
-        return OpenedModel(given, torch.get_rng_state())
+        opened = OpenedModel(given, torch.get_rng_state(), preparing)
+    if (whole := opened.whole) is not None:
+        preparing.take("", whole)
+        preparing.finish()
+    elif isinstance(given, nn.Module | list | tuple):
+        for name, layer in _named(given):
+            preparing.take(f"{name}.", layer)
+        preparing.finish()
+    return opened
 
 
 def _is_whole(module: nn.Module) -> bool:
@@ -69,8 +82,9 @@ def layers_of(
     not those of a generator."""
     taken: list[str] = []
     owners = _TiedWeights()
-    state = opened.state
-    if isinstance(opened.given, nn.Module | list | tuple):
+    state, preparing = opened.state, opened.preparing
+    later = not isinstance(opened.given, nn.Module | list | tuple)  # a generator's layers are prepared as they come
+    if not later:
         _look_at_all(list(_named(opened.given)), known)
     iterator = _named(opened.given)
     del opened
@@ -87,10 +101,14 @@ def layers_of(
             raise UsageError(f"two layers are called {name!r}: give each its own name")
         taken.append(name)
         owners.check(name, module)
+        if later:
+            preparing.take(f"{name}.", module)
         yield name, module
         del item, module  # one layer in memory, not two
     if not taken:
         raise UsageError("the model has no layers")
+    if later:
+        preparing.finish()
 
 
 def _look_at_all(layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.Module]], None] | None) -> None:

@@ -23,6 +23,7 @@ from ringtmp.model.build_cells import Cutting
 from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import leaves_of
+from ringtmp.model.preparation import Preparation
 from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan import planner
@@ -48,13 +49,21 @@ class Reading:
     others: tuple[int, ...] = ()
     #: Patterns of the names of modules between which alone the model is cut.
     blocks: tuple[str, ...] = ()
+    preparation: Preparation | None = None
 
     @staticmethod
     def of(config: RunConfig, batches: TrainingBatches, batch_size: int, loss: tuple[LossFunction, str]) -> Reading:
         training = config.training
         auto, usual = training.microbatches == "auto", usual_microbatches(training)
         sizes, measured = counts.to_build(batches.sizes(), batch_size, usual, auto)
-        return Reading(training, *loss, sizes, measured, blocks=patterns_of(config.ring.blocks))
+        return Reading(
+            training,
+            *loss,
+            sizes,
+            measured,
+            blocks=patterns_of(config.ring.blocks),
+            preparation=Preparation.of(training.weights, training.lora, training.train),
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,8 @@ def measure(
     state: tuple[tuple[str, str], ...] = ()
     cutting = _cutting(how, names(sample(1)))
     built_layers = build_layers(
-        model, training.seed, sample, sizes, known, cutting=cutting, phase=phase, folder=folder
+        model, training.seed, sample, sizes, known, cutting=cutting, phase=phase, folder=folder,
+        preparation=how.preparation,
     )  # fmt: skip
     for index, built in enumerate(built_layers):
         take(index, built)

@@ -1,0 +1,127 @@
+"""First weights from a safetensors file, or from a folder of them with an index, one tensor in memory at a time.
+
+Never from a pickle: reading one may run whatever its author wrote into it. All that does not fit is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ringtmp.errors import UsageError
+
+#: So many names are shown of each thing that is wrong.
+SHOWN = 6
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class WeightsFile:
+    """`fill` every module, then `finish`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files = dict(_found(path))  # name -> the file it is in
+        self._used: set[str] = set()
+        self._missing: list[str] = []
+        self._other: list[str] = []
+
+    def fill(self, prefix: str, module: nn.Module) -> None:
+        """Every parameter and persistent buffer gets its values, under its name in `state_dict`. A tensor that has several
+        names may lie in the file under any of them."""
+        tensors = module.state_dict(keep_vars=True)
+        known: set[int] = set()
+        wanting: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            full = f"{prefix}{name}"
+            if full not in self._files:
+                wanting.setdefault(id(tensor), full)
+                continue
+            self._used.add(full)
+            known.add(id(tensor))
+            with safe_open(str(self._files[full]), framework="pt") as file:
+                shape = tuple(file.get_slice(full).get_shape())
+                if shape != tuple(tensor.shape):
+                    self._other.append(
+                        f"{full} ({_sizes(shape)} in the file, {_sizes(tuple(tensor.shape))} in the model)"
+                    )
+                    continue
+                with torch.no_grad():
+                    tensor.copy_(file.get_tensor(full))
+        self._missing += [name for at, name in wanting.items() if at not in known]
+
+    def finish(self) -> None:
+        """UsageError unless the file and the model have the same names and shapes."""
+        extra = sorted(self._files.keys() - self._used)
+        wrong = [
+            f"{what} {_some(names)}"
+            for what, names in (
+                ("it lacks", self._missing),
+                ("has in another shape", self._other),
+                ("has besides", extra),
+            )
+            if names
+        ]
+        if wrong:
+            raise UsageError(f"--weights {self._path} does not fit the model: {'; '.join(wrong)}")
+
+
+def _found(path: Path) -> Iterator[tuple[str, Path]]:
+    if path.suffix in _PICKLED:
+        raise UsageError(
+            f"--weights {path} is a pickle, which may run code when it is read: save the weights as safetensors "
+            "(safetensors.torch.save_file(model.state_dict(), ...))"
+        )
+    if path.is_dir():
+        yield from _of_folder(path)
+        return
+    yield from ((name, path) for name in _names(path))
+
+
+def _of_folder(folder: Path) -> Iterator[tuple[str, Path]]:
+    """By the index, which says for every name which file it is in; else of all files there."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLED)
+        hint = (
+            f"only pickled weights ({', '.join(pickled[:3])}), which may run code when read"
+            if pickled
+            else "no weights"
+        )
+        raise UsageError(f"--weights {folder} has {hint}: it needs *.safetensors")
+    index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
+    if index is None:
+        for file in files:
+            yield from ((name, file) for name in _names(file))
+        return
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"]
+        said = {str(name): folder / str(file) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(f"--weights {index} is no index of safetensors files: {error}") from error
+    there = {file: set(_names(file)) for file in sorted(set(said.values())) if file.parent == folder and file.is_file()}
+    wrong = [name for name, file in said.items() if name not in there.get(file, ())]
+    if wrong:
+        raise UsageError(f"--weights {index} names tensors that are not where it says: {_some(wrong)}")
+    yield from said.items()
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--weights {file} cannot be read as safetensors: {error}") from error
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a number"
