@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ringtmp.data.sources import Source
 from ringtmp.errors import UsageError
 from ringtmp.model.build import BuiltLayer
+from ringtmp.model.frozen import frozen_names
 from ringtmp.model.layers import Model
 from ringtmp.run.measure_model import Reading, measure
 from ringtmp.runtime.checkpoint import CheckpointWriter, Progress
@@ -24,11 +25,14 @@ def write_model(
     name = secrets.token_hex(8)
     writer = CheckpointWriter(run.checkpoints, name, Progress(0))
     names: list[str] = []
+    aside: list[bool] = []
     digests: list[str] = []
 
     def take(index: int, built: BuiltLayer) -> None:
         digests.append(run.write_layer(index, built.layer))
-        writer.add(index, built.layer, list(built.tensors.values()), {})
+        frozen = frozen_names(built.layer)
+        aside.append(bool(frozen))
+        writer.add(index, built.layer, list(built.tensors.values()), {}, frozen)
         names.append(built.layer.name)
 
     try:
@@ -38,6 +42,7 @@ def write_model(
                 name, tuple(names), found.costs, found.leaving, least_microbatch=found.least_microbatch,
                 inputs=found.entering, checked=found.checked, digests=tuple(digests), evaluated=found.evaluated,
                 state=found.state, randomness="operator", input_names=found.input_names,
+                aside=any(aside),
             )
         )  # fmt: skip
         writer.commit()

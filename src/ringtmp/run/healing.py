@@ -202,7 +202,7 @@ class Healing:
         if survivors := run.strategy.state_from == "survivors":
             snapshot = in_hand(gathering.hellos, kept, run.layers, Snapshot(reached, told=told), saved)
         else:
-            snapshot = protection.newest(gathering.hellos, kept, run.layers, saved)
+            snapshot = protection.newest(gathering.hellos, kept, run.kept_in_snapshots, saved)
         if snapshot is None and (whole := protection.whole) is not None and whole.step > saved:
             protection.spoil()  # gone with those who held it
         progress = checkpoint.progress if snapshot is None else self._without_undone_epoch(snapshot.progress)

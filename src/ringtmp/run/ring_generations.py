@@ -18,6 +18,7 @@ from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
+from ringtmp.model.frozen import frozen_names, without_frozen
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.rebalancing import Rebalancing
@@ -56,6 +57,16 @@ class Run:
     protection: Protection
     rebalancing: Rebalancing
     strategy: Strategy
+
+    @property
+    def kept_in_snapshots(self) -> list[int]:
+        """Layers of which something changes."""
+        found = []
+        for at, layer in enumerate(self.layers):
+            frozen = frozen_names(layer) if self.index.aside else frozenset[str]()
+            if without_frozen(layer, frozen):
+                found.append(at)
+        return found
 
 
 @dataclass(frozen=True)

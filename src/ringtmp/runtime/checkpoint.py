@@ -3,6 +3,7 @@
     checkpoints/step-00000120/manifest.json            step, progress, SHA-256 of every file and of itself
                               weights-0003.safetensors  parameters and persistent buffers: plain PyTorch loads these
                               state-0003.safetensors    optimizer state, other buffers, constants
+                frozen/weights-0003.safetensors        parameters that nothing changes: written once, with the first one
 
 Written layer by layer into a hidden folder, synced, renamed: a checkpoint is there whole or not at all. Two whole ones are
 kept. What counts is what a manifest says and whether the digests are right; a folder with any other name, of another run or
@@ -33,6 +34,8 @@ from ringtmp.runtime import sealed_json
 from ringtmp.wire.tensors import raw_bytes
 
 FORMAT = 1
+#: The folder of what all checkpoints of a run share.
+FROZEN = "frozen"
 _NAME = re.compile(r"step-(\d{8,})")
 StateName = tuple[str, str]
 #: Files of a checkpoint as they were when their digests were right: name, inode, size, time of the last change.
@@ -66,6 +69,14 @@ class Manifest(msgspec.Struct, frozen=True):
     run: str
     progress: Progress
     files: dict[str, str]  # name -> SHA-256
+    frozen: dict[str, str] = {}  # of those in the folder `frozen`, which all checkpoints of a run share
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    """What lies in the folder `frozen`."""
+
+    run: str
+    files: dict[str, str]
 
 
 class CheckpointWriter:
@@ -84,27 +95,50 @@ class CheckpointWriter:
         self._run = run
         self._progress = progress
         self._files: dict[str, str] = {}
+        self._frozen = {} if progress.step == 0 else _frozen_files(folder, run)
+        self._aside = folder / FROZEN
         self.bytes = 0
 
     def add(
-        self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
+        self,
+        index: int,
+        layer: Layer,
+        tensors: Sequence[torch.Tensor | None],
+        state: dict[StateName, torch.Tensor],
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
+        """`frozen`: names of tensors that never change. They are written with the first checkpoint, and may be None later."""
         weights: dict[str, torch.Tensor] = {}
         rest: dict[str, torch.Tensor] = {}
+        still: dict[str, torch.Tensor] = {}
         for each, tensor in zip(layer.tensors, tensors, strict=True):
-            if each.saved:
+            if each.name in frozen and _weights_file(index) in self._frozen:
+                continue
+            assert tensor is not None, "it is nowhere else"
+            if each.name in frozen and self._progress.step == 0:
+                still[layer.full_name(each)] = tensor
+            elif each.saved:
                 weights[layer.full_name(each)] = tensor
             else:
                 rest[f"{each.kind}/{layer.full_name(each)}"] = tensor
         names = {each.name: layer.full_name(each) for each in layer.tensors}
         for (parameter, key), tensor in state.items():
             rest[f"optimizer/{names[parameter]}/{key}"] = tensor
-        self._write(_weights_file(index), weights)
+        self._files[_weights_file(index)] = self._write(self._hidden / _weights_file(index), weights)
         if rest:
-            self._write(f"state-{index:04d}.safetensors", rest)
+            name = f"state-{index:04d}.safetensors"
+            self._files[name] = self._write(self._hidden / name, rest)
+        if still:
+            self._aside.mkdir(mode=0o700, exist_ok=True)
+            self._frozen[_weights_file(index)] = self._write(self._aside / _weights_file(index), still)
 
     def commit(self) -> Path:
-        manifest = Manifest(FORMAT, self._run, self._progress, self._files)
+        if self._frozen and self._progress.step == 0:
+            path = self._aside / "manifest.json"
+            path.write_bytes(sealed_json.encode(Frozen(self._run, self._frozen)))
+            _sync(path)
+            _sync(self._aside)
+        manifest = Manifest(FORMAT, self._run, self._progress, self._files, self._frozen)
         path = self._hidden / "manifest.json"
         path.write_bytes(sealed_json.encode(manifest))
         _sync(path)
@@ -143,9 +177,11 @@ class CheckpointWriter:
 
     def abandon(self) -> None:
         shutil.rmtree(self._hidden, ignore_errors=True)
+        if self._progress.step == 0:
+            shutil.rmtree(self._aside, ignore_errors=True)
 
-    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        path = self._hidden / name
+    def _write(self, path: Path, tensors: dict[str, torch.Tensor]) -> str:
+        """Returns its digest."""
         strides = {key: list(tensor.stride()) for key, tensor in tensors.items() if not tensor.is_contiguous()}
         try:
             save_file(
@@ -158,8 +194,8 @@ class CheckpointWriter:
             code = int(said[1]) if said else errno.EIO
             raise OSError(code, os.strerror(code)) from error
         _sync(path)
-        self._files[name] = _digest(path)
         self.bytes += path.stat().st_size
+        return _digest(path)
 
 
 class Checkpoint:
@@ -177,8 +213,10 @@ class Checkpoint:
             raise CheckpointError(f"{folder.name}: format {self.manifest.format}, this version reads {FORMAT}")
         if _weights_file(0) not in self.manifest.files:
             raise CheckpointError(f"{folder.name}: the manifest is damaged: it has no {_weights_file(0)}")
-        for name, digest in self.manifest.files.items():
-            path = folder / name
+        files = {name: (folder / name, digest) for name, digest in self.manifest.files.items()}
+        aside = folder.parent / FROZEN
+        files |= {f"{FROZEN}/{name}": (aside / name, digest) for name, digest in self.manifest.frozen.items()}
+        for name, (path, digest) in files.items():
             if not path.is_file():
                 raise CheckpointError(f"{folder.name}: {name} is missing")
             if _digest(path) != digest:
@@ -190,7 +228,7 @@ class Checkpoint:
 
     def layer(self, index: int, layer: Layer) -> LayerTensors:
         """The layer's tensors in its own order, and its optimizer state; freshly allocated, hence aligned."""
-        weights = self._read(_weights_file(index))
+        weights = self._read(_weights_file(index)) | self._read_frozen(index)
         rest = self._read(f"state-{index:04d}.safetensors")
         tensors: list[torch.Tensor] = []
         for each in layer.tensors:
@@ -208,15 +246,25 @@ class Checkpoint:
                 state[local[parameter], what] = tensor
         return tensors, state
 
+    def frozen(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        """The layer's tensors that never change, by its own names."""
+        found = self._read_frozen(index)
+        return {each.name: found[name] for each in layer.tensors if (name := layer.full_name(each)) in found}
+
+    def _read_frozen(self, index: int) -> dict[str, torch.Tensor]:
+        there = _weights_file(index) in self.manifest.frozen
+        return self._opened(self.folder.parent / FROZEN / _weights_file(index)) if there else {}
+
     def _read(self, name: str) -> dict[str, torch.Tensor]:
-        if name not in self.manifest.files:
-            return {}
+        return self._opened(self.folder / name) if name in self.manifest.files else {}
+
+    def _opened(self, path: Path) -> dict[str, torch.Tensor]:
         try:
-            with safe_open(str(self.folder / name), framework="pt") as file:
+            with safe_open(str(path), framework="pt") as file:
                 strides: dict[str, list[int]] = json.loads((file.metadata() or {}).get("strides", "{}"))
                 return {key: _laid_out(file.get_tensor(key), strides.get(key)) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder.name}: {name} cannot be read: {error}") from error
+            raise CheckpointError(f"{self.folder.name}: {path.name} cannot be read: {error}") from error
 
 
 def _laid_out(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
@@ -244,6 +292,17 @@ def latest(folder: Path, run: str | None = None) -> tuple[Checkpoint, list[str]]
             warnings.append(str(error))
     detail = "; ".join(warnings) or "there is none"
     raise CheckpointError(f"no usable checkpoint in {folder}: {detail}")
+
+
+def _frozen_files(folder: Path, run: str) -> dict[str, str]:
+    """Name -> SHA-256 of what lies aside; nothing where the run has frozen nothing, or began before that was so."""
+    try:
+        found = sealed_json.decode((folder / FROZEN / "manifest.json").read_bytes(), Frozen)
+    except FileNotFoundError:
+        return {}
+    except (OSError, sealed_json.Broken) as error:
+        raise CheckpointError(f"{FROZEN}: the manifest cannot be read: {error}") from error
+    return found.files if found.run == run else {}
 
 
 def _weights_file(index: int) -> str:

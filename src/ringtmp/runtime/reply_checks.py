@@ -142,12 +142,16 @@ def layer_of(layer: int, layers: int) -> None:
     untrusted.whole(layer, "the number of a layer", 0, layers - 1)
 
 
-def layer_state(message: LayerState, layer: Layer, whole: bool = True) -> None:
-    """A layer's own tensors, then its optimizer state; not `whole`: only what is not trained, holes for the rest."""
-    own = len(layer.tensors)
+def layer_state(
+    message: LayerState, layer: Layer, whole: bool = True, frozen: Collection[str] = frozenset()
+) -> None:  # fmt: skip
+    """A layer's own tensors but for the frozen ones, then its optimizer state; not `whole`: only what is not trained, holes
+    for the rest."""
+    wanted = [each for each in layer.tensors if each.name not in frozen]
+    own = len(wanted)
     if len(message.tensors) != own + len(message.state) or len(set(message.state)) != len(message.state):
         raise ProtocolError(f"sent layer {layer.name} with {len(message.tensors)} tensors")
-    for each, spec in zip(layer.tensors, message.tensors, strict=False):
+    for each, spec in zip(wanted, message.tensors, strict=False):
         if each.trainable and not whole:
             if spec is not None:
                 raise ProtocolError(f"sent {layer.full_name(each)}, which nobody asked for")

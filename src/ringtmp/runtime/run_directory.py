@@ -48,6 +48,7 @@ class LayerIndex(msgspec.Struct, frozen=True):
     inputs: tuple[Crossing, ...] = ()  # what enters the first layer; empty: not known
     checked: str = ""  # against eager mode, before the start, as in the summary
     randomness: Randomness = "layer"  # absent: of a version that seeded the generator before every layer
+    aside: bool = False  # what is frozen lies beside the checkpoints and is in no snapshot
     input_names: tuple[str, ...] = ()  # where each of `inputs` lies in a batch; empty: not known
     digests: tuple[str, ...] = ()  # SHA-256 of each layer's file; empty: of a version that had none
     evaluated: tuple[tuple[Crossing, ...], ...] = ()  # what leaves each layer in evaluation; empty: as in training

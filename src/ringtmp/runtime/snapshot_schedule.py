@@ -168,13 +168,13 @@ class Protection:
         return None if told else self.trouble
 
     def newest(
-        self, hellos: Mapping[int, Hello], here: Sequence[tuple[int, int]], layers: Sequence[Layer], saved_step: int
+        self, hellos: Mapping[int, Hello], here: Sequence[tuple[int, int]], wanted: Iterable[int], saved_step: int
     ) -> Snapshot | None:
-        """The whole snapshot, if those who are there have all of it and no checkpoint is newer."""
+        """The whole snapshot, if those who are there have all `wanted` layers of it and no checkpoint is newer."""
         if self.whole is None or self.whole.step <= saved_step:
             return None
         found = places(self.whole.step, hellos, here)
-        return self.whole if all(index in found for index, layer in enumerate(layers) if layer.tensors) else None
+        return self.whole if all(index in found for index in wanted) else None
 
     def spoil(self) -> None:
         """The whole one turned out not to be."""

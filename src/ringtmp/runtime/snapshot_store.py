@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ class SnapshotStore:
         self._files: dict[tuple[int, int], Label] = {}
         self._writing: dict[tuple[int, int], Writing] = {}
         self._in_hand: dict[tuple[int, int], LayerTensors] = {}
+        self._frozen: dict[int, dict[str, torch.Tensor]] = {}  # by layer: in no snapshot, since nothing changes it
         #: What must stay free whatever is kept. The master's checkpoints pass through its memory layer by layer.
         self.reserve_bytes = 0
 
@@ -142,6 +143,17 @@ class SnapshotStore:
         states, self._in_hand = self._in_hand, {}
         return states
 
+    def keep_frozen(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Nothing is copied."""
+        self._frozen[layer] = tensors
+
+    def frozen(self, layer: int) -> dict[str, torch.Tensor]:
+        return self._frozen.get(layer, {})
+
+    def forget_frozen(self, but: Collection[int]) -> None:
+        """Of layers that are elsewhere now."""
+        self._frozen = {layer: found for layer, found in self._frozen.items() if layer in but}
+
     def free(self, before: int) -> None:
         """Older snapshots are needed no more."""
         self._drop(lambda step: step < before)
@@ -156,6 +168,7 @@ class SnapshotStore:
 
     def close(self) -> None:
         self._drop(lambda step: True)
+        self._frozen = {}
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,10 +12,12 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.deferred_gradients import Job
+from ringtmp.model.frozen import frozen_names
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.route import Visit
+from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
@@ -32,7 +34,6 @@ from ringtmp.runtime.segment_edges import (
 from ringtmp.runtime.segment_run import Crossings, SegmentRun, segment_run
 from ringtmp.wire.messages import Recipe
 
-StateName = tuple[str, str]
 #: Deferred weight gradients are worked off in pieces of about this many multiply-adds (a millisecond or so): large
 #: enough to be worth a turn of the loop, small enough that an arriving gradient does not wait long.
 PIECE_OF_WORK = 2**24
@@ -55,6 +56,7 @@ class StagedLayer:
                 raise ValueError(f"tensor {each.name} of layer {layer.name} is not as its layer describes it")
             owned[each.name] = tensor.requires_grad_(each.trainable)
         self.trainable = [each.name for each in layer.tensors if each.trainable]
+        self.frozen = frozen_names(layer)
         self.sides = [owned]
         self.repeatable = repeatable(layer.train)
         self.changed = changed_buffers(layer.train)
@@ -349,8 +351,8 @@ class Stage:
                 parameter.grad = None
         self._newest = side
 
-    def layer_state(self, index: int) -> tuple[list[torch.Tensor], dict[StateName, torch.Tensor]]:
-        """The layer's tensors in its own order, and its optimizer state."""
+    def layer_state(self, index: int, without: Collection[str] = ()) -> LayerTensors:
+        """The layer's tensors in its own order, but for those `without` names, and its optimizer state."""
         layer = self._layers[index]
         state: dict[StateName, torch.Tensor] = {}
         if self._optimizer is not None:
@@ -359,7 +361,16 @@ class Stage:
                     state[name, key] = value
                 if self._sides > 1:
                     state[name, PREVIOUS] = layer.sides[1 - self._newest][name].detach()
-        return [layer.sides[self._newest % len(layer.sides)][each.name].detach() for each in layer.layer.tensors], state
+        own = layer.sides[self._newest % len(layer.sides)]
+        return [own[each.name].detach() for each in layer.layer.tensors if each.name not in without], state
+
+    def frozen(self, index: int) -> dict[str, torch.Tensor]:
+        """The layer's parameters that nothing changes."""
+        layer = self._layers[index]
+        return {name: layer.sides[0][name] for name in layer.frozen}
+
+    def frozen_of(self, index: int) -> frozenset[str]:
+        return self._layers[index].frozen
 
     def finite(self, microbatch: int) -> bool:
         """Whether what left the segment in this microbatch is a number everywhere."""

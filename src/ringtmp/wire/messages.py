@@ -96,6 +96,7 @@ class Setup(NodeMessage, frozen=True, tag="setup"):
         default_factory=dict
     )  # bytes per second from a node to the one behind it, where that is known
     flow: tuple[Edge, ...] = ()  # which tensors go from which visit to which; empty: everything to the next
+    aside: bool = False  # the master has frozen parameters on its disk: they are neither sent back nor in snapshots
 
 
 class Place(NodeMessage, frozen=True, tag="place"):

@@ -20,6 +20,7 @@ from ringtmp.data.sources import leaves
 from ringtmp.errors import LossNotFinite, NodeLost, ProtocolError
 from ringtmp.metrics import events
 from ringtmp.model import portable_layer
+from ringtmp.model.frozen import frozen_names
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
@@ -274,7 +275,7 @@ class DataParallelLeader(BaseLeader):
     def save(self, writer: CheckpointWriter) -> None:
         for index, layer in enumerate(self._layers):
             tensors, state = self._layer_state(index)
-            writer.add(index, layer, tensors, state)
+            writer.add(index, layer, tensors, state, frozen_names(layer))
 
     def _layer_state(self, index: int) -> LayerTensors:
         layer = self._layers[index]

@@ -10,9 +10,9 @@ from ringtmp.errors import ProtocolError
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.plan.route import Visit
-from ringtmp.runtime.checkpoint import LayerTensors
+from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.segment_run import Crossings
-from ringtmp.runtime.stage import Stage, StateName
+from ringtmp.runtime.stage import Stage
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.strategies.data_parallel.parameter_keys import Flat
 from ringtmp.wire.messages import Recipe

@@ -78,8 +78,11 @@ class _Coming:
 
 
 class NodeSnapshots:
-    def __init__(self, endpoint: Endpoint, route: Route, mode: str, rate: float = math.inf) -> None:
-        """`rate`: bytes per second that the line to the holder carries."""
+    def __init__(
+        self, endpoint: Endpoint, route: Route, mode: str, rate: float = math.inf, aside: bool = False
+    ) -> None:
+        """`rate`: bytes per second that the line to the holder carries. `aside`: frozen parameters are left out."""
+        self._aside = aside
         self._endpoint = endpoint
         self._mode = mode
         self.holder = holder_of(route, endpoint.node)
@@ -93,7 +96,8 @@ class NodeSnapshots:
         self._going = deque(each for each in self._going if each.label.step == step)
         for layer in stage.visit.layers:
             began = self._endpoint.clock()
-            label, views = laid_out(step, layer, *stage.layer_state(layer))
+            frozen = stage.frozen_of(layer) if self._aside else ()
+            label, views = laid_out(step, layer, *stage.layer_state(layer, frozen))
             if not label.size:
                 continue
             trouble = self._endpoint.snapshots.put(label, views, self._mode)

@@ -22,6 +22,7 @@ from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, ProtocolError, Sna
 from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
 from ringtmp.model.export import EXAMPLE_BATCH
+from ringtmp.model.frozen import frozen_names, with_frozen, without_frozen
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
@@ -99,6 +100,8 @@ class Master(BaseLeader):
         self._setup = setup
         self._protection = start.protection
         self._layers = layers
+        self._frozen = [frozen_names(each) if setup.aside else frozenset[str]() for each in layers]
+        self._checkpoint: Checkpoint | None = None  # what is frozen comes from there
         self._loss = loss
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
@@ -126,13 +129,16 @@ class Master(BaseLeader):
                 self.endpoint.post(node, self._setup_of(node))
         for node in self.hellos.keys() - route.nodes():
             self.endpoint.post(node, Meet({}))  # left out: nobody's peer
+        self._checkpoint = checkpoint
         here = {} if snapshot is None else places(snapshot.step, self.hellos, self.endpoint.snapshots.contents())
         for index, layer in enumerate(self._layers):
             holder = route.holder(index).node
-            if snapshot is not None and layer.tensors:
+            if snapshot is None or not layer.tensors:
+                self._place(index, holder, checkpoint.layer(index, layer))
+            elif without_frozen(layer, self._frozen[index]):
                 self._bring_back(snapshot.step, index, holder, here[index])
             else:
-                self._place(index, holder, checkpoint.layer(index, layer))
+                self._bring_frozen(snapshot.step, index, holder, checkpoint)
 
     def _setup_of(self, node: int) -> Setup:
         near = {peer: self._setup.addresses[peer] for peer in neighbours(self._setup.route, self._setup.flow, node)}
@@ -144,6 +150,14 @@ class Master(BaseLeader):
         self.endpoint.post(holder, place, [*tensors, *state.values()])
         self._until_taken(index, holder)
 
+    def _bring_frozen(self, step: int, index: int, holder: int, checkpoint: Checkpoint) -> None:
+        """A layer of which nothing changes: its holder mostly has it still."""
+        try:
+            self.endpoint.post(holder, Restore(step, index, portable_layer.encode(self._layers[index])))
+            self._until_taken(index, holder)
+        except SnapshotUnusable:
+            self._place(index, holder, checkpoint.layer(index, self._layers[index]))
+
     def _bring_back(self, step: int, index: int, holder: int, sources: Sequence[int]) -> None:
         """A layer of the snapshot to its holder: its own copy, or else that of the next who has one that is sound."""
         problems = []
@@ -153,7 +167,7 @@ class Master(BaseLeader):
                     self.endpoint.post(holder, Restore(step, index, portable_layer.encode(self._layers[index])))
                     self._until_taken(index, holder)
                 else:
-                    self._place(index, holder, self._asked(source, Recall(step, index), index))
+                    self._place(index, holder, self._whole(index, self._asked(source, Recall(step, index), index)))
                 return
             except SnapshotUnusable as problem:
                 self._log.write(Warned(time.monotonic(), str(problem)))
@@ -198,7 +212,8 @@ class Master(BaseLeader):
 
     def _begin_step(self, step: int, batch: Batch, fresh: bool, keep: bool = False) -> None:
         if keep:
-            self._protection.begin([index for index, layer in enumerate(self._layers) if layer.tensors])
+            frozen = zip(self._layers, self._frozen, strict=True)
+            self._protection.begin([index for index, each in enumerate(frozen) if without_frozen(*each)])
         self._steps[step] = _Step(batch, self._begin_pass(step, batch, True, fresh, keep))
         self._committed = step + 1
 
@@ -317,15 +332,29 @@ class Master(BaseLeader):
 
     def save(self, writer: CheckpointWriter) -> None:
         for index, layer in enumerate(self._layers):
-            tensors, state = self._layer_state(index)
-            writer.add(index, layer, tensors, state)
+            others, state = self._changing(index)
+            left, frozen = iter(others), self._frozen[index]
+            tensors = [None if each.name in frozen else next(left) for each in layer.tensors]
+            writer.add(index, layer, tensors, state, frozen)
             self._states.clear()
 
     def _layer_state(self, index: int) -> LayerTensors:
+        return self._whole(index, self._changing(index))
+
+    def _changing(self, index: int) -> LayerTensors:
+        """What is not frozen of a layer."""
         visit = self.node.route.holder(index)
         if visit.node == MASTER:
-            return self.node.visits[visit.index].stage.layer_state(index)
+            return self.node.visits[visit.index].stage.layer_state(index, self._frozen[index])
         return self._asked(visit.node, Fetch(index, self.node.step), index)
+
+    def _whole(self, index: int, given: LayerTensors) -> LayerTensors:
+        """With what is frozen, which lies on the disk here."""
+        if not self._frozen[index]:
+            return given
+        assert self._checkpoint is not None
+        layer = self._layers[index]
+        return with_frozen(layer, given[0], self._checkpoint.frozen(index, layer)), given[1]
 
     def _asked(self, node: int, question: Fetch | Recall, index: int) -> LayerTensors:
         self._states.clear()
@@ -335,7 +364,7 @@ class Master(BaseLeader):
         self._until_node(node, done, f"to send layer {index}", self._stall_limit())
         self._refuse_missing(node, index)
         message, given = self._states[node]
-        own = len(self._layers[index].tensors)
+        own = len(without_frozen(self._layers[index], self._frozen[index]))
         return given[:own], dict(zip(message.state, given[own:], strict=True))
 
     def _hear(self, mail: Mail) -> bool:
@@ -366,7 +395,7 @@ class Master(BaseLeader):
         reply_checks.layer_of(message.layer, len(self._layers))
         try:
             if mail.sender != MASTER:  # what it says to itself travels without a description
-                reply_checks.layer_state(message, self._layers[message.layer])
+                reply_checks.layer_state(message, self._layers[message.layer], frozen=self._frozen[message.layer])
         except ProtocolError as problem:
             if not isinstance(self._question, Recall):
                 raise
@@ -378,7 +407,7 @@ class Master(BaseLeader):
     def _inspect(self, sender: int, message: Message) -> None:
         if isinstance(message, LayerState) and not isinstance(self._question, Recall):
             reply_checks.layer_of(message.layer, len(self._layers))
-            reply_checks.layer_state(message, self._layers[message.layer])
+            reply_checks.layer_state(message, self._layers[message.layer], frozen=self._frozen[message.layer])
         elif isinstance(message, Echoed):
             reply_checks.within(message.tensors, MOST_BYTES, "an echo")
 

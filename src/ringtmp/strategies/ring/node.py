@@ -18,9 +18,12 @@ from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
 from ringtmp.metrics import events, this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
+from ringtmp.model.frozen import frozen_names, with_frozen, without_frozen
+from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
+from ringtmp.runtime.checkpoint import LayerTensors
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.optimizers import state_tensors
@@ -91,7 +94,8 @@ class Node:
         self.visits = {visit.index: self._visit(visit, defer, recompute) for visit in setup.route.on(self.me)}
         self._owner = owner
         endpoint.snapshots.keep_only(setup.step)
-        self.keeping = NodeSnapshots(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf))
+        endpoint.snapshots.forget_frozen(but={layer for visit in setup.route.on(self.me) for layer in visit.layers})
+        self.keeping = NodeSnapshots(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf), setup.aside)
         self._news = True
         self._fetches: deque[Fetch] = deque()
         self._work: dict[str, Callable[[VisitState], None]] = {
@@ -367,7 +371,6 @@ class Node:
     # -- layers come and go -------------------------------------------------------------------------------------------
 
     def _place(self, message: Place, tensors: Sequence[torch.Tensor | None]) -> None:
-        state = self.visits[self.route.holder(message.layer).index]
         layer = portable_layer.decode(message.graph)
         given = [each for each in tensors if each is not None]
         own = len(layer.tensors)
@@ -375,18 +378,30 @@ class Node:
             raise ProtocolError(
                 f"layer {layer.name} came with {len(given)} tensors instead of {own + len(message.state)}"
             )
-        state.stage.place(message.layer, layer, given[:own], dict(zip(message.state, given[own:], strict=True)))
-        self.endpoint.post(MASTER, Placed(message.layer))
+        self._move_in(message.layer, layer, (given[:own], dict(zip(message.state, given[own:], strict=True))))
+
+    def _move_in(self, index: int, layer: Layer, given: LayerTensors) -> None:
+        stage = self.visits[self.route.holder(index).index].stage
+        stage.place(index, layer, *given)
+        if self.setup.aside:
+            self.endpoint.snapshots.keep_frozen(index, stage.frozen(index))
+        self.endpoint.post(MASTER, Placed(index))
 
     def _restore(self, message: Restore) -> None:
+        layer = portable_layer.decode(message.graph)
+        frozen = frozen_names(layer) if self.setup.aside else frozenset[str]()
+        kept = self.endpoint.snapshots.frozen(message.layer)
         try:
-            tensors, state = self.keeping.recalled(message.step, message.layer)
+            if kept.keys() != frozen:
+                raise SnapshotUnusable(f"node {self.me} has not the frozen parameters of layer {message.layer}")
+            others = without_frozen(layer, frozen)
+            tensors, state = self.keeping.recalled(message.step, message.layer) if others else ([], {})
+            if len(tensors) != len(others):
+                raise SnapshotUnusable(f"node {self.me} has {len(tensors)} tensors of layer {message.layer}")
         except SnapshotUnusable as error:
             self.endpoint.post(MASTER, Missing(message.layer, str(error)))
             return
-        stage = self.visits[self.route.holder(message.layer).index].stage
-        stage.place(message.layer, portable_layer.decode(message.graph), tensors, state)
-        self.endpoint.post(MASTER, Placed(message.layer))
+        self._move_in(message.layer, layer, (with_frozen(layer, tensors, kept), state))
 
     def _answer_fetches(self) -> None:
         """The master's step ends with its own update. Where the last gradient has only just left, the update here is
@@ -395,7 +410,8 @@ class Node:
             self._send_layer(self._fetches.popleft().layer)
 
     def _send_layer(self, index: int) -> None:
-        tensors, state = self.visits[self.route.holder(index).index].stage.layer_state(index)
+        stage = self.visits[self.route.holder(index).index].stage
+        tensors, state = stage.layer_state(index, stage.frozen_of(index) if self.setup.aside else ())
         self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
 
     def leave(self) -> None:

@@ -85,7 +85,7 @@ def plan(request: PlanRequest) -> RingPlan:
         route, recipe, planned.window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.keep.protect, _lines(route, members, request),
-        flow,
+        flow, index.aside,
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
     facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}

@@ -1,0 +1,27 @@
+"""Parameters that nothing changes: neither an optimizer nor the layer itself. A run keeps them once, beside its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ringtmp.model.portable_layer import Layer, OwnedTensor
+from ringtmp.model.written_parameters import written_parameters
+
+
+def frozen_names(layer: Layer) -> frozenset[str]:
+    still = {each.name for each in layer.tensors if each.kind == "parameter" and each.saved and not each.trainable}
+    if not still:
+        return frozenset()
+    return frozenset(still - written_parameters(layer.train).keys() - written_parameters(layer.evaluate).keys())
+
+
+def without_frozen(layer: Layer, frozen: frozenset[str]) -> list[OwnedTensor]:
+    return [each for each in layer.tensors if each.name not in frozen]
+
+
+def with_frozen(layer: Layer, others: Sequence[torch.Tensor], frozen: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The layer's tensors in its own order; `others`: those that are not frozen."""
+    left = iter(others)
+    return [frozen[each.name] if each.name in frozen else next(left) for each in layer.tensors]
