@@ -94,7 +94,7 @@ def call(target: str, number: int) -> Call:
     draw = Draw(f"{target} {number}")
     schema = resolve(target)._schema  # type: ignore[attr-defined]
     _, name, overload = target.split(".")
-    plain = name.rstrip("_")
+    plain = name if name.startswith("__") else name.rstrip("_")  # which an operator in place has at its end
     recipe = RECIPES.get(f"{plain}.{overload}") or RECIPES.get(plain)
     given: dict[str, Any] = recipe(draw) if recipe is not None else {}
     arguments: dict[str, Any] = {}

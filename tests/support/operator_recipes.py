@@ -286,7 +286,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("gather", "scatter", "scatter_add", "take_along_dim"), _gather),
     **dict.fromkeys(("triu", "tril", "diag_embed", "diagonal"), _square),
     **dict.fromkeys(("bitwise_not", "one_hot"), _whole),
-    **dict.fromkeys(("bitwise_and", "bitwise_or"), _whole_scalar),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "__and__", "__or__"), _whole_scalar),
     **dict.fromkeys((
         "t", "mT", "mH", "adjoint", "trace", "rot90", "linalg_matrix_norm", "linalg_norm", "numpy_T", "diag"), _matrix),
     "mm": _product, "mv": _product, "addmm": _with(_into), "bmm": _bmm,
