@@ -81,10 +81,11 @@ def test_what_every_forecast_counts_is_what_the_optimizer_keeps(
     kept = [key for key, value in optimizer.states[0].items() if value.shape == parameter.shape]
     assert len(kept) == tensors == state_tensors(name, settings)
     assert set(optimizer.states[0]) == set(OPTIMIZERS[name].kept(settings))
-    layer = SimpleNamespace(parameters=1000)
     recipe = Recipe(0, 1, name, settings, {})
-    assert memory_need([layer], name, settings, nodes=2) == 4000 * (2 + tensors)  # type: ignore[list-item]
-    assert checkpoint_bytes([layer], recipe) == 4000 * (1 + 2 * tensors)  # type: ignore[list-item]
+    for trained in (1000, 10, 0):  # the others are frozen
+        layer: Any = SimpleNamespace(parameters=1000, trained=trained)
+        assert memory_need([layer], name, settings, nodes=2) == 4000 + 4 * trained * (1 + tensors)
+        assert checkpoint_bytes([layer], recipe) == 4000 + 4 * trained * 2 * tensors
 
 
 def test_an_optimizer_in_one_entry_is_known_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,11 @@ class Layer(msgspec.Struct, frozen=True):
     def parameters(self) -> int:
         return sum(count(tensor.shape) for tensor in self.tensors if tensor.kind == "parameter")
 
+    @property
+    def trained(self) -> int:
+        """Of its parameters, those that are not frozen."""
+        return sum(count(tensor.shape) for tensor in self.tensors if tensor.trainable)
+
 
 def slots(value: Argument) -> list[int]:
     """Every slot a value refers to."""

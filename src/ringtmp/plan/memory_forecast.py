@@ -148,8 +148,9 @@ def _snapshot_bytes(table: CostTable, route: Route, node: int, protect: str, spa
 
 
 def _state_bytes(table: CostTable, layer: int) -> float:
-    stage = table.stage(layer, layer + 1)
-    return stage.weight_bytes + stage.optimizer_bytes
+    """What a snapshot holds. Frozen parameters are not in it, nor is what little else gets no gradient counted."""
+    stage, known = table.stage(layer, layer + 1), table.layers[layer]
+    return stage.weight_bytes - (known.weight_bytes - known.gradient_bytes) + stage.optimizer_bytes
 
 
 def replica_forecast(

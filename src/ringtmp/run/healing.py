@@ -33,8 +33,8 @@ def memory_need(layers: Sequence[Layer], optimizer: str, settings: Mapping[str, 
     activations are not counted: what is short of this cannot go on, what is above it is tried."""
     if nodes == 1:
         return 0
-    parameters = sum(layer.parameters for layer in layers) * 4
-    return parameters * (2 + state_tensors(optimizer, settings))
+    trained = sum(layer.trained for layer in layers) * (1 + state_tensors(optimizer, settings))
+    return 4 * (sum(layer.parameters for layer in layers) + trained)
 
 
 class Losses:

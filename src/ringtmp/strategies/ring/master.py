@@ -71,7 +71,7 @@ def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
     """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
     weights, and the latter two once more as the bytes of a file."""
     state = state_tensors(recipe.optimizer, recipe.optimizer_settings) + recipe.staleness
-    return max(layer.parameters for layer in layers) * 4 * (1 + 2 * state)
+    return max(4 * (layer.parameters + 2 * state * layer.trained) for layer in layers)
 
 
 class NotFinite(Exception):  # noqa: N818
