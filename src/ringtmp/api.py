@@ -33,6 +33,7 @@ from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import joined
+from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.check_settings import resolve, resumed
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.interruption import interruptible
@@ -264,6 +265,12 @@ def device_pool(
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
     if is_factory(part.name):
         return call_factory("model", part.name, part.settings)
+    if is_pretrained(part.name):
+        if part.settings:
+            raise UsageError(
+                f"--set {next(iter(part.settings))}=… is for models of the zoo and factories, not for {part.name}"
+            )
+        return pretrained(part.name)
     refuse_file_alone("model", part.name)
     zoo.build(part.name, train.shape, part.settings)  # refuse a wrong name or setting before anything starts
     return lambda: zoo.build(part.name, train.shape, part.settings)

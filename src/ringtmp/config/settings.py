@@ -33,7 +33,8 @@ _PLAN = "chosen by the plan"
 # fmt: off
 class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Is(
-        "Model to train: mlp, convnet, resnet, gpt, FILE.py:factory or package.module:factory.", DATA, option="model",
+        "Model to train: mlp, convnet, resnet, gpt, FILE.py:factory, package.module:factory, or hf:PATH of transformers.",
+        DATA, option="model",
         bits=True)] = "mlp"
     settings: Annotated[dict[str, int | float], Is(
         "Settings of the model, such as depth=8.", DATA, option="set", variable="set_",

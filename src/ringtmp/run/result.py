@@ -19,6 +19,7 @@ from ringtmp.metrics.fold_events import Part, parts_of
 from ringtmp.metrics.history import History, history_of
 from ringtmp.metrics.summary import Summary, of_parts
 from ringtmp.model.layers import Model
+from ringtmp.model.lora import LoraLinear, add_adapters, parse_lora
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.portable_model import PortableModel, is_cut
 from ringtmp.model.to_module import in_sequence, revive
@@ -81,13 +82,16 @@ class Result:
     @cached_property
     def model(self) -> nn.Module:
         """The trained module on the CPU, in evaluation mode: of the user's own class where that is at hand."""
-        index, layers = RunDirectory(self.run_dir).read_layers()
+        run = RunDirectory(self.run_dir)
+        index, layers = run.read_layers()
         checkpoint, _ = latest(self.run_dir / "checkpoints", index.run)
         if self._source is not None and (own := _module_of(self._source)) is not None:
+            _prepare(own, run, layers)
             return _loaded(own, layers, checkpoint, self.run_dir, index.state)
         if self._otherwise is not None:
             with contextlib.suppress(UsageError):  # its name says nothing, or its file is gone or has changed
                 if (own := _module_of(self._otherwise())) is not None:
+                    _prepare(own, run, layers)
                     return _loaded(own, layers, checkpoint, self.run_dir, index.state)
         tensors = [(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
         shapes = [tuple(each.rest for each in leaving) for leaving in index.outputs]
@@ -124,6 +128,16 @@ def _copied(module: nn.Module) -> nn.Module | None:
         return copy.deepcopy(module)
     except Exception:  # the class is the user's: it may hold a file, a lock, a result of its own
         return None
+
+
+def _prepare(own: nn.Module, run: RunDirectory, layers: Sequence[Layer]) -> None:
+    """With the run's adapters, unless it has them, and with the same parameters frozen."""
+    lora = run.read_config().config.training.lora
+    if lora is not None and not any(isinstance(each, LoraLinear) for each in own.modules()):
+        add_adapters(own, parse_lora(lora))
+    trained = {layer.full_name(each): each.trainable for layer in layers for each in layer.tensors}
+    for name, parameter in own.named_parameters():
+        parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
 
 def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run_dir: Path, state: State) -> nn.Module:

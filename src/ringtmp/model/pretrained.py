@@ -1,0 +1,101 @@
+"""`--model hf:…`: models of the transformers library, from files on this machine alone.
+
+    hf:DIRECTORY      config.json and *.safetensors, as `save_pretrained` writes them
+    hf:FILE.gguf      one quantised file; its weights become float32 (needs the package gguf)
+    hf:CONFIG.json    the architecture, with random first weights
+
+Nothing is fetched, no code that comes with a model is run, and no pickle is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ringtmp.errors import UsageError
+from ringtmp.model.weights_file import WeightsFile
+
+PREFIX = "hf:"
+
+
+def is_pretrained(name: str) -> bool:
+    return name.startswith(PREFIX)
+
+
+def pretrained(name: str) -> Callable[[], nn.Module]:
+    """A function that builds the model. What can be refused without building it is refused now."""
+    path = Path(name.removeprefix(PREFIX)).expanduser()
+    library = _library(name)
+    if path.suffix == ".gguf":
+        return _of_gguf(library, path)
+    config = path / "config.json" if path.is_dir() else path
+    kind = _architecture(library, config)
+    if path.is_dir():
+        WeightsFile(path)  # there, and no pickle
+
+    def build() -> nn.Module:
+        settings = library.AutoConfig.from_pretrained(str(config), trust_remote_code=False, local_files_only=True)
+        settings.dtype = "float32"
+        model: nn.Module = kind(settings)
+        if path.is_dir():
+            weights = WeightsFile(path)
+            weights.fill("", model)
+            weights.finish()
+        return model
+
+    return build
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(f"--model {name} needs the transformers library: pip install 'ringtmp[hf]'") from error
+
+
+def _architecture(library: Any, config: Path) -> Any:
+    """The class that the configuration names."""
+    try:
+        read = json.loads(config.read_bytes())
+        names = read.get("architectures") or []
+    except OSError as error:
+        raise UsageError(f"--model hf:{config}: {error.strerror}") from error
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"--model hf:{config} is no configuration of a model: {error}") from error
+    if "auto_map" in read:
+        raise UsageError(
+            f"--model hf:{config} wants code of its own to be run (auto_map), which is never done: build the model in a file "
+            "of yours and give it as FILE.py:factory"
+        )
+    kind = getattr(library, str(names[0]), None) if names else None
+    if not isinstance(kind, type) or not issubclass(kind, library.PreTrainedModel):
+        said = f"{names[0]!r}, which this version of transformers does not know" if names else "no architecture"
+        raise UsageError(
+            f'--model hf:{config} names {said}: it needs one such as "architectures": ["LlamaForCausalLM"]'
+        )
+    return kind
+
+
+def _of_gguf(library: Any, path: Path) -> Callable[[], nn.Module]:
+    if not path.is_file():
+        raise UsageError(f"--model hf:{path}: there is no such file")
+    if importlib.util.find_spec("gguf") is None:
+        raise UsageError(f"--model hf:{path} needs the package gguf: pip install gguf")
+
+    def build() -> nn.Module:
+        try:
+            model: nn.Module = library.AutoModelForCausalLM.from_pretrained(
+                str(path.parent), gguf_file=path.name, dtype="float32", trust_remote_code=False, local_files_only=True
+            )
+        except Exception as error:  # the library has many kinds
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UsageError(f"--model hf:{path} cannot be read: {reason}") from error
+        return model
+
+    return build

@@ -1,0 +1,114 @@
+"""`--model hf:…`: a directory, a configuration; from files alone, without code or pickles that came with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oracle import state_sha256
+from ringtmp import Result, api
+from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
+from ringtmp.data.sources import from_python
+from ringtmp.errors import UsageError
+from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.model.layers import opened_model
+from ringtmp.model.pretrained import pretrained
+
+transformers: Any = pytest.importorskip("transformers")
+
+
+def llama(tied: bool = True) -> Any:
+    torch.manual_seed(4)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pieces", ["5GB", "4KB"])
+def test_a_directory_gives_the_model_that_was_saved_in_it(tied: bool, pieces: str, tmp_path: Path) -> None:
+    model = llama(tied)
+    model.save_pretrained(tmp_path, max_shard_size=pieces)
+    assert bool(list(tmp_path.glob("*.index.json"))) is (pieces == "4KB")
+    found = opened_model(pretrained(f"hf:{tmp_path}"), 0).given
+    assert type(found) is type(model)
+    assert state_sha256(found) == state_sha256(model)
+
+
+def test_half_precision_becomes_float32(tmp_path: Path) -> None:
+    llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    found = pretrained(f"hf:{tmp_path}")()
+    assert {each.dtype for each in found.parameters()} == {torch.float32}
+    expected = llama().to(torch.bfloat16).float().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+
+
+def test_a_configuration_gives_first_weights_by_the_seed(tmp_path: Path) -> None:
+    llama().config.architectures = ["LlamaForCausalLM"]
+    config = {**json.loads(llama().config.to_json_string()), "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "c.json").write_text(json.dumps(config))
+    one, two, other = (
+        state_sha256(opened_model(pretrained(f"hf:{tmp_path / 'c.json'}"), seed).given) for seed in (1, 1, 2)
+    )
+    assert one == two != other
+
+
+def test_it_is_adapted_and_trained_by_name(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    ids = torch.randint(0, 40, (24, 12), generator=torch.Generator().manual_seed(1))
+    config = RunConfig(
+        model=ModelPart(name=f"hf:{tmp_path / 'model'}"),
+        training=TrainingPart(data="given", steps=3, batch_size=8, microbatches=2, lora="r=2,on=q_proj,v_proj"),
+        ring=RingPart(nodes=2),
+    )
+    data = from_python({"input_ids": ids, "labels": ids}), None
+    done: Result = api.start(config, None, data, run_dir=tmp_path / "run", pool=InMemoryPool(2))
+    alone = api.start(
+        RunConfig(config.model, config.training, RingPart(nodes=1)), None, data, run_dir=tmp_path / "alone",
+        pool=InMemoryPool(1),
+    )  # fmt: skip
+    assert done.summary.weights_sha256 == alone.summary.weights_sha256
+    trained = {name for name, each in done.model.named_parameters() if each.requires_grad}
+    assert len(trained) == 8
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"auto_map": {"AutoModel": "m.py"}}, "wants code of its own"),
+        ({"architectures": ["Nobody"]}, "'Nobody', which this version"),
+        ({"architectures": None}, "no architecture"),
+        ({"architectures": ["AutoConfig"]}, "'AutoConfig', which"),
+        (None, "No such file"),
+        ("[", "is no configuration"),
+    ],
+)
+def test_what_is_no_model_is_refused(change: Any, says: str, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    if change is None:
+        path.unlink()
+    elif isinstance(change, str):
+        path.write_text(change)
+    else:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UsageError) as refused:
+        pretrained(f"hf:{tmp_path}")
+    assert says in str(refused.value)
+
+
+def test_pickled_weights_and_missing_files_are_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="only pickled weights"):
+        pretrained(f"hf:{tmp_path}")
+    with pytest.raises(UsageError, match="no such file"):
+        pretrained(f"hf:{tmp_path / 'm.gguf'}")
