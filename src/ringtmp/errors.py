@@ -18,7 +18,7 @@ RingError                     1
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -97,3 +97,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     folded = {each.casefold(): each for each in known}
     near = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
     return folded[near[0]] if near else None
+
+
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """The first few, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -12,13 +12,10 @@ from itertools import pairwise
 
 from torch import nn
 
-from ringtmp.errors import UsageError, nearest
+from ringtmp.errors import UsageError, nearest, some_of
 from ringtmp.model.cut_places import weighty, widths
 from ringtmp.model.graph_anatomy import Anatomy
 from ringtmp.model.why_uncut import what_bars
-
-#: So many names of modules are shown where a pattern fits none.
-SHOWN = 8
 
 
 def patterns_of(text: str | None) -> tuple[str, ...]:
@@ -38,8 +35,7 @@ def refuse_unmatched(module: nn.Module, patterns: Sequence[str]) -> None:
             continue
         near = nearest(pattern, kinds)
         hint = f"did you mean {near!r}? " if near else ""
-        more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
-        has = f"its modules are {', '.join(kinds[:SHOWN])}{more}" if kinds else "it has no modules in it"
+        has = f"its modules are {some_of(kinds)}" if kinds else "it has no modules in it"
         raise UsageError(f"--blocks {pattern!r} fits no module of {type(module).__name__}: {hint}{has}")
 
 

@@ -15,10 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ringtmp.errors import UsageError, nearest
-
-#: So many names are shown where one fits nothing.
-SHOWN = 8
+from ringtmp.errors import UsageError, nearest, some_of
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,8 +101,7 @@ def refuse_unmatched(lora: Lora, found: set[str], names: list[str]) -> None:
             kinds = list(dict.fromkeys(re.sub(r".*\.", "", name) for name in names))
             near = nearest(each, kinds)
             hint = f"did you mean {near!r}? " if near else ""
-            more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
-            raise UsageError(f"--lora on={each} fits no module: {hint}there are {', '.join(kinds[:SHOWN])}{more}")
+            raise UsageError(f"--lora on={each} fits no module: {hint}there are {some_of(kinds)}")
 
 
 def _size(module: nn.Module) -> tuple[int, int] | None:

@@ -9,12 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import UsageError, some_of
 from ringtmp.model.lora import Lora, add_adapters, parse_lora, refuse_unmatched
 from ringtmp.model.weights_file import WeightsFile
-
-#: So many names of parameters are shown where a pattern fits none.
-SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,7 @@ class Preparing:
             refuse_unmatched(self._how.lora, self._adapted, self._modules)
         for each in self._how.train:
             if each not in self._fitted:
-                more = f" and {len(self._parameters) - SHOWN} more" if len(self._parameters) > SHOWN else ""
-                raise UsageError(
-                    f"--train {each!r} fits no parameter: the model has {', '.join(self._parameters[:SHOWN])}{more}"
-                )
+                raise UsageError(f"--train {each!r} fits no parameter: the model has {some_of(self._parameters)}")
         if self._parameters and not self._trained:
             raise UsageError(
                 "every parameter of the model is frozen (requires_grad=False), so nothing is left to train: choose some with "

@@ -13,10 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import UsageError, some_of
 
-#: So many names are shown of each thing that is wrong.
-SHOWN = 6
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -58,7 +56,7 @@ class WeightsFile:
         """UsageError unless the file and the model have the same names and shapes."""
         extra = sorted(self._files.keys() - self._used)
         wrong = [
-            f"{what} {_some(names)}"
+            f"{what} {some_of(names)}"
             for what, names in (
                 ("it lacks", self._missing),
                 ("has in another shape", self._other),
@@ -106,7 +104,7 @@ def _of_folder(folder: Path) -> Iterator[tuple[str, Path]]:
     there = {file: set(_names(file)) for file in sorted(set(said.values())) if file.parent == folder and file.is_file()}
     wrong = [name for name, file in said.items() if name not in there.get(file, ())]
     if wrong:
-        raise UsageError(f"--weights {index} names tensors that are not where it says: {_some(wrong)}")
+        raise UsageError(f"--weights {index} names tensors that are not where it says: {some_of(wrong)}")
     yield from said.items()
 
 
@@ -116,11 +114,6 @@ def _names(file: Path) -> list[str]:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--weights {file} cannot be read as safetensors: {error}") from error
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _sizes(shape: tuple[int, ...]) -> str:
