@@ -277,3 +277,41 @@ def test_a_mask_that_is_given_makes_it_the_path_with_the_mask_and_one_is_told(pa
     assert state_sha256(result.model) == expected
     assert result.summary.checked == "traced"
     assert any("--leave-out" in text for text in told)
+
+
+class Wrapper(nn.Module):
+    """As libraries write them: whatever it is given it hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_wrapper_that_hands_on_whatever_it_is_given_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = Wrapper()
+    expected = eager(model, PAIRS, None, F.cross_entropy)
+    result = fit(model, PAIRS, tmp_path, nodes=2)
+    assert state_sha256(result.model) == expected
+    assert "forward" not in vars(model)
+
+
+def test_a_model_with_adapters_of_peft_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    base = transformers.LlamaForCausalLM(config)
+    how = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, how)
+    ids = torch.randint(0, 40, (24, 12))
+    data = {"input_ids": ids, "labels": ids}
+    expected = eager(model, data, None, lambda outputs, targets: outputs.loss)
+    for nodes in (1, 2, 3):
+        result = fit(copy.deepcopy(model), data, tmp_path / str(nodes), nodes=nodes)
+        assert state_sha256(result.model) == expected

@@ -149,6 +149,14 @@ def _export_graph(
     name: str, module: nn.Module, example: Any, batch: int, *, branches: list[str], names: Mapping[str, str]
 ) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
     args, kwargs = unpacked(example)
+    with _explicit_arguments(module, args, kwargs):
+        return _exported(name, module, example, batch, branches=branches, names=names)
+
+
+def _exported(
+    name: str, module: nn.Module, example: Any, batch: int, *, branches: list[str], names: Mapping[str, str]
+) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
+    args, kwargs = unpacked(example)
     bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     flexible = pytree.tree_map(lambda leaf: {0: Dim.AUTO} if leaf.dim() and len(leaf) == batch else {}, bound)
     label = f"{name!r} ({type(module).__name__})"
@@ -176,6 +184,33 @@ def _export_graph(
         label, program, example, batch, branches=branches, names=names
     )  # fmt: skip
     return graph, constants, trees[-1], facts
+
+
+@contextmanager
+def _explicit_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While it is exported, a `forward(*args, **kwargs)` has the names of what it is given: torch's export cannot say of
+    others which of their sizes are free. Wrappers have such a forward, PEFT's for one."""
+    signature = inspect.signature(module.forward)
+    used = (signature.parameters[each].kind for each in signature.bind(*args, **kwargs).arguments)
+    if not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}.intersection(used):
+        yield
+        return
+    original, own = module.forward, vars(module).get("forward")
+
+    def forward(*given: Any, **named: Any) -> Any:
+        return original(*given, **named)
+
+    names = [*(f"argument_{place}" for place in range(len(args))), *kwargs]
+    usual = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    forward.__signature__ = inspect.Signature([inspect.Parameter(each, usual) for each in names])  # type: ignore[attr-defined]
+    object.__setattr__(module, "forward", forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            object.__delattr__(module, "forward")
+        else:
+            object.__setattr__(module, "forward", own)
 
 
 @contextmanager
