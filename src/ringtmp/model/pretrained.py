@@ -1,7 +1,7 @@
 """`--model hf:…`: models of the transformers library, from files on this machine alone.
 
     hf:DIRECTORY      config.json and *.safetensors, as `save_pretrained` writes them
-    hf:FILE.gguf      one quantised file; its weights become float32 (needs the package gguf)
+    hf:FILE.gguf      one quantised file; its weights become float32 (needs the packages gguf and accelerate)
     hf:CONFIG.json    the architecture, with random first weights
 
 Nothing is fetched, no code that comes with a model is run, and no pickle is read.
@@ -85,8 +85,8 @@ def _architecture(library: Any, config: Path) -> Any:
 def _of_gguf(library: Any, path: Path) -> Callable[[], nn.Module]:
     if not path.is_file():
         raise UsageError(f"--model hf:{path}: there is no such file")
-    if importlib.util.find_spec("gguf") is None:
-        raise UsageError(f"--model hf:{path} needs the package gguf: pip install gguf")
+    if any(importlib.util.find_spec(each) is None for each in ("gguf", "accelerate")):
+        raise UsageError(f"--model hf:{path} needs the packages gguf and accelerate: pip install gguf accelerate")
 
     def build() -> nn.Module:
         try:
