@@ -188,7 +188,7 @@ def resume(
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     config = settings_of(run_dir, changes)
-    train, test = _labels_as(saved.loss, *_without(config, *(data or _named_again(config))))
+    train, test = _labels_as(saved.loss, *_without(config, *(data or _named_again(config)), needed=False))
     job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
     unwritten = _train(job, watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
@@ -207,7 +207,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
         source = test or train
     else:
         source = from_python(data, seed=saved.config.training.seed)
-    source, _ = _labels_as(saved.loss, *_without(saved.config, source, None))
+    source, _ = _labels_as(saved.loss, *_without(saved.config, source, None, needed=False))
     function = loss or _loss_again(run, saved.loss)
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
@@ -358,9 +358,11 @@ def _loss(
     return function, name, *_labels_as(name, train, test)
 
 
-def _without(config: RunConfig, train: Source, test: Source | None) -> tuple[Source, Source | None]:
+def _without(
+    config: RunConfig, train: Source, test: Source | None, needed: bool = True
+) -> tuple[Source, Source | None]:
     names = names_of(config.training.leave_out)
-    return leave_out(train, names), None if test is None else leave_out(test, names)
+    return leave_out(train, names, needed), None if test is None else leave_out(test, names, needed)
 
 
 def _labels_as(loss: str, train: Source, test: Source | None) -> tuple[Source, Source | None]:

@@ -17,7 +17,7 @@ from ringtmp.plan.route import holders_of
 
 BATCH, STEPS, PARTS = 6, 2, 3
 SETTINGS: dict[str, Any] = {"lr": 0.01}
-QUICK = {("unet", 3), ("tied", 3), ("shared block", 4), ("recommender", 2), ("lstm", 2), ("resnet", 2)}
+QUICK = {("unet", 3), ("tied", 3), ("shared block", 4), ("recommender", 2), ("lstm", 2), ("resnet", 2), ("aliased", 3)}
 
 
 @cache

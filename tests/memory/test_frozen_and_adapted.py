@@ -159,6 +159,7 @@ def test_nothing_goes_back_past_the_last_needed_gradient(tmp_path: Path) -> None
         ({"lora": "r=0,on=head"}, "r must be at least 1"),
         ({"lora": "rank=2,on=head"}, "rank=… is not known"),
         ({"lora": "r=two,on=head"}, "r=two must be a number"),
+        ({"lora": "r=2,on=0", "train": "head"}, "would freeze the adapters of --lora: add |lora"),
     ],
 )
 def test_what_fits_nothing_is_refused_before_the_start(more: dict[str, str], says: str, tmp_path: Path) -> None:
@@ -175,3 +176,17 @@ def test_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
 def test_what_is_written_for_adapters_is_read() -> None:
     assert parse_lora("r=4,alpha=8,dropout=0.1,on=q_proj,v_proj") == Lora(("q_proj", "v_proj"), 4, 8.0, 0.1)
     assert parse_lora("on=a, b ,r=2") == Lora(("a", "b"), 2)
+
+
+def test_adapters_have_the_kind_of_numbers_of_their_layer() -> None:
+    model = Trunk().double()
+    add_adapters(model, Lora(("0",)))
+    assert {each.dtype for each in model.parameters()} == {torch.float64}
+
+
+def test_a_module_in_two_places_has_one_adapter() -> None:
+    model = Trunk()
+    model.trunk.append(model.trunk[0])
+    add_adapters(model, Lora(("trunk.0",)))
+    assert model.trunk[4] is model.trunk[0]
+    assert len([each for each in model.modules() if isinstance(each, LoraLinear)]) == 1

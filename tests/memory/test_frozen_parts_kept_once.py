@@ -16,6 +16,8 @@ from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import Table, tensors
 from ringtmp.errors import CheckpointError
 from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.model.export import Exporter
+from ringtmp.model.frozen import frozen_names
 from ringtmp.runtime.checkpoint import latest
 from test_healing import Death, Mortal
 
@@ -129,3 +131,11 @@ def test_damage_to_it_is_noticed(harm: str, tmp_path: Path) -> None:
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"frozen/weights-0002\.safetensors is (missing|damaged)"):
         latest(tmp_path / "run" / "checkpoints")
+
+
+def test_a_frozen_parameter_that_its_layer_changes_itself_is_not_kept_once() -> None:
+    table = nn.Embedding(9, 4, max_norm=0.5).requires_grad_(False)
+    layer, _ = Exporter().export("x", table, torch.arange(6).view(3, 2))
+    assert frozen_names(layer) == frozenset()
+    plain, _ = Exporter().export("x", nn.Embedding(9, 4).requires_grad_(False), torch.arange(6).view(3, 2))
+    assert frozen_names(plain) == {"weight"}

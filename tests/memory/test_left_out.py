@@ -63,8 +63,17 @@ def test_ones_are_left_out_and_the_bits_are_those_without_them(stream: bool, tmp
     ring = Ring(nodes=1, progress=False)
     score = ring.evaluate(tmp_path / "asked", ({"input_ids": TOKENS, "attention_mask": ONES}, LABELS))
     assert score["samples"] == 24
-    for inputs in ({"input_ids": TOKENS}, {"input_ids": TOKENS, "attention_mask": ONES}):
-        assert torch.equal(ring.predict(tmp_path / "asked", inputs), ring.predict(tmp_path / "asked", inputs))
+    assert ring.evaluate(tmp_path / "asked", ({"input_ids": TOKENS}, LABELS)) == {**score, "data": score["data"]}
+    bare, with_mask = {"input_ids": TOKENS}, {"input_ids": TOKENS, "attention_mask": ONES}
+    assert torch.equal(ring.predict(tmp_path / "asked", bare), ring.predict(tmp_path / "asked", with_mask))
+    with pytest.raises(UsageError, match="not all of its values are ones"):
+        fit(
+            masked,
+            tmp_path,
+            "tested",
+            leave_out="attention_mask",
+            test_data=({**bare, "attention_mask": padded(2)}, LABELS),
+        )
     with pytest.raises(UsageError, match="sample 5 of the input"):
         ring.predict(tmp_path / "asked", {"input_ids": TOKENS, "attention_mask": padded(5)})
 

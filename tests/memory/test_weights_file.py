@@ -55,6 +55,7 @@ def one_by_one() -> Any:
 def test_a_model_begins_with_the_weights_of_a_file(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(9)
     model = small()
+    model[1].num_batches_tracked += 7  # type: ignore[operator,index]
     assert equal(filled(make, saved(model, tmp_path / "w.safetensors")), model.state_dict())
 
 
@@ -77,13 +78,14 @@ def test_a_folder_with_an_index_and_a_tensor_with_two_names(tmp_path: Path) -> N
 
 def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
     path = saved(
-        small(), tmp_path / "w.safetensors", **{"0__bias": None, "1__running_mean": None, "3__weight": torch.ones(3, 7)},
-        other=torch.ones(1),
+        small(), tmp_path / "w.safetensors", **{"0__bias": None, "0__weight": None, "1__running_mean": None,
+        "1__bias": torch.ones(6, dtype=torch.uint8), "3__weight": torch.ones(3, 7)}, other=torch.ones(1),
     )  # fmt: skip
     with pytest.raises(UsageError) as refused:
         filled(small, path)
     said = str(refused.value)
-    assert "it lacks 0.bias, 1.running_mean; " in said
+    assert "it lacks 0.weight, 0.bias, 1.running_mean; " in said
+    assert "1.bias (uint8 in the file, float32 in the model)" in said
     assert "3.weight (3x7 in the file, 3x6 in the model)" in said
     assert said.endswith("has besides other")
 
@@ -120,3 +122,33 @@ def test_a_run_begins_with_them(tmp_path: Path) -> None:
     given = Ring(nodes=1, progress=False).fit(model, data, run_dir=tmp_path / "given", **how)
     read = Ring(nodes=1, progress=False).fit(small, data, run_dir=tmp_path / "read", weights=str(path), **how)
     assert given.summary.weights_sha256 == read.summary.weights_sha256
+
+
+class Copying(nn.Linear):
+    """Whose state_dict is made of copies."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.register_state_dict_post_hook(lambda module, state, prefix, local: state.update(
+            {name: tensor.clone() for name, tensor in state.items()}))  # fmt: skip
+
+
+def test_values_reach_the_modules_own_tensors(tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    model = Copying()
+    path = saved(model, tmp_path / "w.safetensors")
+    assert torch.equal(filled(Copying, path)["weight"], model.weight)
+
+
+def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    model = TiedLanguageModel()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["head.weight"] += 1
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(UsageError, match="head.weight .other values than embed.weight, which is the same tensor"):
+        filled(TiedLanguageModel, tmp_path / "w.safetensors")
+    (tmp_path / "both").mkdir()
+    for file in ("a", "b"):
+        saved(small(), tmp_path / "both" / f"{file}.safetensors")
+    with pytest.raises(UsageError, match="is in a.safetensors and in b.safetensors"):
+        filled(small, tmp_path / "both")

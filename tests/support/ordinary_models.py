@@ -146,6 +146,23 @@ class SharedBlock(nn.Module):
         return self.last(torch.sigmoid(self.shared(self.middle(y))))
 
 
+class Aliased(nn.Module):
+    """Modules that have two names each, one of them with buffers that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16, affine=False)
+        self.steps = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.steps.append(self.steps[0])
+        self.again, self.head = self.norm, nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x))
+        for step in self.steps:
+            y = torch.tanh(step(y)) + y
+        return self.head(torch.relu(y))
+
+
 class MixtureOfExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -203,6 +220,7 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Sample]] = {
     "tied": (TiedLanguageModel, tokens(30, 20)),
     "tied, 256 long": (lambda: TiedLanguageModel(2), tokens(30, 256)),
     "shared block": (SharedBlock, vectors(8)),
+    "aliased": (Aliased, vectors(8)),
     "experts": (MixtureOfExperts, vectors(8)),
     "recommender": (Recommender, lambda count: (vectors(4)(count), tokens(10, 3)(count))),
 }

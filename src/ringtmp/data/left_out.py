@@ -24,8 +24,12 @@ def names_of(given: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 
-def leave_out(source: Source, names: Sequence[str]) -> Source:
-    """The data without these inputs. Refuses a name that is not there, and a value that is not one."""
+def leave_out(source: Source, names: Sequence[str], needed: bool = True) -> Source:
+    """The data without these inputs. Refuses a value that is not one, and a name that is not there; unless it is `needed`:
+    other data of the same run may come without."""
+    if names and not needed:
+        first = source.example(1)[0]
+        names = [name for name in names if isinstance(first, Mapping) and name in first]
     if not names:
         return source
     if isinstance(source, Stream):
@@ -55,7 +59,7 @@ def without(source: str, inputs: Any, names: Sequence[str], first: int = 0) -> d
         if name not in inputs:
             raise UsageError(f"--leave-out {name}: data {source} has {', '.join(map(repr, inputs))}")
         for leaf in leaves(inputs[name]):
-            other = (leaf != 1).flatten(1).any(1) if leaf.dim() > 1 else leaf != 1
+            other = (leaf != 1).flatten(1).any(1) if leaf.dim() > 1 else (leaf != 1).reshape(-1)
             if bool(other.any()):
                 raise UsageError(
                     f"--leave-out {name}: not all of its values are ones (sample {first + int(other.nonzero()[0][0])} of "

@@ -353,7 +353,8 @@ def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
             hint = (
                 f"{type(module).__name__}.forward was given all inputs as one tuple: to name its arguments, give a dict"
             )
-        if "dtype" in reason and kinds.isdisjoint(weights):
+        floats = {each for each in kinds if each.is_floating_point}
+        if ("type" in reason and floats - weights) or ("dtype" in reason and kinds.isdisjoint(weights)):
             hint = f"The data is {_names(kinds)} and the weights are {_names(weights)}: convert the data, as in inputs.float()"
         raise UsageError(
             f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. {hint}"

@@ -317,27 +317,27 @@ class _Writer:
         outside = [slot for slot in outside if wanted.count(slot) > asked.count(slot)]
         self._owned = [slot for slot in outside if anatomy.is_own(slot) and self._is_mine(slot, cell, owners)]
         self.taken = [slot for slot in outside if slot not in self._owned]
-        self.taken += [slot for slot, _ in dict.fromkeys(self._shapes.values()) if slot not in (*outside, *inside)]
+        self.taken += [slot for slot, *_ in dict.fromkeys(self._shapes.values()) if slot not in (*outside, *inside)]
 
     def _is_mine(self, slot: int, cell: int, owners: _Owners) -> bool:
         name = self._anatomy.graph.inputs[slot].name
         return not owners.trained_by_several(name) or owners.owner(name) == cell
 
-    def _read_off(self, outside: Sequence[int], inside: Collection[int]) -> dict[int, tuple[int, int]]:
+    def _read_off(self, outside: Sequence[int], inside: Collection[int]) -> dict[int, tuple[int, int, int]]:
         """Operations before the cell that ask for the size of a tensor this cell does not get: the tensor to ask instead,
-        and which of its sizes."""
+        which of its sizes, and by what that is divided. One of the model's inputs is asked only if nothing else can be: it
+        would leave the master for that."""
         anatomy, found = self._anatomy, {}
         asking = [at for at in self._steps if anatomy.graph.ops[at].target == SIZE]
         needed = {slot for at in self._steps if at not in asking for slot in anatomy.reads[at]}
         here = [slot for slot in outside if slot in needed and not anatomy.is_own(slot)]
-        there = sorted(anatomy.crossings[self._first])
+        there = [slot for slot in sorted(anatomy.crossings[self._first]) if slot >= anatomy.start]
         for at in asking:
             slot, size = anatomy.reads[at][0], anatomy.size_asked(at)
             if slot in needed or slot in inside:
                 continue
-            fitting = [each for each in (*here, *there, slot) if size in (anatomy.facts[each].shape or ())]
-            shape = anatomy.facts[fitting[0]].shape or ()
-            found[at] = fitting[0], shape.index(size)
+            ways = (anatomy.tells(each, size) for each in (*here, *there, slot))
+            found[at] = next(each for each in ways if each is not None)
         return found
 
     def graph(self, gives: Sequence[int]) -> Graph:
@@ -355,8 +355,13 @@ class _Writer:
             op = anatomy.graph.ops[at]
             slot = anatomy.start + at
             if at in self._shapes:
-                source, dim = self._shapes[at]
+                source, dim, divisor = self._shapes[at]
                 op = Op(op.target, (Ref(source), dim), {})
+                if divisor > 1:
+                    ops.append(Op(op.target, (_moved(Ref(source), anatomy, places), dim), {}))
+                    places[slot] = len(inputs) + len(ops)
+                    ops.append(Op("floordiv", (Ref(places[slot] - 1), divisor), {}))
+                    continue
             if op.target == CUSTOM:
                 number = op.args[0]
                 assert isinstance(number, int)

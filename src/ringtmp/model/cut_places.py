@@ -73,6 +73,8 @@ def _state(anatomy: Anatomy) -> list[Barrier]:
             for at, used in enumerate(anatomy.reads)
             if any(groups[one] == group for one in (*used, anatomy.start + at))
         ]
+        if not touching:  # under another of its names
+            continue
         found.append(
             Barrier(min(touching) + 1, max(touching), f"{each.name} is changed by one operator and used by others")
         )

@@ -13,6 +13,7 @@ A change in place makes no new tensor: its result is the same object as the one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,6 +100,18 @@ class Anatomy:
         assert isinstance(dim, int)
         assert shape is not None
         return shape[dim]
+
+    def tells(self, slot: int, size: int | str) -> tuple[int, int, int] | None:
+        """How a size is read off a tensor: the tensor, which of its sizes, and by what that is divided; None if it does not
+        tell."""
+        shape = self.facts[slot].shape or ()
+        if size in shape:
+            return slot, shape.index(size), 1
+        for dim, each in enumerate(shape):
+            multiple = re.fullmatch(rf"(\d+)\*{re.escape(str(size))}", str(each))
+            if multiple is not None and int(multiple[1]) > 0:
+                return slot, dim, int(multiple[1])
+        return None
 
     @cached_property
     def last_use(self) -> dict[int, int]:

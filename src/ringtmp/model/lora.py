@@ -64,6 +64,7 @@ class LoraLinear(nn.Module):
         self.scaling = lora.alpha / lora.r
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
+        self.to(next(base.parameters()).dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given: torch.Tensor = self.base_layer(x)
@@ -75,8 +76,9 @@ def add_adapters(module: nn.Module, lora: Lora, prefix: str = "") -> set[str]:
     """In place. Everything but the adapters is frozen. Returns the names of `on` that were found."""
     module.requires_grad_(False)
     found: set[str] = set()
-    made: dict[int, LoraLinear] = {}  # a module that stands in two places has one adapter
-    for name, child in list(module.named_modules(remove_duplicate=False)):
+    made: dict[int, LoraLinear] = {}  # a module that stands in several places has one adapter, in all of them
+    places = [(name, child) for name, child in module.named_modules(remove_duplicate=False)]
+    for name, child in places:
         full = f"{prefix}{name}".rstrip(".")
         fitting = {each for each in lora.on if full == each or full.endswith(f".{each}")}
         if not fitting:
@@ -84,13 +86,16 @@ def add_adapters(module: nn.Module, lora: Lora, prefix: str = "") -> set[str]:
         found |= fitting
         size = _size(child)
         if size is None:
-            raise UsageError(f"--lora on={full}: it is a {type(child).__name__}, and adapters go on linear layers")
+            has = "it has adapters already" if isinstance(child, LoraLinear) else f"it is a {type(child).__name__}"
+            raise UsageError(f"--lora on={full}: {has}, and adapters go on linear layers")
         if not name:
             raise UsageError(f"--lora on={full}: it is a layer of a list; give the model as one nn.Module")
-        parent, _, last = name.rpartition(".")
         if id(child) not in made:
             made[id(child)] = LoraLinear(child, *size, lora)
-        setattr(module.get_submodule(parent), last, made[id(child)])
+    for name, child in places:
+        if id(child) in made:
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, made[id(child)])
     return found
 
 

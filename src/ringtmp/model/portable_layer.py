@@ -11,6 +11,7 @@ written Ref(7). Encoded as MessagePack, which keeps every double and infinity ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -146,9 +147,25 @@ class Layer(msgspec.Struct, frozen=True):
         return sum(count(tensor.shape) for tensor in self.tensors if tensor.kind == "parameter")
 
     @property
+    def takes_inputs(self) -> bool:
+        """Whether one of the model's inputs enters it, or in a list of layers all that there is."""
+        return self.train_takes is None or any(maker == 0 for maker, _ in self.train_takes)
+
+    @property
     def trained(self) -> int:
         """Of its parameters, those that are not frozen."""
         return sum(count(tensor.shape) for tensor in self.tensors if tensor.trainable)
+
+
+def hides_inputs(layers: Sequence[Layer]) -> list[bool]:
+    """For every layer, whether the inputs have met parameters in it. Those of a cell before the first that takes an input
+    (a weight that is computed from others) hide nothing."""
+    found: list[bool] = []
+    entered = False
+    for layer in layers:
+        entered = entered or layer.takes_inputs
+        found.append(entered and layer.parameters > 0)
+    return found
 
 
 def slots(value: Argument) -> list[int]:

@@ -43,7 +43,7 @@ class Preparing:
         self._fitted: set[str] = set()
         self._modules: list[str] = []
         self._parameters: list[str] = []
-        self._trained = False
+        self._trained = self._adapters_trained = False
 
     def take(self, prefix: str, module: nn.Module) -> None:
         if self._file is not None:
@@ -61,6 +61,7 @@ class Preparing:
                 self._fitted |= fitting
                 parameter.requires_grad_(bool(fitting))
             self._trained = self._trained or parameter.requires_grad
+            self._adapters_trained = self._adapters_trained or (parameter.requires_grad and ".lora_" in name)
 
     def finish(self) -> None:
         """UsageError for what fits nothing, and where nothing is left to train."""
@@ -71,6 +72,10 @@ class Preparing:
         for each in self._how.train:
             if each not in self._fitted:
                 raise UsageError(f"--train {each!r} fits no parameter: the model has {some_of(self._parameters)}")
+        if self._how.lora is not None and self._how.train and not self._adapters_trained:
+            raise UsageError(
+                f"--train {'|'.join(self._how.train)} would freeze the adapters of --lora: add |lora to it"
+            )
         if self._parameters and not self._trained:
             raise UsageError(
                 "every parameter of the model is frozen (requires_grad=False), so nothing is left to train: choose some with "

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
 
 _NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+#: What is replaced is there for the whole process: one export at a time.
+_ONE_AT_A_TIME = RLock()
 
 
 @contextmanager
 def not_unrolled() -> Iterator[None]:
     """Where this torch keeps them elsewhere, nothing is changed: exports are slower and no less right."""
+    with _ONE_AT_A_TIME:
+        yield from _replaced()
+
+
+def _replaced() -> Iterator[None]:
     kept: list[tuple[Any, dict[Any, Any]]] = []
     for name in _NAMES:
         operator: Any = getattr(torch.ops.aten, name).input

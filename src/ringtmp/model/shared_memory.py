@@ -7,12 +7,12 @@ change would show in one of them alone: what the model computes would depend on 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
@@ -38,14 +38,15 @@ class Sample:
         `keep_parameters` in its parameters neither, which it may change itself."""
         copies, owners = self._copied()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            buffers = {name: each.clone() for name, each in module.named_buffers()}
-            parameters = dict(module.named_parameters())
+            live = dict(module.named_parameters())
+            stand_ins = {id(each): each.clone() for each in module.buffers()}
             if keep_parameters:
-                parameters = {name: each.clone() for name, each in parameters.items()}  # type: ignore[misc]
-            own = [*parameters.items(), *buffers.items(), *_constants(module)]
+                stand_ins |= {id(each): each.clone() for each in live.values()}
+            named = (*live.items(), *module.named_buffers())
+            own = [*((name, stand_ins.get(id(each), each)) for name, each in named), *_constants(module)]
             args, kwargs = unpacked(copies)
-            with without_cache(module):
-                value = functional_call(module, buffers | (parameters if keep_parameters else {}), args, kwargs)
+            with without_cache(module), _standing_in(module, stand_ins):
+                value = module(*args, **kwargs)
         owners.update((_storage(each), f"{layer}.{name}") for name, each in own)
         leaving = {_storage(leaf) for leaf in flattened(value, f"layer {layer!r} ({type(module).__name__})")[1]}
         return Sample(value, {storage: name for storage, name in owners.items() if storage in leaving})
@@ -65,6 +66,23 @@ class Sample:
             return copies[id(leaf)]
 
         return pytree.tree_map(copy, self.value), {fresh[key]._cdata: name for key, name in self.owners.items()}
+
+
+@contextmanager
+def _standing_in(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Other tensors stand where the module's own are, by their ids. Afterwards its own are back, also where one module has
+    several names, of which torch's functional_call leaves some behind."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for each in module.modules():
+        tables: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        kept += [(own, name, tensor) for own in tables for name, tensor in own.items() if id(tensor) in others]
+    for own, name, tensor in kept:
+        own[name] = others[id(tensor)]
+    try:
+        yield
+    finally:
+        for own, name, tensor in kept:
+            own[name] = tensor
 
 
 def refuse_shared_writes(name: str, module: nn.Module, entering: Sample, written: Iterable[int]) -> None:

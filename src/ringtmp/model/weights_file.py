@@ -31,8 +31,8 @@ class WeightsFile:
     def fill(self, prefix: str, module: nn.Module) -> None:
         """Every parameter and persistent buffer gets its values, under its name in `state_dict`. A tensor that has several
         names may lie in the file under any of them."""
-        tensors = module.state_dict(keep_vars=True)
-        known: set[int] = set()
+        tensors = _own_tensors(module)
+        known: dict[int, tuple[str, torch.Tensor]] = {}
         wanting: dict[int, str] = {}
         for name, tensor in tensors.items():
             full = f"{prefix}{name}"
@@ -40,7 +40,6 @@ class WeightsFile:
                 wanting.setdefault(id(tensor), full)
                 continue
             self._used.add(full)
-            known.add(id(tensor))
             with safe_open(str(self._files[full]), framework="pt") as file:
                 shape = tuple(file.get_slice(full).get_shape())
                 if shape != tuple(tensor.shape):
@@ -48,24 +47,52 @@ class WeightsFile:
                         f"{full} ({_sizes(shape)} in the file, {_sizes(tuple(tensor.shape))} in the model)"
                     )
                     continue
-                with torch.no_grad():
-                    tensor.copy_(file.get_tensor(full))
+                given = file.get_tensor(full)
+            if not _keeps_values(given.dtype, tensor.dtype):
+                self._other.append(f"{full} ({_kind(given)} in the file, {_kind(tensor)} in the model)")
+                continue
+            with torch.no_grad():
+                if id(tensor) in known and not torch.equal(tensor, given.to(tensor.dtype)):
+                    self._other.append(f"{full} (other values than {known[id(tensor)][0]}, which is the same tensor)")
+                    continue
+                known[id(tensor)] = full, tensor
+                tensor.copy_(given)
         self._missing += [name for at, name in wanting.items() if at not in known]
 
     def finish(self) -> None:
-        """UsageError unless the file and the model have the same names and shapes."""
+        """UsageError unless the file and the model have the same names, shapes and kinds of numbers."""
         extra = sorted(self._files.keys() - self._used)
         wrong = [
             f"{what} {some_of(names)}"
             for what, names in (
                 ("it lacks", self._missing),
-                ("has in another shape", self._other),
+                ("has otherwise", self._other),
                 ("has besides", extra),
             )
             if names
         ]
         if wrong:
             raise UsageError(f"--weights {self._path} does not fit the model: {'; '.join(wrong)}")
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers under all their names: the tensors themselves, whatever a hook makes of the names."""
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }  # fmt: skip
+    return {name: own[name] for name in module.state_dict() if name in own}
+
+
+def _keeps_values(given: torch.dtype, own: torch.dtype) -> bool:
+    """Whether every number of one kind is one of the other, or is rounded to its nearest."""
+    if given == own:
+        return True
+    return given.is_floating_point and own.is_floating_point and given != torch.float64
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _found(path: Path) -> Iterator[tuple[str, Path]]:
@@ -93,8 +120,13 @@ def _of_folder(folder: Path) -> Iterator[tuple[str, Path]]:
         raise UsageError(f"--weights {folder} has {hint}: it needs *.safetensors")
     index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
     if index is None:
+        places: dict[str, Path] = {}
         for file in files:
-            yield from ((name, file) for name in _names(file))
+            for name in _names(file):
+                if name in places:
+                    raise UsageError(f"--weights {folder}: {name} is in {places[name].name} and in {file.name}")
+                places[name] = file
+        yield from places.items()
         return
     try:
         listed = json.loads(index.read_bytes())["weight_map"]

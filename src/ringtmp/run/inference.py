@@ -13,6 +13,7 @@ from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics.events import EventLog
+from ringtmp.model.portable_layer import hides_inputs
 from ringtmp.plan.partition import equal_cost
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
 from ringtmp.plan.route import plain_ring
@@ -41,7 +42,7 @@ def inference(run: RunDirectory, config: RunConfig, loss: LossFunction, pool: No
     index, layers = run.read_layers()
     checkpoint, _ = latest(run.checkpoints, index.run)
     step, training = checkpoint.progress.step, config.training
-    route = plain_ring(pool.nodes, equal_cost(index.cost_s, [layer.parameters > 0 for layer in layers], pool.nodes))
+    route = plain_ring(pool.nodes, equal_cost(index.cost_s, hides_inputs(layers), pool.nodes))
     assert isinstance(training.microbatches, int), "a saved run has a number"
     window = DEFAULT_SCHEDULE.default_window(len(route.visits), training.microbatches)
     log = EventLog(Path(os.devnull))

@@ -18,7 +18,7 @@ from ringtmp.config import RingPart, RunConfig
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
-from ringtmp.model.portable_layer import Layer
+from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.plan import planner
 from ringtmp.plan.devices import rate_between
@@ -242,7 +242,7 @@ def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]
     nodes = request.config.ring.nodes
     if request.config.ring.recompute == "all":
         refuse_unrepeatable(request.layers)
-    has_parameters = [layer.parameters > 0 for layer in request.layers]
+    has_parameters = hides_inputs(request.layers)
     members = _members(request, planned)
     holders = [members[holder] for holder in planned.options.holders(len(members))]
     bounds = planned.bounds
