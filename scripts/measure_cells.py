@@ -43,7 +43,7 @@ class Gpt(nn.Module):
             x = block(x)
         return self.head(x)
 
-def model():
+def model(context=128):
     return Gpt()
 """
 START = """
@@ -85,8 +85,8 @@ def pace(repeats: int, steps: int) -> None:
             summary = json.loads(done.stdout)
             digests.add(summary["weights_sha256"])
             found[name].append(summary["step_s"]["median"])
-            layers = [node["layers"] for node in summary["per_node"]]
-            print(f"{name}: {found[name][-1]:.3f} s a step, layers {layers}", flush=True)
+            held = [node["params"] for node in summary["per_node"]]
+            print(f"{name}: {found[name][-1]:.3f} s a step, parameters {held}", flush=True)
     ratio = median(found["blocks"]) / median(found["cells"])
     print(f"blocks take {ratio:.3f} times as long as cells; {len(digests)} digest(s)")
 
