@@ -187,6 +187,7 @@ def test_scaling_is_said_and_handed_to_the_commands(tmp_path: Path) -> None:
     assert "rate 20Mbit" in out
 
 
+@pytest.mark.long
 @needs_isolation
 def test_the_inner_exit_code_and_error_come_through(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("b", cpu=1))

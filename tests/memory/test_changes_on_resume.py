@@ -43,7 +43,9 @@ def _saved(run: Path) -> dict[str, Any]:
     return {**config["ring"], **config["keep"]}
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "recompute")) for name in CHANGES]
+)
 @pytest.mark.parametrize("way", ["command line", "Python"])
 def test_a_resumed_run_may_change_it_and_keeps_its_bits(
     name: str, way: str, parts: tuple[Path, str], tmp_path: Path

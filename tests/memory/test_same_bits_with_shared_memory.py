@@ -189,7 +189,11 @@ ORDINARY: dict[str, Callable[[], list[nn.Module]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("gru", "rnn both ways"))) for name in ORDINARY]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("gru", "rnn both ways", "transformer")))
+        for name in ORDINARY
+    ],
 )
 def test_ordinary_layers_pass_the_check_and_train_with_the_bits_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     def build() -> list[nn.Module]:

@@ -86,7 +86,7 @@ def plain_result(model: str, delayed: bool = False) -> tuple[str, list[float]]:
     return state_sha256(plain), losses
 
 
-@models("mlp", "convnet", "gpt")
+@models("mlp", "convnet")
 def test_deferred_weight_gradients_change_no_bit(model: str, built_of: Callable[[str], Built]) -> None:
     case, built = Case(model), built_of(model)
     for nodes in (1, 3):

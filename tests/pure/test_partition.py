@@ -386,6 +386,7 @@ def test_a_route_of_several_laps_is_moved_until_it_fits() -> None:
     assert sum(len(visit.layers) for visit in made.route.on(1)) < 8
 
 
+@pytest.mark.long
 def test_many_different_devices_are_searched_and_the_gap_is_told() -> None:
     there = [device(f"d{i}", 1.0 + 0.1 * i) for i in range(10)]
     made = plan(layers(24), there, PlanOptions(16, 16))
