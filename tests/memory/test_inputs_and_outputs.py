@@ -252,15 +252,19 @@ def test_a_model_of_transformers_computes_its_own_loss(tmp_path: Path) -> None:
         torch.testing.assert_close(predicted.logits, result.model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_a_mask_that_is_given_makes_it_the_path_with_the_mask_and_one_is_told(padded: bool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+def _llama(transformers: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_mask_that_is_given_makes_it_the_path_with_the_mask_and_one_is_told(padded: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = _llama(transformers)
     ids = torch.randint(0, 40, (24, 12))
     mask = torch.ones_like(ids)
     mask[::3, 9:] = 0 if padded else 1
@@ -301,12 +305,7 @@ def test_a_wrapper_that_hands_on_whatever_it_is_given_has_the_bits_of_a_plain_lo
 
 def test_a_model_with_adapters_of_peft_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
-    base = transformers.LlamaForCausalLM(config)
+    base = _llama(transformers)
     how = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(base, how)
     ids = torch.randint(0, 40, (24, 12))

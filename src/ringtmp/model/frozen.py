@@ -10,7 +10,10 @@ from ringtmp.model.portable_layer import Layer, OwnedTensor
 from ringtmp.model.written_parameters import written_parameters
 
 
-def frozen_names(layer: Layer) -> frozenset[str]:
+def frozen_names(layer: Layer, aside: bool = True) -> frozenset[str]:
+    """None if the run does not keep them `aside`."""
+    if not aside:
+        return frozenset()
     still = {each.name for each in layer.tensors if each.kind == "parameter" and each.saved and not each.trainable}
     if not still:
         return frozenset()

@@ -32,7 +32,7 @@ class WeightsFile:
         """Every parameter and persistent buffer gets its values, under its name in `state_dict`. A tensor that has several
         names may lie in the file under any of them."""
         tensors = _own_tensors(module)
-        known: dict[int, tuple[str, torch.Tensor]] = {}
+        known: dict[int, str] = {}
         wanting: dict[int, str] = {}
         for name, tensor in tensors.items():
             full = f"{prefix}{name}"
@@ -53,9 +53,9 @@ class WeightsFile:
                 continue
             with torch.no_grad():
                 if id(tensor) in known and not torch.equal(tensor, given.to(tensor.dtype)):
-                    self._other.append(f"{full} (other values than {known[id(tensor)][0]}, which is the same tensor)")
+                    self._other.append(f"{full} (other values than {known[id(tensor)]}, which is the same tensor)")
                     continue
-                known[id(tensor)] = full, tensor
+                known[id(tensor)] = full
                 tensor.copy_(given)
         self._missing += [name for at, name in wanting.items() if at not in known]
 

@@ -9,6 +9,7 @@ With `merge`, adapters are added to the weights beside which they were trained.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import dataclass
@@ -121,7 +122,8 @@ def _compare(run_dir: Path, index: LayerIndex, back: dict[str, torch.Tensor], lo
     inputs = _inputs(index)
     if inputs is None:
         return None
-    expected, model = Result(run_dir).model, Result(run_dir).model
+    expected = Result(run_dir).model
+    model = copy.deepcopy(expected)
     state = model.state_dict()
     for name, tensor in state.items():
         plain = name.replace(_BASE, ".")

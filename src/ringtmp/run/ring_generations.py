@@ -61,12 +61,8 @@ class Run:
     @property
     def kept_in_snapshots(self) -> list[int]:
         """Layers of which something changes."""
-        found = []
-        for at, layer in enumerate(self.layers):
-            frozen = frozen_names(layer) if self.index.aside else frozenset[str]()
-            if without_frozen(layer, frozen):
-                found.append(at)
-        return found
+        aside = self.index.aside
+        return [at for at, each in enumerate(self.layers) if without_frozen(each, frozen_names(each, aside))]
 
 
 @dataclass(frozen=True)

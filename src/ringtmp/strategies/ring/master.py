@@ -100,7 +100,7 @@ class Master(BaseLeader):
         self._setup = setup
         self._protection = start.protection
         self._layers = layers
-        self._frozen = [frozen_names(each) if setup.aside else frozenset[str]() for each in layers]
+        self._frozen = [frozen_names(each, setup.aside) for each in layers]
         self._checkpoint: Checkpoint | None = None  # what is frozen comes from there
         self._loss = loss
         self._turn = 0

@@ -389,7 +389,7 @@ class Node:
 
     def _restore(self, message: Restore) -> None:
         layer = portable_layer.decode(message.graph)
-        frozen = frozen_names(layer) if self.setup.aside else frozenset[str]()
+        frozen = frozen_names(layer, self.setup.aside)
         kept = self.endpoint.snapshots.frozen(message.layer)
         try:
             if kept.keys() != frozen:
