@@ -51,7 +51,6 @@ def test_half_precision_becomes_float32(tmp_path: Path) -> None:
 
 
 def test_a_configuration_gives_first_weights_by_the_seed(tmp_path: Path) -> None:
-    llama().config.architectures = ["LlamaForCausalLM"]
     config = {**json.loads(llama().config.to_json_string()), "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "c.json").write_text(json.dumps(config))
     one, two, other = (

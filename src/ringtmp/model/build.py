@@ -192,7 +192,6 @@ def _exported_whole(
         for kept in (cache.get(key, module), None):
             if kept is None:
                 phase("exporting the model")
-            why = ""
             try:
                 with path():
                     layer, facts, tensors = _graphs(module, example, kept)

@@ -27,10 +27,6 @@ class Preparation:
             raise UsageError("--train is empty: give names of parameters, such as 'head|*.bias', or leave it out")
         return Preparation(weights, None if lora is None else parse_lora(lora), patterns)
 
-    @property
-    def nothing(self) -> bool:
-        return self == Preparation()
-
 
 class Preparing:
     """`take` every layer in order, or the whole module under the prefix ""; then `finish`, which refuses what fitted none."""
