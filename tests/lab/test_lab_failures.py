@@ -24,7 +24,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.events import LineTried, NodeStarted, Regrouped
 from test_killed_at_named_moments import MODEL
 
-pytestmark = [needs_isolation, pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [needs_isolation, pytest.mark.alone, pytest.mark.timeout(400)]
 
 NAMES = ("desk", "shelf", "attic", "shed")  # the first is the master
 ADDRESSES = {name: f"10.77.0.{number + 1}" for number, name in enumerate(NAMES)}
@@ -164,6 +164,7 @@ def labs(tmp_path: Path) -> Iterator[Callable[..., Lab]]:
         each.close()
 
 
+@pytest.mark.long
 def test_a_pulled_cable_then_an_owner_lost_with_its_holder(labs: Callable[..., Lab]) -> None:
     lab = labs(4, "--checkpoint-every", 20)
     lab.ip("shelf", "link", "set", "eth0", "down")
@@ -183,6 +184,7 @@ def test_a_pulled_cable_then_an_owner_lost_with_its_holder(labs: Callable[..., L
     lab.assert_same_bits()
 
 
+@pytest.mark.long
 def test_a_lost_route_to_the_master_and_one_between_two_neighbours(labs: Callable[..., Lab]) -> None:
     lab = labs(4)
     lab.ip("attic", "route", "add", "blackhole", f"{ADDRESSES['desk']}/32")  # one direction
@@ -199,6 +201,7 @@ def test_a_lost_route_to_the_master_and_one_between_two_neighbours(labs: Callabl
     lab.assert_same_bits()
 
 
+@pytest.mark.long
 def test_a_slow_way_between_two_devices_is_found_before_the_first_plan(labs: Callable[..., Lab]) -> None:
     lab = labs(4, at_once=lambda lab: lab.lay_slow_cable("shelf", "attic", 4), everyone=False)
     names = dict(re.findall(r"^(\d)\. (\w+):", lab.said(), re.MULTILINE))
@@ -213,6 +216,7 @@ def test_a_slow_way_between_two_devices_is_found_before_the_first_plan(labs: Cal
     assert min(map(min, rates.values())) > 5e6, "100 Mbit/s"
 
 
+@pytest.mark.nightly  # processes: test_joining
 def test_a_host_stopped_for_half_a_minute_is_lost_in_time_and_back_when_it_wakes(labs: Callable[..., Lab]) -> None:
     lab = labs(3, "--no-rebalance")  # while one sleeps, the others have more of the processors than planned
     family = lab.processes("attic")
@@ -230,6 +234,7 @@ def test_a_host_stopped_for_half_a_minute_is_lost_in_time_and_back_when_it_wakes
     lab.assert_same_bits()
 
 
+@pytest.mark.long
 def test_a_minute_at_1_mbit_and_a_tenth_of_the_processor_evicts_nobody(labs: Callable[..., Lab]) -> None:
     lab = labs(3)
     lab.limit_rate("shelf", 1)
@@ -243,6 +248,7 @@ def test_a_minute_at_1_mbit_and_a_tenth_of_the_processor_evicts_nobody(labs: Cal
     lab.assert_same_bits()
 
 
+@pytest.mark.nightly  # processes: test_joining
 def test_a_killed_master_is_resumed_with_all_devices(labs: Callable[..., Lab]) -> None:
     lab = labs(3, "--checkpoint-every", 10)
     lab.train_on(15)
@@ -256,6 +262,7 @@ def test_a_killed_master_is_resumed_with_all_devices(labs: Callable[..., Lab]) -
     lab.assert_same_bits()
 
 
+@pytest.mark.nightly
 def test_a_device_with_a_wiped_disk_comes_back_with_a_new_token(labs: Callable[..., Lab]) -> None:
     lab = labs(3)
     agent, *_ = sorted(lab.processes("shelf"), key=lambda each: each.pid)

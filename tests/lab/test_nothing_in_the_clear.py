@@ -54,6 +54,7 @@ secrets.token_bytes = token_bytes
 """
 
 
+@pytest.mark.long  # devices that join, strangers, encryption: test_joining, test_join_security, test_transports
 @needs_isolation
 def test_four_devices_at_100_mbit_train_the_bits_of_one_process_and_nothing_readable_crosses_their_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,15 +43,22 @@ def _rows(value: Any, step: int) -> Any:
     return value[step * BATCH : (step + 1) * BATCH].clone()  # which begins on a boundary of 64 bytes, as a batch does
 
 
+def _tier(name: str, nodes: int, schedule: str) -> list[pytest.MarkDecorator]:
+    """Every model on two rings in `make long`; what is left at night."""
+    if (name, nodes) in QUICK:
+        return [] if schedule == "zero-bubble" or nodes != 3 else [pytest.mark.long]
+    return [pytest.mark.long if (nodes, schedule) in {(2, "1f1b"), (4, "zero-bubble")} else pytest.mark.nightly]
+
+
 @pytest.mark.parametrize(
-    ("name", "nodes"),
+    ("name", "nodes", "schedule"),
     [
-        pytest.param(name, nodes, marks=[] if (name, nodes) in QUICK else [pytest.mark.long])
+        pytest.param(name, nodes, schedule, marks=_tier(name, nodes, schedule))
+        for schedule in ("1f1b", "zero-bubble")
         for name in ORDINARY
         for nodes in (1, 2, 3, 4)
     ],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_an_ordinary_module_trains_with_the_bits_of_eager(
     name: str, nodes: int, schedule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,15 @@ MORE_MOMENTS = [each for each in range(30) if each not in MOMENTS]
 
 
 def moments() -> list[Any]:
-    return [*MOMENTS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE_MOMENTS)]
+    return [*MOMENTS, *rarer(MORE_MOMENTS)]
+
+
+def rarer(turns: Iterable[int]) -> list[Any]:
+    """Every third in `make long`, the others at night."""
+    return [
+        pytest.param(each, marks=pytest.mark.nightly if number % 3 else pytest.mark.long)
+        for number, each in enumerate(turns)
+    ]
 
 
 class Base:
@@ -272,7 +280,7 @@ def test_a_lost_server_is_told_of_too_and_a_worker_may_go_after_it(base: Base) -
     assert counted(hit) == Counter(range(1, STEPS))
 
 
-@pytest.mark.parametrize("turns", [3, *(pytest.param(each, marks=pytest.mark.long) for each in range(4, 30))])
+@pytest.mark.parametrize("turns", [3, *rarer(range(4, 30))])
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1"])
 def test_a_node_that_serves_and_works_may_go_where_there_are_replicas(consistency: str, turns: int, base: Base) -> None:
     settings = {"servers": "workers", "replicas": 1, "consistency": consistency}

@@ -31,7 +31,7 @@ from ringtmp.strategies.ring.master import Master
 BATCH, STEPS, PARTS = 7, 2, 3
 SETTINGS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
 #: Modules by seed; ways to cut each of them; rings for each cut.
-QUICK, LONG, CUTS, RINGS = range(1), [*range(1, 3), *range(100, 118)], 3, 6
+QUICK, LONG, NIGHTLY, CUTS, RINGS = range(1), [1, 2, *range(100, 106)], range(106, 118), 3, 6
 ROUTES = [holders_of(nodes, laps) for nodes in (2, 3, 4) for laps in (1, 2, 3)] + [holders_of(3, shape="v"), [0]]
 
 Results = tuple[str, list[float], list[Any]]
@@ -141,7 +141,14 @@ def compare(seed: int, folder: Path) -> None:
             assert not wrong, f"{wrong} of {comparison.module.steps}, cut at {places}, as {ring}"
 
 
-@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *QUICK,
+        *(pytest.param(each, marks=pytest.mark.long) for each in LONG),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in NIGHTLY),
+    ],
+)
 def test_a_random_module_cut_anywhere_gives_the_bits_of_eager(seed: int, tmp_path: Path) -> None:
     compare(seed, tmp_path)
 

@@ -48,7 +48,7 @@ def test_a_result_without_steps_is_kept_told_and_not_measured_again(tmp_path: Pa
     assert found[1] == found[0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 @needs_isolation

@@ -153,13 +153,11 @@ def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path:
     assert second == first
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.timeout(1500)
 @needs_isolation
-@pytest.mark.parametrize(
-    "workload",
-    [pytest.param(each, marks=pytest.mark.nightly if at else pytest.mark.long) for at, each in enumerate(QUICK)],
-)
+@pytest.mark.parametrize("workload", QUICK)
 def test_every_case_works_in_the_lab_and_learns_the_same(tmp_path: Path, workload: str) -> None:
     words = ("--workloads", workload, "--settings", "lab-fast", "--steps", "3")
     rows, _ = bench(tmp_path, *words)

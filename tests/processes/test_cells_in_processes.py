@@ -60,6 +60,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     return begin("train", *FLAGS, "--nodes", 3, "--all-devices", "--run-dir", folder / "run", cwd=folder)
 
 
+@pytest.mark.long  # in memory: test_cells_keep_promises; processes with layers of a list: test_healing_processes
 def test_killed_workers_an_interrupted_and_a_killed_master_leave_the_bits(
     tmp_path: Path, alone: tuple[Path, str]
 ) -> None:

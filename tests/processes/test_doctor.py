@@ -118,6 +118,7 @@ def _change(rings: Rings, expires_at: float) -> None:
         save(tokens=moved)
 
 
+@pytest.mark.long
 def test_the_command_gives_json_exit_codes_and_never_the_token(master: Master, tmp_path: Path) -> None:
     token = master.token()
     text = tokens.encode(token)

@@ -19,18 +19,17 @@ PROTECTED = "--protect memory --steps 16"
 WITHIN = 0.15
 
 
-@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.timeout(900)  # on a busy machine; how long it takes is no part of the claim
 @pytest.mark.parametrize(
     ("work", "how"),
     [
-        (GPT, "--schedule 1f1b --protect off"),
-        (GPT, "--schedule zero-bubble --protect off"),
-        (GPT, "--recompute all --protect off"),
-        (GPT, PROTECTED),
-        (CONVNET, "--protect off"),
-        (CONVNET, f"{PROTECTED} --optimizer adam"),
+        pytest.param(GPT, "--schedule 1f1b --protect off", marks=pytest.mark.nightly),
+        pytest.param(GPT, "--schedule zero-bubble --protect off", marks=pytest.mark.long),
+        pytest.param(GPT, "--recompute all --protect off", marks=pytest.mark.nightly),
+        pytest.param(GPT, PROTECTED, marks=pytest.mark.nightly),
+        pytest.param(CONVNET, "--protect off", marks=pytest.mark.nightly),
+        pytest.param(CONVNET, f"{PROTECTED} --optimizer adam", marks=pytest.mark.long),
     ],
     ids=lambda words: words.removeprefix("--model ").split(" --set")[0],
 )

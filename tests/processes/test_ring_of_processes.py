@@ -131,6 +131,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_with_the_same_bits(tmp_path: Path, sig
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.long  # the parts: test_built_in_files, test_export
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private memory on Linux only")
 def test_a_model_larger_than_the_masters_memory_trains(tmp_path: Path) -> None:
     """Weights, gradients and Adam's state need 4 x 96 MiB; the master may take 200 MiB more than before the first.
@@ -187,6 +188,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long  # in memory: test_node_pools; events: test_event_log
 def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(tmp_path: Path, small_disk: Path) -> None:
     flags = ["--nodes", 1, "--steps", 30, "--quiet"]
     done = ringtmp(
