@@ -161,3 +161,41 @@ def test_what_stands_in_the_way_is_named_before_the_long_comparison(kind: str, m
     for everyone in (True, False) if kind != "blocks" else (True,):
         with pytest.raises(UsageError, match=says):
             list(build_layers(model, 0, rows, [2], partial(refuse_too_few, RunConfig(), 3, everyone), cutting))
+
+
+class Tied(nn.Module):
+    """A head that uses the weight of the embedding: the last cell has no parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for each in self.layers:
+            x = each(x).relu()
+        return self.head(x)
+
+
+def test_a_tied_head_needs_a_layer_more_and_the_refusal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ids(count: int) -> torch.Tensor:
+        return torch.arange(count * 4).reshape(count, 4) % 20
+
+    assert len(list(build_layers(Tied(), 0, ids, [2], partial(refuse_too_few, RunConfig(), 2, True)))) == 4
+
+    def compare(*_: Any, **__: Any) -> Any:
+        raise AssertionError("compared with eager mode")
+
+    monkeypatch.setattr("ringtmp.model.build.Check", compare)
+    says = (
+        r"3 nodes need at least 5 layers \(the master's front and tail and one per worker; the tail takes 2, because the last "
+        r"has no parameters of its own \(a tied weight belongs to the first layer that uses it\)\); the model has 4.*use 2 or"
+    )
+    with pytest.raises(UsageError, match=says):
+        list(build_layers(Tied(), 0, ids, [2], partial(refuse_too_few, RunConfig(), 3, True)))
+    twice = replaced(RunConfig(), {"laps": 2})
+    with pytest.raises(UsageError, match=r"5 visits needs at least 6 layers; the tail takes 2.*; the model has 4"):
+        list(build_layers(Tied(), 0, ids, [2], partial(refuse_too_few, twice, 2, True)))

@@ -32,13 +32,16 @@ from ringtmp.model.export_cache import ExportCache, Exported, module_key
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
-from ringtmp.model.portable_layer import CUSTOM, Layer
+from ringtmp.model.portable_layer import CUSTOM, Layer, hides_inputs
 from ringtmp.model.preparation import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.written_parameters import written_parameters
 
+#: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it
+#: has no more layers.
+Known = Callable[[Sequence[bool], str], None]
 #: A layer is compared with its graphs at so many microbatch sizes at most.
 MOST_SIZES = 4
 #: Parameters up to this size are copied for a trial run.
@@ -65,15 +68,14 @@ def build_layers(
     seed: int,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int, str], None] = lambda count, why: None,
+    known: Known = lambda has_parameters, why: None,
     cutting: Cutting | None = None,
     phase: Callable[[str], None] = lambda text: None,
     folder: Path | None = None,
     preparation: Preparation | None = None,
 ) -> Iterator[BuiltLayer]:
-    """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
-    number of layers before any work is done on the first, if it can be known; of one module, when it has been cut, and why
-    it has no more."""
+    """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told
+    before any work is done on the first layer, if they can be known; of one module, when it has been cut."""
     opened = opened_model(model, seed, folder, preparation)
     if (module := opened.whole) is not None:
         yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
@@ -122,7 +124,7 @@ def _build_cells(
     module: nn.Module,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int, str], None],
+    known: Known,
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -174,7 +176,7 @@ def _exported_whole(
     module: nn.Module,
     samples: Mapping[int, Sample],
     sizes: Sequence[int],
-    known: Callable[[int, str], None],
+    known: Known,
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -204,7 +206,7 @@ def _exported_whole(
                 module.train()
             if kept is None:
                 cache.put(key, layer, facts, tensors)
-            known(len(cells), why)
+            known(hides_inputs([cell.layer for cell in cells]), why)
             phase("comparing the model with eager mode")
             try:
                 with path():
@@ -243,13 +245,13 @@ def _refuse_objects(name: str, entering: Any) -> None:
 class _Row:
     """A model whose layers are all in memory is checked as a whole, too, when the last one has been exported."""
 
-    def __init__(self, known: Callable[[int, str], None]) -> None:
+    def __init__(self, known: Known) -> None:
         self._known = known
         self._modules: list[nn.Module] = []
         self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
 
     def know(self, modules: list[nn.Module]) -> None:
-        self._known(len(modules), "")
+        self._known([any(each.numel() for each in module.parameters()) for module in modules], "")
         if fits(modules):
             self._modules = modules
 
