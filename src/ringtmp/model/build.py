@@ -308,6 +308,14 @@ def _spread(sizes: Sequence[int]) -> list[int]:
 
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
+    for path, each in module.named_modules():
+        if type(each).get_extra_state is not nn.Module.get_extra_state:
+            full = ".".join(filter(None, (name, path))) or "the model"
+            raise UsageError(
+                f"{full} ({type(each).__name__}) has a get_extra_state, and what it returns is no tensor that could travel to "
+                "a node or change in training: keep tensors in buffers (register_buffer), and leave the method out of the "
+                "model you train"
+            )
     for local, tensor in (*module.named_parameters(), *module.named_buffers()):
         full = f"{name}.{local}" if name else local
         if tensor.device.type != "cpu":
