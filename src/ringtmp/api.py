@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.check_settings import resolve, resumed
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.interruption import interruptible
+from ringtmp.run.one_at_a_time import one_at_a_time
 from ringtmp.run.progress import OnStep, watching
 from ringtmp.run.result import Result
 from ringtmp.run.session import Session
@@ -48,6 +49,20 @@ from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
 
 Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _runs(call: Callable[P, R]) -> Callable[P, R]:
+    """A call from Python that trains or computes."""
+
+    @wraps(call)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with one_at_a_time():
+            return call(*args, **kwargs)
+
+    return alone
 
 
 class Ring:
@@ -77,6 +92,7 @@ class Ring:
         self._ring = ring
 
     @shows_settings("fit")
+    @_runs
     def fit(
         self,
         model: Model | str,
@@ -116,6 +132,7 @@ class Ring:
                 pool=self._devices(config, told),
             )  # fmt: skip
 
+    @_runs
     def resume(
         self,
         run_dir: str | Path,
@@ -139,11 +156,13 @@ class Ring:
                 run_dir, changed, data, loss, watcher=told, pool=self._devices(config, told), model=model
             )  # fmt: skip
 
+    @_runs
     def evaluate(self, run_dir: str | Path, data: Data = None, loss: LossFunction | None = None) -> dict[str, Any]:
         """Loss and scores of a run's newest checkpoint; on its own test part unless data is given. A loss of your own must
         be given again."""
         return evaluate(run_dir, data, self._nodes, loss)
 
+    @_runs
     def predict(self, run_dir: str | Path, inputs: Any) -> Any:
         """The outputs of a run's newest checkpoint for a batch of inputs."""
         return predict(run_dir, inputs, self._nodes)
