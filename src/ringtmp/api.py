@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, replaced
+from ringtmp.config.as_keywords import as_keywords
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
 from ringtmp.data import named_sources
@@ -21,7 +22,7 @@ from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, with_loss
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
-from ringtmp.errors import UsageError
+from ringtmp.errors import RingError, UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
 from ringtmp.launch.in_memory import InMemoryPool
@@ -55,14 +56,24 @@ R = TypeVar("R")
 
 
 def _runs(call: Callable[P, R]) -> Callable[P, R]:
-    """A call from Python that trains or computes."""
+    """A call from Python that trains or computes: one at a time, and errors name settings as keywords."""
 
     @wraps(call)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with one_at_a_time():
+        with _named_as_keywords(), one_at_a_time():
             return call(*args, **kwargs)
 
     return alone
+
+
+@contextmanager
+def _named_as_keywords() -> Iterator[None]:
+    try:
+        yield
+    except RingError as error:
+        text, *rest = error.args or ("",)
+        error.args = (as_keywords(str(text)), *rest)
+        raise
 
 
 class Ring:
@@ -148,6 +159,10 @@ class Ring:
         """Go on with a run, with the bits of one that was never stopped. Settings given to `Ring` or here take the place
         of the run's own. Data by name is found again by itself. `model`: what was trained, so that `result.model` is of
         its class; its weights do not matter."""
+        if "optimizer" in changes:
+            changes = {**changes, **_optimizer(changes["optimizer"])}
+        if "lr_schedule" in changes:
+            changes = {**changes, "lr_schedule": _schedule(changes["lr_schedule"])}
         changed = {**self._given, **fields(changes)}
         config = settings_of(run_dir, changed)
         data = None if train_data is None else _given(train_data, test_data, config.training.seed)

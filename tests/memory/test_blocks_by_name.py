@@ -99,7 +99,7 @@ def test_a_pattern_that_fits_nothing_is_refused_with_the_names_there_are() -> No
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(WIDTH, WIDTH)), [nn.Linear(WIDTH, WIDTH)]])
 def test_a_list_of_layers_has_no_blocks(model: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"--blocks 0\.\* is for a module .* cut between its layers: leave out --blocks"
+        UsageError, match=r"--blocks '0\.\*' is for a module .* cut between its layers: leave out --blocks"
     ):
         names_of(model, "0.*")
 
@@ -107,7 +107,7 @@ def test_a_list_of_layers_has_no_blocks(model: Any) -> None:
 def test_a_resumed_run_keeps_its_blocks() -> None:
     saved = replaced(RunConfig(), {"blocks": "layers.*"})
     assert merge_for_resume(saved, {"blocks": "layers.*", "nodes": 2}).ring.blocks == "layers.*"
-    with pytest.raises(UsageError, match="cannot change blocks .*: the run directory has the model as it was cut"):
+    with pytest.raises(UsageError, match="cannot change --blocks .*: the run directory has the model as it was cut"):
         merge_for_resume(saved, {"blocks": "layers"})
 
 
@@ -144,7 +144,7 @@ UNCUT: dict[str, tuple[nn.Module, str, str]] = {
     "one operator": (nn.Linear(WIDTH, 3), "", "has 1. This module could not be cut, because it has only one operator"),
     "a buffer": (Counting(), "", r"has 1. This module could not be cut, because seen is changed .* \(in its own forward\)"),
     "a view": (Viewed(), "", "because a tensor is changed in place after a view of it was taken .in its own forward.: change"),
-    "blocks": (Steps(), "layers", "the model has 3. .* not be cut further, because --blocks layers leaves no more places"),
+    "blocks": (Steps(), "layers", "the model has 3. .* not be cut further, because --blocks 'layers' leaves no more places"),
 }  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def build_layers(
         return
     if cutting is not None and cutting.blocks:
         raise UsageError(
-            f"--blocks {','.join(cutting.blocks)} is for a module with a forward of its own; this model is an nn.Sequential "
+            f"--blocks {','.join(cutting.blocks)!r} is for a module with a forward of its own; this model is an nn.Sequential "
             "or a list of layers, which is cut between its layers: leave out --blocks"
         )
     exporter = Exporter()
