@@ -7,11 +7,11 @@ would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -39,6 +39,7 @@ from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.written_parameters import written_parameters
 
+T = TypeVar("T")
 #: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it
 #: has no more layers.
 Known = Callable[[Sequence[bool], str], None]
@@ -165,6 +166,10 @@ def _said_of_the_model(name: str) -> Iterator[None]:
         ) from error
 
 
+#: A module as one layer, what is known of the slots of its graphs, and its tensors.
+_Graphs = tuple[Layer, tuple[Any, Any], dict[str, torch.Tensor]]
+
+
 class _Whole(NamedTuple):
     layer: Layer
     cells: list[CutCell]
@@ -185,6 +190,21 @@ def _exported_whole(
     name, example, fitting = type(module).__name__, samples[EXAMPLE_BATCH], fits([module])
     refusals: list[tuple[bool, UsageError]] = []  # and whether it is of a kept export
     cache = ExportCache()
+
+    def attempted(
+        work: Callable[[], T], path: Callable[[], AbstractContextManager[None]], key: str, kept: bool
+    ) -> T | None:
+        """None if the module is refused by this path."""
+        try:
+            with path():
+                return work()
+        except UsageError as refused:
+            cache.forget(key)
+            refusals.append((kept, refused))
+            return None
+        finally:
+            module.train()
+
     # Not exported a second time as layers are: another number of samples is compared, as those of the run are.
     # Where gradients of everything do not fit, evaluation is compared alone.
     trained = [AGAIN_BATCH, *sizes] if fitting else []
@@ -194,37 +214,35 @@ def _exported_whole(
         for kept in (cache.get(key, module), None):
             if kept is None:
                 phase("exporting the model")
-            try:
-                with path():
-                    layer, facts, tensors = _graphs(module, example, kept)
-                    cells, why = cells_of(module, layer, facts, cutting)
-            except UsageError as refused:
-                cache.forget(key)
-                refusals.append((kept is not None, refused))
+            cut = attempted(partial(_cut, module, example, kept, cutting), path, key, kept is not None)
+            if cut is None:
                 continue
-            finally:
-                module.train()
+            (layer, facts, tensors), cells, why = cut
             if kept is None:
                 cache.put(key, layer, facts, tensors)
             known(hides_inputs([cell.layer for cell in cells]), why)
             phase("comparing the model with eager mode")
-            try:
-                with path():
-                    check(layer, tensors)
-            except UsageError as refused:
-                cache.forget(key)
-                refusals.append((kept is not None, refused))
-                continue
-            finally:
-                module.train()
-            checked = TRACED if number else "model" if fitting else "evaluation"
-            return _Whole(layer, cells, _apart(layer, tensors), checked)
+            if attempted(partial(_agrees, check, layer, tensors), path, key, kept is not None):
+                checked = TRACED if number else "model" if fitting else "evaluation"
+                return _Whole(layer, cells, _apart(layer, tensors), checked)
     raise min(refusals, key=lambda each: each[0])[1]
 
 
-def _graphs(
-    module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, torch.Tensor]] | None
-) -> tuple[Layer, tuple[Any, Any], dict[str, torch.Tensor]]:
+def _cut(
+    module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, torch.Tensor]] | None, cutting: Cutting
+) -> tuple[_Graphs, list[CutCell], str]:
+    graphs = _graphs(module, example, kept)
+    return graphs, *cells_of(module, *graphs[:2], cutting)
+
+
+def _agrees(
+    check: Callable[[Layer, dict[str, torch.Tensor]], None], layer: Layer, tensors: dict[str, torch.Tensor]
+) -> bool:
+    check(layer, tensors)
+    return True
+
+
+def _graphs(module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, torch.Tensor]] | None) -> _Graphs:
     """With what is known of every value, in training and in evaluation."""
     if kept is not None:
         return kept[0].layer, (kept[0].train, kept[0].evaluate), kept[1]
