@@ -379,7 +379,7 @@ def _schedule(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
         return parse_schedule(given)
     if given is not None and not isinstance(given, Mapping):
-        raise UsageError('lr_schedule is text as for --lr-schedule, or {"kind": "cosine", "warmup": 20}')
+        raise UsageError('lr_schedule is text such as "cosine:warmup=20", or {"kind": "cosine", "warmup": 20}')
     return dict(given or {})
 
 
