@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from ringtmp.system import end_with_parent
 from ringtmp.system.resources import set_threads
 
 # The same examples every time: a failure in a clean run is a change of ours, not of the dice.
@@ -23,10 +26,17 @@ settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
 
 
+_LOCK = "lock"
+
+
 def pytest_configure() -> None:
     """A temporary folder of our own: what a test running beside this one leaves for a moment is not ours to judge."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and then by every command that is tried
+    # Killed, by a time limit for one, a test run leaves no command behind: a lab takes its networks down and goes.
+    os.environ |= end_with_parent.tied({})
+    _remove_leftovers(Path(tempfile.gettempdir()))
     folder = tempfile.mkdtemp(prefix="rt-")  # short: Unix sockets live below it
+    fcntl.flock(os.open(Path(folder, _LOCK), os.O_WRONLY | os.O_CREAT), fcntl.LOCK_EX)  # while this process lives
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "cache")  # measured costs are no business of another run
     # Hundreds of processes start: each would compile every file anew.
@@ -34,9 +44,17 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def _remove_leftovers(parent: Path) -> None:
+    """The folders of test runs that were killed: nobody holds their locks any more."""
+    for path in parent.glob(f"rt-*/{_LOCK}"):
+        with contextlib.suppress(OSError), path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
 def pytest_unconfigure() -> None:
     folder, tempfile.tempdir = tempfile.gettempdir(), None
-    del os.environ["TMPDIR"], os.environ["XDG_CACHE_HOME"]
+    del os.environ["TMPDIR"], os.environ["XDG_CACHE_HOME"], os.environ[end_with_parent.VARIABLE]
     shutil.rmtree(folder, ignore_errors=True)
 
 

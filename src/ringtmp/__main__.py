@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ringtmp.system.end_with_parent import end_with_parent
 from ringtmp.system.signals import held
 
 
 def main() -> None:
+    end_with_parent()
     with held(nothing_started=True):
         from ringtmp.cli import main as run
     run()

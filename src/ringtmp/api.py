@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, replaced
+from ringtmp.config.as_keywords import as_keywords
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
 from ringtmp.data import named_sources
@@ -21,7 +22,7 @@ from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, from_python, with_loss
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
-from ringtmp.errors import UsageError
+from ringtmp.errors import RingError, UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
 from ringtmp.launch.in_memory import InMemoryPool
@@ -37,6 +38,7 @@ from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.check_settings import resolve, resumed
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.interruption import interruptible
+from ringtmp.run.one_at_a_time import one_at_a_time
 from ringtmp.run.progress import OnStep, watching
 from ringtmp.run.result import Result
 from ringtmp.run.session import Session
@@ -48,6 +50,30 @@ from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
 
 Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _runs(call: Callable[P, R]) -> Callable[P, R]:
+    """A call from Python that trains or computes: one at a time, and errors name settings as keywords."""
+
+    @wraps(call)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _named_as_keywords(), one_at_a_time():
+            return call(*args, **kwargs)
+
+    return alone
+
+
+@contextmanager
+def _named_as_keywords() -> Iterator[None]:
+    try:
+        yield
+    except RingError as error:
+        text, *rest = error.args or ("",)
+        error.args = (as_keywords(str(text)), *rest)
+        raise
 
 
 class Ring:
@@ -77,6 +103,7 @@ class Ring:
         self._ring = ring
 
     @shows_settings("fit")
+    @_runs
     def fit(
         self,
         model: Model | str,
@@ -116,6 +143,7 @@ class Ring:
                 pool=self._devices(config, told),
             )  # fmt: skip
 
+    @_runs
     def resume(
         self,
         run_dir: str | Path,
@@ -131,6 +159,10 @@ class Ring:
         """Go on with a run, with the bits of one that was never stopped. Settings given to `Ring` or here take the place
         of the run's own. Data by name is found again by itself. `model`: what was trained, so that `result.model` is of
         its class; its weights do not matter."""
+        if "optimizer" in changes:
+            changes = {**changes, **_optimizer(changes["optimizer"])}
+        if "lr_schedule" in changes:
+            changes = {**changes, "lr_schedule": _schedule(changes["lr_schedule"])}
         changed = {**self._given, **fields(changes)}
         config = settings_of(run_dir, changed)
         data = None if train_data is None else _given(train_data, test_data, config.training.seed)
@@ -139,11 +171,13 @@ class Ring:
                 run_dir, changed, data, loss, watcher=told, pool=self._devices(config, told), model=model
             )  # fmt: skip
 
+    @_runs
     def evaluate(self, run_dir: str | Path, data: Data = None, loss: LossFunction | None = None) -> dict[str, Any]:
         """Loss and scores of a run's newest checkpoint; on its own test part unless data is given. A loss of your own must
         be given again."""
         return evaluate(run_dir, data, self._nodes, loss)
 
+    @_runs
     def predict(self, run_dir: str | Path, inputs: Any) -> Any:
         """The outputs of a run's newest checkpoint for a batch of inputs."""
         return predict(run_dir, inputs, self._nodes)
@@ -345,7 +379,7 @@ def _schedule(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
         return parse_schedule(given)
     if given is not None and not isinstance(given, Mapping):
-        raise UsageError('lr_schedule is text as for --lr-schedule, or {"kind": "cosine", "warmup": 20}')
+        raise UsageError('lr_schedule is text such as "cosine:warmup=20", or {"kind": "cosine", "warmup": 20}')
     return dict(given or {})
 
 

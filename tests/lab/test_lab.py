@@ -251,6 +251,38 @@ def test_orphans_of_a_killed_lab_are_ended_by_the_next(tmp_path: Path) -> None:
     assert left(lab.pid) == []
 
 
+KILLED = """
+from pathlib import Path
+from commands import begin
+
+def test_that_is_killed() -> None:
+    here = Path(__file__).parent
+    lab = begin("lab", "exec", "--devices", "devices.toml", "--", "sh", "-c", "setsid sleep 600 & sleep 600", cwd=here)
+    (here / "lab").write_text(str(lab.pid))
+    lab.communicate()
+"""
+
+
+@needs_isolation
+def test_a_killed_test_run_leaves_no_lab(tmp_path: Path) -> None:
+    """Nor another process that asked what it starts to end with it."""
+    devices_file(tmp_path, device("a"), device("b"))
+    (tmp_path / "test_killed.py").write_text(KILLED)
+    tests = Path(__file__).parent.parent
+    paths = [str(tests), str(tests / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-p", "conftest", "test_killed.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    note = tmp_path / "lab"
+    wait_until(lambda: note.exists() and note.read_text(), "lab", killed)
+    lab = int(note.read_text())
+    wait_until(lambda: [each.name() for each in inside(lab)].count("sleep") == 4, "four sleeps", killed)
+    killed.kill()
+    killed.communicate()
+    wait_until(lambda: not psutil.pid_exists(lab) and not left(lab), "end of the lab")
+
+
 @needs_isolation
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_exec_ends_what_its_commands_left_running(tmp_path: Path, number: signal.Signals) -> None:

@@ -99,7 +99,7 @@ def test_a_pattern_that_fits_nothing_is_refused_with_the_names_there_are() -> No
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(WIDTH, WIDTH)), [nn.Linear(WIDTH, WIDTH)]])
 def test_a_list_of_layers_has_no_blocks(model: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"--blocks 0\.\* is for a module .* cut between its layers: leave out --blocks"
+        UsageError, match=r"--blocks '0\.\*' is for a module .* cut between its layers: leave out --blocks"
     ):
         names_of(model, "0.*")
 
@@ -107,7 +107,7 @@ def test_a_list_of_layers_has_no_blocks(model: Any) -> None:
 def test_a_resumed_run_keeps_its_blocks() -> None:
     saved = replaced(RunConfig(), {"blocks": "layers.*"})
     assert merge_for_resume(saved, {"blocks": "layers.*", "nodes": 2}).ring.blocks == "layers.*"
-    with pytest.raises(UsageError, match="cannot change blocks .*: the run directory has the model as it was cut"):
+    with pytest.raises(UsageError, match="cannot change --blocks .*: the run directory has the model as it was cut"):
         merge_for_resume(saved, {"blocks": "layers"})
 
 
@@ -144,7 +144,7 @@ UNCUT: dict[str, tuple[nn.Module, str, str]] = {
     "one operator": (nn.Linear(WIDTH, 3), "", "has 1. This module could not be cut, because it has only one operator"),
     "a buffer": (Counting(), "", r"has 1. This module could not be cut, because seen is changed .* \(in its own forward\)"),
     "a view": (Viewed(), "", "because a tensor is changed in place after a view of it was taken .in its own forward.: change"),
-    "blocks": (Steps(), "layers", "the model has 3. .* not be cut further, because --blocks layers leaves no more places"),
+    "blocks": (Steps(), "layers", "the model has 3. .* not be cut further, because --blocks 'layers' leaves no more places"),
 }  # fmt: skip
 
 
@@ -161,3 +161,41 @@ def test_what_stands_in_the_way_is_named_before_the_long_comparison(kind: str, m
     for everyone in (True, False) if kind != "blocks" else (True,):
         with pytest.raises(UsageError, match=says):
             list(build_layers(model, 0, rows, [2], partial(refuse_too_few, RunConfig(), 3, everyone), cutting))
+
+
+class Tied(nn.Module):
+    """A head that uses the weight of the embedding: the last cell has no parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for each in self.layers:
+            x = each(x).relu()
+        return self.head(x)
+
+
+def test_a_tied_head_needs_a_layer_more_and_the_refusal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ids(count: int) -> torch.Tensor:
+        return torch.arange(count * 4).reshape(count, 4) % 20
+
+    assert len(list(build_layers(Tied(), 0, ids, [2], partial(refuse_too_few, RunConfig(), 2, True)))) == 4
+
+    def compare(*_: Any, **__: Any) -> Any:
+        raise AssertionError("compared with eager mode")
+
+    monkeypatch.setattr("ringtmp.model.build.Check", compare)
+    says = (
+        r"3 nodes need at least 5 layers \(the master's front and tail and one per worker; the tail takes 2, because the last "
+        r"has no parameters of its own \(a tied weight belongs to the first layer that uses it\)\); the model has 4.*use 2 or"
+    )
+    with pytest.raises(UsageError, match=says):
+        list(build_layers(Tied(), 0, ids, [2], partial(refuse_too_few, RunConfig(), 3, True)))
+    twice = replaced(RunConfig(), {"laps": 2})
+    with pytest.raises(UsageError, match=r"5 visits needs at least 6 layers; the tail takes 2.*; the model has 4"):
+        list(build_layers(Tied(), 0, ids, [2], partial(refuse_too_few, twice, 2, True)))

@@ -82,11 +82,16 @@ def test_a_route_takes_the_place_of_laps_and_laps_that_of_a_route(parts: tuple[P
     [
         (
             {"threads": 2},
-            "--resume cannot change threads .it is 1 in that run.: it would change the weights. It may change",
+            "^resume cannot change threads= .it is 1 in that run.: it would change the weights. It may change epochs=, ",
         ),
-        ({"strategy": "allreduce:tree"}, "cannot change strategy"),
-        ({"wire": "int8"}, "cannot change wire"),
-        ({"epochs": 2, "steps": 9}, "give --epochs or --steps, not both"),
+        ({"strategy": "allreduce:tree"}, "cannot change strategy="),
+        ({"wire": "int8"}, "cannot change wire="),
+        ({"optimizer": ("adam", {"lr": 0.1})}, r"^resume cannot change lr of optimizer= \(it is 0.002 in that run\)"),
+        ({"lr": 0.1}, r"^resume cannot change lr of optimizer= \(it is 0.002 in that run\)"),
+        ({"optimizer": "sgd"}, r"^resume cannot change optimizer= \(it is 'adam' in that run\)"),
+        ({"optimizer": ("adam", {"eps": 0.1})}, r"cannot change eps of optimizer= \(it is not set in that run\)"),
+        ({"lr_schedule": "cosine"}, r"cannot change kind of lr_schedule= \(it is 'constant' in that run\)"),
+        ({"epochs": 2, "steps": 9}, "give epochs= or steps=, not both"),
     ],
 )
 def test_what_would_change_the_bits_is_refused_from_ring_and_resume(
@@ -99,3 +104,10 @@ def test_what_would_change_the_bits_is_refused_from_ring_and_resume(
 def test_saying_again_what_the_run_has_is_no_change(parts: tuple[Path, str]) -> None:
     again = {"strategy": "ring", "optimizer_settings": {"lr": 0.002}, "lr_schedule": {"kind": "constant"}, "seed": 0}
     assert api.settings_of(parts[0], again).training.seed == 0
+    assert api.settings_of(parts[0], {"lr": 0.002}).training.optimizer_settings == {"lr": 0.002}
+
+
+def test_the_command_line_is_told_which_setting_of_the_optimizer_and_by_its_options(parts: tuple[Path, str]) -> None:
+    refused = here("train", "--resume", parts[0], "--lr", 0.1, cwd=parts[0].parent, code=2).stderr
+    assert "--resume cannot change lr of --opt (it is 0.002 in that run): it would change the weights" in refused
+    assert "It may change --epochs, --steps" in refused

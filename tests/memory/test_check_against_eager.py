@@ -302,3 +302,33 @@ def test_statistics_that_two_layers_share_are_refused_by_name() -> None:
     norm = nn.BatchNorm1d(WIDTH, affine=False)
     with pytest.raises(UsageError, match="0.running_mean and 2.running_mean are one tensor"):
         list(layers_of(opened_model(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), 0)))
+
+
+class Stated(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Stated(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).relu()
+
+
+@pytest.mark.parametrize(
+    ("model", "who"),
+    [
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Stated(WIDTH, WIDTH), nn.ReLU())), r"1\.0"),
+        (Around(), r"inner\.0"),
+        ([Stated(WIDTH, WIDTH)], "0"),
+    ],
+)
+def test_state_that_is_no_tensor_is_refused_by_name(model: Any, who: str) -> None:
+    """It ended in "'dict' object has no attribute 'dtype'"."""
+    with pytest.raises(UsageError, match=rf"^{who} .Stated. has a get_extra_state.*register_buffer"):
+        list(build_layers(model, 0, numbers, [2]))

@@ -151,15 +151,15 @@ def test_nothing_goes_back_past_the_last_needed_gradient(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"train": "hed"}, "--train 'hed' fits no parameter: the model has trunk.0.weight"),
-        ({"train": " | "}, "--train is empty"),
+        ({"train": "hed"}, "train='hed' fits no parameter: the model has trunk.0.weight"),
+        ({"train": " | "}, "train= is empty"),
         ({"lora": "r=2"}, "does not say on which layers"),
-        ({"lora": "r=2,on=q_proj"}, "--lora on=q_proj fits no module: there are trunk, 0"),
+        ({"lora": "r=2,on=q_proj"}, "lora='on=q_proj' fits no module: there are trunk, 0"),
         ({"lora": "r=2,on=trunk"}, "it is a ModuleList, and adapters go on linear layers"),
         ({"lora": "r=0,on=head"}, "r must be at least 1"),
-        ({"lora": "rank=2,on=head"}, "rank=… is not known"),
-        ({"lora": "r=two,on=head"}, "r=two must be a number"),
-        ({"lora": "r=2,on=0", "train": "head"}, "would freeze the adapters of --lora: add |lora"),
+        ({"lora": "rank=2,on=head"}, "lora='rank=…' is not known"),
+        ({"lora": "r=two,on=head"}, "lora='r=two' must be a number"),
+        ({"lora": "r=2,on=0", "train": "head"}, "train='head' would freeze the adapters of lora=: add |lora"),
     ],
 )
 def test_what_fits_nothing_is_refused_before_the_start(more: dict[str, str], says: str, tmp_path: Path) -> None:

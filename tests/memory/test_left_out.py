@@ -101,5 +101,5 @@ def test_what_says_something_is_not_left_out(data: Any, names: str, says: str, t
 
 
 def test_a_streams_later_batch_that_is_padded_ends_the_run_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--leave-out attention_mask: not all of its values are ones"):
+    with pytest.raises(UsageError, match="leave_out='attention_mask': not all of its values are ones"):
         fit(batches(padded(20))(), tmp_path, "run", leave_out="attention_mask")

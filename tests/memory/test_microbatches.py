@@ -122,7 +122,7 @@ def test_a_resumed_run_keeps_the_number_that_was_chosen_and_notices_other_data(t
     again = api.resume(tmp_path / "run", {"steps": 7, "nodes": 2}, data, None, watcher=Watcher(), pool=InMemoryPool(2))
     assert again.summary.microbatches == first.summary.microbatches
     assert any("the data (t) is not what it was" in text for text in again.summary.warnings)
-    with pytest.raises(UsageError, match="cannot change microbatches"):
+    with pytest.raises(UsageError, match="cannot change --microbatches"):
         api.resume(tmp_path / "run", {"microbatches": "auto"}, data, None, watcher=Watcher(), pool=InMemoryPool(2))
 
 

@@ -220,8 +220,8 @@ def test_python_takes_every_schedule_and_refuses_what_is_none(tmp_path: Path) ->
     wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"route": "x"}, {}, "unknown route 'x'"),
         ({"recompute": "maybe"}, {}, "unknown recompute"),
-        ({"laps": 0}, {}, "--laps 0"),
-        ({}, {"staleness": 3}, "--staleness 3"),
+        ({"laps": 0}, {}, "laps=0"),
+        ({}, {"staleness": 3}, "staleness=3"),
         ({}, {"protect": "maybe"}, "unknown protect 'maybe'"),
     ]
     for ring, fit, says in wrong:

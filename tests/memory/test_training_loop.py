@@ -193,10 +193,10 @@ def test_no_checkpoint_at_all_is_an_error_that_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"batch_size": 8}, "cannot change batch-size .it is 16"),
-        ({"seed": 3}, "cannot change seed"),
-        ({"optimizer": "sgd"}, "cannot change optimizer"),
-        ({"microbatches": 2}, "cannot change microbatches"),
+        ({"batch_size": 8}, "cannot change --batch-size .it is 16"),
+        ({"seed": 3}, "cannot change --seed"),
+        ({"optimizer": "sgd"}, "cannot change --optimizer"),
+        ({"microbatches": 2}, "cannot change --microbatches"),
     ],
 )
 def test_resuming_refuses_what_would_change_the_bits(tmp_path: Path, change: dict[str, Any], says: str) -> None:

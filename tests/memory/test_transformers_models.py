@@ -21,8 +21,9 @@ from oracle import RandomByOperator, state_sha256
 from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import from_python
+from ringtmp.errors import UsageError
 from ringtmp.launch.in_memory import InMemoryPool
-from ringtmp.model.call import without_cache
+from ringtmp.model.call import call_arguments, without_cache
 from ringtmp.model.portable_layer import Layer
 from ringtmp.runtime.run_directory import RunDirectory
 
@@ -205,3 +206,25 @@ def _check_without_its_class(done: Result, model: nn.Module, batch: dict[str, to
         found = other(**inputs)
         assert found.loss is None
         assert found.logits.equal(whole.logits) or "decoder_start_token_id" in vars(own.config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+def test_a_misspelt_key_is_refused_before_anything_starts(name: str) -> None:
+    """It would go through their `**kwargs` without a word, and the model be trained without labels."""
+    model, data = MODELS[name]()
+    inputs = data(2)
+    assert call_arguments(model, inputs).kwargs.keys() == inputs.keys()
+    inputs["labelz"] = inputs.pop("labels", torch.zeros(2))
+    with pytest.raises(UsageError, match=r"'labelz', but \w+.forward takes no such argument: did you mean 'labels'\?"):
+        call_arguments(model, inputs)
+
+
+def test_a_misspelt_key_is_refused_behind_adapters_too() -> None:
+    peft = pytest.importorskip("peft")
+    model, data = llama()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    inputs = data(2) | {"position_ids": positions}  # which PEFT hands on
+    assert call_arguments(adapted, inputs).kwargs.keys() == inputs.keys()
+    with pytest.raises(UsageError, match=r"'position_idz', .*did you mean 'position_ids'\?"):
+        call_arguments(adapted, data(2) | {"position_idz": positions})

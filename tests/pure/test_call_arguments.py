@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import pytest
 import torch
@@ -96,3 +96,57 @@ def test_keys_and_values_for_the_next_token_are_not_asked_for() -> None:
     model = Model()
     assert called(model, X)[1] is False
     assert model.config.use_cache is True
+
+
+class Extras(TypedDict, total=False):
+    length: Any
+
+
+class Typed(nn.Module):
+    def forward(self, x: Any, labels: Any = None, **more: Unpack[Extras]) -> Any:
+        return x, labels, more
+
+
+class OfLibrary(nn.Module):
+    """As models of transformers are: what is not named goes on to where nobody looks at it."""
+
+    def forward(self, x: Any, labels: Any = None, **more: Any) -> Any:
+        return x, labels, more
+
+
+class Wrapped(nn.Module):
+    """As PEFT does it."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def get_base_model(self) -> nn.Module:
+        return self.inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inside(*args, **kwargs)
+
+
+Typed.forward.__annotations__["more"] = Unpack[Extras]
+OfLibrary.forward.__module__ = "transformers.models.some.modeling_some"
+Wrapped.forward.__module__ = "peft.peft_model"
+
+
+def test_what_a_kwargs_has_no_use_for_is_refused_where_its_names_are_known() -> None:
+    for module in (Typed(), OfLibrary(), Wrapped(OfLibrary()), Wrapped(Typed())):
+        says = r"'labelz', but \w+.forward takes no such argument: did you mean 'labels'\?"
+        with pytest.raises(UsageError, match=says):
+            call_arguments(module, {"x": X, "labelz": Y})
+        assert call_arguments(module, {"x": X, "labels": Y}).kwargs == {"x": X, "labels": Y}
+    assert "length" in call_arguments(Typed(), {"x": X, "length": Y}).kwargs
+    assert "length" in call_arguments(Wrapped(Typed()), {"x": X, "length": Y}).kwargs
+
+
+def test_a_kwargs_of_the_users_own_takes_any_name() -> None:
+    class Own(OfLibrary):
+        def forward(self, x: Any, **more: Any) -> Any:
+            return super().forward(x, **more)
+
+    for module in (Open(), Own(), Wrapped(Open())):
+        assert "labelz" in call_arguments(module, {"x": X, "labelz": Y}).kwargs

@@ -82,8 +82,22 @@ def usual_microbatches(training: TrainingPart) -> int:
     return min(given if isinstance(given, int) else DEFAULT_MICROBATCHES, training.batch_size)
 
 
+def _cannot(setting: Setting, before: Any, after: Any) -> str:
+    """Of a setting that is a table of others, the first that differs is named."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key, value in after.items():
+            if before.get(key) != value:
+                was = f"it is {before[key]!r}" if key in before else "it is not set"
+                return f"--resume cannot change {key} of {setting.title} ({was} in that run)"
+    return f"--resume cannot change {setting.title} (it is {before!r} in that run)"
+
+
 def merge_for_resume(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """The saved settings with what the user gave anew; refuses what would change the bits."""
+    of_optimizer = {key: value for key, value in given.items() if key in saved.training.optimizer_settings}
+    if of_optimizer:  # lr=0.1, say, which Python's resume takes like any other name
+        given = {key: value for key, value in given.items() if key not in of_optimizer}
+        given["optimizer_settings"] = {**given.get("optimizer_settings", {}), **of_optimizer}
     changed = dict(given)
     resumable = [setting for setting in SETTINGS.values() if setting.resumable]
     for key, value in given.items():
@@ -100,7 +114,7 @@ def merge_for_resume(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
                 else "the run directory has the model as it was cut"
             )
             raise UsageError(
-                f"--resume cannot change {SETTINGS[key].title.removeprefix('--')} (it is {before!r} in that run): {why}. "
+                f"{_cannot(SETTINGS[key], before, value)}: {why}. "
                 f"It may change {listed(tuple(each.title for each in resumable), 'and')}"
             )
     if "epochs" in given:

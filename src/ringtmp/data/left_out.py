@@ -54,18 +54,18 @@ def _table(whole: Table, names: Sequence[str]) -> Table:
 def without(source: str, inputs: Any, names: Sequence[str], first: int = 0) -> dict[str, Any]:
     """`first`: the number of the first sample, if the samples have numbers."""
     if not isinstance(inputs, Mapping):
-        raise UsageError(f"--leave-out {','.join(names)}: the inputs of {source} have no names; give dicts")
+        raise UsageError(f"--leave-out {','.join(names)!r}: the inputs of {source} have no names; give dicts")
     for name in names:
         if name not in inputs:
-            raise UsageError(f"--leave-out {name}: data {source} has {', '.join(map(repr, inputs))}")
+            raise UsageError(f"--leave-out {name!r}: data {source} has {', '.join(map(repr, inputs))}")
         for leaf in leaves(inputs[name]):
             other = (leaf != 1).flatten(1).any(1) if leaf.dim() > 1 else (leaf != 1).reshape(-1)
             if bool(other.any()):
                 raise UsageError(
-                    f"--leave-out {name}: not all of its values are ones (sample {first + int(other.nonzero()[0][0])} of "
+                    f"--leave-out {name!r}: not all of its values are ones (sample {first + int(other.nonzero()[0][0])} of "
                     f"{source}), so it cannot be left out"
                 )
     rest = {key: item for key, item in inputs.items() if key not in names}
     if not rest:
-        raise UsageError(f"--leave-out {','.join(names)} would leave {source} without inputs")
+        raise UsageError(f"--leave-out {','.join(names)!r} would leave {source} without inputs")
     return rest

@@ -27,10 +27,10 @@ from ringtmp.lab import control_groups, networks
 from ringtmp.lab.machine_shares import Share
 from ringtmp.metrics import this_device
 from ringtmp.metrics.energy import Watts
+from ringtmp.system.end_with_parent import signal_at_parents_end
 from ringtmp.transport.slow_link import LATENCY, RATE
 
 STOP_LIMIT_S = 5.0
-_PR_SET_PDEATHSIG = 1
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
 
@@ -155,7 +155,7 @@ class EmulatedDevices:
 
         def enter() -> None:
             if sys.platform == "linux":
-                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                signal_at_parents_end(signal.SIGKILL)
                 if os.getppid() != lab:  # it died before we asked to follow it
                     os._exit(1)
             if not isolated:

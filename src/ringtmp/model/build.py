@@ -7,11 +7,11 @@ would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -32,13 +32,17 @@ from ringtmp.model.export_cache import ExportCache, Exported, module_key
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
-from ringtmp.model.portable_layer import CUSTOM, Layer
+from ringtmp.model.portable_layer import CUSTOM, Layer, hides_inputs
 from ringtmp.model.preparation import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.written_parameters import written_parameters
 
+T = TypeVar("T")
+#: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it
+#: has no more layers.
+Known = Callable[[Sequence[bool], str], None]
 #: A layer is compared with its graphs at so many microbatch sizes at most.
 MOST_SIZES = 4
 #: Parameters up to this size are copied for a trial run.
@@ -65,22 +69,21 @@ def build_layers(
     seed: int,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int, str], None] = lambda count, why: None,
+    known: Known = lambda has_parameters, why: None,
     cutting: Cutting | None = None,
     phase: Callable[[str], None] = lambda text: None,
     folder: Path | None = None,
     preparation: Preparation | None = None,
 ) -> Iterator[BuiltLayer]:
-    """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told the
-    number of layers before any work is done on the first, if it can be known; of one module, when it has been cut, and why
-    it has no more."""
+    """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told
+    before any work is done on the first layer, if they can be known; of one module, when it has been cut."""
     opened = opened_model(model, seed, folder, preparation)
     if (module := opened.whole) is not None:
         yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
         return
     if cutting is not None and cutting.blocks:
         raise UsageError(
-            f"--blocks {','.join(cutting.blocks)} is for a module with a forward of its own; this model is an nn.Sequential "
+            f"--blocks {','.join(cutting.blocks)!r} is for a module with a forward of its own; this model is an nn.Sequential "
             "or a list of layers, which is cut between its layers: leave out --blocks"
         )
     exporter = Exporter()
@@ -122,7 +125,7 @@ def _build_cells(
     module: nn.Module,
     sample: Callable[[int], Any],
     microbatch_sizes: Sequence[int],
-    known: Callable[[int, str], None],
+    known: Known,
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -163,6 +166,10 @@ def _said_of_the_model(name: str) -> Iterator[None]:
         ) from error
 
 
+#: A module as one layer, what is known of the slots of its graphs, and its tensors.
+_Graphs = tuple[Layer, tuple[Any, Any], dict[str, torch.Tensor]]
+
+
 class _Whole(NamedTuple):
     layer: Layer
     cells: list[CutCell]
@@ -174,7 +181,7 @@ def _exported_whole(
     module: nn.Module,
     samples: Mapping[int, Sample],
     sizes: Sequence[int],
-    known: Callable[[int, str], None],
+    known: Known,
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
@@ -183,6 +190,21 @@ def _exported_whole(
     name, example, fitting = type(module).__name__, samples[EXAMPLE_BATCH], fits([module])
     refusals: list[tuple[bool, UsageError]] = []  # and whether it is of a kept export
     cache = ExportCache()
+
+    def attempted(
+        work: Callable[[], T], path: Callable[[], AbstractContextManager[None]], key: str, kept: bool
+    ) -> T | None:
+        """None if the module is refused by this path."""
+        try:
+            with path():
+                return work()
+        except UsageError as refused:
+            cache.forget(key)
+            refusals.append((kept, refused))
+            return None
+        finally:
+            module.train()
+
     # Not exported a second time as layers are: another number of samples is compared, as those of the run are.
     # Where gradients of everything do not fit, evaluation is compared alone.
     trained = [AGAIN_BATCH, *sizes] if fitting else []
@@ -192,37 +214,35 @@ def _exported_whole(
         for kept in (cache.get(key, module), None):
             if kept is None:
                 phase("exporting the model")
-            try:
-                with path():
-                    layer, facts, tensors = _graphs(module, example, kept)
-                    cells, why = cells_of(module, layer, facts, cutting)
-            except UsageError as refused:
-                cache.forget(key)
-                refusals.append((kept is not None, refused))
+            cut = attempted(partial(_cut, module, example, kept, cutting), path, key, kept is not None)
+            if cut is None:
                 continue
-            finally:
-                module.train()
+            (layer, facts, tensors), cells, why = cut
             if kept is None:
                 cache.put(key, layer, facts, tensors)
-            known(len(cells), why)
+            known(hides_inputs([cell.layer for cell in cells]), why)
             phase("comparing the model with eager mode")
-            try:
-                with path():
-                    check(layer, tensors)
-            except UsageError as refused:
-                cache.forget(key)
-                refusals.append((kept is not None, refused))
-                continue
-            finally:
-                module.train()
-            checked = TRACED if number else "model" if fitting else "evaluation"
-            return _Whole(layer, cells, _apart(layer, tensors), checked)
+            if attempted(partial(_agrees, check, layer, tensors), path, key, kept is not None):
+                checked = TRACED if number else "model" if fitting else "evaluation"
+                return _Whole(layer, cells, _apart(layer, tensors), checked)
     raise min(refusals, key=lambda each: each[0])[1]
 
 
-def _graphs(
-    module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, torch.Tensor]] | None
-) -> tuple[Layer, tuple[Any, Any], dict[str, torch.Tensor]]:
+def _cut(
+    module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, torch.Tensor]] | None, cutting: Cutting
+) -> tuple[_Graphs, list[CutCell], str]:
+    graphs = _graphs(module, example, kept)
+    return graphs, *cells_of(module, *graphs[:2], cutting)
+
+
+def _agrees(
+    check: Callable[[Layer, dict[str, torch.Tensor]], None], layer: Layer, tensors: dict[str, torch.Tensor]
+) -> bool:
+    check(layer, tensors)
+    return True
+
+
+def _graphs(module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, torch.Tensor]] | None) -> _Graphs:
     """With what is known of every value, in training and in evaluation."""
     if kept is not None:
         return kept[0].layer, (kept[0].train, kept[0].evaluate), kept[1]
@@ -243,13 +263,13 @@ def _refuse_objects(name: str, entering: Any) -> None:
 class _Row:
     """A model whose layers are all in memory is checked as a whole, too, when the last one has been exported."""
 
-    def __init__(self, known: Callable[[int, str], None]) -> None:
+    def __init__(self, known: Known) -> None:
         self._known = known
         self._modules: list[nn.Module] = []
         self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
 
     def know(self, modules: list[nn.Module]) -> None:
-        self._known(len(modules), "")
+        self._known([any(each.numel() for each in module.parameters()) for module in modules], "")
         if fits(modules):
             self._modules = modules
 
@@ -306,6 +326,14 @@ def _spread(sizes: Sequence[int]) -> list[int]:
 
 
 def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
+    for path, each in module.named_modules():
+        if type(each).get_extra_state is not nn.Module.get_extra_state:
+            full = ".".join(filter(None, (name, path))) or "the model"
+            raise UsageError(
+                f"{full} ({type(each).__name__}) has a get_extra_state, and what it returns is no tensor that could travel to "
+                "a node or change in training: keep tensors in buffers (register_buffer), and leave the method out of the "
+                "model you train"
+            )
     for local, tensor in (*module.named_parameters(), *module.named_buffers()):
         full = f"{name}.{local}" if name else local
         if tensor.device.type != "cpu":

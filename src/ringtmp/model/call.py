@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from torch import nn
 
@@ -35,7 +35,7 @@ def call_arguments(module: nn.Module, inputs: Any) -> Arguments:
     except (TypeError, ValueError):  # forward is not a Python function
         return Arguments((inputs,), {})
     if isinstance(inputs, Mapping):
-        return _by_name(type(module).__name__, takes, inputs)
+        return _by_name(type(module).__name__, takes, inputs, _names_beyond(module, takes))
     if isinstance(inputs, tuple | list):
         return _by_place(type(module).__name__, takes, inputs)
     return Arguments((inputs,), {})
@@ -69,14 +69,17 @@ def without_cache(module: nn.Module) -> Iterator[None]:
                 each.use_cache = True
 
 
-def _by_name(label: str, takes: Sequence[_Parameter], inputs: Mapping[str, Any]) -> Arguments:
+def _by_name(
+    label: str, takes: Sequence[_Parameter], inputs: Mapping[str, Any], beyond: Sequence[str] | None
+) -> Arguments:
+    """`beyond`: names that a `**kwargs` takes; None: any."""
     known = [each.name for each in takes if each.kind in _BY_NAME]
     if len(takes) == 1 and takes[0].kind in _BY_PLACE and takes[0].name not in inputs:
         return Arguments((dict(inputs),), {})
-    if not any(each.kind is _Parameter.VAR_KEYWORD for each in takes):
+    if beyond is not None:
         for key in inputs:
-            if key not in known:
-                near = nearest(key, known)
+            if key not in known and key not in beyond:
+                near = nearest(key, [*known, *beyond])
                 hint = f"did you mean {near!r}? " if near else ""
                 raise UsageError(
                     f"the data has {key!r}, but {label}.forward takes no such argument: {hint}it takes "
@@ -89,6 +92,28 @@ def _by_name(label: str, takes: Sequence[_Parameter], inputs: Mapping[str, Any])
             "name the inputs as forward does"
         )
     return Arguments((), dict(inputs))
+
+
+#: Packages whose models take a `**kwargs` only to hand it on: a misspelt name goes all the way through without a word.
+_HANDING_ON = ("transformers", "peft")
+
+
+def _names_beyond(module: nn.Module, takes: Sequence[_Parameter]) -> Sequence[str] | None:
+    """What may be named beside the parameters of `forward`. None: anything, as where the user wrote a `**kwargs` to use it.
+    Where its author has said which names it may hold (`**kwargs: Unpack[...]`), those; where a library hands it on, what
+    the model inside has by name."""
+    rest = next((each for each in takes if each.kind is _Parameter.VAR_KEYWORD), None)
+    if rest is None:
+        return ()
+    said = getattr(next(iter(get_args(rest.annotation)), None), "__annotations__", {})  # of a TypedDict
+    if getattr(module.forward, "__module__", "").partition(".")[0] not in _HANDING_ON:
+        return list(said) if said else None
+    inside = getattr(module, "get_base_model", lambda: module)()  # the model that PEFT has put adapters into
+    if inside is module:
+        return list(said)
+    takes = list(inspect.signature(inside.forward).parameters.values())
+    more = _names_beyond(inside, takes)
+    return None if more is None else [*said, *(each.name for each in takes if each.kind in _BY_NAME), *more]
 
 
 def _by_place(label: str, takes: Sequence[_Parameter], inputs: Sequence[Any]) -> Arguments:

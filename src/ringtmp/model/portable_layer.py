@@ -157,15 +157,20 @@ class Layer(msgspec.Struct, frozen=True):
         return sum(count(tensor.shape) for tensor in self.tensors if tensor.trainable)
 
 
+class HidesInputs:
+    """Asked of every layer in order: whether the inputs have met parameters in it. Those of a cell before the first that
+    takes an input (a weight that is computed from others) hide nothing."""
+
+    def __init__(self) -> None:
+        self._entered = False
+
+    def __call__(self, layer: Layer) -> bool:
+        self._entered = self._entered or layer.takes_inputs
+        return self._entered and layer.parameters > 0
+
+
 def hides_inputs(layers: Sequence[Layer]) -> list[bool]:
-    """For every layer, whether the inputs have met parameters in it. Those of a cell before the first that takes an input
-    (a weight that is computed from others) hide nothing."""
-    found: list[bool] = []
-    entered = False
-    for layer in layers:
-        entered = entered or layer.takes_inputs
-        found.append(entered and layer.parameters > 0)
-    return found
+    return list(map(HidesInputs(), layers))
 
 
 def slots(value: Argument) -> list[int]:

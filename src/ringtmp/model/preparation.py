@@ -70,7 +70,7 @@ class Preparing:
                 raise UsageError(f"--train {each!r} fits no parameter: the model has {some_of(self._parameters)}")
         if self._how.lora is not None and self._how.train and not self._adapters_trained:
             raise UsageError(
-                f"--train {'|'.join(self._how.train)} would freeze the adapters of --lora: add |lora to it"
+                f"--train {'|'.join(self._how.train)!r} would freeze the adapters of --lora: add |lora to it"
             )
         if self._parameters and not self._trained:
             raise UsageError(

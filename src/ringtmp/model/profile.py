@@ -27,6 +27,7 @@ from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
 from ringtmp.model.layers import SMALLER
 from ringtmp.model.output_tree import leaves_of, map_outputs
+from ringtmp.model.portable_layer import HidesInputs
 from ringtmp.model.run_graph import Program
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
@@ -122,7 +123,7 @@ class Profiler:
         self._clock = _clock(threads)
         self._cache = cache
         self._seen: dict[str, Profile] = {}
-        self._entered = False  # an input has
+        self._hides_inputs = HidesInputs()
         self._trained = False  # the data wants no gradient, nor does what layers without parameters make of it
 
     def cost(self, each: BuiltLayer) -> LayerCost:
@@ -143,13 +144,12 @@ class Profiler:
             self._cache.put(key, found)
         self._seen[key] = found
         self._inputs = each.sample_outputs
-        self._entered = self._entered or each.layer.takes_inputs
         self._trained = self._trained or any(tensor.trainable for tensor in each.layer.tensors)
         weights = sum(tensor.nbytes for tensor in each.tensors.values())
         return LayerCost(
             each.layer.name, _behind(each, found.at(self._sizes)), weights, _trainable_bytes(each),
             optimizer_bytes=found.optimizer_bytes, update_s=found.update_s,
-            has_parameters=self._entered and each.layer.parameters > 0,
+            has_parameters=self._hides_inputs(each.layer),
             waiting_bytes=0.0 if each.cell is None else each.cell.waiting,
         )  # fmt: skip
 

@@ -40,6 +40,8 @@ class WeightsFile:
                 wanting.setdefault(id(tensor), full)
                 continue
             self._used.add(full)
+            # Opened anew for each: the file is mapped, and what was read of it stays in memory until it is closed (402 MiB
+            # instead of 2 for one of 400 MiB). Opening takes a millisecond.
             with safe_open(str(self._files[full]), framework="pt") as file:
                 shape = tuple(file.get_slice(full).get_shape())
                 if shape != tuple(tensor.shape):

@@ -18,8 +18,8 @@ def why_uncut(anatomy: Anatomy, cells: int, blocks: Sequence[str], labels: Colle
         return f"it has {count} with parameters, and every cell needs one: use a larger model"
     places = legal(anatomy, labels)
     if blocks and len(places) >= cells:
-        names = ", ".join(blocks)
-        return f"--blocks {names} leaves no more places between such modules: give patterns of smaller modules, or leave it out"
+        names = ",".join(blocks)
+        return f"--blocks {names!r} leaves no more places between such modules: give patterns of smaller ones, or leave it out"
     closed = [(a, b) for a, b in pairwise(heavy) if not any(a < place <= b for place in places)]
     if not closed and cells >= FEW:
         return (

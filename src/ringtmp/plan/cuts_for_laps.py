@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from ringtmp.errors import UsageError
+from ringtmp.plan.least_layers import Ends, too_few_for_route
 
 Bounds = list[tuple[int, int]]
 
@@ -23,13 +23,10 @@ def bounds_for(
     node; None: all alike."""
     paces = paces or [1.0] * len(set(holders))
     least = [1] * len(holders)
-    least[0] = _first_with(has_parameters)
-    least[-1] = _first_with(has_parameters[::-1])
+    ends = Ends.of(has_parameters)
+    least[0], least[-1] = ends.front, ends.tail
     if sum(least) > len(costs):
-        raise UsageError(
-            f"a route of {len(holders)} visits needs at least {sum(least)} layers; the model has {len(costs)}: use fewer "
-            "--laps or --nodes, or a deeper model"
-        )
+        raise too_few_for_route(ends, len(holders), len(costs), ": use fewer --laps or --nodes, or a deeper model")
     cuts = _equal_shares(costs, holders, least, paces)
     best = _badness(cuts, costs, holders, paces)
     improved = True
@@ -68,7 +65,3 @@ def _badness(
     for holder, cost in zip(holders, visits, strict=True):
         nodes[holder] += cost / paces[holder]
     return max(nodes.values()), sum(each**2 for each in nodes.values()), sum(each**2 for each in visits)
-
-
-def _first_with(has_parameters: Sequence[bool]) -> int:
-    return next((index + 1 for index, has in enumerate(has_parameters) if has), len(has_parameters))

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from ringtmp.errors import UsageError
 from ringtmp.plan.devices import LayerCost
+from ringtmp.plan.least_layers import Ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,12 @@ class CostTable:
     @property
     def least_front(self) -> int:
         """Layers the front needs so that raw inputs stay on the master."""
-        return _reach(self.has_parameters)
+        return Ends.of(self.has_parameters).front
 
     @property
     def least_tail(self) -> int:
         """Layers the tail needs so that labels, and what shows them, stay on the master."""
-        return _reach(self.has_parameters[::-1])
+        return Ends.of(self.has_parameters).tail
 
     @property
     def parameter_bytes(self) -> float:
@@ -104,7 +105,3 @@ class CostTable:
 
 def _sums(values: Iterable[float]) -> list[float]:
     return [0.0, *accumulate(float(each) for each in values)]
-
-
-def _reach(has_parameters: Sequence[bool]) -> int:
-    return next((index + 1 for index, has in enumerate(has_parameters) if has), len(has_parameters))

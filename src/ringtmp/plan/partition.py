@@ -22,6 +22,7 @@ from ringtmp.plan.cuts_for_laps import bounds_for
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.exact_cuts import Candidate, Segments, least_missing, shortest_way
 from ringtmp.plan.layer_costs import CostTable
+from ringtmp.plan.least_layers import Ends, too_few_layers
 from ringtmp.plan.memory_forecast import forecast, held, held_in, refuse_single_layers, require_fit
 from ringtmp.plan.route import holders_of, plain_ring, route_over
 from ringtmp.plan.simulate_pipeline import simulate_ring
@@ -40,14 +41,10 @@ def equal_cost(costs: Sequence[float], has_parameters: Sequence[bool], nodes: in
         return [(0, layers)]
     if nodes < 1:
         raise UsageError(f"a ring needs at least one node, not {nodes}")
-    front_least = _first(has_parameters)
-    tail_least = _first(list(reversed(has_parameters)))
-    if front_least + tail_least + nodes - 1 > layers:
-        possible = max(1, layers - front_least - tail_least + 1)
-        raise UsageError(
-            f"{nodes} nodes need at least {front_least + tail_least + nodes - 1} layers (the master's front and tail and "
-            f"one per worker); the model has {layers}: use --nodes {possible} or fewer, or a deeper model"
-        )
+    ends = Ends.of(has_parameters)
+    front_least, tail_least = ends.front, ends.tail
+    if ends.needed(nodes + 1) > layers:
+        raise too_few_layers(ends, nodes, layers, f": use --nodes {ends.nodes(layers)} or fewer, or a deeper model")
     sums = [0.0, *accumulate(costs)]
     # The first probe asks for nothing, so some bounds always exist; each later one keeps what it could improve.
     best = _bounds_under(float("inf"), sums, front_least, tail_least, nodes)
@@ -61,10 +58,6 @@ def equal_cost(costs: Sequence[float], has_parameters: Sequence[bool], nodes: in
         else:
             best, high = found, min(middle, _bottleneck(found, sums))
     return best
-
-
-def _first(has_parameters: Sequence[bool]) -> int:
-    return next((index + 1 for index, has in enumerate(has_parameters) if has), len(has_parameters))
 
 
 def _bottleneck(bounds: Sequence[tuple[int, int]], sums: Sequence[float]) -> float:
@@ -127,13 +120,9 @@ def refuse(segments: Segments, devices: Sequence[Device], keep_all: bool) -> Non
 
 
 def require_layers(table: CostTable, nodes: int) -> None:
-    need = table.least_front + table.least_tail + nodes - 1
-    if nodes > 1 and need > table.count:
-        possible = max(1, table.count - table.least_front - table.least_tail + 1)
-        raise UsageError(
-            f"{nodes} nodes need at least {need} layers (the master's front and tail and one per worker); the model has "
-            f"{table.count}: use {possible} or fewer, or a deeper model"
-        )
+    ends = Ends(table.least_front, table.least_tail)
+    if nodes > 1 and ends.needed(nodes + 1) > table.count:
+        raise too_few_layers(ends, nodes, table.count, f": use {ends.nodes(table.count)} or fewer, or a deeper model")
 
 
 def step_s(segments: Segments, devices: Sequence[Device], bounds: Bounds, paths: Paths | None = None) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ringtmp.data.sources import Source
 from ringtmp.errors import UsageError
-from ringtmp.model.build import BuiltLayer
+from ringtmp.model.build import BuiltLayer, Known
 from ringtmp.model.frozen import frozen_names
 from ringtmp.model.layers import Model
 from ringtmp.run.measure_model import Reading, measure
@@ -18,9 +18,9 @@ from ringtmp.system.resources import give_back_memory
 
 def write_model(
     run: RunDirectory, model: Model, train: Source, how: Reading, *, phase: Callable[[str], None],
-    known: Callable[[int, str], None],
+    known: Known,
 ) -> None:  # fmt: skip
-    """One layer at a time. `known` is told the number of layers before the first is read, if it can be known."""
+    """One layer at a time. `known` as for `measure`."""
     phase("reading the model")
     name = secrets.token_hex(8)
     writer = CheckpointWriter(run.checkpoints, name, Progress(0))

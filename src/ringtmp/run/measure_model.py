@@ -18,7 +18,7 @@ from ringtmp.data.left_out import leave_out, names_of
 from ringtmp.data.nested_inputs import names
 from ringtmp.data.sources import Source, Stream, with_loss
 from ringtmp.model.blocks import patterns_of
-from ringtmp.model.build import BuiltLayer, build_layers
+from ringtmp.model.build import BuiltLayer, Known, build_layers
 from ringtmp.model.build_cells import Cutting
 from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.layers import Model
@@ -86,11 +86,11 @@ def measure(
     phase: Callable[[str], None],
     *,
     take: Callable[[int, BuiltLayer], None] = lambda index, built: None,
-    known: Callable[[int, str], None] = lambda count, why: None,
+    known: Known = lambda has_parameters, why: None,
     folder: Path | None = None,
 ) -> MeasuredModel:
     """One layer at a time: the whole model is never in memory. `take` gets each before the next is built; `known` is told
-    the number of layers before the first is read, if it can be known, and why a module was not cut into more."""
+    of the layers before the first is read, if they can be known, and why a module was not cut into more."""
 
     def sample(count: int) -> Any:
         return train.example(count)[0]
@@ -186,7 +186,7 @@ class Work:
 
 def work_of(
     config: RunConfig, model: Model, train: Source, phase: Callable[[str], None],
-    *, known: Callable[[int, str], None] = lambda count, why: None,
+    *, known: Known = lambda has_parameters, why: None,
 ) -> Work:  # fmt: skip
     """`config` is resolved. Refuses what a session would refuse of model and data; `known` as for `measure`."""
     training = config.training

@@ -166,9 +166,12 @@ class Strategy:
         """Whether gradients may be of other weights than those they change."""
         return False
 
-    def refuse_too_few(self, config: RunConfig, nodes: int, keep_all: bool, layers: int, why: str) -> None:
-        """UsageError for what the number of layers alone tells, before they are compared and measured. `why`: what keeps a
-        module from being cut into more; empty for a list of layers."""
+    def refuse_too_few(
+        self, config: RunConfig, nodes: int, keep_all: bool, has_parameters: Sequence[bool], why: str
+    ) -> None:
+        """UsageError for what can be told of so many layers before they are compared and measured. `has_parameters`: of
+        each, whether it has some of its own behind the inputs; `why`: what keeps a module from being cut into more,
+        empty for a list of layers."""
 
     def tried(
         self, request: PlanRequest, endpoint: Endpoint, pool: NodePool, log: EventLog,

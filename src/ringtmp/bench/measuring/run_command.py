@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 import ringtmp
+from ringtmp.system.end_with_parent import tied
 from ringtmp.system.signals import WISHES, on_signals
 
 #: A lab lets its master end the step and save, then takes down its networks; who takes longer is ended by force.
@@ -129,7 +130,7 @@ def _environment(mark: str) -> dict[str, str]:
     this very package on the path: a command runs in another folder, where a relative path would lead elsewhere."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RINGTMP_") or key in _KEPT}
     paths = [str(Path(ringtmp.__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return kept | {MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}
+    return tied(kept | {MARK: mark, "PYTHONPATH": os.pathsep.join(paths)})
 
 
 @contextlib.contextmanager

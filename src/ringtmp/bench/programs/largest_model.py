@@ -5,6 +5,7 @@ Every size is one `ringtmp lab … train`. A size that does not work ends in its
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import msgspec
 from ringtmp.bench.measuring.measurement_files import Result
 from ringtmp.bench.measuring.run_command import last_line
 from ringtmp.bench.programs.stop_child import end
+from ringtmp.system.end_with_parent import end_with_parent, tied
 
 Outcome = Literal["fits", "refused", "failed", "timed out"]
 TRY_LIMIT_S = 240.0
@@ -53,6 +55,7 @@ Attempt = Callable[[int, int], Try]
 
 
 def main() -> None:
+    end_with_parent()  # and what is started here with this
     search = msgspec.json.decode(sys.argv[1], type=Search)
     tries = perform(search, within(ALL_LIMIT_S, time.monotonic, lambda depth, width: attempt(search, depth, width)))
     facts: dict[str, Any] = {"tries": msgspec.to_builtins(tries)}
@@ -107,7 +110,9 @@ def attempt(search: Search, depth: int, width: int) -> Try:
     words = [*search.words, "--set", f"depth={depth}", "--set", f"width={width}", "--run-dir", f"run-{depth}-{width}"]
     count = parameters(search, depth, width)
     command = [sys.executable, "-P", "-m", "ringtmp", *words]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tied(os.environ)
+    )
     try:
         out, err = process.communicate(timeout=TRY_LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -32,6 +32,7 @@ from ringtmp.errors import RingError
 from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import Part, parts_of
 from ringtmp.metrics.summary import of_parts
+from ringtmp.system.end_with_parent import end_with_parent, tied
 
 LOOK_S = 0.02
 #: No run here needs longer to reach the step; the bench has a limit of its own above this.
@@ -49,6 +50,7 @@ class Removal(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
+    end_with_parent()  # and what is started here with this
     removal = msgspec.json.decode(sys.argv[1], type=Removal)
     sys.stdout.write(msgspec.json.encode(perform(removal, Path(RUN))).decode() + "\n")
 
@@ -119,7 +121,9 @@ def describe(parts: Sequence[Part], removed_at: float | None, code: int, err: st
 
 def _start(words: tuple[str, ...]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "ringtmp", *words]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tied(os.environ)
+    )
 
 
 def _reaches(process: subprocess.Popen[bytes], log: Path, step: int) -> bool:

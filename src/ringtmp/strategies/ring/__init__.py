@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Sizes, Strategy, Task, Traffic
@@ -29,10 +29,12 @@ class Ring(Strategy):
     def exactness(self, settings: Any) -> str:
         return "bits"
 
-    def refuse_too_few(self, config: RunConfig, nodes: int, keep_all: bool, layers: int, why: str) -> None:
+    def refuse_too_few(
+        self, config: RunConfig, nodes: int, keep_all: bool, has_parameters: Sequence[bool], why: str
+    ) -> None:
         from ringtmp.strategies.ring.plan import refuse_too_few
 
-        refuse_too_few(config, nodes, keep_all, layers, why)
+        refuse_too_few(config, nodes, keep_all, has_parameters, why)
 
     def tried(
         self, request: PlanRequest, endpoint: Endpoint, pool: NodePool, log: EventLog,

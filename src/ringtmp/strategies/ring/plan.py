@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from ringtmp.config import RingPart, RunConfig
-from ringtmp.errors import UsageError
 from ringtmp.metrics.events import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.plan import planner
 from ringtmp.plan.devices import rate_between
+from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
@@ -156,27 +156,24 @@ def _options(request: PlanRequest) -> PlanOptions:
     )  # fmt: skip
 
 
-def refuse_too_few(config: RunConfig, nodes: int, keep_all: bool, layers: int, why: str = "") -> None:
-    """What the number of layers alone tells, before they are compared and measured. `why`: what keeps a module from being
-    cut into more; empty for a list of layers."""
-    ring = config.ring
+def refuse_too_few(
+    config: RunConfig, nodes: int, keep_all: bool, has_parameters: Sequence[bool], why: str = ""
+) -> None:
+    """What the number of layers, and which of them have parameters, tells before they are compared and measured. `why`:
+    what keeps a module from being cut into more; empty for a list of layers."""
+    ring, layers, ends = config.ring, len(has_parameters), Ends.of(has_parameters)
     visits = len(holders_of(nodes, ring.laps, ring.route))
     if ring.cuts is not None:
         parse_cuts(ring.cuts, layers, nodes, visits)
         return
     uncut = f". This module could not be cut{' further' * (layers > 1)}, because {why}; or use" if why else ": use"
     deeper = "" if why else ", or a deeper model"
-    if layers < visits and not _movable(ring):
-        raise UsageError(
-            f"a route of {visits} visits needs at least {visits} layers; the model has {layers}{uncut} fewer --laps or "
-            f"--nodes{deeper}"
-        )
+    enough = layers >= ends.needed(visits)
+    if not enough and not _movable(ring):
+        raise too_few_for_route(ends, visits, layers, f"{uncut} fewer --laps or --nodes{deeper}")
     # A list of layers may run on fewer devices than there are; a module that cannot be cut at all is never silent.
-    if nodes > 1 and layers < visits and (keep_all or (why and layers < len(holders_of(2)))):
-        raise UsageError(
-            f"{nodes} nodes need at least {visits} layers (the master's front and tail and one per worker); the model has "
-            f"{layers}{uncut} {max(1, layers - 1)} or fewer{deeper}"
-        )
+    if nodes > 1 and not enough and (keep_all or (why and layers < len(holders_of(2)))):
+        raise too_few_layers(ends, nodes, layers, f"{uncut} {ends.nodes(layers)} or fewer{deeper}")
 
 
 def plan_options(
