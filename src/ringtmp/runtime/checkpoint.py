@@ -228,13 +228,14 @@ class Checkpoint:
 
     def layer(self, index: int, layer: Layer) -> LayerTensors:
         """The layer's tensors in its own order, and its optimizer state; freshly allocated, hence aligned."""
-        weights = self._read(_weights_file(index)) | self._read_frozen(index)
+        still = self._read_frozen(index)
+        weights = self._read(_weights_file(index)) | still
         rest = self._read(f"state-{index:04d}.safetensors")
         tensors: list[torch.Tensor] = []
         for each in layer.tensors:
-            source = weights if each.saved else rest
             name = layer.full_name(each)
-            key = name if each.saved else f"{each.kind}/{name}"
+            aside = each.saved or name in still
+            source, key = (weights, name) if aside else (rest, f"{each.kind}/{name}")
             if key not in source or tuple(source[key].shape) != each.shape:
                 raise CheckpointError(f"{self.folder.name}: {name} is missing or has another shape")
             tensors.append(source[key])
