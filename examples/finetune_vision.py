@@ -53,5 +53,7 @@ if __name__ == "__main__":
     few, test = (images[:300], labels[:300]), (images[300:], labels[300:])
     tuned = ring.fit(model, few, test_data=test, steps=given.steps, microbatches=4, train="head")
     print(tuned)
-    same = all(torch.equal(a, b) for a, b in zip(base.model.trunk.parameters(), tuned.model.trunk.parameters(), strict=True))
+    same = all(
+        torch.equal(a, b) for a, b in zip(base.model.trunk.parameters(), tuned.model.trunk.parameters(), strict=True)
+    )
     print(f"the trunk {'kept' if same else 'lost'} its bits")
