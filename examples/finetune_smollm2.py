@@ -54,7 +54,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args()
     if missing := [each for each in NEEDED if find_spec(each) is None]:
         sys.exit(print(f"skipped: {', '.join(missing)} not installed (the first lines of this file say how)"))
-    main(given.nodes, given.steps)
+    main(**vars(parser.parse_args()))

