@@ -15,7 +15,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """0.0123 -> '12.3 ms'; 90 -> '1 min 30 s'."""
+    """0.0123 -> '12.3 ms'; 90 -> '1 min 30 s'; 12000 -> '3 h 20 min'."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -23,7 +23,10 @@ def seconds_text(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min"
 
 
 def count_text(count: float) -> str:

@@ -85,6 +85,10 @@ def test_frozen_and_adapted_models_have_the_bits_of_eager(make: Any, schedule: s
     plain_loop(
         model, batches, PARTS, class_loss, lambda found: torch.optim.Adam(found, **SETTINGS, fused=True), clip_norm=0.5
     )
+    copies = [
+        each.full for layer in built.layers for each in layer.tensors if each.kind == "constant" and each.rank >= 0
+    ]
+    assert copies == ["embed.weight"] * (not model.embed.weight.requires_grad), "what two ends share, and nothing else"
     for nodes in (1, 2, 3, 4):
         found, _ = ring_in_memory(
             built, recipe("adam", SETTINGS, clip_norm=0.5), batches, PARTS, class_loss, nodes, schedule

@@ -119,6 +119,43 @@ def test_a_run_goes_on_with_it(strategy: str, tmp_path: Path) -> None:
     assert api.evaluate(tmp_path / "half", (data()[1].take(torch.arange(24))), 1)["samples"] == 24
 
 
+class Tied(nn.Module):
+    """Its head is its embedding, frozen: a cell at either end reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(400, WIDTH).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.linear(x.mean(1), self.table.weight)
+
+
+def test_a_copy_of_a_frozen_parameter_is_kept_once_too(tmp_path: Path) -> None:
+    ids = torch.arange(96 * 5).view(96, 5) % 400
+    source = tensors("t", ids, ids[:, 0])
+
+    def tied(folder: str, pool: InMemoryPool) -> Result:
+        config = RunConfig(
+            training=TrainingPart(data="given", steps=8, batch_size=16, microbatches=4),
+            ring=RingPart(nodes=pool.nodes, all_devices=True), keep=KeepPart(checkpoint_every=4, protect="memory"),
+        )  # fmt: skip
+        torch.manual_seed(3)
+        return api.start(
+            config, Tied(), (source, None), None, run_dir=tmp_path / folder, watcher=api.Watcher(), pool=pool
+        )
+
+    calm, hit = tied("calm", InMemoryPool(3)), tied("hit", Mortal(3, Death(1, 6, 2)))
+    assert hit.summary.recoveries
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    for step in (tmp_path / "hit" / "checkpoints").glob("step-*"):
+        largest = max(path.stat().st_size for path in step.glob("*.safetensors"))
+        assert largest < 400 * WIDTH * 4, f"{step.name} has the table, which has {400 * WIDTH * 4} bytes, once more"
+
+
 @pytest.mark.parametrize("harm", ["changed", "gone"])
 def test_damage_to_it_is_noticed(harm: str, tmp_path: Path) -> None:
     run(tmp_path / "run", InMemoryPool(2))

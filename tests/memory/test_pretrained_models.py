@@ -42,6 +42,20 @@ def test_a_directory_gives_the_model_that_was_saved_in_it(tied: bool, pieces: st
     assert state_sha256(found) == state_sha256(model)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells what is mapped on Linux alone")
+def test_the_weights_of_a_directory_are_the_files_own_pages(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    found = pretrained(f"hf:{tmp_path}")()
+    at = found.model.embed_tokens.weight.data_ptr()
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    spans = [[int(each, 16) for each in line[0].split("-")] for line in lines]
+    assert any(first <= at < last for first, last in spans), "nothing was copied"
+    with torch.no_grad():
+        found.model.embed_tokens.weight.zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == content, "and the file stays as it was"
+
+
 def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     llama().to(torch.bfloat16).save_pretrained(tmp_path)
     found = pretrained(f"hf:{tmp_path}")()

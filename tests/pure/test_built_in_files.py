@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ringtmp.model import built_in_files
+from ringtmp.model.built_in_files import LeftUnfilled
 from ringtmp.model.layers import opened_model
 
 
@@ -40,3 +42,17 @@ def test_weights_built_in_files_have_the_bits_of_those_built_in_memory(
     assert os.listdir(tmp_path) == [], "files have no name"
     if Path("/proc/self/maps").exists():
         assert _mapped_files() >= 3, "what is large lies in files"
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(600, 600, bias=False), lambda: nn.Embedding(600, 600)])
+def test_what_a_file_will_fill_gets_no_first_values(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with LeftUnfilled():
+        make()
+    assert torch.equal(torch.get_rng_state(), before), "no number was drawn"
+    with LeftUnfilled():
+        small = nn.Linear(6, 6)
+    assert bool(small.weight.abs().sum() > 0), "what is small is as usual"
+    make()
+    assert not torch.equal(torch.get_rng_state(), before)

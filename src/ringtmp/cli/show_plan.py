@@ -174,7 +174,8 @@ def print_page(made: Page, stream: IO[str]) -> None:
     energy = made.ways[0].energy_j_epoch
     spent = f" and {energy / 3600:.3g} Wh" if energy is not None else ""
     console.print(
-        f"[bold]{seconds_text(made.step_s)} a step[/bold], {_rate(made.samples_per_s)} samples/s{epoch}{spent}; "
+        f"[bold]{seconds_text(made.step_s)} a step[/bold], {_rate(made.samples_per_s)} samples/s{epoch}{spent}, "
+        f"1,000 steps {seconds_text(1000 * made.step_s)}; "
         f"the ideal (the longer of computing and sending) is {seconds_text(made.ideal_s['max(c, T)'])}\n",
         soft_wrap=True,
     )

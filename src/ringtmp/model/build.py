@@ -187,7 +187,7 @@ def _exported_whole(
     phase: Callable[[str], None],
 ) -> _Whole:
     """The module as one layer that trains as eager mode does, and cut; by whichever path it takes."""
-    name, example, fitting = type(module).__name__, samples[EXAMPLE_BATCH], fits([module])
+    name, example = type(module).__name__, samples[EXAMPLE_BATCH]
     refusals: list[tuple[bool, UsageError]] = []  # and whether it is of a kept export
     cache = ExportCache()
 
@@ -205,10 +205,6 @@ def _exported_whole(
         finally:
             module.train()
 
-    # Not exported a second time as layers are: another number of samples is compared, as those of the run are.
-    # Where gradients of everything do not fit, evaluation is compared alone.
-    trained = [AGAIN_BATCH, *sizes] if fitting else []
-    check = partial(_check, name, module, (example, example), samples, trained, False)
     for number, path in enumerate(eager_path.paths()):
         key = module_key(module, example.value, number)
         for kept in (cache.get(key, module), None):
@@ -222,6 +218,12 @@ def _exported_whole(
                 cache.put(key, layer, facts, tensors)
             known(hides_inputs([cell.layer for cell in cells]), why)
             phase("comparing the model with eager mode")
+            # Not exported a second time as layers are: another number of samples is compared, as those of the run are.
+            # What does not fit is not: if that is all of the run's, evaluation is compared alone.
+            stored = sum(each.sample_bytes for each in facts[0][len(layer.train.inputs) :])
+            trained = [size for size in (AGAIN_BATCH, *sizes) if fits([module], size * stored)]
+            fitting = not set(trained).isdisjoint(sizes)
+            check = partial(_check, name, module, (example, example), samples, trained if fitting else [], False)
             if attempted(partial(_agrees, check, layer, tensors), path, key, kept is not None):
                 checked = TRACED if number else "model" if fitting else "evaluation"
                 return _Whole(layer, cells, _apart(layer, tensors), checked)

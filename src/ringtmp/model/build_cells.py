@@ -21,6 +21,7 @@ from ringtmp.model.cut_places import barriers, legal, worth_planning
 from ringtmp.model.export import first_names
 from ringtmp.model.graph_anatomy import Anatomy, Fact
 from ringtmp.model.portable_layer import Layer, Value
+from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.run_graph import Program
 from ringtmp.model.why_uncut import why_uncut
 
@@ -103,10 +104,11 @@ class Samples:
     def through(self, index: int, tensors: dict[str, torch.Tensor]) -> Cell:
         layer, values = self._cells[index].layer, self._values
         entering = [values[each] for each in layer.takes(index, True)]
+        changed = changed_buffers(layer.train)
         owned = {
-            each.name: tensors[each.name].detach().requires_grad_(each.trainable)
-            if each.kind == "parameter"
-            else tensors[each.name].clone()
+            each.name: tensors[each.name].clone()
+            if each.kind != "parameter" and each.name in changed
+            else tensors[each.name].detach().requires_grad_(each.trainable)
             for each in layer.tensors
         }
         with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -22,6 +22,8 @@ from ringtmp.units import bytes_text
 
 #: Every way in which a module makes the memory of its parameters.
 FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye, torch.arange}
+#: Every way in which a module gives them first values, by the name of the method.
+FILLING = frozenset(("normal_", "uniform_", "zero_", "fill_", "trunc_normal_", "kaiming_uniform_", "xavier_uniform_"))
 #: Smaller tensors stay in memory.
 LARGE_BYTES = 2**20
 #: Of what is free when building begins.
@@ -67,6 +69,19 @@ class BuiltInFiles(TorchFunctionMode):
             os.close(handle)
             os.unlink(name)
         return torch.empty(0, dtype=planned.dtype).set_(storage, 0, planned.shape, planned.stride())
+
+
+class LeftUnfilled(TorchFunctionMode):
+    """While a module is built whose weights come from a file: large tensors get no first values, and so no memory before they
+    are filled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FILLING:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, torch.Tensor) and filled.device.type == "cpu" and filled.nbytes >= LARGE_BYTES:
+                return filled
+        return func(*args, **kwargs)
 
 
 def planned_tensor(factory: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -89,11 +89,11 @@ class Check:
         return {each.name: self._module.get_buffer(each.name) for each in self._layer.tensors if each.kind == "buffer"}
 
     def _graph_training(self, sample: Any) -> Found:
-        owned = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
-        parameters = {}
+        owned, parameters = {}, {}
         for each in self._layer.tensors:
+            tensor = self._tensors[each.name].detach()
+            owned[each.name] = tensor.requires_grad_(each.trainable) if each.kind == "parameter" else tensor.clone()
             if each.kind == "parameter":
-                owned[each.name] = self._tensors[each.name].detach().requires_grad_(each.trainable)
                 parameters[each.name] = owned[each.name]
         leaves, entering = self._entering(sample)
         torch.default_generator.manual_seed(_SEED)

@@ -22,14 +22,18 @@ from ringtmp.model.run_graph import Program
 from ringtmp.system.resources import free_memory_bytes
 
 _SEED = 21
-#: Of the model's parameters: their gradients twice over, and what the passes store.
+#: Of the trained parameters: their gradients twice over, and what is made of them on the way.
 _ROOM = 4
 
 
-def fits(modules: Sequence[nn.Module]) -> bool:
-    """Whether gradients of everything fit beside the model."""
-    needed = sum(each.nbytes for module in modules for each in module.parameters())
-    return _ROOM * needed < free_memory_bytes()
+def fits(modules: Sequence[nn.Module], stored_bytes: float | None = None) -> bool:
+    """Whether gradients of all that is trained fit beside the model, and what a pass stores; by default as much as the
+    parameters take."""
+    parameters = [each for module in modules for each in module.parameters()]
+    needed = _ROOM * sum(each.nbytes for each in parameters if each.requires_grad)
+    if stored_bytes is None:
+        stored_bytes = sum(each.nbytes for each in parameters if not each.requires_grad)
+    return needed + stored_bytes < free_memory_bytes()
 
 
 def check_whole(

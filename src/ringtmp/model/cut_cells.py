@@ -119,10 +119,14 @@ class _Owners:
         self._layer = layer
         self._written = train.written | evaluate.written
         self._trained = {each.name for each in layer.tensors if each.trainable}
+        self._parameters = {each.name for each in layer.tensors if each.kind == "parameter"}
         self.count = len(places) + 1
         self.users: dict[str, list[int]] = {}
+        self._directly: dict[str, list[int]] = {}  # cells whose own operations read it, not those they make again
         bounds = [0, *places, len(train.graph.ops)]
         for cell, (first, stop) in enumerate(pairwise(bounds)):
+            for slot in _read_directly(train, first, stop):
+                self._directly.setdefault(train.graph.inputs[slot].name, []).append(cell)
             for slot in _own_slots(train, first, stop, cell == self.count - 1):
                 cells = self.users.setdefault(train.graph.inputs[slot].name, [])
                 if cell not in cells:
@@ -141,11 +145,13 @@ class _Owners:
         elif not self.trained_by_several(name) and cell not in (*self.users.get(name, ()), *self._extra.get(name, ())):
             self._extra.setdefault(name, []).append(cell)
 
-    def bounds(self, name: str) -> tuple[int, int]:
-        """The first and the last cell in which evaluation may read a tensor."""
-        if name not in self.users or not self.trained_by_several(name):
-            return 0, self.count - 1
-        return self.users[name][0], self.users[name][-1]
+    def bounds(self, name: str) -> tuple[int, int] | None:
+        """The first and the last cell in which evaluation may read a tensor. None: in any, each has a copy or makes it again.
+        A frozen parameter would travel to one more cell, and lie there once more."""
+        cells = (self.users if self.trained_by_several(name) else self._directly).get(name)
+        if cells is None or not (self.trained_by_several(name) or name in self._parameters):
+            return None
+        return cells[0], cells[-1]
 
     def tensors(self, cell: int) -> list[OwnedTensor]:
         """The tensors of a cell, in the model's order: those it owns, and copies of what others own and nobody changes."""
@@ -163,6 +169,12 @@ class _Owners:
 def _own_slots(anatomy: Anatomy, first: int, stop: int, last: bool) -> set[int]:
     found = {slot for at in _needed(anatomy, first, stop, last) for slot in anatomy.reads[at] if anatomy.is_own(slot)}
     return found | ({slot for slot in anatomy.outputs if anatomy.is_own(slot)} if last else set())
+
+
+def _read_directly(anatomy: Anatomy, first: int, stop: int) -> set[int]:
+    repeats = anatomy.again | anatomy.sizes
+    own = (at for at in range(first, stop) if anatomy.same[anatomy.start + at] not in repeats)
+    return {slot for at in own for slot in anatomy.reads[at] if anatomy.is_own(slot)}
 
 
 def _needed(anatomy: Anatomy, first: int, stop: int, last: bool) -> list[int]:
@@ -232,17 +244,19 @@ def _limits(evaluate: Anatomy, owners: _Owners) -> tuple[list[int], list[int]]:
     readers: dict[str, list[int]] = {}
     for at, used in enumerate(evaluate.reads):
         for slot in used:
-            if evaluate.is_own(slot):
+            if evaluate.is_own(slot) and evaluate.same[evaluate.start + at] not in evaluate.again:
                 readers.setdefault(evaluate.graph.inputs[slot].name, []).append(at)
     returned = {evaluate.graph.inputs[slot].name for slot in evaluate.outputs if evaluate.is_own(slot)}
     for name, reading in readers.items():
-        first, last = owners.bounds(name)
+        bounds = owners.bounds(name)
+        if bounds is None:
+            continue
+        first, last = bounds
         for at in reading:
             low[at], high[at] = max(low[at], first), min(high[at], last)
-        if owners.trained_by_several(name):
-            high[reading[0]] = min(high[reading[0]], first)
-            if name not in returned:  # which is read last behind the last operation
-                low[reading[-1]] = max(low[reading[-1]], last)
+        high[reading[0]] = min(high[reading[0]], first)
+        if name not in returned:  # which is read last behind the last operation
+            low[reading[-1]] = max(low[reading[-1]], last)
     return low, high
 
 

@@ -11,13 +11,23 @@ from ringtmp.model.written_parameters import written_parameters
 
 
 def frozen_names(layer: Layer, aside: bool = True) -> frozenset[str]:
-    """None if the run does not keep them `aside`."""
+    """None if the run does not keep them `aside`. With copies of what another cell owns, such as a head that is the
+    embedding."""
     if not aside:
         return frozenset()
-    still = {each.name for each in layer.tensors if each.kind == "parameter" and each.saved and not each.trainable}
+    still = {
+        each.name
+        for each in layer.tensors
+        if (each.kind == "parameter" and each.saved and not each.trainable) or _is_copy(each)
+    }
     if not still:
         return frozenset()
     return frozenset(still - written_parameters(layer.train).keys() - written_parameters(layer.evaluate).keys())
+
+
+def _is_copy(tensor: OwnedTensor) -> bool:
+    """Of a parameter, which has a place among the model's."""
+    return tensor.kind == "constant" and tensor.rank >= 0
 
 
 def without_frozen(layer: Layer, frozen: frozenset[str]) -> list[OwnedTensor]:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from ringtmp.errors import UsageError
+from ringtmp.model.built_in_files import LeftUnfilled
 from ringtmp.model.weights_file import WeightsFile
 
 PREFIX = "hf:"
@@ -42,11 +43,14 @@ def pretrained(name: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         settings = library.AutoConfig.from_pretrained(str(config), trust_remote_code=False, local_files_only=True)
         settings.dtype = "float32"
-        model: nn.Module = kind(settings)
-        if path.is_dir():
-            weights = WeightsFile(path)
-            weights.fill("", model)
-            weights.finish()
+        if not path.is_dir():
+            made: nn.Module = kind(settings)
+            return made
+        with LeftUnfilled():
+            model: nn.Module = kind(settings)
+        weights = WeightsFile(path, mapped=True)
+        weights.fill("", model)
+        weights.finish()
         return model
 
     return build

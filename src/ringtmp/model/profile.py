@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from ringtmp.model.build import BuiltLayer
 from ringtmp.model.layers import SMALLER
 from ringtmp.model.output_tree import leaves_of, map_outputs
 from ringtmp.model.portable_layer import HidesInputs
+from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.run_graph import Program
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
@@ -240,9 +241,11 @@ def _measure(
 ) -> Profile:  # fmt: skip
     layer = built.layer
     program = Program(layer.train)
-    owned = {each.name: built.tensors[each.name].clone() for each in layer.tensors}
-    for each in layer.tensors:
-        owned[each.name].requires_grad_(each.trainable)
+    changed = changed_buffers(layer.train)
+    owned = {
+        each.name: _own(built.tensors[each.name], each.trainable or each.name in changed).requires_grad_(each.trainable)
+        for each in layer.tensors
+    }
     points = []
     largest = max((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
     with torch.random.fork_rng(devices=[]):
@@ -251,7 +254,7 @@ def _measure(
             if built.cell is not None:
                 facts, there = built.cell.described, built.cell.samples
                 given = [fact.of_samples(leaf, size, there) for fact, leaf in zip(facts, leaves, strict=True)]
-            runner = _Runner(program, owned, given, wants)
+            runner = _Runner(program, owned, given, wants, changed)
             stored = runner.stored_bytes()
             forward_s, backward_s = runner.times(clock)
             weights_s = max(0.0, backward_s - runner.input_gradient_s(clock))
@@ -260,14 +263,25 @@ def _measure(
     return Profile(tuple(points), *_update(trained, make_optimizer, clock))
 
 
+def _own(tensor: torch.Tensor, changes: bool) -> torch.Tensor:
+    """What stays as it is needs no copy: a frozen embedding may be a sixth of all there is."""
+    return tensor.detach().clone() if changes else tensor.detach()
+
+
 class _Runner:
     """Runs a layer as a stage does."""
 
     def __init__(
-        self, program: Program, owned: dict[str, torch.Tensor], given: Sequence[torch.Tensor], wants: Sequence[bool]
+        self,
+        program: Program,
+        owned: dict[str, torch.Tensor],
+        given: Sequence[torch.Tensor],
+        wants: Sequence[bool],
+        changed: Collection[str],
     ) -> None:
+        """`changed`: names of the layer's tensors that a run changes."""
         self._program, self._owned, self._given, self._wants = program, owned, given, wants
-        self._before = {name: tensor.clone() for name, tensor in owned.items() if not tensor.requires_grad}
+        self._before = {name: owned[name].clone() for name in changed if not owned[name].requires_grad}
         self.output_bytes = 0
 
     def _forget(self) -> None:

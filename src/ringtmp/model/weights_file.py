@@ -1,4 +1,5 @@
-"""First weights from a safetensors file, or from a folder of them with an index, one tensor in memory at a time.
+"""First weights from a safetensors file, or from a folder of them with an index, one tensor in memory at a time; or none:
+mapped, a file's pages come when they are read and go when others need the room.
 
 Never from a pickle: reading one may run whatever its author wrote into it. All that does not fit is told at once.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,10 +21,13 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class WeightsFile:
-    """`fill` every module, then `finish`."""
+    """`fill` every module, then `finish`. `mapped`: the module's tensors are the file's own, where their kind is the same. The
+    system reads them when they are used; what is written to them stays in memory and never reaches the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mapped: bool = False) -> None:
         self._path = path
+        self._mapped = mapped
+        self._opened: dict[Path, Any] = {}
         self._files = dict(_found(path))  # name -> the file it is in
         self._used: set[str] = set()
         self._missing: list[str] = []
@@ -40,16 +45,12 @@ class WeightsFile:
                 wanting.setdefault(id(tensor), full)
                 continue
             self._used.add(full)
-            # Opened anew for each: the file is mapped, and what was read of it stays in memory until it is closed (402 MiB
-            # instead of 2 for one of 400 MiB). Opening takes a millisecond.
-            with safe_open(str(self._files[full]), framework="pt") as file:
-                shape = tuple(file.get_slice(full).get_shape())
-                if shape != tuple(tensor.shape):
-                    self._other.append(
-                        f"{full} ({_sizes(shape)} in the file, {_sizes(tuple(tensor.shape))} in the model)"
-                    )
-                    continue
-                given = file.get_tensor(full)
+            file = self._file(full)
+            shape = tuple(file.get_slice(full).get_shape())
+            if shape != tuple(tensor.shape):
+                self._other.append(f"{full} ({_sizes(shape)} in the file, {_sizes(tuple(tensor.shape))} in the model)")
+                continue
+            given = file.get_tensor(full)
             if not _keeps_values(given.dtype, tensor.dtype):
                 self._other.append(f"{full} ({_kind(given)} in the file, {_kind(tensor)} in the model)")
                 continue
@@ -58,8 +59,21 @@ class WeightsFile:
                     self._other.append(f"{full} (other values than {known[id(tensor)]}, which is the same tensor)")
                     continue
                 known[id(tensor)] = full
-                tensor.copy_(given)
+                if self._mapped and given.dtype == tensor.dtype:
+                    tensor.data = given
+                else:
+                    tensor.copy_(given)
         self._missing += [name for at, name in wanting.items() if at not in known]
+
+    def _file(self, name: str) -> Any:
+        """Kept open if its pages become the module's. Otherwise opened anew for each tensor: what was read of it stays in
+        memory until it is closed (402 MiB instead of 2 for a file of 400 MiB). Opening takes a millisecond."""
+        path = self._files[name]
+        if not self._mapped:
+            return safe_open(str(path), framework="pt")
+        if path not in self._opened:
+            self._opened[path] = safe_open(str(path), framework="pt")
+        return self._opened[path]
 
     def finish(self) -> None:
         """UsageError unless the file and the model have the same names, shapes and kinds of numbers."""

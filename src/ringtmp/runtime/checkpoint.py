@@ -228,13 +228,19 @@ class Checkpoint:
 
     def layer(self, index: int, layer: Layer) -> LayerTensors:
         """The layer's tensors in its own order, and its optimizer state; freshly allocated, hence aligned."""
-        weights = self._read(_weights_file(index)) | self._read_frozen(index)
+        tensors, state = self.mapped_layer(index, layer)
+        return [_laid_out(each) for each in tensors], {name: _laid_out(each) for name, each in state.items()}
+
+    def mapped_layer(self, index: int, layer: Layer) -> LayerTensors:
+        """The same as the files' own pages, which take no memory of their own: to be read, not to be computed with."""
+        still = self._read_frozen(index)
+        weights = self._read(_weights_file(index)) | still
         rest = self._read(f"state-{index:04d}.safetensors")
         tensors: list[torch.Tensor] = []
         for each in layer.tensors:
-            source = weights if each.saved else rest
             name = layer.full_name(each)
-            key = name if each.saved else f"{each.kind}/{name}"
+            aside = each.saved or name in still
+            source, key = (weights, name) if aside else (rest, f"{each.kind}/{name}")
             if key not in source or tuple(source[key].shape) != each.shape:
                 raise CheckpointError(f"{self.folder.name}: {name} is missing or has another shape")
             tensors.append(source[key])
@@ -249,7 +255,7 @@ class Checkpoint:
     def frozen(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """The layer's tensors that never change, by its own names."""
         found = self._read_frozen(index)
-        return {each.name: found[name] for each in layer.tensors if (name := layer.full_name(each)) in found}
+        return {each.name: _laid_out(found[name]) for each in layer.tensors if (name := layer.full_name(each)) in found}
 
     def _read_frozen(self, index: int) -> dict[str, torch.Tensor]:
         there = _weights_file(index) in self.manifest.frozen
@@ -262,16 +268,20 @@ class Checkpoint:
         try:
             with safe_open(str(path), framework="pt") as file:
                 strides: dict[str, list[int]] = json.loads((file.metadata() or {}).get("strides", "{}"))
-                return {key: _laid_out(file.get_tensor(key), strides.get(key)) for key in file.keys()}  # noqa: SIM118
+                return {key: _strided(file.get_tensor(key), strides.get(key)) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder.name}: {path.name} cannot be read: {error}") from error
 
 
-def _laid_out(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+def _strided(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+    """As it was laid out when it was written."""
     if strides is None:
-        return tensor.clone()
-    fresh = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
-    return fresh.copy_(tensor)
+        return tensor
+    return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
 def latest(folder: Path, run: str | None = None) -> tuple[Checkpoint, list[str]]:
@@ -344,8 +354,8 @@ def weights_sha256(checkpoint: Checkpoint, layers: Sequence[Layer], state: State
 def named_weights(
     checkpoint: Checkpoint, layers: Sequence[Layer], state: State = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's `state_dict`, one layer in memory at a time. `state`: its names, and of each the tensor's first name; empty:
-    layer by layer."""
+    """The model's `state_dict`, its tensors as they lie in the files. `state`: its names, and of each the tensor's first name;
+    empty: layer by layer."""
     where = {
         layer.full_name(each): (at, layer) for at, layer in enumerate(layers) for each in layer.tensors if each.saved
     }
@@ -353,7 +363,7 @@ def named_weights(
     for name, first in state or [(name, name) for name in where]:
         at, layer = where[first]
         if at != opened:
-            given, opened = checkpoint.layer(at, layer)[0], at
+            given, opened = checkpoint.mapped_layer(at, layer)[0], at
             held = {layer.full_name(each): tensor for each, tensor in zip(layer.tensors, given, strict=True)}
         yield name, held[first]
 
