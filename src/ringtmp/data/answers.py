@@ -76,13 +76,13 @@ def _rendered(encoder: Encoder, item: Chat, messages: Sequence[dict[str, Any]], 
 def _span(encoder: Encoder, item: Chat, text: str, place: int) -> tuple[int, int]:
     """From the first character of an answer to the last of the mark that ends it."""
     said = str(item.messages[place]["content"]).strip()
+    plain = _rendered(encoder, item, item.messages[:place]) if place else ""
     before = _rendered(encoder, item, item.messages[:place], add_generation_prompt=True) if place else ""
     after = _rendered(encoder, item, item.messages[: place + 1])
-    if not text.startswith(before) or not (before and after.startswith(before)):
-        # No prompt for an answer in the template, or one that its answers do not begin with.
-        before = _rendered(encoder, item, item.messages[:place]) if place else ""
-        start = after.find(said, len(before))
-        before = after[:start] if said and start >= 0 else before
+    if before == plain or not after.startswith(before):
+        # The template has no words that ask for an answer, or answers do not begin with them.
+        start = after.find(said, len(plain))
+        before = after[:start] if said and start >= 0 else plain
     if not text.startswith(before) or not text.startswith(after) or not after.startswith(before):
         raise UsageError(
             f"{item.where}: the chat template writes the beginning of this conversation otherwise when more follows, so the "

@@ -196,7 +196,7 @@ class TrainingLoop:
         told = score.of_text(job.loss_name, text_of(job.test))
         event = events.Evaluated(
             time.monotonic(), step, self.progress.epochs_done, score.samples, score.loss, score.accuracy,
-            told.bits_per_byte, told.perplexity,
+            bits_per_byte=told.bits_per_byte, perplexity=told.perplexity,
         )  # fmt: skip
         self._record.write(event)
         self._record.log.flush()
