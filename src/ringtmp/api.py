@@ -359,8 +359,10 @@ def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunct
 
 
 def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
-    if test is None and isinstance(train, tuple) and all(isinstance(each, Table | Stream) for each in train):
-        train, test = train  # of text_data
+    if isinstance(train, tuple) and len(train) == 2 and all(isinstance(each, Table | Stream) for each in train):
+        if test is not None:
+            raise UsageError("text_data already includes test data: leave out test_data, or give the first part alone")
+        train, test = train
     return from_python(train, seed=seed), None if test is None else from_python(test, seed=seed)
 
 

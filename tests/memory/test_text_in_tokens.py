@@ -262,6 +262,19 @@ def test_a_tokeniser_that_is_missing_too_large_or_needless_is_refused(folder: Pa
         named_data(RunConfig(training=TrainingPart(data="jsonl:x")))
 
 
+def test_a_bundled_model_reads_bytes_of_any_length_and_no_tokens(folder: Path) -> None:
+    data = TrainingPart(data=f"text:{folder / 'a.txt'}", context=24)
+    _, (train, _) = named_data(RunConfig(ModelPart("gpt"), data))
+    assert (train.shape.inputs, train.shape.outputs, train.loss) == ((24,), 256, "next_byte")
+    tokens, test = ringtmp.text_data(folder / "a.txt", str(folder / "model"), context=24)
+    with pytest.raises(UsageError, match="the bundled model gpt does not take tokens"):
+        api.named_model(ModelPart("gpt"), tokens)
+    with pytest.raises(UsageError, match="write --context N"):
+        api.named_model(ModelPart(f"hf:{folder / 'model'}", {"context": 24}), tokens)
+    with pytest.raises(UsageError, match="text_data already includes test data"):
+        Ring(nodes=1).fit(model(), (tokens, test), test_data=test)
+
+
 def test_a_factory_with_too_few_embeddings_is_refused_when_it_is_built(folder: Path) -> None:
     train, _ = ringtmp.text_data(folder / "a.txt", tokenizer(), context=16)
     with pytest.raises(UsageError, match="given has 300 tokens, and the model mine has embeddings for 200"):

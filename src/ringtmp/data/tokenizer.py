@@ -83,7 +83,8 @@ class Encoder:
         #: Every number is below this.
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.end: int | None = tokenizer.eos_token_id
-        self.special = frozenset(tokenizer.all_special_ids)
+        added = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+        self.special = frozenset((*tokenizer.all_special_ids, *added))
         pad = tokenizer.pad_token_id
         #: Stands where nothing is learned and nobody looks.
         self.padding: int = pad if pad is not None else self.end if self.end is not None else 0
