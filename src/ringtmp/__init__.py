@@ -15,7 +15,7 @@ from ringtmp.errors import ProtocolError, RingError, UsageError, WaitTimeout
 # isort: on
 
 if TYPE_CHECKING:
-    from ringtmp.api import Ring
+    from ringtmp.api import Ring, text_data
     from ringtmp.metrics.events import Evaluated, StepDone
     from ringtmp.run.result import Result
     from ringtmp.run.what_to_train import Watcher
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError", "DoesNotFit", "Evaluated", "Interrupted", "LinkLost", "LossNotFinite", "NodeFailed", "NodeLost",
     "ProtocolError", "Result", "Ring", "RingError", "StepDone", "UsageError", "WaitTimeout", "Watcher", "__version__",
+    "text_data",
 ]  # fmt: skip
 
 

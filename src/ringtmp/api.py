@@ -15,12 +15,13 @@ from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, repla
 from ringtmp.config.as_keywords import as_keywords
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
-from ringtmp.data import named_sources
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
 from ringtmp.data.left_out import leave_out, names_of, without
 from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.randomness import left_alone
-from ringtmp.data.sources import Source, from_python, with_loss
+from ringtmp.data.sources import Source, Stream, Table, from_python, text_of, with_loss
+from ringtmp.data.text_samples import Reading, read_text
+from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import RingError, UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
@@ -32,6 +33,7 @@ from ringtmp.launch.local_processes import LocalPool
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model import zoo
+from ringtmp.model.language_facts import LanguageFacts
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import joined
 from ringtmp.model.pretrained import is_pretrained, pretrained
@@ -42,6 +44,7 @@ from ringtmp.run.one_at_a_time import one_at_a_time
 from ringtmp.run.progress import OnStep, watching
 from ringtmp.run.result import Result
 from ringtmp.run.session import Session
+from ringtmp.run.text_settings import check_text, named_data, usual_context
 from ringtmp.run.training_loop import EVALUATION_FACTOR
 from ringtmp.run.what_to_train import Job, Watcher
 from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
@@ -186,6 +189,21 @@ class Ring:
         return None if self._listen is None else device_pool(self._listen, self._ring, config, watcher)
 
 
+def text_data(
+    path: str | Path, tokenizer: Any, *, context: int | None = None, attention_mask: bool = False
+) -> tuple[Table, Table]:
+    """Text for training and for the test, as `--data text:PATH` has it, or for a file called *.jsonl `--data jsonl:PATH`.
+
+    `tokenizer`: a fast one of transformers, or the path of one; `context`: tokens in a sample, 128 unless the tokeniser says
+    that its model takes fewer; `attention_mask`: with a mask, if anything is padded. `fit` takes what this returns as its
+    data, and so may a factory of yours return it."""
+    file = Path(path)
+    encoder = open_tokenizer(str(tokenizer)) if isinstance(tokenizer, str | Path) else Encoder(tokenizer, "given")
+    lines = file.suffix == ".jsonl"
+    how = Reading(encoder, context or usual_context(encoder, LanguageFacts()), attention_mask)
+    return read_text(f"{'jsonl' if lines else 'text'}:{file}", file, lines, how)
+
+
 def start(
     config: RunConfig,
     model: Model | None = None,
@@ -198,13 +216,14 @@ def start(
 ) -> Result:
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
-    train, test = data or named_sources.load(config.training.data, config.training.seed, config.model.settings)
+    config, (train, test) = (config, data) if data else named_data(config, model, (watcher or Watcher()).phase)
     train, test = _without(config, train, test)
     source = model if model is not None else named_model(config.model, train)
+    fitting = check_text(train, config.model.name, source)
     function, name, train, test = _loss(loss or config.training.loss or None, train, test)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
     with _modes_kept(source):
-        unwritten = _train(Job(config, source, train, test, function, name, run), watcher, pool)
+        unwritten = _train(Job(config, fitting, train, test, function, name, run), watcher, pool)
     return Result(run.path, None if isinstance(source, Iterator) else source, unwritten=unwritten)
 
 
@@ -222,7 +241,8 @@ def resume(
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     config = settings_of(run_dir, changes)
-    train, test = _labels_as(saved.loss, *_without(config, *(data or _named_again(config)), needed=False))
+    told = watcher or Watcher()
+    train, test = _labels_as(saved.loss, *_without(config, *(data or _named_again(config, told.phase)), needed=False))
     job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
     unwritten = _train(job, watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
@@ -250,9 +270,10 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
         )
         score = ring.master.evaluate(ring.checked(batches, source.name, saved.loss), ring.step, is_of_bytes(saved.loss))
+    told = score.of_text(saved.loss, text_of(source))
     return {
         "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
-        "accuracy": score.accuracy, "bits_per_byte": score.bits_per_byte,
+        "accuracy": score.accuracy, "bits_per_byte": told.bits_per_byte, "perplexity": told.perplexity,
     }  # fmt: skip
 
 
@@ -301,11 +322,18 @@ def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
         return call_factory("model", part.name, part.settings)
     if is_pretrained(part.name):
         if part.settings:
+            if "context" in part.settings:
+                raise UsageError(f"--set context=… is for the bundled models: with {part.name} write --context N")
             raise UsageError(
                 f"--set {next(iter(part.settings))}=… is for models of the zoo and factories, not for {part.name}"
             )
         return pretrained(part.name)
     refuse_file_alone("model", part.name)
+    if text_of(train) is not None:
+        raise UsageError(
+            f"the bundled model {part.name} does not take tokens: leave out --tokenizer, or give a model that takes input_ids "
+            "and labels (--model hf:PATH, FILE.py:factory)"
+        )
     zoo.build(part.name, train.shape, part.settings)  # refuse a wrong name or setting before anything starts
     return lambda: zoo.build(part.name, train.shape, part.settings)
 
@@ -323,18 +351,23 @@ def _modes_kept(model: Model) -> Iterator[None]:
             module.training = training
 
 
-def _named_again(config: RunConfig) -> tuple[Source, Source | None]:
+def _named_again(
+    config: RunConfig, phase: Callable[[str], None] = lambda text: None
+) -> tuple[Source, Source | None]:  # fmt: skip
     if config.training.data == "given":
         raise UsageError(
             "this run was trained on data given from Python: go on with Ring(...).resume(RUN, data), or name it with "
             "--data FILE.py:factory"
         )
-    return named_sources.load(config.training.data, config.training.seed, config.model.settings)
+    return named_data(config, phase=phase)[1]
 
 
 def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[events.Event]:
     """To the end; returns what could not be written of the record."""
     require_files(job.config.ring.nodes)
+    if (text := text_of(job.train)) is not None:
+        for remark in text.remarks:
+            (watcher or Watcher()).tell(remark)
     if pool is None:
         nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
         keep = job.config.keep
@@ -360,6 +393,10 @@ def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunct
 
 
 def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
+    if isinstance(train, tuple) and len(train) == 2 and all(isinstance(each, Table | Stream) for each in train):
+        if test is not None:
+            raise UsageError("text_data already includes test data: leave out test_data, or give the first part alone")
+        train, test = train
     return from_python(train, seed=seed), None if test is None else from_python(test, seed=seed)
 
 

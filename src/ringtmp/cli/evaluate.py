@@ -6,6 +6,10 @@ from pathlib import Path
 
 import click
 
+_SCORES = (
+    ("accuracy", "accuracy", ".1%"), ("bits_per_byte", "bits per byte", ".3f"), ("perplexity", "perplexity", ".4g"),
+)  # fmt: skip
+
 
 @click.command("evaluate")
 @click.argument("run", type=click.Path(path_type=Path))
@@ -24,9 +28,5 @@ def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
     if as_json:
         show_results.print_json(score)
         return
-    rest = "".join(
-        f"  {label} {score[key]:{form}}"
-        for key, label, form in (("accuracy", "accuracy", ".1%"), ("bits_per_byte", "bits per byte", ".3f"))
-        if score[key] is not None
-    )
+    rest = "".join(f"  {label} {score[key]:{form}}" for key, label, form in _SCORES if score[key] is not None)
     print(f"step {score['step']}  {score['samples']} samples of {score['data']}  loss {score['loss']:.4f}{rest}")

@@ -56,10 +56,10 @@ def command(
     with loading(nothing_started=True):
         from ringtmp import api
     from ringtmp.cli import show_plan, show_results
-    from ringtmp.data import named_sources
     from ringtmp.launch import planned_devices
     from ringtmp.run import measure_model
     from ringtmp.run.check_settings import resolve
+    from ringtmp.run.text_settings import check_text, named_data
     from ringtmp.strategies import registry
     from ringtmp.system.resources import rss_bytes
 
@@ -72,8 +72,8 @@ def command(
     enough = partial(registry.get(settings.ring.strategy).refuse_too_few, settings, len(devices), keep_all)
     choices = [registry.parse(word) for word in (compare or "").split(",") if word.strip()]
     with show_results.watcher(quiet) as watcher:
-        train, _ = named_sources.load(settings.training.data, settings.training.seed, settings.model.settings)
-        model = api.named_model(settings.model, train)
+        settings, (train, _) = named_data(settings, phase=watcher.phase)
+        model = check_text(train, settings.model.name, api.named_model(settings.model, train))
         work = measure_model.work_of(settings, model, train, watcher.phase, known=enough)
         watcher.phase("planning")
         devices = planned_devices.with_master_here(devices, counted_bytes)

@@ -53,6 +53,8 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
         score = f", test accuracy {summary.accuracy:.1%}"
     if summary.bits_per_byte is not None:
         score = f", {summary.bits_per_byte:.3f} bits per byte"
+    if summary.perplexity is not None:
+        score += f", perplexity {summary.perplexity:.4g}"
     loss = f"loss {summary.loss.last:.4f}" if summary.loss.last is not None else "no step"
     console.print(
         f"[bold]{summary.outcome}[/bold]: {summary.model} on {summary.data}, {summary.steps} steps in "

@@ -22,6 +22,9 @@ class RingKeywords(TypedDict, total=False):
 
 
 class FitKeywords(TypedDict, total=False):
+    tokenizer: str | None
+    context: int | None
+    attention_mask: bool
     leave_out: str | None
     weights: str | None
     train: str | None

@@ -45,8 +45,16 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything here decides the bits."""
 
     data: Annotated[str, Is(
-        "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, pysource or FILE.py:factory.", DATA,
-        bits=True, own=True)] = "digits"
+        "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource or FILE.py:factory.",
+        DATA, bits=True, own=True)] = "digits"
+    tokenizer: Annotated[str | None, Is(
+        "Tokeniser that reads text: a directory with a tokenizer.json, or a .gguf file.", DATA, metavar="PATH",
+        usual="the one beside --model hf:PATH", bits=True)] = None
+    context: Annotated[int | None, Is(
+        "Tokens in a sample of text; without a tokeniser, bytes.", DATA, least=2, metavar="N",
+        usual="128, or what the model takes if less", bits=True)] = None
+    attention_mask: Annotated[bool, Is(
+        "Give the model a mask where samples of text are padded.", DATA, bits=True)] = False
     leave_out: Annotated[str | None, Is(
         "Inputs to leave out because all their values are ones, such as attention_mask; several with commas.", DATA,
         metavar="NAME,…", bits=True)] = None

@@ -1,4 +1,5 @@
-"""Data by name, for the command line: digits, random:IxO, idx:DIR, npz:FILE, text:PATH, pysource, FILE.py:factory."""
+"""Data by name, for the command line: digits, random:IxO, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource,
+FILE.py:factory."""
 
 from __future__ import annotations
 
@@ -18,18 +19,26 @@ import numpy as np
 import torch
 
 from ringtmp.data.sources import Shape, Source, Table, from_python, split, subset, tensors
+from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading, read_files, read_text, tested
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import UsageError, unknown
 
-KNOWN = ("digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "pysource", "FILE.py:factory")
+KNOWN = ("digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "jsonl:PATH", "pysource", "FILE.py:factory")
 TEST_SHARE = 0.2
 RANDOM_SAMPLES = 8192
-DEFAULT_CONTEXT = 128
-MAX_BYTE_TESTS = 512
 
 
-def load(name: str, seed: int, settings: Mapping[str, Any]) -> tuple[Source, Source | None]:
-    """(train, test) for a name. `settings` are the model's: a byte model's `context` is the length of a sample."""
+def is_text(name: str) -> bool:
+    """Data that a tokeniser can read."""
+    kind, _, rest = name.partition(":")
+    return not is_factory(name) and (kind in ("text", "jsonl") if rest else kind == "pysource")
+
+
+def load(
+    name: str, seed: int, settings: Mapping[str, Any], tokens: Reading | None = None
+) -> tuple[Source, Source | None]:
+    """(train, test) for a name. `settings` are the model's: a byte model's `context` is the length of a sample. With
+    `tokens` text is read by a tokeniser; without, as bytes."""
     kind, _, rest = name.partition(":")
     context = int(settings.get("context", 0)) or DEFAULT_CONTEXT
     makers: dict[str, Callable[[], tuple[Source, Source | None]]] = {
@@ -37,8 +46,13 @@ def load(name: str, seed: int, settings: Mapping[str, Any]) -> tuple[Source, Sou
         "random": lambda: _random(rest, seed),
         "idx": lambda: _idx(Path(rest), seed),
         "npz": lambda: _npz(Path(rest), seed),
-        "text": lambda: _bytes_of(name, _read_text(Path(rest)), context),
-        "pysource": lambda: _bytes_of(name, _python_source(), context),
+        "text": lambda: (
+            read_text(name, Path(rest), False, tokens) if tokens else _bytes_of(name, _read_text(Path(rest)), context)
+        ),
+        "jsonl": lambda: read_text(name, Path(rest), True, _needed(name, tokens)),
+        "pysource": lambda: (
+            read_files(name, _python_sources(), tokens) if tokens else _bytes_of(name, _python_source(), context)
+        ),
     }
     if is_factory(name):
         return _factory(name, seed)
@@ -151,7 +165,20 @@ def _read_text(path: Path) -> bytes:
         raise UsageError(f"data text: {path} cannot be read: {error.strerror}") from error
 
 
+def _needed(name: str, tokens: Reading | None) -> Reading:
+    if tokens is None:
+        raise UsageError(
+            f"data {name} needs a tokeniser: give one with --tokenizer PATH, or a model that has one beside it "
+            "(--model hf:PATH)"
+        )
+    return tokens
+
+
 def _python_source() -> bytes:
+    return b"\n".join(path.read_bytes() for path in _python_sources())
+
+
+def _python_sources() -> list[Path]:
     """The running Python's own standard library, tests and installed packages left out."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -162,7 +189,7 @@ def _python_source() -> bytes:
     paths.sort()
     if not paths:
         raise UsageError(f"data pysource: no Python source under {root}; use --data text:PATH")
-    return b"\n".join(path.read_bytes() for path in paths)
+    return paths
 
 
 def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
@@ -181,9 +208,8 @@ def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
     whole = Table(name, size, Shape((context,), False, 256), take, "next_byte")
-    cut = size - max(1, size // 10)
-    tested = torch.linspace(cut, size - 1, min(size - cut, MAX_BYTE_TESTS)).long()
-    return subset(whole, torch.arange(cut)), subset(whole, tested)
+    train, test = tested(size)
+    return subset(whole, train), subset(whole, test)
 
 
 def _factory(name: str, seed: int) -> tuple[Source, Source | None]:

@@ -30,8 +30,8 @@ from ringtmp.data.randomness import Randomness, not_ours, restart_workers
 from ringtmp.errors import UsageError
 
 __all__ = [
-    "LABELS", "OWN_LOSS", "Shape", "Source", "Stream", "Table", "from_python", "leaves", "map_tensors", "split", "subset",
-    "tensors", "with_loss",
+    "LABELS", "OWN_LOSS", "Shape", "Source", "Stream", "Table", "Text", "from_python", "leaves", "map_tensors", "split",
+    "subset", "tensors", "text_of", "with_loss",
 ]  # fmt: skip
 
 
@@ -52,6 +52,17 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Text:
+    """Of a table of text in tokens, which a language model learns to continue."""
+
+    tokenizer: str  # its name
+    vocabulary: int  # every token's number is below it
+    #: Of the text that the learned tokens of each sample stand for; a sample's first token is never learned.
+    bytes: torch.Tensor
+    remarks: tuple[str, ...] = ()  # what was done to the text that a person should know
+
+
+@dataclass(frozen=True)
 class Table:
     """Samples by number. `take` gives the inputs and targets of the given numbers, freshly allocated."""
 
@@ -64,6 +75,7 @@ class Table:
     #: Of a dataset, which may draw random numbers for a sample; plain tensors do not.
     randomness: Randomness | None = None
     items: Items = "pairs"
+    text: Text | None = None
 
     def drawn(self, index: torch.Tensor, *key: object) -> tuple[Any, torch.Tensor]:
         """`take`, with every random number from the key alone."""
@@ -165,6 +177,11 @@ class Stream:
 
 
 Source = Table | Stream
+
+
+def text_of(source: Source) -> Text | None:
+    """None: it was not read by a tokeniser of ours."""
+    return source.text if isinstance(source, Table) else None
 
 
 def with_loss(source: Source, given: str | None) -> tuple[Source, str]:
@@ -305,4 +322,5 @@ def split(table: Table, test_share: float, seed: int) -> tuple[Table, Table]:
 
 
 def subset(table: Table, index: torch.Tensor) -> Table:
-    return replace(table, size=len(index), take=lambda numbers: table.take(index[numbers]))
+    text = None if table.text is None else replace(table.text, bytes=table.text.bytes[index])
+    return replace(table, size=len(index), take=lambda numbers: table.take(index[numbers]), text=text)

@@ -103,6 +103,7 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluation"):
     loss: float
     accuracy: float | None
     bits_per_byte: float | None
+    perplexity: float | None = None
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint"):

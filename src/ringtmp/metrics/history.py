@@ -24,6 +24,7 @@ class Row:
     test_loss: float | None  # after it; None where there was no test
     accuracy: float | None  # on the test part, 0 to 1
     bits_per_byte: float | None
+    perplexity: float | None
     rate: float  # learning rate of the (last) step
     samples: int
     seconds: float  # in training steps
@@ -64,8 +65,9 @@ def history_of(parts: Sequence[Part]) -> History:
 def _row(step: StepDone, test: Evaluated | None, at_s: float, part: int) -> Row:
     return Row(
         step=step.step + 1, epoch=step.epoch + 1, loss=step.loss, test_loss=test.loss if test else None,
-        accuracy=test.accuracy if test else None, bits_per_byte=test.bits_per_byte if test else None, rate=step.lr,
-        samples=step.samples, seconds=step.wall_s, at_s=at_s, part=part,
+        accuracy=test.accuracy if test else None, bits_per_byte=test.bits_per_byte if test else None,
+        perplexity=test.perplexity if test else None, rate=step.lr, samples=step.samples, seconds=step.wall_s, at_s=at_s,
+        part=part,
     )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def _epoch(rows: Sequence[Row]) -> Row:
     loss = sum(each.loss * each.samples for each in rows) / samples if samples else last.loss
     return Row(
         step=last.step, epoch=last.epoch, loss=loss, test_loss=tested.test_loss, accuracy=tested.accuracy,
-        bits_per_byte=tested.bits_per_byte, rate=last.rate, samples=samples,
+        bits_per_byte=tested.bits_per_byte, perplexity=tested.perplexity, rate=last.rate, samples=samples,
         seconds=sum(each.seconds for each in rows), at_s=last.at_s, part=last.part,
     )  # fmt: skip
 

@@ -133,6 +133,7 @@ class Summary(msgspec.Struct, frozen=True):
     skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
     #: Against eager PyTorch before the start: "model", "layers", "evaluation" alone, "traced" (docs/models.md), or not ("").
     checked: str = ""
+    perplexity: float | None = None  # of the test part, if it is text
 
     def name_of(self, node: int) -> str:
         """Its device's own name, where it has one."""
@@ -209,6 +210,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         # What was skipped before the run was resumed is known to it then.
         skipped_samples=facts.get("skipped_samples", 0) + sum(each.skipped for each in last.strayed),
         checked=facts.get("checked", ""),
+        perplexity=evaluation.perplexity if evaluation else None,
     )
 
 

@@ -63,6 +63,12 @@ def scores(run: Run) -> Iterable[Figure]:
     if bits:
         series = Series("test", tuple(at for at, _ in bits), tuple(value for _, value in bits))
         yield Figure("bits", "Bits per byte", "lines", "step", "bits per byte of the test part", (series,), marks=marks)
+    puzzled = [(float(each.step), each.perplexity) for each in tested if each.perplexity is not None]
+    if puzzled:
+        series = Series("test", tuple(at for at, _ in puzzled), tuple(value for _, value in puzzled))
+        caption = "Among how many equally likely tokens the model would choose as badly; of a model of bytes, bytes."
+        label = "perplexity of the test part"
+        yield Figure("perplexity", "Perplexity", "lines", "step", label, (series,), marks=marks, caption=caption)
 
 
 def epochs(run: Run) -> Iterable[Table]:

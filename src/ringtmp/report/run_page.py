@@ -289,6 +289,8 @@ def _highlights(summary: Summary) -> tuple[tuple[str, str], ...]:
     found = [("loss", f"{summary.loss.last:.4g}" if summary.loss.last is not None else "none")]
     if summary.bits_per_byte is not None:
         found.append(("test bits per byte", f"{summary.bits_per_byte:.3f}"))
+    if summary.perplexity is not None:
+        found.append(("test perplexity", f"{summary.perplexity:.4g}"))
     elif summary.accuracy is not None:
         found.append(("test accuracy", f"{summary.accuracy:.1%}"))
     if summary.samples_per_s is not None and summary.step_s is not None:

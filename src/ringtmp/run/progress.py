@@ -203,6 +203,8 @@ def _score(event: Evaluated) -> str:
     parts = [f"test loss {event.loss:.4f}"]
     if event.bits_per_byte is not None:
         parts.append(f"{event.bits_per_byte:.3f} bits per byte")
-    elif event.accuracy is not None:
+    if event.perplexity is not None:
+        parts.append(f"perplexity {event.perplexity:.4g}")
+    if event.bits_per_byte is None and event.accuracy is not None:
         parts.append(f"accuracy {event.accuracy:.1%}")
     return "  ".join(parts)

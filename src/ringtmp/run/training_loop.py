@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from ringtmp.data.batches import Batch, evaluation_batches
+from ringtmp.data.sources import text_of
 from ringtmp.errors import Interrupted, NodeLost, UsageError
 from ringtmp.metrics import events
 from ringtmp.run.healing import Healing
@@ -192,9 +193,10 @@ class TrainingLoop:
         where = f"the test part of {job.test.name}"
         checked = (self._run.index.check_batch(batch, job.loss_name, where, where) for batch in batches)
         score = self._generation.leader.evaluate(checked, step, is_of_bytes(job.loss_name))
+        told = score.of_text(job.loss_name, text_of(job.test))
         event = events.Evaluated(
             time.monotonic(), step, self.progress.epochs_done, score.samples, score.loss, score.accuracy,
-            score.bits_per_byte,
+            bits_per_byte=told.bits_per_byte, perplexity=told.perplexity,
         )  # fmt: skip
         self._record.write(event)
         self._record.log.flush()

@@ -28,8 +28,8 @@ class Watcher:
         `samples` and `wall_s`, the seconds it took; `idle` is the share of all nodes' time so far, 0 to 1."""
 
     def evaluated(self, event: events.Evaluated) -> None:
-        """The test part was run through, after `event.step` steps: `loss`, `accuracy` (0 to 1) and `bits_per_byte`, each
-        None where it means nothing, `epoch` (from 0), `samples`."""
+        """The test part was run through, after `event.step` steps: `loss`, `accuracy` (0 to 1), `bits_per_byte` and
+        `perplexity`, each None where it means nothing, `epoch` (from 0), `samples`."""
 
     def warn(self, text: str) -> None:
         """Something a person should know, in a sentence."""

@@ -12,12 +12,15 @@ from torch.nn import functional as F
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.items import LABELS, OWN_LOSS
+from ringtmp.data.sources import Text
 from ringtmp.errors import UsageError, unknown
 from ringtmp.model.output_tree import described, field_of
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 #: A label that torch's cross-entropy leaves out.
 IGNORED = -100
+#: Of a larger loss e to it is no number.
+_MOST_NATS = 700.0
 
 
 @dataclass(frozen=True)
@@ -133,11 +136,19 @@ class Score:
     right: int = 0
     guesses: int = 0
     bytes_model: bool = False
+    #: Over tokens, if every sample has a label for each of its places.
+    token_loss_sum: float = 0.0
+    tokens: int = 0
 
     def add(self, loss: float, outputs: Any, targets: torch.Tensor) -> None:
         count = len(targets)
         self.loss_sum += loss * count
         self.samples += count
+        if targets.dim() == 2 and not targets.is_floating_point():
+            # A model that computes its own loss shifts the labels, so that the first is not learned.
+            tokens = int(((targets if self.bytes_model else targets[:, 1:]) != IGNORED).sum())
+            self.token_loss_sum += loss * tokens if tokens else 0.0
+            self.tokens += tokens
         if not isinstance(outputs, torch.Tensor) and targets.dim() == 1:
             # With more labels per sample nobody knows whether the model shifts them, as language models do.
             outputs = field_of(outputs, "logits")
@@ -155,9 +166,24 @@ class Score:
     def accuracy(self) -> float | None:
         return self.right / self.guesses if self.guesses else None
 
-    @property
-    def bits_per_byte(self) -> float | None:
-        return self.loss / math.log(2) if self.bytes_model else None
+    def of_text(self, loss: str, text: Text | None) -> TextScore:
+        """What is said of language models; `text`: what is known of the data, if it was read by a tokeniser. Of other data
+        nobody knows whether its labels are the tokens that come next, and of a loss of the user's own what it is a mean of."""
+        of_tokens = text is not None and loss in LOSSES and LOSSES[loss].of_model
+        if not self.tokens or not (self.bytes_model or of_tokens):
+            return TextScore()
+        per_token = self.token_loss_sum / self.tokens
+        count = self.tokens if text is None else int(text.bytes.sum())
+        perplexity = math.exp(per_token) if per_token < _MOST_NATS else None
+        return TextScore(perplexity, self.token_loss_sum / math.log(2) / count if count else None)
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Of the test part of a text. None: it means nothing, or is beyond all numbers."""
+
+    perplexity: float | None = None  # e to the mean loss of a token
+    bits_per_byte: float | None = None  # the loss of all tokens, in bits, by the bytes these tokens stand for
 
 
 def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tensor) -> None:

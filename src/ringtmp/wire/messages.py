@@ -304,6 +304,8 @@ class Scored(NodeMessage, frozen=True, tag="scored"):
     samples: int
     right: int
     guesses: int
+    token_loss_sum: float = 0.0
+    tokens: int = 0
 
 
 class Store(NodeMessage, frozen=True, tag="store"):

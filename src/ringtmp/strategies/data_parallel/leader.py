@@ -264,6 +264,8 @@ class DataParallelLeader(BaseLeader):
                 score.samples += part.samples
                 score.right += part.right
                 score.guesses += part.guesses
+                score.token_loss_sum += part.token_loss_sum
+                score.tokens += part.tokens
         return score
 
     def _silent(self, asked: int) -> list[int]:
@@ -354,6 +356,7 @@ class DataParallelLeader(BaseLeader):
             untrusted.whole(message.samples, "the number of samples", 0, self._most_samples)
             untrusted.whole(message.guesses, "the number of guesses")
             untrusted.whole(message.right, "the number of right ones", 0, message.guesses)
+            untrusted.whole(message.tokens, "the number of tokens")
             if not self._unscored[mail.sender]:
                 raise ProtocolError("sent Scored, which nobody asked for")
             self._unscored[mail.sender] -= 1

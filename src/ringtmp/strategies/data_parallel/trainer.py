@@ -238,7 +238,10 @@ class Trainer:
             for position in range(len(task.microbatches)):
                 outputs, targets = self._nested(task, position), task.targets[position]
                 score.add(float(self._loss(outputs, targets)), outputs, targets)
-        self.endpoint.post(MASTER, Scored(score.loss_sum, score.samples, score.right, score.guesses))
+        self.endpoint.post(
+            MASTER,
+            Scored(score.loss_sum, score.samples, score.right, score.guesses, score.token_loss_sum, score.tokens),
+        )
         self._task = None
 
     def _nested(self, task: _Task, position: int) -> object:
