@@ -2,46 +2,90 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ringtmp.errors import UsageError
 
+#: The array of a .npz file that is meant where a model takes one tensor.
+INPUTS = "inputs"
+#: Of several outputs, what a class is read off.
+LOGITS = "logits"
+
 
 @click.command("predict")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("inputs", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Write the outputs here (.npy).  [print the classes]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write the outputs here (.npy; .npz for several).  [print the classes]",
+)
 @click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes that predict.")
 def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
     """Predict from the newest checkpoint of RUN.
 
-    INPUTS is a .npy file, or a .npz file with an array called inputs; its first dimension counts samples. Prints the
-    number of the largest output for every sample, one per line, or writes all outputs to --out.
+    INPUTS is a .npy file, or a .npz file with an array called inputs or with arrays called like the model's inputs
+    (input_ids, attention_mask); their first dimension counts samples. Prints the number of the largest output for every
+    sample, one line each, or writes all outputs to --out. Of several outputs, logits are printed and written to a .npy file;
+    a .npz file gets all of them.
     """
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
         from ringtmp import api
+        from ringtmp.runtime.run_directory import RunDirectory
+    import numpy as np
+
+    from ringtmp.model.output_tree import named_tensors
+    from ringtmp.system.files import write_atomic
+
+    directory = RunDirectory(run)
+    directory.open()
+    given = _as_inputs(_read(inputs), directory.read_layers()[0].input_names, inputs)
+    found = {name: each.numpy() for name, each in named_tensors(api.predict(run, given, nodes)).items()}
+    if out is not None and out.suffix == ".npz":
+        arrays: dict[str, Any] = {name or "outputs": each for name, each in found.items()}
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        write_atomic(out, content.getvalue())
+        return
+    if len(found) > 1 and LOGITS not in found:
+        raise UsageError(f"this model returns {', '.join(found)}: write them all to a file with --out FILE.npz")
+    outputs = found[LOGITS] if LOGITS in found else next(iter(found.values()))
+    if out is not None:
+        content = io.BytesIO()
+        np.save(content, outputs)
+        write_atomic(out if out.suffix == ".npy" else out.with_name(f"{out.name}.npy"), content.getvalue())
+    else:
+        np.savetxt(sys.stdout, outputs.argmax(-1).reshape(len(outputs), -1), fmt="%d")
+
+
+def _as_inputs(arrays: dict[str, Any], names: tuple[str, ...], path: Path) -> Any:
+    """As the model takes them: one tensor, or several by name."""
     import numpy as np
     import torch
 
-    array = _read(inputs)
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if tensor.is_floating_point():
-        tensor = tensor.float()
-    outputs = api.predict(run, tensor, nodes)
-    if not isinstance(outputs, torch.Tensor):
-        raise UsageError("this model returns several tensors: use predict from Python")
-    if out is not None:
-        np.save(out, outputs.numpy())
-    else:
-        np.savetxt(sys.stdout, outputs.argmax(-1).reshape(len(outputs), -1).numpy(), fmt="%d")
+    from ringtmp.data.items import LABELS
+    from ringtmp.data.nested_inputs import arranged
+
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in arrays.items()}
+    wanted = [name for name in names if name != LABELS]
+    if len(wanted) <= 1 and INPUTS in tensors and not tensors.keys() & set(wanted):
+        return {wanted[0]: tensors[INPUTS]} if wanted and wanted[0] else tensors[INPUTS]
+    if len(wanted) <= 1 and not any(wanted):
+        raise UsageError(f"{path} has no array called {INPUTS}; it has {', '.join(tensors) or 'none'}")
+    positional = {f"arr_{name}": name for name in wanted if name.isdecimal()}  # as np.savez calls them
+    tensors = {positional.get(name, name): each for name, each in tensors.items()}
+    return arranged(tensors, [*wanted, *(LABELS for _ in range(LABELS in tensors))], str(path))
 
 
-def _read(path: Path):  # type: ignore[no-untyped-def]
+def _read(path: Path) -> dict[str, Any]:
+    """By name; the one array of a .npy file is called inputs."""
     import zipfile
 
     import numpy as np
@@ -49,10 +93,8 @@ def _read(path: Path):  # type: ignore[no-untyped-def]
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
-            return loaded
+            return {INPUTS: loaded}
         with loaded:
-            if "inputs" not in loaded.files:
-                raise UsageError(f"{path} has no array called inputs; it has {', '.join(loaded.files) or 'none'}")
-            return loaded["inputs"]
+            return {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UsageError(f"the inputs {path} cannot be read: {error}") from error

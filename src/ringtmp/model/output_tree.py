@@ -58,6 +58,21 @@ def leaves_of(value: Any) -> list[torch.Tensor]:
     return flattened(value)[1]
 
 
+def names_of(tree: OutputTree, path: str = "") -> list[str]:
+    """Where each tensor lies, in order: "logits", "hidden.0"; a tensor alone is called ""."""
+    if tree.kind == "*":
+        return [path]
+    keys = tree.names or tuple(map(str, range(len(tree.children))))
+    parts = zip(keys, tree.children, strict=True)
+    return [name for key, child in parts for name in names_of(child, f"{path}.{key}".lstrip("."))]
+
+
+def named_tensors(value: Any) -> dict[str, torch.Tensor]:
+    """What a model returns, by the names of `names_of`."""
+    tree, tensors = flattened(value)
+    return dict(zip(names_of(tree), tensors, strict=True))
+
+
 def map_outputs(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     tree, tensors = flattened(value)
     return nest(tree, [function(each) for each in tensors], own=True)

@@ -32,7 +32,7 @@ def is_pretrained(name: str) -> bool:
 def pretrained(name: str) -> Callable[[], nn.Module]:
     """A function that builds the model. What can be refused without building it is refused now."""
     path = Path(name.removeprefix(PREFIX)).expanduser()
-    library = _library(name)
+    library = library_of(f"--model {name}")
     if path.suffix == ".gguf":
         return _of_gguf(library, path)
     config = path / "config.json" if path.is_dir() else path
@@ -56,11 +56,12 @@ def pretrained(name: str) -> Callable[[], nn.Module]:
     return build
 
 
-def _library(name: str) -> Any:
+def library_of(wanted: str) -> Any:
+    """The transformers library. `wanted`: what needs it, for the error."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UsageError(f"--model {name} needs the transformers library: pip install 'ringtmp[hf]'") from error
+        raise UsageError(f"{wanted} needs the transformers library: pip install 'ringtmp[hf]'") from error
 
 
 def _architecture(library: Any, config: Path) -> Any:

@@ -307,11 +307,11 @@ def _compile_value(value: Argument, before: int, device: torch.device) -> _Make:
     if isinstance(value, Items):
         makers = [_compile_value(item, before, device) for item in value.values]
         return lambda values: [make(values) for make in makers]
-    constant = _constant(value, device) if isinstance(value, Named) else value
+    constant = torch_constant(value, device) if isinstance(value, Named) else value
     return lambda values: constant
 
 
-def _constant(value: Named, device: torch.device) -> Any:
+def torch_constant(value: Named, device: torch.device) -> Any:
     if value.kind == "device":
         return device
     tables: dict[str, Mapping[str, Any]] = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _FORMATS}

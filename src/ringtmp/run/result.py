@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from ringtmp.model.to_module import in_sequence, revive
 from ringtmp.runtime.checkpoint import Checkpoint, State, latest
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.units import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from ringtmp.run.export_weights import Exported
 
 
 class Result:
@@ -98,6 +101,13 @@ class Result:
         if is_cut(layers):
             return PortableModel(tensors, index.state, index.input_names, index.without_targets).eval()
         return revive(tensors, shapes).eval()
+
+    def export(self, path: str | Path, merge: bool = False, force: bool = False) -> Exported:
+        """Writes the newest checkpoint to files that are used without ringtmp, as `ringtmp export` does: FILE.safetensors,
+        FILE.onnx, FILE.pt2 or a folder. What comes back says how far they are from what the run predicts."""
+        from ringtmp.run.export_weights import export_weights  # it is seldom wanted, and takes a while to load
+
+        return export_weights(self.run_dir, Path(path), merge, force)
 
 
 # -- the user's own module ----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import torch
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
 from ringtmp.data.items import LABELS
-from ringtmp.data.nested_inputs import arranged, leaves, names
+from ringtmp.data.nested_inputs import arranged, leaves, map_tensors, names
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
 from ringtmp.model import portable_layer
 from ringtmp.model.portable_layer import Layer
@@ -92,6 +92,18 @@ class LayerIndex(msgspec.Struct, frozen=True):
         if not self.input_names or given == self.input_names or not any(map(_is_key, (*self.input_names, *given))):
             return batch
         return replace(batch, inputs=tuple(arranged(each, self.input_names, where) for each in batch.inputs))
+
+    def in_its_types(self, inputs: Any) -> Any:
+        """Numbers of the kind the model was built for, float64 as float32 and int32 as int64; never whole numbers as others."""
+        if len(leaves(inputs)) != len(self.inputs):
+            return inputs
+        types = iter([dtype_of(each.dtype) for each in self.inputs])
+
+        def converted(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = next(types)
+            return tensor if tensor.is_floating_point() != dtype.is_floating_point else tensor.to(dtype)
+
+        return map_tensors(converted, inputs)
 
     def check_inputs(self, inputs: Any, where: str) -> None:
         """Refuses inputs of another shape than the model was built for."""

@@ -1,0 +1,186 @@
+"""A model's evaluation as one graph: its layers or cells one after the other, tensors under their names in the model.
+
+Pure: layers in, a graph out. What is asked of it: which outputs need the labels, which inputs are rows of an embedding, and
+the graph without adapters, for weights to which they were added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ringtmp.errors import UsageError
+from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Input, Items, Layer, Op, Ref, Value, slots
+
+ADAPTER_A, ADAPTER_B = ".lora_A.weight", ".lora_B.weight"
+#: Of the linear layer beside them, in the names of its tensors.
+_BASE = ".base_layer."
+
+
+def name_before(name: str) -> str:
+    """Of a tensor, before adapters were added to the model."""
+    return name.replace(_BASE, ".")
+
+
+def adapted_weight(name: str) -> str | None:
+    """The layer that adapters were added to, where this is its weight."""
+    layer, base, kind = name.partition(_BASE)
+    return layer if base and kind == "weight" else None
+
+
+_SUM, _SIZE = "aten.add.Tensor", "aten.sym_size."
+#: Operators whose values are those of their first argument, all of them.
+_SAME_VALUES = {
+    "view", "reshape", "to", "contiguous", "flatten", "_unsafe_view", "alias", "detach", "clone", "unsqueeze", "squeeze",
+    "_to_copy",
+}  # fmt: skip
+
+
+def whole_graph(layers: Sequence[Layer], inputs: int) -> Graph:
+    """`inputs`: how many tensors enter the model. Input k is called str(k)."""
+    slot_of: dict[str, int] = {}
+    entering = [Input("input", str(place)) for place in range(inputs)]
+    for layer in layers:
+        names = {each.name: layer.full_name(each) for each in layer.tensors}
+        for each in layer.evaluate.inputs:
+            if each.kind != "input" and names[each.name] not in slot_of:
+                slot_of[names[each.name]] = len(entering)
+                entering.append(Input(each.kind, names[each.name]))
+    values: dict[Value, Argument] = {(0, place): Ref(place) for place in range(inputs)}
+    ops: list[Op] = []
+    customs: list[Custom] = []
+    outputs: tuple[Argument, ...] = ()
+    for index, layer in enumerate(layers):
+        graph = layer.evaluate
+        names = {each.name: layer.full_name(each) for each in layer.tensors}
+        taken = iter(layer.takes(index, False))
+        here: list[Argument] = [
+            values[next(taken)] if each.kind == "input" else Ref(slot_of[names[each.name]]) for each in graph.inputs
+        ]
+        for op in graph.ops:
+            ops.append(_with(op, here.__getitem__, len(customs)))
+            here.append(Ref(len(entering) + len(ops) - 1))
+        customs += graph.customs
+        outputs = tuple(_put(each, here.__getitem__) for each in graph.outputs)
+        values.update({(index + 1, place): each for place, each in enumerate(outputs)})
+    changes = any(layer.evaluate.changes_inputs for layer in layers)
+    return Graph(tuple(entering), tuple(ops), outputs, changes, tuple(customs))
+
+
+def depends_on(graph: Graph, place: int) -> list[bool]:
+    """By output: whether the input of this place enters into it."""
+    reached = {place}
+    for slot, op in enumerate(graph.ops, len(graph.inputs)):
+        if (taken := _taken(op)) & reached:
+            reached.add(slot)
+            if _name(op).endswith("_"):
+                reached |= taken  # it writes into one of them
+    return [bool(set(slots(each)) & reached) for each in graph.outputs]
+
+
+def rows_of(layers: Sequence[Layer], inputs: int) -> dict[int, int]:
+    """By the place of an input whose values are rows of an embedding: how many rows that has."""
+    graph = whole_graph(layers, inputs or layers[0].evaluate.entering)
+    shapes = {layer.full_name(each): each.shape for layer in layers for each in layer.tensors}
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.target != "aten.embedding.default":
+            continue
+        table, chosen = op.args[0], _origin(graph, op.args[1])
+        if isinstance(table, Ref) and table.slot < len(graph.inputs) and chosen is not None:
+            shape = shapes.get(graph.inputs[table.slot].name)
+            if shape:
+                place = int(graph.inputs[chosen].name)
+                found[place] = min(shape[0], found.get(place, shape[0]))
+    return found
+
+
+def _origin(graph: Graph, value: Argument) -> int | None:
+    """The slot of the model's input that the value is, whatever its shape; None: it is computed."""
+    while isinstance(value, Ref):
+        if value.slot < len(graph.inputs):
+            return value.slot if graph.inputs[value.slot].kind == "input" else None
+        op = graph.ops[value.slot - len(graph.inputs)]
+        if _name(op) not in _SAME_VALUES:
+            return None
+        value = op.args[0]
+    return None
+
+
+# -- without adapters ---------------------------------------------------------------------------------------------------
+
+
+def without_adapters(graph: Graph) -> Graph:
+    """`given + B(A(x)) * scale` becomes `given`, everywhere. Sizes that were read off what is gone are read off x. Tensors
+    have the names they had before adapters were added."""
+    first = len(graph.inputs)
+    users: dict[int, list[int]] = {}
+    for slot, op in enumerate(graph.ops, first):
+        for used in _taken(op):
+            users.setdefault(used, []).append(slot)
+
+    def only_user(slot: int) -> int:
+        computing = [each for each in users.get(slot, []) if not graph.ops[each - first].target.startswith(_SIZE)]
+        return computing[0] if len(computing) == 1 else -1
+
+    instead: dict[int, Argument] = {}
+    for weight, each in enumerate(graph.inputs):
+        for wide in users.get(weight, []) if each.name.endswith(ADAPTER_B) else []:
+            scaled = only_user(wide)
+            total = only_user(scaled)
+            found = graph.ops[total - first] if total >= first else None
+            narrow = graph.ops[wide - first].args[0]
+            if found is None or found.target != _SUM or found.args[1:] != (Ref(scaled),) or not isinstance(narrow, Ref):
+                raise UsageError(
+                    f"--merge: the graph of {each.name.removesuffix(ADAPTER_B)} is not that of an adapter; leave --merge out"
+                )
+            instead[total] = instead[scaled] = found.args[0]
+            instead[wide] = instead[narrow.slot] = graph.ops[narrow.slot - first].args[0]
+    return _rebuilt(graph, instead)
+
+
+def _rebuilt(graph: Graph, instead: Mapping[int, Argument]) -> Graph:
+    """With other values instead of these operations, and without tensors that only they used."""
+    kept = [(slot, op) for slot, op in enumerate(graph.ops, len(graph.inputs)) if slot not in instead]
+    used = {each for _, op in kept for each in _taken(op)}
+    used |= {each for value in (*graph.outputs, *instead.values()) for each in slots(value)}
+    inputs = [(slot, each) for slot, each in enumerate(graph.inputs) if each.kind == "input" or slot in used]
+    place: dict[int, Argument] = {slot: Ref(at) for at, slot in enumerate(slot for slot, _ in (*inputs, *kept))}
+
+    def moved(slot: int) -> Argument:
+        while slot in instead and isinstance(given := instead[slot], Ref):
+            slot = given.slot
+        return place[slot]
+
+    return msgspec.structs.replace(
+        graph,
+        inputs=tuple(Input(each.kind, name_before(each.name)) for _, each in inputs),
+        ops=tuple(_with(op, moved, 0) for _, op in kept),
+        outputs=tuple(_put(each, moved) for each in graph.outputs),
+    )
+
+
+def _taken(op: Op) -> set[int]:
+    return {each for value in (*op.args, *op.kwargs.values()) for each in slots(value)}
+
+
+def _name(op: Op) -> str:
+    """aten.add_.Tensor -> add_"""
+    return op.target.split(".")[1] if op.target.startswith("aten.") else op.target
+
+
+def _with(op: Op, place: Callable[[int], Argument], customs: int) -> Op:
+    """The operation with its references put elsewhere. `customs`: how many custom functions stand before its graph's own."""
+    args = tuple(_put(each, place) for each in op.args)
+    if op.target == CUSTOM and isinstance(args[0], int):
+        args = (args[0] + customs, *args[1:])
+    return Op(op.target, args, {name: _put(each, place) for name, each in op.kwargs.items()})
+
+
+def _put(value: Argument, place: Callable[[int], Argument]) -> Argument:
+    if isinstance(value, Ref):
+        return place(value.slot)
+    if isinstance(value, Items):
+        return Items(tuple(_put(each, place) for each in value.values))
+    return value

