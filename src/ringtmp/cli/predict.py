@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ringtmp.cli.where import nodes_of, where_options
 from ringtmp.errors import UsageError
 
 
@@ -14,8 +15,10 @@ from ringtmp.errors import UsageError
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("inputs", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Write the outputs here (.npy).  [print the classes]")
-@click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes that predict.")
-def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
+@where_options("predict")
+def command(
+    run: Path, inputs: Path, out: Path | None, nodes: int | None, listen: str | None, ring_name: str
+) -> None:  # fmt: skip
     """Predict from the newest checkpoint of RUN.
 
     INPUTS is a .npy file, or a .npz file with an array called inputs; its first dimension counts samples. Prints the
@@ -32,7 +35,8 @@ def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.is_floating_point():
         tensor = tensor.float()
-    outputs = api.predict(run, tensor, nodes)
+    count, pool = nodes_of(run, nodes, listen, ring_name)
+    outputs = api.predict(run, tensor, count, pool)
     if not isinstance(outputs, torch.Tensor):
         raise UsageError("this model returns several tensors: use predict from Python")
     if out is not None:
