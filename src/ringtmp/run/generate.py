@@ -84,19 +84,19 @@ class Writing:
         self._tokenizer = _tokenizer(prompt, self._saved, talk)
         self._tokens = _encoded(prompt, self._tokenizer, talk)
         phase("reading the model")
-        self._plan = _plan(run, self._saved, (index, layers, self._checkpoint), self._needed, model, phase) or Window(
+        self.plan = _plan(run, self._saved, (index, layers, self._checkpoint), self._needed, model, phase) or Window(
             run, talk
         )
-        if isinstance(self._plan, Window):
+        if isinstance(self.plan, Window):
             tell("no keys and values can be kept for this model: each token is computed from the whole text")
-        if len(self._tokens) >= self._plan.most:
+        if len(self._tokens) >= self.plan.most:
             raise UsageError(
-                f"the prompt has {len(self._tokens)} tokens, and the model reads at most {self._plan.most} with what it "
+                f"the prompt has {len(self._tokens)} tokens, and the model reads at most {self.plan.most} with what it "
                 "writes: give a shorter one"
             )
-        if self._needed > self._plan.most:
+        if self._needed > self.plan.most:
             tell(
-                f"the model reads at most {self._plan.most} tokens: it writes {self._plan.most - len(self._tokens)} at most"
+                f"the model reads at most {self.plan.most} tokens: it writes {self.plan.most - len(self._tokens)} at most"
             )
         give_back_memory()
 
@@ -108,7 +108,7 @@ class Writing:
         """`show` gets the text as it comes."""
         shown = _Shown(self._tokenizer, show)
         began = time.monotonic()
-        with self._plan.started(self._training, pool) as reader:
+        with self.plan.started(self._training, pool) as reader:
             began = time.monotonic()
             times: list[float] = []
             for token in self._written(reader):
@@ -118,7 +118,7 @@ class Writing:
             after = times[-1] - times[0]
             return Generated(
                 None if self._tokenizer is None else shown.text, shown.tokens, len(self._tokens),
-                self._stopped(shown.tokens), reader.step, pool.nodes, isinstance(self._plan, Cached), times[0] - began,
+                self._stopped(shown.tokens), reader.step, pool.nodes, isinstance(self.plan, Cached), times[0] - began,
                 (len(times) - 1) / after if after > 0 else None, reader.bytes_per_token,
             )  # fmt: skip
 
