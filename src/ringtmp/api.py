@@ -163,14 +163,15 @@ class Ring:
         chat: bool = False,
         tokenizer: str | Path | None = None,
         model: Model | None = None,
-        on_text: Callable[[str], None] = lambda text: None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Generated:
         """A prompt, as text or token numbers, written on by a run's newest checkpoint; the best token each time, unless a
         temperature, `top_k` or `top_p` is given. `on_text` gets the text as it comes. `model`: what was trained, where the
         run does not know it by name; its weights do not matter."""
         choice = Choice(temperature, top_k, top_p, seed)
         asked = Prompt(prompt, max_new_tokens, choice, chat, None if tokenizer is None else str(tokenizer))
-        return generate(run_dir, asked, self._nodes, on_text, model=model, pool=self._devices_for(run_dir))
+        show = on_text or (lambda text: None)
+        return generate(run_dir, asked, self._nodes, show, model=model, pool=self._devices_for(run_dir))
 
     def _devices_for(self, run_dir: str | Path) -> NodePool | None:
         return None if self._listen is None else devices_for(run_dir, self._listen, self._ring, self._nodes, Telling())
@@ -280,8 +281,10 @@ def generate(
 ) -> Generated:  # fmt: skip
     run, told = RunDirectory(Path(run_dir)), Telling()
     config = run.read_config().config
-    if model is None and (is_factory(config.model.name) or is_pretrained(config.model.name)):
-        model = named_model(config.model, None)
+    if model is None and is_pretrained(config.model.name):
+        model = pretrained(config.model.name, filled=False)
+    elif model is None and is_factory(config.model.name):
+        model = call_factory("model", config.model.name, config.model.settings)
     with left_alone():
         writing = Writing(run, prompt, model, told.phase, told.tell)
         return writing.write(_pool_for(run, config, nodes, pool), show)
@@ -310,8 +313,7 @@ def device_pool(
     )  # fmt: skip
 
 
-def named_model(part: ModelPart, train: Source | None) -> Callable[[], Any]:
-    """`train`: the data, after which models of the zoo go."""
+def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
     if is_factory(part.name):
         return call_factory("model", part.name, part.settings)
     if is_pretrained(part.name):
@@ -321,7 +323,6 @@ def named_model(part: ModelPart, train: Source | None) -> Callable[[], Any]:
             )
         return pretrained(part.name)
     refuse_file_alone("model", part.name)
-    assert train is not None, "a model of the zoo goes by the data"
     zoo.build(part.name, train.shape, part.settings)  # refuse a wrong name or setting before anything starts
     return lambda: zoo.build(part.name, train.shape, part.settings)
 

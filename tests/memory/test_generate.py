@@ -16,6 +16,7 @@ from ringtmp import Generated, Result, Ring, api
 from ringtmp.errors import NodeLost, UsageError
 from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.model.next_token import Choice
+from ringtmp.model.pretrained import pretrained
 from ringtmp.run import decoding
 from ringtmp.run.decoding import Cached, Window
 from ringtmp.run.generate import Prompt, Writing
@@ -223,7 +224,7 @@ def test_a_llama_writes_what_transformers_writes(lora: str | None, tmp_path: Pat
     for nodes in (1, 2, 3):
         found = written(run, Prompt(prompt, 20), nodes)
         assert (found.tokens, found.cached) == (wanted[0, 5:].tolist(), True)
-    writing = Writing(RunDirectory(run.run_dir), Prompt(prompt, 4), api.named_model(_part(run), None), print, print)
+    writing = Writing(RunDirectory(run.run_dir), Prompt(prompt, 4), pretrained(name, filled=False), print, print)
     with torch.no_grad():
         whole = plain(torch.tensor([prompt])).logits[0]
     with writing.plan.started(RunDirectory(run.run_dir).read_config().config.training, InMemoryPool(2)) as reader:
@@ -231,10 +232,6 @@ def test_a_llama_writes_what_transformers_writes(lora: str | None, tmp_path: Pat
         torch.testing.assert_close(reader.read(prompt[3:4]), whole[3], rtol=0, atol=1e-4)
     with pytest.raises(UsageError, match=r"has no tokeniser"):
         written(run, Prompt("text"))
-
-
-def _part(run: Result) -> Any:
-    return RunDirectory(run.run_dir).read_config().config.model
 
 
 @pytest.mark.long

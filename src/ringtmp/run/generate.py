@@ -117,9 +117,10 @@ class Writing:
             shown.end()
             after = times[-1] - times[0]
             return Generated(
-                None if self._tokenizer is None else shown.text, shown.tokens, len(self._tokens),
-                self._stopped(shown.tokens), reader.step, pool.nodes, isinstance(self.plan, Cached), times[0] - began,
-                (len(times) - 1) / after if after > 0 else None, reader.bytes_per_token,
+                text=None if self._tokenizer is None else shown.text, tokens=shown.tokens, prompt_tokens=len(self._tokens),
+                stopped=self._stopped(shown.tokens), step=reader.step, nodes=pool.nodes,
+                cached=isinstance(self.plan, Cached), prompt_s=times[0] - began,
+                tokens_per_s=(len(times) - 1) / after if after > 0 else None, bytes_per_token=reader.bytes_per_token,
             )  # fmt: skip
 
     @property

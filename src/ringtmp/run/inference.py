@@ -71,7 +71,7 @@ class Layout:
         window = DEFAULT_SCHEDULE.default_window(len(route.visits), microbatches)
         known = {visit.index: self.leaving[visit.first - 1] for visit in route.visits[1:]} if self.leaving else {}
         return Setup(
-            route, recipe, window, DEFAULT_SCHEDULE.name, self.step, pool.addresses(), 0, known,
+            route, recipe, window, DEFAULT_SCHEDULE.name, self.step, pool.addresses(), detailed_steps=0, crossings=known,
             flow=flow_of(layers, route, self.describe),
         )  # fmt: skip
 
@@ -85,8 +85,8 @@ def inference(
     checkpoint, _ = latest(run.checkpoints, index.run)
     assert isinstance(training.microbatches, int), "a saved run has a number"
     layout = Layout(
-        layers, index.cost_s, checkpoint, checkpoint.progress.step, index.crossing if index.inputs else None, index.outputs,
-        index.randomness, loss,
+        layers, index.cost_s, checkpoint, checkpoint.progress.step, describe=index.crossing if index.inputs else None,
+        leaving=index.outputs, randomness=index.randomness, loss=loss,
     )  # fmt: skip
     with laid_out(layout, training, pool, training.microbatches) as master:
         yield Inference(master, layout.step, index, layers)
