@@ -17,15 +17,16 @@ from ringtmp.errors import ProtocolError, RingError, UsageError, WaitTimeout
 if TYPE_CHECKING:
     from ringtmp.api import Ring, text_data
     from ringtmp.metrics.events import Evaluated, StepDone
+    from ringtmp.run.generate import Generated
     from ringtmp.run.result import Result
     from ringtmp.run.what_to_train import Watcher
 
 __version__ = "0.1.0"
 #: What is public, each described in docs/api.md. Everything else may change without notice.
 __all__ = [
-    "CheckpointError", "DoesNotFit", "Evaluated", "Interrupted", "LinkLost", "LossNotFinite", "NodeFailed", "NodeLost",
-    "ProtocolError", "Result", "Ring", "RingError", "StepDone", "UsageError", "WaitTimeout", "Watcher", "__version__",
-    "text_data",
+    "CheckpointError", "DoesNotFit", "Evaluated", "Generated", "Interrupted", "LinkLost", "LossNotFinite", "NodeFailed",
+    "NodeLost", "ProtocolError", "Result", "Ring", "RingError", "StepDone", "UsageError", "WaitTimeout", "Watcher",
+    "__version__", "text_data",
 ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -35,13 +35,15 @@ from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.language_facts import LanguageFacts
 from ringtmp.model.layers import Model
+from ringtmp.model.next_token import Choice
 from ringtmp.model.output_tree import joined
 from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.check_settings import resolve, resumed
+from ringtmp.run.generate import Generated, Prompt, Writing
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.interruption import interruptible
 from ringtmp.run.one_at_a_time import one_at_a_time
-from ringtmp.run.progress import OnStep, watching
+from ringtmp.run.progress import OnStep, Telling, watching
 from ringtmp.run.result import Result
 from ringtmp.run.session import Session
 from ringtmp.run.text_settings import check_text, named_data, usual_context
@@ -178,12 +180,39 @@ class Ring:
     def evaluate(self, run_dir: str | Path, data: Data = None, loss: LossFunction | None = None) -> dict[str, Any]:
         """Loss and scores of a run's newest checkpoint; on its own test part unless data is given. A loss of your own must
         be given again."""
-        return evaluate(run_dir, data, self._nodes, loss)
+        return evaluate(run_dir, data, self._nodes, loss, self._devices_for(run_dir))
 
     @_runs
     def predict(self, run_dir: str | Path, inputs: Any) -> Any:
         """The outputs of a run's newest checkpoint for a batch of inputs."""
-        return predict(run_dir, inputs, self._nodes)
+        return predict(run_dir, inputs, self._nodes, self._devices_for(run_dir))
+
+    @_runs
+    def generate(
+        self,
+        run_dir: str | Path,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 64,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        chat: bool = False,
+        tokenizer: str | Path | None = None,
+        model: Model | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Generated:
+        """A prompt, as text or token numbers, written on by a run's newest checkpoint; the best token each time, unless a
+        temperature, `top_k` or `top_p` is given. `on_text` gets the text as it comes. `model`: what was trained, where the
+        run does not know it by name; its weights do not matter."""
+        choice = Choice(temperature, top_k, top_p, seed)
+        asked = Prompt(prompt, max_new_tokens, choice, chat, None if tokenizer is None else str(tokenizer))
+        show = on_text or (lambda text: None)
+        return generate(run_dir, asked, self._nodes, show, model=model, pool=self._devices_for(run_dir))
+
+    def _devices_for(self, run_dir: str | Path) -> NodePool | None:
+        return None if self._listen is None else devices_for(run_dir, self._listen, self._ring, self._nodes, Telling())
 
     def _devices(self, config: RunConfig, watcher: Watcher) -> NodePool | None:
         return None if self._listen is None else device_pool(self._listen, self._ring, config, watcher)
@@ -253,7 +282,9 @@ def settings_of(run_dir: str | Path, changes: Mapping[str, Any]) -> RunConfig:
     return resumed(RunDirectory(Path(run_dir)).read_config().config, changes)
 
 
-def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | None = None) -> dict[str, Any]:
+def evaluate(
+    run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | None = None, pool: NodePool | None = None
+) -> dict[str, Any]:
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     if data is None or isinstance(data, str):
@@ -265,7 +296,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
     function = loss or _loss_again(run, saved.loss)
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
-    with _inference(run, saved.config, nodes, function) as ring:
+    with _inference(run, saved.config, nodes, function, pool) as ring:
         batches = evaluation_batches(
             source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
         )
@@ -277,7 +308,7 @@ def evaluate(run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | N
     }  # fmt: skip
 
 
-def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
+def predict(run_dir: str | Path, inputs: Any, nodes: int, pool: NodePool | None = None) -> Any:
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     training = saved.config.training
@@ -295,9 +326,30 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int) -> Any:
         chosen = map_tensors(partial(torch.index_select, dim=0, index=part), inputs)
         pieces, nobody = split_batch(chosen, torch.zeros(len(part)), training.microbatches * EVALUATION_FACTOR)
         batches.append(Batch(0, pieces, nobody, len(part)))
-    with _inference(run, saved.config, nodes, loss_named("mse")) as ring:
+    with _inference(run, saved.config, nodes, loss_named("mse"), pool) as ring:
         outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
     return joined(outputs)
+
+
+def generate(
+    run_dir: str | Path, prompt: Prompt, nodes: int, show: Callable[[str], None], *, model: Model | None = None,
+    pool: NodePool | None = None,
+) -> Generated:  # fmt: skip
+    run, told = RunDirectory(Path(run_dir)), Telling()
+    config = run.read_config().config
+    if model is None and is_pretrained(config.model.name):
+        model = pretrained(config.model.name, filled=False)
+    elif model is None and is_factory(config.model.name):
+        model = call_factory("model", config.model.name, config.model.settings)
+    with left_alone():
+        writing = Writing(run, prompt, model, told.phase, told.tell)
+        return writing.write(_pool_for(run, config, nodes, pool), show)
+
+
+def devices_for(run_dir: str | Path, listen: str, ring: str, nodes: int | None, watcher: Watcher) -> NodePool:
+    """Devices that join to evaluate, predict or generate: as many as trained, unless told otherwise."""
+    config = RunDirectory(Path(run_dir)).read_config().config
+    return device_pool(listen, ring, config if nodes is None else replaced(config, {"nodes": nodes}), watcher)
 
 
 def device_pool(
@@ -382,14 +434,20 @@ def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[eve
 
 
 @contextmanager
-def _inference(run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction) -> Iterator[Inference]:
+def _inference(
+    run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, pool: NodePool | None
+) -> Iterator[Inference]:
+    with left_alone(), inference(run, config.training, loss, _pool_for(run, config, nodes, pool)) as ring:
+        yield ring
+
+
+def _pool_for(run: RunDirectory, config: RunConfig, nodes: int, given: NodePool | None) -> NodePool:
+    """Where a run is not trained: the devices, or processes here."""
+    if given is not None:
+        return given
     require_files(nodes)
     threads = config.training.threads or 1
-    pool: NodePool = (
-        InMemoryPool(1, threads=threads) if nodes == 1 else LocalPool(nodes, threads, run.logs, keeps=False)
-    )
-    with left_alone(), inference(run, config, loss, pool) as ring:
-        yield ring
+    return InMemoryPool(1, threads=threads) if nodes == 1 else LocalPool(nodes, threads, run.logs, keeps=False)
 
 
 def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:

@@ -342,7 +342,7 @@ def test_without_root_or_linux_it_offers_to_go_without(
 
 @pytest.mark.parametrize("words", [[], ["trian"], ["exec"]])
 def test_neither_train_nor_a_command_is_refused(tmp_path: Path, words: list[str]) -> None:
-    with pytest.raises(UsageError, match="lab runs 'train …' or 'exec COMMAND…'"):
+    with pytest.raises(UsageError, match="lab runs train, evaluate, predict, generate or 'exec COMMAND…'"):
         verb.command.main(["--devices", str(devices_file(tmp_path, device("a"))), *words], standalone_mode=False)
 
 

@@ -24,6 +24,7 @@ _VERBS = {
     "bench": "Measure the ring against other ways to train.",
     "evaluate": "Print the loss and accuracy of a run's newest checkpoint.",
     "predict": "Predict from a file with a run's newest checkpoint.",
+    "generate": "Write a text on with a run's newest checkpoint.",
     "export": "Write a run's weights to files that need no ringtmp.",
     "report": "Write a page with charts of a run.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",

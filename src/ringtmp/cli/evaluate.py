@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ringtmp.cli.where import nodes_of, where_options
+
 _SCORES = (
     ("accuracy", "accuracy", ".1%"), ("bits_per_byte", "bits per byte", ".3f"), ("perplexity", "perplexity", ".4g"),
 )  # fmt: skip
@@ -14,9 +16,11 @@ _SCORES = (
 @click.command("evaluate")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--data", help="Data to use instead of the run's own test part.")
-@click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes that evaluate.")
+@where_options("evaluate")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
+def command(
+    run: Path, data: str | None, nodes: int | None, listen: str | None, ring_name: str, as_json: bool
+) -> None:  # fmt: skip
     """Print the loss and accuracy of the newest checkpoint of RUN on its test part."""
     from ringtmp.system.resources import loading
 
@@ -24,7 +28,8 @@ def command(run: Path, data: str | None, nodes: int, as_json: bool) -> None:
         from ringtmp import api
     from ringtmp.cli import show_results
 
-    score = api.evaluate(run, data, nodes)
+    count, pool = nodes_of(run, nodes, listen, ring_name)
+    score = api.evaluate(run, data, count, pool=pool)
     if as_json:
         show_results.print_json(score)
         return

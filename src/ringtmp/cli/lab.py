@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     "--no-isolation", is_flag=True,
     help="Use plain processes on 127.0.0.1, without root: links are slowed down, CPU and memory are not limited.",
 )  # fmt: skip
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train … | exec -- COMMAND…")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- VERB … | exec -- COMMAND…")
 def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...]) -> None:
-    """Train on emulated devices, each with its own network, link rate, CPU share and memory limit.
+    """Train, evaluate, predict or generate on emulated devices, each with its own network, link rate, CPU share and memory.
 
     \b
     ringtmp lab --devices five.toml -- train --model mlp --steps 100
+    ringtmp lab --devices five.toml -- evaluate RUN     likewise predict and generate
     ringtmp lab exec --devices five.toml -- COMMAND…    once on every device, output after the device's name
 
     The devices run the real commands. The lab passes on the master's output and exits with its exit code. It needs root on
@@ -46,15 +47,15 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
     from ringtmp.lab.emulated_devices import EmulatedDevices, remove_leftovers
 
     verb, rest = (words[0], list(words[1:])) if words else ("", [])
-    if verb not in ("train", "exec") or (verb == "exec" and not rest):
+    if verb not in (*run_command.VERBS, "exec") or (verb == "exec" and not rest):
         raise UsageError(
-            f"lab runs 'train …' or 'exec COMMAND…' after --, not {verb or 'nothing'!r}: "
+            f"lab runs {', '.join(run_command.VERBS)} or 'exec COMMAND…' after --, not {verb or 'nothing'!r}: "
             "run other verbs with exec ringtmp VERB …"
         )
     devices = devices_file.read(file)
     threads = 1024  # a command may use every core of its device
-    if verb == "train":
-        rest, threads = run_command.complete(rest, len(devices))
+    if verb != "exec":
+        rest, threads = run_command.complete(rest, len(devices), verb)
         if not no_isolation:
             run_command.require_memory(devices)
     if not no_isolation:
@@ -68,8 +69,8 @@ def command(file: Path, scale: bool, no_isolation: bool, words: tuple[str, ...])
         with EmulatedDevices(shares, factor, not no_isolation) as emulated:
             _tell(shares, factor, no_isolation, time.monotonic() - began)
             code = (
-                run_command.train(emulated, rest, signals, _say)
-                if verb == "train"
+                run_command.lead(emulated, verb, rest, signals, _say)
+                if verb != "exec"
                 else run_command.execute(emulated, rest, signals)
             )
     sys.exit(code)

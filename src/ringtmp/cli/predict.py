@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ringtmp.cli.where import nodes_of, where_options
 from ringtmp.errors import UsageError
 
 #: The array of a .npz file that is meant where a model takes one tensor.
@@ -25,8 +26,10 @@ LOGITS = "logits"
     type=click.Path(path_type=Path),
     help="Write the outputs here (.npy; .npz for several).  [print the classes]",
 )
-@click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes that predict.")
-def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
+@where_options("predict")
+def command(
+    run: Path, inputs: Path, out: Path | None, nodes: int | None, listen: str | None, ring_name: str
+) -> None:  # fmt: skip
     """Predict from the newest checkpoint of RUN.
 
     INPUTS is a .npy file, or a .npz file with an array called inputs or with arrays called like the model's inputs
@@ -47,7 +50,8 @@ def command(run: Path, inputs: Path, out: Path | None, nodes: int) -> None:
     directory = RunDirectory(run)
     directory.open()
     given = _as_inputs(_read(inputs), directory.read_layers()[0].input_names, inputs)
-    found = {name: each.numpy() for name, each in named_tensors(api.predict(run, given, nodes)).items()}
+    count, pool = nodes_of(run, nodes, listen, ring_name)
+    found = {name: each.numpy() for name, each in named_tensors(api.predict(run, given, count, pool)).items()}
     if out is not None and out.suffix == ".npz":
         arrays: dict[str, Any] = {name or "outputs": each for name, each in found.items()}
         content = io.BytesIO()

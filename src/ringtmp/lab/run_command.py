@@ -1,6 +1,6 @@
 """The lab: the real commands, run on emulated devices of this machine.
 
-`train` starts a master in the first device, reads the line for the others from what it prints, and runs `ringtmp node`
+`lead` starts a master in the first device, reads the line for the others from what it prints, and runs `ringtmp node`
 with that token in each of them. `execute` runs any command once per device.
 """
 
@@ -26,6 +26,8 @@ from ringtmp.system.signals import on_signals
 #: A slow device imports torch slowly.
 TOKEN_LIMIT_S = 600.0
 STOP_LIMIT_S = 60.0
+#: Verbs of which the first device is the master, and the others its nodes.
+VERBS = ("train", "evaluate", "predict", "generate")
 FAREWELL_LIMIT_S = 5.0
 _TOKEN = re.compile(rb"ringtmp node --join (rt1\.\S+)")
 #: What a master tells people to type on each device: here nobody has to.
@@ -130,12 +132,14 @@ def ringtmp(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "ringtmp", *words]
 
 
-def train(emulated: EmulatedDevices, arguments: Sequence[str], signals: Signals, say: Callable[[str], None]) -> int:
+def lead(
+    emulated: EmulatedDevices, verb: str, arguments: Sequence[str], signals: Signals, say: Callable[[str], None]
+) -> int:
     """The master's exit code. `arguments` are complete but for the address and the number of nodes."""
     began = time.monotonic()
     others = range(1, len(emulated.shares))
     where = ["--listen", emulated.master_address()] if others else []
-    master = emulated.start(0, ringtmp("train", *arguments, *where, "--nodes", str(len(emulated.shares))))
+    master = emulated.start(0, ringtmp(verb, *arguments, *where, "--nodes", str(len(emulated.shares))))
     signals.targets = [master]
     taps = Taps()
     nodes: dict[int, subprocess.Popen[bytes]] = {}
@@ -209,13 +213,15 @@ def require_memory(devices: Sequence[Device]) -> None:
             )
 
 
-def complete(arguments: Sequence[str], devices: int) -> tuple[list[str], int]:
-    """The arguments for the master's `train`, checked, and its threads: one, unless the caller chose."""
+def complete(arguments: Sequence[str], devices: int, verb: str = "train") -> tuple[list[str], int]:
+    """The arguments for the master, checked, and its threads: one, unless the caller chose."""
     if flag(arguments, "--listen") is not None:
-        raise UsageError("train in the lab takes no --listen: the lab chooses the address")
+        raise UsageError(f"{verb} in the lab takes no --listen: the lab chooses the address")
     nodes = flag(arguments, "--nodes")
     if nodes is not None and nodes != str(devices):
         raise UsageError(f"--nodes {nodes}, but the devices file has {devices}: leave --nodes out, or change the file")
+    if verb != "train":
+        return list(arguments), 1
     threads = flag(arguments, "--threads")
     if threads is None:
         return [*arguments, "--threads", "1"], 1

@@ -66,7 +66,7 @@ def cut(whole: Whole, places: Sequence[int], labels: Collection[int] = ()) -> li
     kept = list(places)
     while True:
         owners = _Owners(whole.layer, train, evaluate, kept)
-        others = _matching(evaluate, owners, len(kept), labels)
+        others = _places_of_evaluation(whole.layer, evaluate, owners, kept, labels)
         if None not in others:
             break
         del kept[others.index(None)]
@@ -196,6 +196,14 @@ def _needed(anatomy: Anatomy, first: int, stop: int, last: bool) -> list[int]:
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------------------
+
+
+def _places_of_evaluation(
+    layer: Layer, evaluate: Anatomy, owners: _Owners, places: Sequence[int], labels: Collection[int]
+) -> list[int | None]:
+    if layer.train != layer.evaluate:
+        return _matching(evaluate, owners, len(places), labels)
+    return list(places)  # one graph: the same cells, and no tensor in two of them because it is read in another
 
 
 def _matching(evaluate: Anatomy, owners: _Owners, count: int, labels: Collection[int]) -> list[int | None]:

@@ -88,6 +88,17 @@ class Exporter:
             self._seen[key] = found
         return layer, tensors
 
+    def evaluation(self, name: str, module: nn.Module, example: Any) -> tuple[Layer, dict[str, torch.Tensor]]:
+        """A module that is never trained: its graph of evaluation stands for both."""
+        example = pytree.tree_map(_distinct, example)
+        names = first_names(module)
+        graph, constants, tree, facts = _export_graph(
+            name, module.eval(), example, EXAMPLE_BATCH, branches=[], names=names
+        )
+        self.facts = facts, facts
+        described, tensors = _owned(module, constants, names)
+        return Layer(name, graph, graph, tuple(described), tree), tensors
+
 
 #: The graphs of training and evaluation, what they return, constants, where the user's code branches on a size, and what
 #: is known of the graphs' slots.

@@ -29,12 +29,13 @@ def is_pretrained(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def pretrained(name: str) -> Callable[[], nn.Module]:
-    """A function that builds the model. What can be refused without building it is refused now."""
+def pretrained(name: str, filled: bool = True) -> Callable[[], nn.Module]:
+    """A function that builds the model. What can be refused without building it is refused now. Unless `filled`, its weights
+    are random ones: for who has others."""
     path = Path(name.removeprefix(PREFIX)).expanduser()
     library = library_of(f"--model {name}")
     if path.suffix == ".gguf":
-        return _of_gguf(library, path)
+        return _of_gguf(library, path, filled)
     config = path / "config.json" if path.is_dir() else path
     kind = _architecture(library, config)
     if path.is_dir():
@@ -43,7 +44,7 @@ def pretrained(name: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         settings = library.AutoConfig.from_pretrained(str(config), trust_remote_code=False, local_files_only=True)
         settings.dtype = "float32"
-        if not path.is_dir():
+        if not (path.is_dir() and filled):
             made: nn.Module = kind(settings)
             return made
         with LeftUnfilled():
@@ -87,7 +88,7 @@ def _architecture(library: Any, config: Path) -> Any:
     return kind
 
 
-def _of_gguf(library: Any, path: Path) -> Callable[[], nn.Module]:
+def _of_gguf(library: Any, path: Path, filled: bool) -> Callable[[], nn.Module]:
     if not path.is_file():
         raise UsageError(f"--model hf:{path}: there is no such file")
     if any(importlib.util.find_spec(each) is None for each in ("gguf", "accelerate")):
@@ -95,9 +96,14 @@ def _of_gguf(library: Any, path: Path) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         try:
-            model: nn.Module = library.AutoModelForCausalLM.from_pretrained(
-                str(path.parent), gguf_file=path.name, dtype="float32", trust_remote_code=False, local_files_only=True
-            )
+            where: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False, "local_files_only": True}
+            kind = library.AutoModelForCausalLM
+            model: nn.Module
+            if filled:
+                model = kind.from_pretrained(str(path.parent), dtype="float32", **where)
+            else:
+                config = library.AutoConfig.from_pretrained(str(path.parent), **where)
+                model = kind.from_config(config, dtype="float32")
         except Exception as error:  # the library has many kinds
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UsageError(f"--model hf:{path} cannot be read: {reason}") from error

@@ -179,8 +179,11 @@ class Vocabulary(nn.Module):
         return logits
 
 
+GPT_HEADS = 4
+
+
 def gpt(
-    shape: Shape, depth: int = 4, width: int = 128, heads: int = 4, context: int = 0, dropout: float = 0.0
+    shape: Shape, depth: int = 4, width: int = 128, heads: int = GPT_HEADS, context: int = 0, dropout: float = 0.0
 ) -> Layers:
     if shape.floating or len(shape.inputs) != 1:
         raise UsageError("gpt needs sequences of bytes or token numbers: use --data text:PATH or pysource")

@@ -1,35 +1,42 @@
-"""A ring that evaluates or predicts: laid out from a run's newest checkpoint, gone when it is done."""
+"""A ring that is not trained: laid out from a run's newest checkpoint, asked for outputs, gone when it is done."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ringtmp.config import RunConfig
+from ringtmp.config import TrainingPart
 from ringtmp.data.batches import Batch
 from ringtmp.data.nested_inputs import leaves
-from ringtmp.errors import UsageError
+from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics.events import EventLog
-from ringtmp.model.portable_layer import hides_inputs
+from ringtmp.model.portable_layer import Layer, Value, count, hides_inputs
+from ringtmp.model.run_graph import dtype_of
 from ringtmp.model.whole_graph import rows_of
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.partition import equal_cost
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
-from ringtmp.plan.route import plain_ring
-from ringtmp.runtime.checkpoint import latest
-from ringtmp.runtime.leader import BaseLeader, Start
-from ringtmp.runtime.losses import LossFunction
+from ringtmp.plan.route import MASTER, Route, plain_ring
+from ringtmp.runtime.checkpoint import Weights, latest
+from ringtmp.runtime.leader import STOP_LIMIT_S, BaseLeader, Start
+from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
+from ringtmp.strategies.ring.edges import flow_of
 from ringtmp.strategies.ring.master import Master
 from ringtmp.system.resources import set_threads
-from ringtmp.wire.messages import Recipe, Setup
+from ringtmp.units import bytes_text
+from ringtmp.wire.messages import Crossing, Randomness, Recipe, Setup
+
+#: How long a ring that failed is waited for: somebody may be dead and never answer.
+FAILED_STOP_LIMIT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Inference:
     master: Master
     step: int
     index: LayerIndex
+    layers: Sequence[Layer]
     rows: Mapping[int, int]  # of embeddings, by the place of the input that chooses among them
 
     def checked(self, batches: Iterable[Batch], where: str, loss: str | None = None) -> Iterator[Batch]:
@@ -70,31 +78,88 @@ class Inference:
             )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What is laid out. `describe`: what is known of a tensor on its way, in training or not; None: nothing."""
+
+    layers: Sequence[Layer]
+    costs: Sequence[float]
+    weights: Weights
+    step: int
+    describe: Callable[[bool, Value], Crossing] | None = None
+    leaving: Sequence[tuple[Crossing, ...]] = ()  # what leaves each layer of a list
+    randomness: Randomness = "operator"
+    loss: LossFunction = field(default_factory=lambda: loss_named("mse"))
+
+    def setup(self, pool: NodePool, training: TrainingPart, microbatches: int) -> Setup:
+        """The plan for the nodes that are there."""
+        layers = self.layers
+        route = plain_ring(pool.nodes, equal_cost(self.costs, hides_inputs(layers), pool.nodes))
+        _require_room(pool, route, layers)
+        recipe = Recipe(
+            training.seed, pool.threads, training.optimizer, training.optimizer_settings, training.lr_schedule,
+            randomness=self.randomness,
+        )  # fmt: skip
+        window = DEFAULT_SCHEDULE.default_window(len(route.visits), microbatches)
+        known = {visit.index: self.leaving[visit.first - 1] for visit in route.visits[1:]} if self.leaving else {}
+        return Setup(
+            route, recipe, window, DEFAULT_SCHEDULE.name, self.step, pool.addresses(), detailed_steps=0, crossings=known,
+            flow=flow_of(layers, route, self.describe),
+        )  # fmt: skip
+
+
 @contextmanager
-def inference(run: RunDirectory, config: RunConfig, loss: LossFunction, pool: NodePool) -> Iterator[Inference]:
+def inference(
+    run: RunDirectory, training: TrainingPart, loss: LossFunction, pool: NodePool
+) -> Iterator[Inference]:  # fmt: skip
+    """The run's own model, as it was trained."""
     index, layers = run.read_layers()
     checkpoint, _ = latest(run.checkpoints, index.run)
-    step, training = checkpoint.progress.step, config.training
-    route = plain_ring(pool.nodes, equal_cost(index.cost_s, hides_inputs(layers), pool.nodes))
     assert isinstance(training.microbatches, int), "a saved run has a number"
-    window = DEFAULT_SCHEDULE.default_window(len(route.visits), training.microbatches)
+    layout = Layout(
+        layers, index.cost_s, checkpoint, checkpoint.progress.step, describe=index.crossing if index.inputs else None,
+        leaving=index.outputs, randomness=index.randomness, loss=loss,
+    )  # fmt: skip
+    with laid_out(layout, training, pool, training.microbatches) as master:
+        yield Inference(master, layout.step, index, layers, rows_of(layers, len(index.inputs)))
+
+
+@contextmanager
+def laid_out(layout: Layout, training: TrainingPart, pool: NodePool, microbatches: int) -> Iterator[Master]:
+    """`microbatches`: in the largest pass."""
     log = EventLog(Path(os.devnull))
     try:
         endpoint = pool.start(secrets.token_hex(8), 1)
         set_threads(training.threads or pool.threads)
+        setup = layout.setup(pool, training, microbatches)
         gathering = BaseLeader(Start(endpoint, pool, log))
-        gathering.gather(route.nodes())
-        recipe = Recipe(
-            training.seed, pool.threads, training.optimizer, training.optimizer_settings, training.lr_schedule,
-            randomness=index.randomness,
-        )  # fmt: skip
-        setup = Setup(route, recipe, window, DEFAULT_SCHEDULE.name, step, pool.addresses(), 0)
-        master = Master(Start(endpoint, pool, log, gathering.hellos), setup, layers, loss)
+        gathering.gather(setup.route.nodes())
+        master = Master(Start(endpoint, pool, log, gathering.hellos), setup, layout.layers, layout.loss)
+        limit_s = FAILED_STOP_LIMIT_S
         try:
-            master.lay_out(checkpoint)
-            yield Inference(master, step, index, rows_of(layers, len(index.inputs)))
+            master.lay_out(layout.weights)
+            yield master
+            limit_s = STOP_LIMIT_S
         finally:
-            master.stop("done")
+            master.stop("done", limit_s)
     finally:
         pool.stop()
         log.close()
+
+
+def _require_room(pool: NodePool, route: Route, layers: Sequence[Layer]) -> None:
+    """DoesNotFit where a device of its own has less memory than what it is to hold."""
+    if pool.same_machine:
+        return
+    for node, device in zip(sorted(pool.addresses()), pool.devices(), strict=True):
+        held = sum(layer_bytes(layers[index]) for visit in route.on(node) for index in visit.layers)
+        process = 0 if node == MASTER else PROCESS_BYTES  # the master's is there already
+        if process + held > device.memory_bytes:
+            raise DoesNotFit(
+                f"{device.name} is to hold {bytes_text(held)} of the model beside the {bytes_text(process)} of its process, "
+                f"and has {bytes_text(device.memory_bytes)} free: add devices (--nodes)"
+            )
+
+
+def layer_bytes(layer: Layer) -> int:
+    return sum(count(each.shape) * dtype_of(each.dtype).itemsize for each in layer.tensors)

@@ -121,8 +121,8 @@ def measure(
         if built.cell is None:
             leaving.append(_crossings(built.sample_outputs, sizes[-1]))
         else:
-            leaving.append(tuple(map(_described, built.cell.known.trained)))
-            evaluated.append(tuple(map(_described, built.cell.known.evaluated)))
+            leaving.append(tuple(map(described, built.cell.known.trained)))
+            evaluated.append(tuple(map(described, built.cell.known.evaluated)))
             state = built.state
         outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
         phase(f"reading the model: layer {index + 1}, {built.layer.name}")
@@ -153,7 +153,7 @@ def _crossings(outputs: Any, samples: int) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
-def _described(fact: Fact) -> Crossing:
+def described(fact: Fact) -> Crossing:
     """What leaves a cell, as the plan knows it."""
     shape = fact.shape or ()
     sizes = tuple(each if isinstance(each, int) else FREE for each in shape)

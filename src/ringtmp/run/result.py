@@ -88,13 +88,13 @@ class Result:
         run = RunDirectory(self.run_dir)
         index, layers = run.read_layers()
         checkpoint, _ = latest(self.run_dir / "checkpoints", index.run)
-        if self._source is not None and (own := _module_of(self._source)) is not None:
-            _prepare(own, run, layers)
+        if self._source is not None and (own := module_of(self._source)) is not None:
+            prepare_as_trained(own, run, layers)
             return _loaded(own, layers, checkpoint, self.run_dir, index.state)
         if self._otherwise is not None:
             with contextlib.suppress(UsageError):  # its name says nothing, or its file is gone or has changed
-                if (own := _module_of(self._otherwise())) is not None:
-                    _prepare(own, run, layers)
+                if (own := module_of(self._otherwise())) is not None:
+                    prepare_as_trained(own, run, layers)
                     return _loaded(own, layers, checkpoint, self.run_dir, index.state)
         tensors = [(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
         shapes = [tuple(each.rest for each in leaving) for leaving in index.outputs]
@@ -113,7 +113,7 @@ class Result:
 # -- the user's own module ----------------------------------------------------------------------------------------------
 
 
-def _module_of(source: Model) -> nn.Module | None:
+def module_of(source: Model) -> nn.Module | None:
     """A module like the one that was trained, sharing nothing with it; None where it cannot be had a second time."""
     if isinstance(source, nn.Module):
         return _copied(source)
@@ -140,7 +140,7 @@ def _copied(module: nn.Module) -> nn.Module | None:
         return None
 
 
-def _prepare(own: nn.Module, run: RunDirectory, layers: Sequence[Layer]) -> None:
+def prepare_as_trained(own: nn.Module, run: RunDirectory, layers: Sequence[Layer]) -> None:
     """With the run's adapters, unless it has them, and with the same parameters frozen."""
     lora = run.read_config().config.training.lora
     if lora is not None and not any(isinstance(each, LoraLinear) for each in own.modules()):

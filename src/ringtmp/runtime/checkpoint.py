@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -196,6 +196,13 @@ class CheckpointWriter:
         _sync(path)
         self.bytes += path.stat().st_size
         return _digest(path)
+
+
+class Weights(Protocol):
+    """What a ring is laid out from."""
+
+    def layer(self, index: int, layer: Layer) -> LayerTensors: ...
+    def frozen(self, index: int, layer: Layer) -> dict[str, torch.Tensor]: ...
 
 
 class Checkpoint:

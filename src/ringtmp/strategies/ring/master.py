@@ -27,7 +27,7 @@ from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import reply_checks
-from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors
+from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, Score
@@ -101,7 +101,7 @@ class Master(BaseLeader):
         self._protection = start.protection
         self._layers = layers
         self._frozen = [frozen_names(each, setup.aside) for each in layers]
-        self._checkpoint: Checkpoint | None = None  # what is frozen comes from there
+        self._checkpoint: Weights | None = None  # what is frozen comes from there
         self._loss = loss
         self._turn = 0
         self._inspected: dict[int, Inspected] = {}
@@ -120,7 +120,7 @@ class Master(BaseLeader):
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
-    def lay_out(self, checkpoint: Checkpoint) -> None:
+    def lay_out(self, checkpoint: Weights) -> None:
         """Send everyone the plan, and every layer to its holder, one at a time: from the checkpoint, or after a loss from
         whoever has it in the last whole snapshot, which mostly is the holder itself."""
         route, snapshot = self._setup.route, self._snapshot
@@ -150,7 +150,7 @@ class Master(BaseLeader):
         self.endpoint.post(holder, place, [*tensors, *state.values()])
         self._until_taken(index, holder)
 
-    def _bring_frozen(self, step: int, index: int, holder: int, checkpoint: Checkpoint) -> None:
+    def _bring_frozen(self, step: int, index: int, holder: int, checkpoint: Weights) -> None:
         """A layer of which nothing changes: its holder mostly has it still."""
         try:
             self.endpoint.post(holder, Restore(step, index, portable_layer.encode(self._layers[index])))
