@@ -72,6 +72,7 @@ def test_adapters_and_a_head_that_was_trained_load_into_peft(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_gguf_file_becomes_a_folder_with_its_tokeniser(tmp_path: Path) -> None:
     """Of the folder itself the quick test above says the same."""
     for each in ("gguf", "accelerate"):

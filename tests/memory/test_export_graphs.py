@@ -140,6 +140,7 @@ def test_weights_that_are_many_lie_beside_the_file(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["mlp", "convnet", "resnet", "gpt"])
 def test_the_zoo(name: str, tmp_path: Path) -> None:
     needs_onnx()
@@ -149,6 +150,7 @@ def test_the_zoo(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("make", [ResNet, UNet])
 def test_images(make: type[nn.Module], tmp_path: Path) -> None:
     needs_onnx()
@@ -184,6 +186,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str, tmp_path: Path) -> None:
     needs_onnx()
