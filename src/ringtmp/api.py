@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -15,20 +15,13 @@ from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, repla
 from ringtmp.config.as_keywords import as_keywords
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
-from ringtmp.data.batches import Batch, evaluation_batches, split_batch
-from ringtmp.data.left_out import leave_out, names_of, without
-from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, Stream, Table, from_python, text_of, with_loss
 from ringtmp.data.text_samples import Reading, read_text
 from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import RingError, UsageError
-from ringtmp.launch.agent_messages import DEFAULT_PORT
-from ringtmp.launch.device_facts import parse_listen
 from ringtmp.launch.in_memory import InMemoryPool
-from ringtmp.launch.joined_devices import DevicePool
-from ringtmp.launch.key_store import Rings, checked_name
 from ringtmp.launch.local_processes import LocalPool
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
@@ -36,22 +29,20 @@ from ringtmp.model import zoo
 from ringtmp.model.language_facts import LanguageFacts
 from ringtmp.model.layers import Model
 from ringtmp.model.next_token import Choice
-from ringtmp.model.output_tree import joined
 from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.check_settings import resolve, resumed
-from ringtmp.run.generate import Generated, Prompt, Writing
-from ringtmp.run.inference import Inference, inference
+from ringtmp.run.generate import Generated, Prompt
 from ringtmp.run.interruption import interruptible
 from ringtmp.run.one_at_a_time import one_at_a_time
 from ringtmp.run.progress import OnStep, Telling, watching
 from ringtmp.run.result import Result
+from ringtmp.run.run_data import labels_as, loss_again, named_again, without_left_out
 from ringtmp.run.session import Session
 from ringtmp.run.text_settings import check_text, named_data, usual_context
-from ringtmp.run.training_loop import EVALUATION_FACTOR
+from ringtmp.run.use_run import device_pool, devices_for, evaluate, generate, predict
 from ringtmp.run.what_to_train import Job, Watcher
-from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
+from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
-from ringtmp.strategies import registry
 from ringtmp.system.resources import require_files
 
 Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
@@ -246,7 +237,7 @@ def start(
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
     config, (train, test) = (config, data) if data else named_data(config, model, (watcher or Watcher()).phase)
-    train, test = _without(config, train, test)
+    train, test = without_left_out(config, train, test)
     source = model if model is not None else named_model(config.model, train)
     fitting = check_text(train, config.model.name, source)
     function, name, train, test = _loss(loss or config.training.loss or None, train, test)
@@ -271,8 +262,10 @@ def resume(
     saved = run.read_config()
     config = settings_of(run_dir, changes)
     told = watcher or Watcher()
-    train, test = _labels_as(saved.loss, *_without(config, *(data or _named_again(config, told.phase)), needed=False))
-    job = Job(config, None, train, test, loss or _loss_again(run, saved.loss), saved.loss, run)
+    train, test = labels_as(
+        saved.loss, *without_left_out(config, *(data or named_again(config, told.phase)), needed=False)
+    )
+    job = Job(config, None, train, test, loss or loss_again(run, saved.loss), saved.loss, run)
     unwritten = _train(job, watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 
@@ -280,93 +273,6 @@ def resume(
 def settings_of(run_dir: str | Path, changes: Mapping[str, Any]) -> RunConfig:
     """What a run goes on with: its own settings, but for the changes."""
     return resumed(RunDirectory(Path(run_dir)).read_config().config, changes)
-
-
-def evaluate(
-    run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | None = None, pool: NodePool | None = None
-) -> dict[str, Any]:
-    run = RunDirectory(Path(run_dir))
-    saved = run.read_config()
-    if data is None or isinstance(data, str):
-        train, test = _named_again(replaced(saved.config, {"data": data} if data else {}))
-        source = test or train
-    else:
-        source = from_python(data, seed=saved.config.training.seed)
-    source, _ = _labels_as(saved.loss, *_without(saved.config, source, None, needed=False))
-    function = loss or _loss_again(run, saved.loss)
-    training = saved.config.training
-    assert isinstance(training.microbatches, int), "a saved run has a number"
-    with _inference(run, saved.config, nodes, function, pool) as ring:
-        batches = evaluation_batches(
-            source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
-        )
-        score = ring.master.evaluate(ring.checked(batches, source.name, saved.loss), ring.step, is_of_bytes(saved.loss))
-    told = score.of_text(saved.loss, text_of(source))
-    return {
-        "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
-        "accuracy": score.accuracy, "bits_per_byte": told.bits_per_byte, "perplexity": told.perplexity,
-    }  # fmt: skip
-
-
-def predict(run_dir: str | Path, inputs: Any, nodes: int, pool: NodePool | None = None) -> Any:
-    run = RunDirectory(Path(run_dir))
-    saved = run.read_config()
-    training = saved.config.training
-    assert isinstance(training.microbatches, int), "a saved run has a number"
-    count = len(leaves(inputs)[0])
-    if not count:
-        raise UsageError("there are no inputs to predict from")
-    if isinstance(inputs, Mapping) and (unused := [name for name in names_of(training.leave_out) if name in inputs]):
-        inputs = without("the input", inputs, unused)
-    inputs = run.read_layers()[0].without_targets(inputs, count)
-    per_pass = training.batch_size * EVALUATION_FACTOR
-    batches = []
-    for first in range(0, count, per_pass):
-        part = torch.arange(first, min(first + per_pass, count))
-        chosen = map_tensors(partial(torch.index_select, dim=0, index=part), inputs)
-        pieces, nobody = split_batch(chosen, torch.zeros(len(part)), training.microbatches * EVALUATION_FACTOR)
-        batches.append(Batch(0, pieces, nobody, len(part)))
-    with _inference(run, saved.config, nodes, loss_named("mse"), pool) as ring:
-        outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
-    return joined(outputs)
-
-
-def generate(
-    run_dir: str | Path, prompt: Prompt, nodes: int, show: Callable[[str], None], *, model: Model | None = None,
-    pool: NodePool | None = None,
-) -> Generated:  # fmt: skip
-    run, told = RunDirectory(Path(run_dir)), Telling()
-    config = run.read_config().config
-    if model is None and is_pretrained(config.model.name):
-        model = pretrained(config.model.name, filled=False)
-    elif model is None and is_factory(config.model.name):
-        model = call_factory("model", config.model.name, config.model.settings)
-    with left_alone():
-        writing = Writing(run, prompt, model, told.phase, told.tell)
-        return writing.write(_pool_for(run, config, nodes, pool), show)
-
-
-def devices_for(run_dir: str | Path, listen: str, ring: str, nodes: int | None, watcher: Watcher) -> NodePool:
-    """Devices that join to evaluate, predict or generate: as many as trained, unless told otherwise."""
-    config = RunDirectory(Path(run_dir)).read_config().config
-    return device_pool(listen, ring, config if nodes is None else replaced(config, {"nodes": nodes}), watcher)
-
-
-def device_pool(
-    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0
-) -> NodePool:
-    """Devices that join this machine's ring over the network."""
-    nodes = config.ring.nodes
-    if nodes == 1:
-        raise UsageError("--listen with --nodes 1 leaves no device to wait for: leave one of them out")
-    if start_with is not None and not 2 <= start_with <= nodes:
-        raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
-    host, port = parse_listen(listen, DEFAULT_PORT)
-    return DevicePool(
-        Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
-        tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
-        package=registry.package_of(config.ring.strategy),
-    )  # fmt: skip
 
 
 def named_model(part: ModelPart, train: Source) -> Callable[[], Any]:
@@ -403,17 +309,6 @@ def _modes_kept(model: Model) -> Iterator[None]:
             module.training = training
 
 
-def _named_again(
-    config: RunConfig, phase: Callable[[str], None] = lambda text: None
-) -> tuple[Source, Source | None]:  # fmt: skip
-    if config.training.data == "given":
-        raise UsageError(
-            "this run was trained on data given from Python: go on with Ring(...).resume(RUN, data), or name it with "
-            "--data FILE.py:factory"
-        )
-    return named_data(config, phase=phase)[1]
-
-
 def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[events.Event]:
     """To the end; returns what could not be written of the record."""
     require_files(job.config.ring.nodes)
@@ -431,23 +326,6 @@ def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[eve
         session = Session(job, pool, watcher or Watcher(), interruption)
         session.train()
     return session.unwritten
-
-
-@contextmanager
-def _inference(
-    run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, pool: NodePool | None
-) -> Iterator[Inference]:
-    with left_alone(), inference(run, config.training, loss, _pool_for(run, config, nodes, pool)) as ring:
-        yield ring
-
-
-def _pool_for(run: RunDirectory, config: RunConfig, nodes: int, given: NodePool | None) -> NodePool:
-    """Where a run is not trained: the devices, or processes here."""
-    if given is not None:
-        return given
-    require_files(nodes)
-    threads = config.training.threads or 1
-    return InMemoryPool(1, threads=threads) if nodes == 1 else LocalPool(nodes, threads, run.logs, keeps=False)
 
 
 def _given(train: Data, test: Data, seed: int) -> tuple[Source, Source | None]:
@@ -484,22 +362,4 @@ def _loss(
     """The loss, its name, and the data as that loss takes it."""
     train, name = with_loss(train, "callable" if callable(loss) else loss)
     function = loss if callable(loss) else loss_named(name)
-    return function, name, *_labels_as(name, train, test)
-
-
-def _without(
-    config: RunConfig, train: Source, test: Source | None, needed: bool = True
-) -> tuple[Source, Source | None]:
-    names = names_of(config.training.leave_out)
-    return leave_out(train, names, needed), None if test is None else leave_out(test, names, needed)
-
-
-def _labels_as(loss: str, train: Source, test: Source | None) -> tuple[Source, Source | None]:
-    """Labels that come among the inputs stay there for a loss that the model computes, and are targets otherwise."""
-    return with_loss(train, loss)[0], None if test is None else with_loss(test, loss)[0]
-
-
-def _loss_again(run: RunDirectory, name: str) -> LossFunction:
-    if name == "callable":
-        raise UsageError(f"the run {run.path} was trained with a loss of your own: give it again")
-    return loss_named(name)
+    return function, name, *labels_as(name, train, test)

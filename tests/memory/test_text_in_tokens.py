@@ -252,7 +252,7 @@ def test_a_tokeniser_that_is_missing_too_large_or_needless_is_refused(folder: Pa
         UsageError, match="needs a tokeniser, and there is none in .*model .*: give one with --tokenizer"
     ):
         named_data(settings(folder, data))
-    with pytest.raises(UsageError, match="the directory has no tokeniser"):
+    with pytest.raises(UsageError, match="has no tokeniser"):
         named_data(settings(folder, data, tokenizer=str(folder / "model")))
     with pytest.raises(UsageError, match="there is no such file"):
         named_data(settings(folder, data, tokenizer="nowhere"))

@@ -25,11 +25,11 @@ def command(
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
-        from ringtmp import api
+        from ringtmp.run import use_run
     from ringtmp.cli import show_results
 
     count, pool = nodes_of(run, nodes, listen, ring_name)
-    score = api.evaluate(run, data, count, pool=pool)
+    score = use_run.evaluate(run, data, count, pool=pool)
     if as_json:
         show_results.print_json(score)
         return

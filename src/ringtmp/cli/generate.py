@@ -42,14 +42,14 @@ def command(
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
-        from ringtmp import api
+        from ringtmp.run import use_run
     from ringtmp.cli import show_results
     from ringtmp.model.next_token import Choice
     from ringtmp.run.generate import Prompt
 
     asked = Prompt(text, max_new_tokens, Choice(temperature, top_k, top_p, seed), chat, tokenizer)
     count, pool = nodes_of(run, nodes, listen, ring_name)
-    found = api.generate(run, asked, count, _nothing if as_json else _show, pool=pool)
+    found = use_run.generate(run, asked, count, _nothing if as_json else _show, pool=pool)
     if as_json:
         show_results.print_json(found)
     else:

@@ -29,34 +29,36 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def open_tokenizer(given: str) -> Encoder:
+    return Encoder(read_tokenizer(given, f"--tokenizer {given}"), given)
+
+
+def read_tokenizer(given: str, said: str) -> Any:
+    """As transformers has it. `said`: what the user wrote, for errors."""
     path = Path(given).expanduser()
     if not path.exists():
-        raise UsageError(f"--tokenizer {given}: there is no such file or directory")
+        raise UsageError(f"{said}: there is no such file or directory")
     if path.name in FILES:
         path = path.parent
     if path.is_dir() and not has_tokenizer(path):
-        raise UsageError(f"--tokenizer {given}: the directory has no tokeniser (none of {', '.join(FILES)})")
-    library = _library(given)
+        raise UsageError(
+            f"{said}: {path} has no tokeniser (none of {', '.join(FILES)}): give one with --tokenizer DIRECTORY"
+        )
+    try:
+        library: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(f"{said} needs the transformers library: pip install 'ringtmp[hf]'") from error
     if path.suffix == ".gguf" and importlib.util.find_spec("gguf") is None:
-        raise UsageError(f"--tokenizer {given} needs the package gguf: pip install gguf")
+        raise UsageError(f"{said} needs the package gguf: pip install gguf")
     try:
         if path.is_file() and path.suffix == ".json":
-            return Encoder(library.PreTrainedTokenizerFast(tokenizer_file=str(path)), given)
+            return library.PreTrainedTokenizerFast(tokenizer_file=str(path))
         where, more = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-        opened = library.AutoTokenizer.from_pretrained(
+        return library.AutoTokenizer.from_pretrained(
             str(where), use_fast=True, trust_remote_code=False, local_files_only=True, **more
         )
     except Exception as error:  # the library has many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"--tokenizer {given} cannot be read: {reason}") from error
-    return Encoder(opened, given)
-
-
-def _library(given: str) -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise UsageError(f"--tokenizer {given} needs the transformers library: pip install 'ringtmp[hf]'") from error
+        raise UsageError(f"{said} cannot be read: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ringtmp.model.layers import Model, opened_model
 from ringtmp.model.lora import add_adapters, parse_lora
 from ringtmp.model.next_token import Choice, Chooser
 from ringtmp.model.portable_layer import Layer
-from ringtmp.model.tokenizer import BYTES, Bytes, Tokenizer, load_tokenizer
+from ringtmp.model.text_and_tokens import BYTES, Bytes, Tokenizer, load_tokenizer
 from ringtmp.model.zoo import GPT_HEADS
 from ringtmp.run.decoding import Cached, DecoderWeights, Reader, Talk, Window, misfit
 from ringtmp.run.result import module_of, prepare_as_trained
@@ -174,8 +174,9 @@ class _Shown:
 
 def _tokenizer(prompt: Prompt, saved: SavedConfig, talk: Talk) -> Tokenizer | None:
     numbers = not isinstance(prompt.text, str)
+    given = prompt.tokenizer or saved.config.training.tokenizer  # the one it was trained with, unless told otherwise
     try:
-        found = load_tokenizer(saved.config.model.name, prompt.tokenizer)
+        found = load_tokenizer(saved.config.model.name, given)
     except UsageError:
         if not numbers or prompt.tokenizer is not None:
             raise

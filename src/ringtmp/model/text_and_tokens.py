@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ringtmp.data.tokenizer import read_tokenizer
 from ringtmp.errors import UsageError
 from ringtmp.model.pretrained import PREFIX, is_pretrained
 
@@ -68,33 +68,11 @@ def load_tokenizer(model_name: str, tokenizer_path: str | None = None) -> Tokeni
     if tokenizer_path is None and not is_pretrained(model_name):
         return None
     path = Path(tokenizer_path or model_name.removeprefix(PREFIX)).expanduser()
-    given = f"--tokenizer {path}" if tokenizer_path else f"the model hf:{path}"
-    if not path.exists():
-        raise UsageError(f"{given}: there is no such file or directory")
-    if path.suffix == ".json" and path.name != "tokenizer.json":
+    said = f"--tokenizer {path}" if tokenizer_path else f"the model hf:{path}"
+    if tokenizer_path is None and path.suffix == ".json":
         path = path.parent  # of a configuration
-    folder = path if path.is_dir() else path.parent
-    if path.suffix != ".gguf" and not any((folder / name).is_file() for name in _FILES):
-        raise UsageError(
-            f"{given} has no tokeniser ({', '.join(_FILES)} in {folder}): give one with --tokenizer, or token "
-            "numbers from Python"
-        )
-    try:
-        library: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise UsageError(f"{given} needs the transformers library: pip install 'ringtmp[hf]'") from error
-    more = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    try:
-        found = library.AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True, **more
-        )
-    except Exception as error:  # the library has many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"the tokeniser of {given} cannot be read: {reason}") from error
-    return OfTransformers(found, _ends(folder))
-
-
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    found = read_tokenizer(str(path), said)
+    return OfTransformers(found, _ends(path if path.is_dir() else path.parent))
 
 
 def _ends(folder: Path) -> list[int]:

@@ -1,0 +1,42 @@
+"""A run's data and loss once more, by what its settings say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ringtmp.config import RunConfig
+from ringtmp.data.left_out import leave_out, names_of
+from ringtmp.data.sources import Source, with_loss
+from ringtmp.errors import UsageError
+from ringtmp.run.text_settings import named_data
+from ringtmp.runtime.losses import LossFunction, loss_named
+from ringtmp.runtime.run_directory import RunDirectory
+
+
+def named_again(
+    config: RunConfig, phase: Callable[[str], None] = lambda text: None
+) -> tuple[Source, Source | None]:  # fmt: skip
+    if config.training.data == "given":
+        raise UsageError(
+            "this run was trained on data given from Python: go on with Ring(...).resume(RUN, data), or name it with "
+            "--data FILE.py:factory"
+        )
+    return named_data(config, phase=phase)[1]
+
+
+def without_left_out(
+    config: RunConfig, train: Source, test: Source | None, needed: bool = True
+) -> tuple[Source, Source | None]:
+    names = names_of(config.training.leave_out)
+    return leave_out(train, names, needed), None if test is None else leave_out(test, names, needed)
+
+
+def labels_as(loss: str, train: Source, test: Source | None) -> tuple[Source, Source | None]:
+    """Labels that come among the inputs stay there for a loss that the model computes, and are targets otherwise."""
+    return with_loss(train, loss)[0], None if test is None else with_loss(test, loss)[0]
+
+
+def loss_again(run: RunDirectory, name: str) -> LossFunction:
+    if name == "callable":
+        raise UsageError(f"the run {run.path} was trained with a loss of your own: give it again")
+    return loss_named(name)

@@ -1,0 +1,146 @@
+"""A run that is used: evaluated, asked for predictions or for text, by processes on this machine or by devices that join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringtmp.config import RunConfig, replaced
+from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.left_out import names_of, without
+from ringtmp.data.nested_inputs import leaves, map_tensors
+from ringtmp.data.randomness import left_alone
+from ringtmp.data.sources import from_python, text_of
+from ringtmp.data.user_factories import call_factory, is_factory
+from ringtmp.errors import UsageError
+from ringtmp.launch.agent_messages import DEFAULT_PORT
+from ringtmp.launch.device_facts import parse_listen
+from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.joined_devices import DevicePool
+from ringtmp.launch.key_store import Rings, checked_name
+from ringtmp.launch.local_processes import LocalPool
+from ringtmp.launch.node_pool import NodePool
+from ringtmp.model.layers import Model
+from ringtmp.model.output_tree import joined
+from ringtmp.model.pretrained import is_pretrained, pretrained
+from ringtmp.run.generate import Generated, Prompt, Writing
+from ringtmp.run.inference import Inference, inference
+from ringtmp.run.progress import Telling
+from ringtmp.run.run_data import labels_as, loss_again, named_again, without_left_out
+from ringtmp.run.training_loop import EVALUATION_FACTOR
+from ringtmp.run.what_to_train import Watcher
+from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
+from ringtmp.runtime.run_directory import RunDirectory
+from ringtmp.strategies import registry
+from ringtmp.system.resources import require_files
+
+Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
+
+
+def evaluate(
+    run_dir: str | Path, data: Data, nodes: int, loss: LossFunction | None = None, pool: NodePool | None = None
+) -> dict[str, Any]:
+    run = RunDirectory(Path(run_dir))
+    saved = run.read_config()
+    if data is None or isinstance(data, str):
+        train, test = named_again(replaced(saved.config, {"data": data} if data else {}))
+        source = test or train
+    else:
+        source = from_python(data, seed=saved.config.training.seed)
+    source, _ = labels_as(saved.loss, *without_left_out(saved.config, source, None, needed=False))
+    function = loss or loss_again(run, saved.loss)
+    training = saved.config.training
+    assert isinstance(training.microbatches, int), "a saved run has a number"
+    with _inference(run, saved.config, nodes, function, pool) as ring:
+        batches = evaluation_batches(
+            source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
+        )
+        score = ring.master.evaluate(ring.checked(batches, source.name, saved.loss), ring.step, is_of_bytes(saved.loss))
+    told = score.of_text(saved.loss, text_of(source))
+    return {
+        "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
+        "accuracy": score.accuracy, "bits_per_byte": told.bits_per_byte, "perplexity": told.perplexity,
+    }  # fmt: skip
+
+
+def predict(run_dir: str | Path, inputs: Any, nodes: int, pool: NodePool | None = None) -> Any:
+    run = RunDirectory(Path(run_dir))
+    saved = run.read_config()
+    training = saved.config.training
+    assert isinstance(training.microbatches, int), "a saved run has a number"
+    count = len(leaves(inputs)[0])
+    if not count:
+        raise UsageError("there are no inputs to predict from")
+    if isinstance(inputs, Mapping) and (unused := [name for name in names_of(training.leave_out) if name in inputs]):
+        inputs = without("the input", inputs, unused)
+    inputs = run.read_layers()[0].without_targets(inputs, count)
+    per_pass = training.batch_size * EVALUATION_FACTOR
+    batches = []
+    for first in range(0, count, per_pass):
+        part = torch.arange(first, min(first + per_pass, count))
+        chosen = map_tensors(partial(torch.index_select, dim=0, index=part), inputs)
+        pieces, nobody = split_batch(chosen, torch.zeros(len(part)), training.microbatches * EVALUATION_FACTOR)
+        batches.append(Batch(0, pieces, nobody, len(part)))
+    with _inference(run, saved.config, nodes, loss_named("mse"), pool) as ring:
+        outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
+    return joined(outputs)
+
+
+def generate(
+    run_dir: str | Path, prompt: Prompt, nodes: int, show: Callable[[str], None], *, model: Model | None = None,
+    pool: NodePool | None = None,
+) -> Generated:  # fmt: skip
+    run, told = RunDirectory(Path(run_dir)), Telling()
+    config = run.read_config().config
+    if model is None and is_pretrained(config.model.name):
+        model = pretrained(config.model.name, filled=False)
+    elif model is None and is_factory(config.model.name):
+        model = call_factory("model", config.model.name, config.model.settings)
+    with left_alone():
+        writing = Writing(run, prompt, model, told.phase, told.tell)
+        return writing.write(_pool_for(run, config, nodes, pool), show)
+
+
+def devices_for(run_dir: str | Path, listen: str, ring: str, nodes: int | None, watcher: Watcher) -> NodePool:
+    """Devices that join to evaluate, predict or generate: as many as trained, unless told otherwise."""
+    config = RunDirectory(Path(run_dir)).read_config().config
+    return device_pool(listen, ring, config if nodes is None else replaced(config, {"nodes": nodes}), watcher)
+
+
+def device_pool(
+    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0
+) -> NodePool:
+    """Devices that join this machine's ring over the network."""
+    nodes = config.ring.nodes
+    if nodes == 1:
+        raise UsageError("--listen with --nodes 1 leaves no device to wait for: leave one of them out")
+    if start_with is not None and not 2 <= start_with <= nodes:
+        raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
+    host, port = parse_listen(listen, DEFAULT_PORT)
+    return DevicePool(
+        Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
+        tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
+        package=registry.package_of(config.ring.strategy),
+    )  # fmt: skip
+
+
+@contextmanager
+def _inference(
+    run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, pool: NodePool | None
+) -> Iterator[Inference]:
+    with left_alone(), inference(run, config.training, loss, _pool_for(run, config, nodes, pool)) as ring:
+        yield ring
+
+
+def _pool_for(run: RunDirectory, config: RunConfig, nodes: int, given: NodePool | None) -> NodePool:
+    """Where a run is not trained: the devices, or processes here."""
+    if given is not None:
+        return given
+    require_files(nodes)
+    threads = config.training.threads or 1
+    return InMemoryPool(1, threads=threads) if nodes == 1 else LocalPool(nodes, threads, run.logs, keeps=False)
