@@ -14,7 +14,18 @@ from ringtmp.errors import ProtocolError
 from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
-from ringtmp.plan.devices import NETWORK_MESSAGE_CPU_S, Device, Path, Paths, Quota, latency_between, rate_between
+from ringtmp.model.export import Exporter
+from ringtmp.plan.devices import (
+    NETWORK_MESSAGE_CPU_S,
+    Device,
+    LayerCost,
+    Measured,
+    Path,
+    Paths,
+    Quota,
+    latency_between,
+    rate_between,
+)
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.runtime.leader import Start
 from ringtmp.runtime.mailbox import Endpoint, Mail
@@ -35,9 +46,23 @@ from ringtmp.strategies.ring.link_trials import (
     rounds_of,
 )  # fmt: skip
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, Seen, described, doubtful, settled
-from ringtmp.wire.messages import Echo, Echoed, Sample, Timed, Tried
+from ringtmp.wire.messages import Crossing, Echo, Echoed, Sample, Timed, Tried
 
 MIB = 2**20
+
+
+@pytest.mark.parametrize(("head_bytes", "chosen"), [(device_trials.WORKING_BYTES + 1, 1), (2**20, 2)])
+def test_a_head_too_large_to_be_had_twice_is_no_sample(head_bytes: int, chosen: int) -> None:
+    """The master of a ring that heals holds its own head beside the sample."""
+    linear, _ = Exporter().export("x", torch.nn.Linear(4, 4), torch.ones(3, 4))
+    costs = [
+        LayerCost(name, (Measured(2, seconds, seconds, 64, 32),), size, 0, 0)
+        for name, seconds, size in (("embed", 0.1, 64), ("block", 0.2, 64), ("head", 0.9, head_bytes))
+    ]
+    crossing = Crossing("float32", (4,), True)
+    found = device_trials.sample_of([linear] * 3, costs, lambda training, value: crossing, 2, 3)
+    assert found is not None
+    assert found[0] == chosen
 
 
 def test_a_quota_is_told_apart_from_a_slow_processor() -> None:

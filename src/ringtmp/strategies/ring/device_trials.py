@@ -56,7 +56,8 @@ def sample_of(
     samples: int,
     nodes: int,
 ) -> tuple[int, Sample] | None:
-    """The dearest layer that gets what another layer gives (only then is it known what enters); None: there is none."""
+    """The dearest layer that gets what another layer gives (only then is it known what enters); None: there is none. A head
+    over a large vocabulary is left out if it can be: after a loss the devices still hold their own layers beside it."""
     entering = [tuple(crossing(True, each) for each in layer.takes(index, True)) for index, layer in enumerate(layers)]
     inner = [
         index
@@ -65,7 +66,8 @@ def sample_of(
     ]
     if not inner:
         return None
-    dearest = max(inner, key=lambda index: costs[index].largest_s)
+    small = [at for at in inner if costs[at].weight_bytes + costs[at].gradient_bytes <= WORKING_BYTES]
+    dearest = max(small or inner, key=lambda index: costs[index].largest_s)
     cost = costs[dearest]
     copies = _within(-(-len(layers) // nodes), cost.weight_bytes + cost.gradient_bytes)
     held = _within(nodes, copies * cost.at(samples).stored_bytes)
