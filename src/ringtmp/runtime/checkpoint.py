@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from ringtmp.data.stream_batches import StreamPlace
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable_layer import Layer
+from ringtmp.model.shrink_layer import enlarged
 from ringtmp.runtime import sealed_json
 from ringtmp.wire.tensors import raw_bytes
 
@@ -357,14 +358,17 @@ def named_weights(
     """The model's `state_dict`, its tensors as they lie in the files. `state`: its names, and of each the tensor's first name;
     empty: layer by layer."""
     where = {
-        layer.full_name(each): (at, layer) for at, layer in enumerate(layers) for each in layer.tensors if each.saved
+        layer.full_name(each): (at, layer)
+        for at, layer in enumerate(layers)
+        for each in layer.tensors
+        if each.saved and each.kind != "scale"
     }
     opened, held = -1, dict[str, torch.Tensor]()
     for name, first in state or [(name, name) for name in where]:
         at, layer = where[first]
         if at != opened:
-            given, opened = checkpoint.mapped_layer(at, layer)[0], at
-            held = {layer.full_name(each): tensor for each, tensor in zip(layer.tensors, given, strict=True)}
+            (whole, given), opened = enlarged(layer, checkpoint.mapped_layer(at, layer)[0]), at
+            held = {layer.full_name(each): tensor for each, tensor in zip(whole.tensors, given, strict=True)}
         yield name, held[first]
 
 
