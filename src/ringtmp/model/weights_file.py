@@ -44,7 +44,7 @@ class WeightsFile:
     def fill(self, prefix: str, module: nn.Module) -> None:
         """Every parameter and persistent buffer gets its values, under its name in `state_dict`. A tensor that has several
         names may lie in the file under any of them."""
-        tensors = _own_tensors(module)
+        tensors = own_tensors(module)
         known: dict[int, str] = {}
         wanting: dict[int, str] = {}
         for name, tensor in tensors.items():
@@ -101,7 +101,7 @@ class WeightsFile:
             raise UsageError(f"{self._said} does not fit the model: {'; '.join(wrong)}")
 
 
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under all their names: the tensors themselves, whatever a hook makes of the names."""
     own = {
         **dict(module.named_parameters(remove_duplicate=False)),
