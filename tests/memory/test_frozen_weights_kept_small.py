@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from oracle import plain_loop, state_sha256
@@ -26,6 +27,7 @@ from ringtmp.model.lora import Lora, add_adapters
 from ringtmp.model.portable_layer import decode, encode
 from ringtmp.model.run_graph import Program
 from ringtmp.model.shrink_layer import channel_axes, check_kept, enlarged, shrink
+from ringtmp.run.export_weights import export_weights
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.segment_edges import saved_bytes
 from test_healing import Death, Mortal
@@ -314,3 +316,12 @@ def test_it_does_not_change_on_resume(tmp_path: Path) -> None:
     run(stack, tmp_path / "run", InMemoryPool(1), "int8")
     with pytest.raises(UsageError, match="frozen-as"):
         api.resume(tmp_path / "run", {"frozen_as": "float32"}, (data(stack), None), loss, pool=InMemoryPool(1))
+
+
+def test_it_is_exported_as_float32(tmp_path: Path) -> None:
+    done = run(adapted, tmp_path / "run", InMemoryPool(2), "int8")
+    exported = export_weights(tmp_path / "run", tmp_path / "model.safetensors")
+    assert exported.difference == 0.0
+    state = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(state[name], each) for name, each in done.model.state_dict().items() if name in state)
+    assert {each.dtype for each in state.values()} == {torch.float32}

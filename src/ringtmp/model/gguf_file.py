@@ -11,12 +11,15 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ringtmp.errors import UsageError, some_of
 from ringtmp.model.weights_file import own_tensors
 
+#: Of quantised numbers that are converted at once.
+PIECE_BYTES = 2**20
 _PARTS = "transformers.modeling_gguf_pytorch_utils"
 
 
@@ -29,10 +32,8 @@ class GgufFile:
         self._parts = importlib.import_module(_PARTS)
         try:
             self._reader = self._gguf.GGUFReader(str(path))
-            self.config = library.AutoConfig.from_pretrained(
-                str(path.parent), gguf_file=path.name, trust_remote_code=False, local_files_only=True
-            )
             self._read = self._parts.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+            self.config = library.CONFIG_MAPPING[self._read["model_type"]].from_dict(dict(self._read))
             self._architecture = self._parts.read_field(self._reader, "general.architecture")[0]
         except Exception as error:  # both libraries have many kinds
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -62,6 +63,19 @@ class GgufFile:
         """Whether each tensor of the file is one of the model: not where those of all experts of a layer are put together."""
         return not any("_exps." in each.name for each in self._reader.tensors)
 
+    def _float32(self, tensor: Any) -> Any:
+        """Some rows at a time: on the way a number takes several times its size."""
+        if tensor.data.ndim < 2:
+            return np.array(self._gguf.dequantize(tensor.data, tensor.tensor_type))  # not the file itself
+        rows = max(1, PIECE_BYTES // max(1, tensor.data[:1].nbytes))
+        pieces = (tensor.data[start : start + rows] for start in range(0, len(tensor.data), rows))
+        shape = tuple(int(each) for each in reversed(tensor.shape))
+        whole, done = np.empty(shape, dtype=np.float32), 0
+        for piece in pieces:
+            whole[done : done + len(piece)] = self._gguf.dequantize(piece, tensor.tensor_type)
+            done += len(piece)
+        return whole
+
     def fill(self, module: nn.Module) -> None:
         kind = self._parts.TENSOR_PROCESSORS.get(self._architecture, self._parts.TensorProcessor)
         processor = kind(config=self._read)
@@ -71,13 +85,13 @@ class GgufFile:
         wrong: list[str] = []
         for each in self._reader.tensors:
             aside: dict[str, Any] = {}
-            weights = self._gguf.dequantize(each.data, each.tensor_type)
+            weights = self._float32(each)
             result = processor.process(
                 weights=weights, name=each.name, tensor_key_mapping=names,
                 parsed_parameters={"config": self._read, "tensors": aside},
             )  # fmt: skip
             if result.name in names:
-                aside[names[result.name]] = torch.from_numpy(result.weights.copy())
+                aside[names[result.name]] = torch.from_numpy(result.weights)
             for name, tensor in aside.items():
                 target = own.get(name)
                 if target is None or target.shape != tensor.shape:

@@ -99,7 +99,8 @@ def _of_gguf(library: Any, path: Path) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         file.config.dtype = "float32"
-        model: nn.Module = library.AutoModelForCausalLM.from_config(file.config, trust_remote_code=False)
+        with LeftUnfilled():
+            model: nn.Module = library.AutoModelForCausalLM.from_config(file.config, trust_remote_code=False)
         file.fill(model)
         return model
 

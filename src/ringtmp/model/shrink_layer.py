@@ -71,17 +71,28 @@ def _said(graph: Graph, small: set[str], kept: str) -> Graph:
     return msgspec.structs.replace(graph, inputs=inputs)
 
 
-def enlarged(layer: Layer, tensors: Sequence[torch.Tensor]) -> tuple[Layer, list[torch.Tensor]]:
-    """The layer with all its weights in float32, as if it had never been otherwise: for whoever asks for the model."""
-    small = {each.name: each.kept for graph in (layer.train, layer.evaluate) for each in graph.inputs if each.kept}
+def whole_layer(layer: Layer) -> Layer:
+    """The layer with all its weights in float32, as if it had never been otherwise."""
+    small = {each.name for graph in (layer.train, layer.evaluate) for each in graph.inputs if each.kept}
     if not small:
+        return layer
+    described = (each for each in layer.tensors if each.kind != "scale")
+    tensors = tuple(msgspec.structs.replace(each, dtype=FLOAT32) if each.name in small else each for each in described)
+    train, evaluate = (_said(graph, set(), "") for graph in (layer.train, layer.evaluate))
+    return msgspec.structs.replace(layer, train=train, evaluate=evaluate, tensors=tensors)
+
+
+def enlarged(layer: Layer, tensors: Sequence[torch.Tensor]) -> tuple[Layer, list[torch.Tensor]]:
+    """`whole_layer` with its tensors: for whoever asks for the model."""
+    whole = whole_layer(layer)
+    if whole is layer:
         return layer, list(tensors)
     there = {each.name: tensor for each, tensor in zip(layer.tensors, tensors, strict=True)}
-    described = [each for each in layer.tensors if each.kind != "scale"]
-    made = [of_owned(each.name, there).converted() if each.name in small else there[each.name] for each in described]
-    described = [msgspec.structs.replace(each, dtype=FLOAT32) if each.name in small else each for each in described]
-    train, evaluate = (_said(graph, set(), "") for graph in (layer.train, layer.evaluate))
-    return msgspec.structs.replace(layer, train=train, evaluate=evaluate, tensors=tuple(described)), made
+    small = {each.name for graph in (layer.train, layer.evaluate) for each in graph.inputs if each.kept}
+    made = [
+        of_owned(each.name, there).converted() if each.name in small else there[each.name] for each in whole.tensors
+    ]
+    return whole, made
 
 
 def largest_converted_bytes(layer: Layer) -> int:

@@ -32,11 +32,11 @@ from ringtmp.errors import CheckpointError
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.shrink_layer import enlarged
 from ringtmp.runtime import sealed_json
+from ringtmp.runtime.frozen_files import FOLDER, MANIFEST, FrozenFiles, digest_of, read_frozen, share_with_others
 from ringtmp.wire.tensors import raw_bytes
 
 FORMAT = 1
 #: The folder of what all checkpoints of a run share.
-FROZEN = "frozen"
 _NAME = re.compile(r"step-(\d{8,})")
 StateName = tuple[str, str]
 #: Files of a checkpoint as they were when their digests were right: name, inode, size, time of the last change.
@@ -73,13 +73,6 @@ class Manifest(msgspec.Struct, frozen=True):
     frozen: dict[str, str] = {}  # of those in the folder `frozen`, which all checkpoints of a run share
 
 
-class Frozen(msgspec.Struct, frozen=True):
-    """What lies in the folder `frozen`."""
-
-    run: str
-    files: dict[str, str]
-
-
 class CheckpointWriter:
     """One checkpoint being written. `add` every layer, then `commit`."""
 
@@ -96,8 +89,8 @@ class CheckpointWriter:
         self._run = run
         self._progress = progress
         self._files: dict[str, str] = {}
-        self._frozen = {} if progress.step == 0 else _frozen_files(folder, run)
-        self._aside = folder / FROZEN
+        self._frozen = {} if progress.step == 0 else read_frozen(folder, run)
+        self._aside = folder / FOLDER
         self.bytes = 0
 
     def add(
@@ -135,8 +128,9 @@ class CheckpointWriter:
 
     def commit(self) -> Path:
         if self._frozen and self._progress.step == 0:
-            path = self._aside / "manifest.json"
-            path.write_bytes(sealed_json.encode(Frozen(self._run, self._frozen)))
+            share_with_others(self._aside, self._frozen)
+            path = self._aside / MANIFEST
+            path.write_bytes(sealed_json.encode(FrozenFiles(self._run, self._frozen)))
             _sync(path)
             _sync(self._aside)
         manifest = Manifest(FORMAT, self._run, self._progress, self._files, self._frozen)
@@ -196,7 +190,7 @@ class CheckpointWriter:
             raise OSError(code, os.strerror(code)) from error
         _sync(path)
         self.bytes += path.stat().st_size
-        return _digest(path)
+        return digest_of(path)
 
 
 class Checkpoint:
@@ -215,12 +209,12 @@ class Checkpoint:
         if _weights_file(0) not in self.manifest.files:
             raise CheckpointError(f"{folder.name}: the manifest is damaged: it has no {_weights_file(0)}")
         files = {name: (folder / name, digest) for name, digest in self.manifest.files.items()}
-        aside = folder.parent / FROZEN
-        files |= {f"{FROZEN}/{name}": (aside / name, digest) for name, digest in self.manifest.frozen.items()}
+        aside = folder.parent / FOLDER
+        files |= {f"{FOLDER}/{name}": (aside / name, digest) for name, digest in self.manifest.frozen.items()}
         for name, (path, digest) in files.items():
             if not path.is_file():
                 raise CheckpointError(f"{folder.name}: {name} is missing")
-            if _digest(path) != digest:
+            if digest_of(path) != digest:
                 raise CheckpointError(f"{folder.name}: {name} is damaged (its SHA-256 does not match)")
 
     @property
@@ -260,7 +254,7 @@ class Checkpoint:
 
     def _read_frozen(self, index: int) -> dict[str, torch.Tensor]:
         there = _weights_file(index) in self.manifest.frozen
-        return self._opened(self.folder.parent / FROZEN / _weights_file(index)) if there else {}
+        return self._opened(self.folder.parent / FOLDER / _weights_file(index)) if there else {}
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         return self._opened(self.folder / name) if name in self.manifest.files else {}
@@ -303,17 +297,6 @@ def latest(folder: Path, run: str | None = None) -> tuple[Checkpoint, list[str]]
             warnings.append(str(error))
     detail = "; ".join(warnings) or "there is none"
     raise CheckpointError(f"no usable checkpoint in {folder}: {detail}")
-
-
-def _frozen_files(folder: Path, run: str) -> dict[str, str]:
-    """Name -> SHA-256 of what lies aside; nothing where the run has frozen nothing, or began before that was so."""
-    try:
-        found = sealed_json.decode((folder / FROZEN / "manifest.json").read_bytes(), Frozen)
-    except FileNotFoundError:
-        return {}
-    except (OSError, sealed_json.Broken) as error:
-        raise CheckpointError(f"{FROZEN}: the manifest cannot be read: {error}") from error
-    return found.files if found.run == run else {}
 
 
 def _weights_file(index: int) -> str:
@@ -377,11 +360,6 @@ def update_digest(digest: Any, name: str, tensor: torch.Tensor) -> None:
     shape = ",".join(map(str, tensor.shape))
     digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
     digest.update(raw_bytes(tensor.detach().contiguous()))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:
