@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ringtmp.metrics.summary import NodeSummary, Summary
+from ringtmp.metrics.summary import USUAL_MODE, NodeSummary, Summary
 from ringtmp.run.progress import Telling, shown
 from ringtmp.run.what_to_train import Watcher
 from ringtmp.units import bytes_text, count_text, seconds_text
@@ -77,8 +77,9 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     console.print(table)
     if summary.forecast is not None and summary.forecast.left_out_text:
         console.print(summary.forecast.left_out_text, highlight=False, markup=False, soft_wrap=True)
+    mode = "" if summary.numeric_mode == USUAL_MODE else f"; numeric mode {summary.numeric_mode}"
     console.print(
-        f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]})", highlight=False, soft_wrap=True
+        f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]}{mode})", highlight=False, soft_wrap=True
     )
     if summary.skipped_samples:
         console.print(f"{summary.skipped_samples} samples of the stream were skipped after a loss", highlight=False)

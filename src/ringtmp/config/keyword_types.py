@@ -29,6 +29,8 @@ class FitKeywords(TypedDict, total=False):
     weights: str | None
     train: str | None
     lora: str | None
+    adapter: str | None
+    frozen_as: str
     epochs: int | None
     steps: int | None
     batch_size: int

@@ -12,6 +12,7 @@ import msgspec
 
 from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_type import Declaration as Is
+from ringtmp.model.frozen_as import FROZEN_AS, WHOLE
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.wire.formats import WIRE_FORMATS
 
@@ -70,6 +71,12 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora: Annotated[str | None, Is(
         "Train low-rank adapters on these linear layers and freeze the rest: r=8,alpha=16,on=q_proj,v_proj.", DATA,
         metavar="r=8,on=…", bits=True)] = None
+    adapter: Annotated[str | None, Is(
+        "Train an adapter further: a folder as PEFT and ringtmp export write it; instead of --lora.", DATA,
+        metavar="FOLDER", bits=True)] = None
+    frozen_as: Annotated[str, Is(
+        "How frozen weights are kept, to become float32 where they are used: {choices}.", DATA, choices=FROZEN_AS,
+        bits=True)] = WHOLE.name
     epochs: Annotated[int | None, Is(
         "Passes over the training data.", TRAINING, least=1, usual=str(DEFAULT_EPOCHS), bits=True, resume=True)] = None
     steps: Annotated[int | None, Is(
@@ -100,6 +107,11 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     early_stop: Annotated[int | None, Is(
         "Stop after this many epochs without a lower test loss.", TRAINING, least=1, metavar="EPOCHS",
         bits=True)] = None
+
+    @property
+    def numeric_mode(self) -> str:
+        """What is computed with; bits repeat within one mode."""
+        return FROZEN_AS[self.frozen_as].mode
 
 
 class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,6 +20,8 @@ _SOURCES: tuple[Source, ...] = ("measured", "estimated", "modelled")
 
 #: Of a record that stops somewhere: nothing in it says how the run ended, or whether it has.
 UNFINISHED = "unfinished"
+#: Numeric mode.
+USUAL_MODE = "float32"
 NO_END = "the event log has no end: the run is still going, was killed, or could not write its last events"
 
 
@@ -134,6 +136,7 @@ class Summary(msgspec.Struct, frozen=True):
     #: Against eager PyTorch before the start: "model", "layers", "evaluation" alone, "traced" (docs/models.md), or not ("").
     checked: str = ""
     perplexity: float | None = None  # of the test part, if it is text
+    numeric_mode: str = USUAL_MODE  # within one mode bits repeat (docs/exactness.md)
 
     def name_of(self, node: int) -> str:
         """Its device's own name, where it has one."""
@@ -185,6 +188,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         staleness=config["training"]["staleness"],
         wire=config["training"]["wire"],
         threads=facts["threads"],
+        numeric_mode=facts.get("numeric_mode", USUAL_MODE),
         exactness="stream" if last.strayed else facts.get("exactness", "bits"),
         emulated=bool(facts.get("emulated")),
         lab_scale=facts.get("lab_scale", 1.0),

@@ -29,6 +29,8 @@ from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.cut_cells import CutCell
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.export_cache import ExportCache, Exported, module_key
+from ringtmp.model.frozen import frozen_names
+from ringtmp.model.frozen_as import WHOLE, FrozenAs
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
@@ -37,6 +39,7 @@ from ringtmp.model.preparation import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
+from ringtmp.model.shrink_layer import channel_axes, shrink
 from ringtmp.model.written_parameters import written_parameters
 
 T = TypeVar("T")
@@ -78,8 +81,11 @@ def build_layers(
     """`sample(n)` gives n samples of input. The caller is done with a layer when it asks for the next. `known` is told
     before any work is done on the first layer, if they can be known; of one module, when it has been cut."""
     opened = opened_model(model, seed, folder, preparation)
+    frozen_as = WHOLE if preparation is None else preparation.frozen_as
     if (module := opened.whole) is not None:
-        yield from _build_cells(module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase)
+        yield from _build_cells(
+            module, sample, microbatch_sizes, known, cutting=cutting or Cutting(), phase=phase, frozen_as=frozen_as
+        )
         return
     if cutting is not None and cutting.blocks:
         raise UsageError(
@@ -117,6 +123,7 @@ def build_layers(
         samples = {size: each.through(name, module.eval(), kept) for size, each in samples.items()}
         module.train()
         whole = row.add(layer, tensors, sample(smallest))
+        layer, tensors = shrink(layer, tensors, frozen_as, channel_axes(module))
         yield BuiltLayer(layer, tensors, samples[largest].value, one_sample, "model" if whole else "layers")
         del module, tensors, check
 
@@ -129,6 +136,7 @@ def _build_cells(
     *,
     cutting: Cutting,
     phase: Callable[[str], None],
+    frozen_as: FrozenAs,
 ) -> Iterator[BuiltLayer]:
     """The module is a layer like any other until its graphs are cut."""
     name = type(module).__name__
@@ -144,11 +152,14 @@ def _build_cells(
         one_sample = _takes(name, module, samples[1])
         layer, cells, tensors, checked = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
     row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
+    # Of the whole module: a weight that several cells read is kept alike in all of them.
+    axes = {name: axis for name, axis in channel_axes(module).items() if name in frozen_names(layer)}
     for index, cell in enumerate(cells):
         own = {each.name: tensors[each.full] for each in cell.layer.tensors}
         found = row.through(index, own)
         outputs = nest(layer.output, found.leaving, own=True) if index == len(cells) - 1 else found.leaving
-        yield BuiltLayer(cell.layer, own, outputs, one_sample, checked, found, state)
+        small, own = shrink(cell.layer, own, frozen_as, axes)
+        yield BuiltLayer(small, own, outputs, one_sample, checked, found, state)
 
 
 @contextmanager

@@ -83,7 +83,9 @@ def waiting_variants(graph: Graph, recording: Recording) -> dict[int, Callable[.
         if isinstance(value, Ref):
             reads[value.slot] = reads.get(value.slot, 0) + 1
     alone = {
-        slot for slot, each in enumerate(graph.inputs) if each.kind == "parameter" and reads.get(slot, 0) == 1
+        slot
+        for slot, each in enumerate(graph.inputs)
+        if each.kind == "parameter" and not each.kept and reads.get(slot, 0) == 1
     }  # fmt: skip
     variants: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
         "aten.linear.default": (recording.linear, (1, 2)),

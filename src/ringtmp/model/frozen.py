@@ -15,19 +15,17 @@ def frozen_names(layer: Layer, aside: bool = True) -> frozenset[str]:
     embedding."""
     if not aside:
         return frozenset()
-    still = {
-        each.name
-        for each in layer.tensors
-        if (each.kind == "parameter" and each.saved and not each.trainable) or _is_copy(each)
-    }
+    still = {each.name for each in layer.tensors if _still(each)}
     if not still:
         return frozenset()
     return frozenset(still - written_parameters(layer.train).keys() - written_parameters(layer.evaluate).keys())
 
 
-def _is_copy(tensor: OwnedTensor) -> bool:
-    """Of a parameter, which has a place among the model's."""
-    return tensor.kind == "constant" and tensor.rank >= 0
+def _still(each: OwnedTensor) -> bool:
+    """A cell's copy of a frozen parameter that another cell owns is a constant with a place among the parameters."""
+    if each.kind == "constant":
+        return each.rank >= 0
+    return each.kind in ("parameter", "scale") and each.saved and not each.trainable
 
 
 def without_frozen(layer: Layer, frozen: frozenset[str]) -> list[OwnedTensor]:

@@ -49,9 +49,19 @@ def parse_lora(text: str) -> Lora:
     lora = Lora(tuple(found.pop("on")), **numbers)
     if found:
         raise UsageError(f"--lora {next(iter(found))}=… is not known: it takes r, alpha, dropout and on")
+    return checked_lora(lora, f"--lora {text!r}")
+
+
+def checked_lora(lora: Lora, said: str) -> Lora:
     if lora.r < 1 or not lora.alpha > 0 or not math.isfinite(lora.alpha) or not 0 <= lora.dropout < 1:
-        raise UsageError(f"--lora {text!r}: r must be at least 1, alpha above 0 and dropout from 0 to below 1")
+        raise UsageError(f"{said}: r must be at least 1, alpha above 0 and dropout from 0 to below 1")
     return lora
+
+
+def lora_text(lora: Lora) -> str:
+    """As `parse_lora` reads it."""
+    dropout = f",dropout={lora.dropout!r}" if lora.dropout else ""
+    return f"r={lora.r},alpha={lora.alpha!r}{dropout},on={','.join(lora.on)}"
 
 
 class LoraLinear(nn.Module):
@@ -88,6 +98,12 @@ def add_adapters(module: nn.Module, lora: Lora, prefix: str = "") -> set[str]:
         if size is None:
             has = "it has adapters already" if isinstance(child, LoraLinear) else f"it is a {type(child).__name__}"
             raise UsageError(f"--lora on={full}: {has}, and adapters go on linear layers")
+        parent = module.get_submodule(name.rpartition(".")[0])
+        if name and isinstance(parent, nn.MultiheadAttention):
+            raise UsageError(
+                f"--lora on={full}: nn.MultiheadAttention takes the weight out of this layer instead of calling it, so an "
+                "adapter would do nothing; adapt other layers, or write the attention with nn.Linear for q, k, v and output"
+            )
         if not name:
             raise UsageError(f"--lora on={full}: it is a layer of a list; give the model as one nn.Module")
         if id(child) not in made:
@@ -101,12 +117,14 @@ def add_adapters(module: nn.Module, lora: Lora, prefix: str = "") -> set[str]:
 
 def refuse_unmatched(lora: Lora, found: set[str], names: list[str]) -> None:
     """`names`: of all modules."""
-    for each in lora.on:
-        if each not in found:
-            kinds = list(dict.fromkeys(re.sub(r".*\.", "", name) for name in names))
-            near = nearest(each, kinds)
-            hint = f"did you mean {near!r}? " if near else ""
-            raise UsageError(f"--lora on={each} fits no module: {hint}there are {some_of(kinds)}")
+    unmatched = [each for each in lora.on if each not in found]
+    if unmatched:
+        kinds = list(dict.fromkeys(re.sub(r".*\.", "", name) for name in names))
+        near = dict.fromkeys(nearest(each, kinds) for each in unmatched)
+        hints = [repr(each) for each in near if each]
+        hint = f"did you mean {', '.join(hints)}? " if hints else ""
+        fit = "fits" if len(unmatched) == 1 else "fit"
+        raise UsageError(f"--lora on={','.join(unmatched)} {fit} no module: {hint}there are {some_of(kinds)}")
 
 
 def _size(module: nn.Module) -> tuple[int, int] | None:

@@ -53,6 +53,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Literal["input", "parameter", "buffer", "constant"]
     name: str
+    kept: str = ""  # a frozen weight that is kept so (frozen_as.py) and becomes float32 where it is used
 
 
 class Custom(msgspec.Struct, frozen=True):
@@ -86,10 +87,11 @@ class Graph(msgspec.Struct, frozen=True):
 
 
 class OwnedTensor(msgspec.Struct, frozen=True):
-    """A tensor that belongs to a layer. Only `saved` ones are part of the model's state_dict."""
+    """A tensor that belongs to a layer. Only `saved` ones are part of the model's state_dict; a "scale" belongs to the int8
+    parameter before it."""
 
     name: str
-    kind: Literal["parameter", "buffer", "constant"]
+    kind: Literal["parameter", "buffer", "constant", "scale"]
     dtype: str
     shape: tuple[int, ...]
     trainable: bool

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError, some_of
-from ringtmp.model.lora import Lora, add_adapters, parse_lora, refuse_unmatched
+from ringtmp.model.adapter_folder import lora_of, weights_of
+from ringtmp.model.frozen_as import WHOLE, FrozenAs
+from ringtmp.model.lora import Lora, add_adapters, lora_text, parse_lora, refuse_unmatched
+from ringtmp.model.shrink_layer import channel_axes
 from ringtmp.model.weights_file import WeightsFile
 
 
@@ -19,13 +22,30 @@ class Preparation:
     weights: str | None = None
     lora: Lora | None = None
     train: tuple[str, ...] = ()  # patterns of names; empty: as the model says, or the adapters alone
+    frozen_as: FrozenAs = WHOLE
+    adapter: str | None = None  # a folder of PEFT with the first weights of the adapters
 
     @staticmethod
-    def of(weights: str | None, lora: str | None, train: str | None) -> Preparation:
+    def of(
+        weights: str | None,
+        lora: str | None,
+        train: str | None,
+        frozen_as: FrozenAs = WHOLE,
+        adapter: str | None = None,
+    ) -> Preparation:
         patterns = tuple(each.strip() for each in (train or "").split("|") if each.strip())
         if train is not None and not patterns:
             raise UsageError("--train is empty: give names of parameters, such as 'head|*.bias', or leave it out")
-        return Preparation(weights, None if lora is None else parse_lora(lora), patterns)
+        adapters = None if lora is None else parse_lora(lora)
+        if adapter is not None:
+            known = lora_of(Path(adapter))
+            if adapters not in (None, known):
+                raise UsageError(
+                    f"--lora {lora} and --adapter {adapter}, which was made with {lora_text(known)}: leave --lora out to train "
+                    "it further, or --adapter to begin a new one"
+                )
+            adapters = known
+        return Preparation(weights, adapters, patterns, frozen_as, adapter)
 
 
 class Preparing:
@@ -34,12 +54,13 @@ class Preparing:
     def __init__(self, preparation: Preparation, seed: int) -> None:
         self._how = preparation
         self._file = None if preparation.weights is None else WeightsFile(Path(preparation.weights))
+        self._adapter = None if preparation.adapter is None else weights_of(Path(preparation.adapter))
         self._seed = seed
         self._adapted: set[str] = set()
         self._fitted: set[str] = set()
         self._modules: list[str] = []
         self._parameters: list[str] = []
-        self._trained = self._adapters_trained = False
+        self._trained = self._adapters_trained = self._small = False
 
     def take(self, prefix: str, module: nn.Module) -> None:
         if self._file is not None:
@@ -49,6 +70,8 @@ class Preparing:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed + len(self._modules))
                 self._adapted |= add_adapters(module, self._how.lora, prefix)
+        if self._adapter is not None:
+            self._adapter.fill(prefix, module)
         for name, parameter in module.named_parameters():
             full = f"{prefix}{name}"
             self._parameters.append(full)
@@ -58,11 +81,14 @@ class Preparing:
                 parameter.requires_grad_(bool(fitting))
             self._trained = self._trained or parameter.requires_grad
             self._adapters_trained = self._adapters_trained or (parameter.requires_grad and ".lora_" in name)
+        self._small = self._small or bool(channel_axes(module))
 
     def finish(self) -> None:
         """UsageError for what fits nothing, and where nothing is left to train."""
         if self._file is not None:
             self._file.finish()
+        if self._adapter is not None:
+            self._adapter.finish()
         if self._how.lora is not None:
             refuse_unmatched(self._how.lora, self._adapted, self._modules)
         for each in self._how.train:
@@ -76,6 +102,11 @@ class Preparing:
             raise UsageError(
                 "every parameter of the model is frozen (requires_grad=False), so nothing is left to train: choose some with "
                 "--train"
+            )
+        if self._how.frozen_as.small and not self._small:
+            raise UsageError(
+                f"--frozen-as {self._how.frozen_as.name}: no linear, embedding or convolution layer of the model has a frozen "
+                "float32 weight; freeze some with --lora or --train, or leave --frozen-as out"
             )
 
 

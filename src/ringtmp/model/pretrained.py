@@ -1,7 +1,7 @@
 """`--model hf:…`: models of the transformers library, from files on this machine alone.
 
     hf:DIRECTORY      config.json and *.safetensors, as `save_pretrained` writes them
-    hf:FILE.gguf      one quantised file; its weights become float32 (needs the packages gguf and accelerate)
+    hf:FILE.gguf      one quantised file; its weights become float32 (needs the package gguf)
     hf:CONFIG.json    the architecture, with random first weights
 
 Nothing is fetched, no code that comes with a model is run, and no pickle is read.
@@ -20,6 +20,7 @@ from torch import nn
 
 from ringtmp.errors import UsageError
 from ringtmp.model.built_in_files import LeftUnfilled
+from ringtmp.model.gguf_file import GgufFile
 from ringtmp.model.weights_file import WeightsFile
 
 PREFIX = "hf:"
@@ -91,8 +92,26 @@ def _architecture(library: Any, config: Path) -> Any:
 def _of_gguf(library: Any, path: Path, filled: bool) -> Callable[[], nn.Module]:
     if not path.is_file():
         raise UsageError(f"--model hf:{path}: there is no such file")
-    if any(importlib.util.find_spec(each) is None for each in ("gguf", "accelerate")):
-        raise UsageError(f"--model hf:{path} needs the packages gguf and accelerate: pip install gguf accelerate")
+    if importlib.util.find_spec("gguf") is None:
+        raise UsageError(f"--model hf:{path} needs the package gguf: pip install gguf")
+    file = GgufFile(library, path)
+    if not file.one_by_one:
+        return _of_experts(library, path)
+
+    def build() -> nn.Module:
+        file.config.dtype = "float32"
+        with LeftUnfilled():
+            model: nn.Module = library.AutoModelForCausalLM.from_config(file.config, trust_remote_code=False)
+        file.fill(model)
+        return model
+
+    return build
+
+
+def _of_experts(library: Any, path: Path) -> Callable[[], nn.Module]:
+    """By the library's own loader, which holds the whole model in memory."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise UsageError(f"--model hf:{path} has experts, for which accelerate is needed: pip install accelerate")
 
     def build() -> nn.Module:
         try:

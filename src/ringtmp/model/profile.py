@@ -30,6 +30,7 @@ from ringtmp.model.output_tree import leaves_of, map_outputs
 from ringtmp.model.portable_layer import HidesInputs
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.run_graph import Program
+from ringtmp.model.shrink_layer import largest_converted_bytes
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.files import cache_folder, write_atomic
@@ -152,6 +153,7 @@ class Profiler:
             optimizer_bytes=found.optimizer_bytes, update_s=found.update_s,
             has_parameters=self._hides_inputs(each.layer),
             waiting_bytes=0.0 if each.cell is None else each.cell.waiting,
+            converted_bytes=largest_converted_bytes(each.layer),
         )  # fmt: skip
 
     def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:

@@ -17,6 +17,7 @@ import torch
 from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.model.allowed_operators import GRAD_MODE, resolve
 from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
+from ringtmp.model.kept_small import Converted, KeptSmall, of_owned
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
 from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Named, Op, Ref, slots
@@ -32,6 +33,7 @@ _DTYPES = {
 }
 #: Of one layer. The largest of the models tried has 2,000; a hundred thousand cheap ones take a second.
 MAX_OPERATIONS = 100_000
+EMBEDDING = "aten.embedding.default"
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -63,8 +65,11 @@ class Program:
         self.changes_inputs = graph.changes_inputs
         self._input_count = sum(1 for each in graph.inputs if each.kind == "input")
         self._inputs = [(each.kind == "input", each.name) for each in graph.inputs]
+        self._small = {slot: each.name for slot, each in enumerate(graph.inputs) if each.kept}
+        self._converted = Converted()
+        small = dict.fromkeys(self._small, self._converted)
         self._slots = len(graph.inputs) + len(graph.ops)
-        self._outputs = [_compile_value(value, self._slots, where) for value in graph.outputs]
+        self._outputs = [_compile_value(value, self._slots, where, small) for value in graph.outputs]
         self._switches = any(op.target == GRAD_MODE for op in graph.ops)
         customs = [_CustomCall(each, device) for each in graph.customs]
         last_use = _last_uses(graph)
@@ -74,21 +79,25 @@ class Program:
         numbered = 0
         for index, op in enumerate(graph.ops):
             slot = len(graph.inputs) + index
-            kwargs = {name: _compile_value(value, slot, where) for name, value in op.kwargs.items()}
+            kwargs = {name: _compile_value(value, slot, where, small) for name, value in op.kwargs.items()}
             function: Callable[..., Any]
             if op.target == CUSTOM:
                 function, args = _chosen(customs, op)
             else:
                 check_arguments(op)
                 function, args = resolve(op.target), op.args
+            table = args[0].slot if op.target == EMBEDDING and args and isinstance(args[0], Ref) else -1
             if drawn := draws(op, graph.customs):
                 self._random.append((index, numbered, function if isinstance(function, _CustomCall) else None))
                 numbered += drawn
-            pack = _packer(args, slot, where)
+            pack = _packer(args, slot, where, {each: small[each] for each in small if each != table})
             if device == "meta" and _takes_device(function):
                 # A tensor made from nothing would otherwise be made in real memory.
                 kwargs["device"] = lambda values: where
-            self._calls.append((under_contract(op.target, function), pack, kwargs or None, last_use.get(slot, ())))
+            function = under_contract(op.target, function)
+            if table in small:
+                function = _Rows(function)
+            self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
         self._recording = Recording()
         waiting = waiting_variants(graph, self._recording)
         self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
@@ -140,6 +149,10 @@ class Program:
         arriving = iter(inputs)
         values: list[Any] = [next(arriving) if own else owned[name] for own, name in self._inputs]
         call = self._call if reseed is None or not self._random else partial(self._call_seeded, reseed)
+        if self._small:
+            for slot, name in self._small.items():
+                values[slot] = of_owned(name, owned)
+            call = partial(self._call_small, call)
         if not self._switches:
             return call(calls, values, weigh)
         before = torch.is_grad_enabled()
@@ -147,6 +160,12 @@ class Program:
             return call(calls, values, weigh)
         finally:
             torch._C._set_grad_enabled(before)
+
+    def _call_small(
+        self, call: Callable[..., list[Any]], calls: Sequence[_Call], values: list[Any], weigh: Any
+    ) -> list[Any]:  # fmt: skip
+        with self._converted.nothing_large_saved():
+            return call(calls, values, weigh)
 
     def _call_seeded(
         self, reseed: Reseed, calls: Sequence[_Call], values: list[Any], weigh: Callable[[Any, Any], None] | None
@@ -278,11 +297,26 @@ def _returns_a_view(function: Any) -> bool:
     return schema is None or any(each.alias_info is not None for each in schema.returns)
 
 
-def _packer(values: Sequence[Argument], before: int, device: torch.device) -> Callable[[list[Any]], list[Any]]:
-    """The arguments of an operation: constants are there already, values so far are put in their places."""
+class _Rows:
+    """An embedding of a weight that is kept small: the rows asked for are converted, and no others."""
+
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+        self._schema = embedding._schema
+
+    def __call__(self, weight: KeptSmall, *rest: Any, **named: Any) -> torch.Tensor:
+        return weight.rows(partial(self._embedding, **named), *rest)
+
+
+def _packer(
+    values: Sequence[Argument], before: int, device: torch.device, small: Mapping[int, Converted]
+) -> Callable[[list[Any]], list[Any]]:
+    """The arguments of an operation: constants are there already, values so far are put in their places, those of `small`
+    slots are converted."""
     template = [None if isinstance(each, Ref | Items) else _compile_value(each, before, device)([]) for each in values]
-    makers = [(i, _compile_value(each, before, device)) for i, each in enumerate(values) if isinstance(each, Items)]
-    references = [(i, each.slot) for i, each in enumerate(values) if isinstance(each, Ref)]
+    made = [isinstance(each, Items) or (isinstance(each, Ref) and each.slot in small) for each in values]
+    makers = [(i, _compile_value(each, before, device, small)) for i, each in enumerate(values) if made[i]]
+    references = [(i, each.slot) for i, each in enumerate(values) if isinstance(each, Ref) and not made[i]]
     for each in values:
         _compile_value(each, before, device)  # refuses a reference to what is not filled yet
 
@@ -297,15 +331,20 @@ def _packer(values: Sequence[Argument], before: int, device: torch.device) -> Ca
     return pack
 
 
-def _compile_value(value: Argument, before: int, device: torch.device) -> _Make:
+def _compile_value(
+    value: Argument, before: int, device: torch.device, small: Mapping[int, Converted] | None = None
+) -> _Make:
     """A function from the values so far to the argument."""
     if isinstance(value, Ref):
         slot = value.slot
         if not 0 <= slot < before:
             raise ProtocolError(f"an operation refers to slot {slot}, before it is filled")
+        if small and slot in small:
+            convert = small[slot].of
+            return lambda values: convert(values[slot])
         return lambda values: values[slot]
     if isinstance(value, Items):
-        makers = [_compile_value(item, before, device) for item in value.values]
+        makers = [_compile_value(item, before, device, small) for item in value.values]
         return lambda values: [make(values) for make in makers]
     constant = torch_constant(value, device) if isinstance(value, Named) else value
     return lambda values: constant

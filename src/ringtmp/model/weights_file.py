@@ -7,7 +7,7 @@ Never from a pickle: reading one may run whatever its author wrote into it. All 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,16 @@ class WeightsFile:
     """`fill` every module, then `finish`. `mapped`: the module's tensors are the file's own, where their kind is the same. The
     system reads them when they are used; what is written to them stays in memory and never reaches the file."""
 
-    def __init__(self, path: Path, mapped: bool = False) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        mapped: bool = False,
+        option: str = "--weights",
+        key: Callable[[str], str | None] = lambda name: name,
+    ) -> None:
+        """`option`: who asks, for errors. `key`: what a tensor of the model is called in the file; None: it is not there."""
+        self._said = f"{option} {path}"
+        self._key = key
         self._mapped = mapped
         self._opened: dict[Path, Any] = {}
         self._files = dict(_found(path))  # name -> the file it is in
@@ -36,11 +44,13 @@ class WeightsFile:
     def fill(self, prefix: str, module: nn.Module) -> None:
         """Every parameter and persistent buffer gets its values, under its name in `state_dict`. A tensor that has several
         names may lie in the file under any of them."""
-        tensors = _own_tensors(module)
+        tensors = own_tensors(module)
         known: dict[int, str] = {}
         wanting: dict[int, str] = {}
         for name, tensor in tensors.items():
-            full = f"{prefix}{name}"
+            full = self._key(f"{prefix}{name}")
+            if full is None:
+                continue
             if full not in self._files:
                 wanting.setdefault(id(tensor), full)
                 continue
@@ -88,10 +98,10 @@ class WeightsFile:
             if names
         ]
         if wrong:
-            raise UsageError(f"--weights {self._path} does not fit the model: {'; '.join(wrong)}")
+            raise UsageError(f"{self._said} does not fit the model: {'; '.join(wrong)}")
 
 
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under all their names: the tensors themselves, whatever a hook makes of the names."""
     own = {
         **dict(module.named_parameters(remove_duplicate=False)),

@@ -124,7 +124,7 @@ class Segments:
 
     def _running_largest(self) -> Matrix:
         count = self.table.count
-        each = np.diff(self._stored)
+        each = np.array(self.table.working)
         largest = np.zeros((count + 1, count + 1))
         for first in range(count):
             largest[first, first + 1 :] = np.maximum.accumulate(each[first:])

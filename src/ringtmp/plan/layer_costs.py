@@ -59,6 +59,8 @@ class CostTable:
         self.weights_s = _sums(each.weights_s for each in at)
         self.update_s = _sums(layer.update_s for layer in layers)
         self.stored = _sums(each.stored_bytes for each in at)
+        #: Besides what is stored, by layer: gradients on their way, and a weight that is kept small as float32.
+        self.working = [point.stored_bytes + layer.converted_bytes for point, layer in zip(at, layers, strict=True)]
         self.waiting = _sums(layer.waiting_bytes for layer in layers)
         self.weights = _sums(layer.weight_bytes + (versions - 1) * layer.gradient_bytes for layer in layers)
         self.gradients = _sums(layer.gradient_bytes for layer in layers)

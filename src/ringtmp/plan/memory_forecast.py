@@ -9,7 +9,8 @@ formula, and what is told and refused counts what the simulation held, and one m
 cores, and who is ahead of whom is the system's choice. Boundary tensors: what came and
 waits, and what has left and is not yet acknowledged, one more than is held. Working space: a backward builds gradients of
 activations while it frees them (and the gradient of a weight that deeper layers share waits for its own microbatch, as
-a boundary tensor does); the largest layer's stored bytes stand for it; and where there is plenty of memory a
+a boundary tensor does); the largest layer's stored bytes stand for it, with the float32 copy of its largest weight that is
+kept small; and where there is plenty of memory a
 process keeps some of what it has freed. Snapshots are of weights and optimizer
 state, a node's own and those it holds for the one before it in the ring (the master's own stay with it). In memory there are
 two of each, the whole one and the next; on disk pieces of each are in memory while it is sent or received. What they take
@@ -79,13 +80,13 @@ def held_in(simulated: Simulated, route: Route, options: RingOptions, devices: S
     return tuple(min(seen[index], held(index, visits, options, safe=True)) for index in range(visits))
 
 
-def segment_bytes(table: CostTable, first: int, stop: int, count: int, largest_stored: float) -> float:
+def segment_bytes(table: CostTable, first: int, stop: int, count: int, largest_working: float) -> float:
     """A visit's part of a node's memory when it holds `count` microbatches: all but process and working space."""
     stage = table.stage(first, stop)
     weights = stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
     boundary = (count + 1) * (stage.input_bytes + (stage.output_bytes if stop < table.count else 0.0))
     boundary += count * stage.waiting_bytes
-    return weights + table.stored_by(count) * stage.stored_bytes + boundary + largest_stored
+    return weights + table.stored_by(count) * stage.stored_bytes + boundary + largest_working
 
 
 def forecast(
@@ -109,7 +110,7 @@ def forecast(
             stored += table.stored_by(count) * stage.stored_bytes
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             boundary += count * stage.waiting_bytes if visit.stop < table.count else 0.0
-            working = max(working, largest_stored(table, visit.first, visit.stop))
+            working = max(working, largest_working(table, visit.first, visit.stop))
         without = MemoryForecast(
             device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=weights,
             gradient_bytes=gradients, optimizer_bytes=optimizer, stored_bytes=stored, boundary_bytes=boundary,
@@ -160,7 +161,7 @@ def replica_forecast(
     receives of a model while it adds up counts as boundary."""
     stage = table.stage(0, table.count)
     stored = stage.stored_bytes if works else 0.0
-    working = largest_stored(table, 0, table.count) if works else 0.0
+    working = largest_working(table, 0, table.count) if works else 0.0
     without = MemoryForecast(
         device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=stage.weight_bytes,
         gradient_bytes=stage.gradient_bytes, optimizer_bytes=stage.optimizer_bytes, stored_bytes=stored,
@@ -169,8 +170,8 @@ def replica_forecast(
     return replace(without, working_bytes=working + _kept_bytes(without, device))
 
 
-def largest_stored(table: CostTable, first: int, stop: int) -> float:
-    return max((table.stored[index + 1] - table.stored[index] for index in range(first, stop)), default=0.0)
+def largest_working(table: CostTable, first: int, stop: int) -> float:
+    return max(table.working[first:stop], default=0.0)
 
 
 def require_fit(forecasts: Sequence[MemoryForecast], microbatches: int) -> None:
@@ -193,7 +194,7 @@ def refuse_single_layers(table: CostTable, devices: Sequence[Device], process_by
     """DoesNotFit for a layer that no device could hold, even alone and with one microbatch in flight."""
     roomiest = max(devices, key=lambda device: device.memory_bytes - device.extra_bytes)
     for index, layer in enumerate(table.layers):
-        alone = segment_bytes(table, index, index + 1, 1, largest_stored(table, index, index + 1))
+        alone = segment_bytes(table, index, index + 1, 1, largest_working(table, index, index + 1))
         need = process_bytes + roomiest.extra_bytes + alone
         if need > roomiest.memory_bytes:
             raise DoesNotFit(

@@ -315,6 +315,7 @@ def _facts(run: Run) -> tuple[tuple[str, str], ...]:
         ("seed", str(summary.seed)),
         ("threads per node", str(summary.threads)),
         ("exactness", _EXACTNESS.get(summary.exactness, summary.exactness)),
+        ("numeric mode", summary.numeric_mode),
         ("ringtmp", run.started.version),
         ("torch", str(facts.get("torch", "?"))),
         ("Python", str(facts.get("python", "?"))),

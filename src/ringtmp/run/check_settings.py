@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ringtmp.config import DEFAULT_EPOCHS, SETTINGS, RunConfig, checked, merge_for_resume, usual_microbatches, value_of
 from ringtmp.errors import UsageError
+from ringtmp.model.adapter_folder import lora_of
+from ringtmp.model.lora import lora_text
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.runtime.learning_rates import checked_schedule
 from ringtmp.runtime.optimizers import checked_optimizer
@@ -49,8 +52,12 @@ def resolve(config: RunConfig) -> RunConfig:
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
             + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
         )
+    lora = training.lora
+    if training.adapter is not None and lora is None:  # kept beside it: the folder may be gone when the run is exported
+        lora = lora_text(lora_of(Path(training.adapter)))
     training = msgspec.structs.replace(
         training,
+        lora=lora,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
         microbatches="auto" if auto else microbatches,
         optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),

@@ -20,6 +20,7 @@ from ringtmp.data.sources import Source, Stream, with_loss
 from ringtmp.model.blocks import patterns_of
 from ringtmp.model.build import BuiltLayer, Known, build_layers
 from ringtmp.model.build_cells import Cutting
+from ringtmp.model.frozen_as import FROZEN_AS
 from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import leaves_of
@@ -62,7 +63,9 @@ class Reading:
             sizes,
             measured,
             blocks=patterns_of(config.ring.blocks),
-            preparation=Preparation.of(training.weights, training.lora, training.train),
+            preparation=Preparation.of(
+                training.weights, training.lora, training.train, FROZEN_AS[training.frozen_as], training.adapter
+            ),
         )
 
 

@@ -22,6 +22,7 @@ from ringtmp.model.layers import Model
 from ringtmp.model.lora import LoraLinear, add_adapters, parse_lora
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.portable_model import PortableModel, is_cut
+from ringtmp.model.shrink_layer import enlarged
 from ringtmp.model.to_module import in_sequence, revive
 from ringtmp.runtime.checkpoint import Checkpoint, State, latest
 from ringtmp.runtime.run_directory import RunDirectory
@@ -96,7 +97,7 @@ class Result:
                 if (own := module_of(self._otherwise())) is not None:
                     prepare_as_trained(own, run, layers)
                     return _loaded(own, layers, checkpoint, self.run_dir, index.state)
-        tensors = [(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
+        tensors = [enlarged(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
         shapes = [tuple(each.rest for each in leaving) for leaving in index.outputs]
         if is_cut(layers):
             return PortableModel(tensors, index.state, index.input_names, index.without_targets).eval()
@@ -157,7 +158,8 @@ def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run
     saved: dict[str, torch.Tensor] = {}
     rest: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
-        for each, tensor in zip(layer.tensors, checkpoint.layer(index, layer)[0], strict=True):
+        whole, tensors = enlarged(layer, checkpoint.layer(index, layer)[0])
+        for each, tensor in zip(whole.tensors, tensors, strict=True):
             if each.kind != "constant":
                 (saved if each.saved else rest)[each.name if alone else layer.full_name(each)] = tensor
     saved.update({name: saved[first] for name, first in state})

@@ -230,7 +230,8 @@ class Generations:
                 facts={**fingerprint(run.pool.threads), **plan.facts, "microbatches": self._microbatches,
                  "microbatches_chosen": chosen, "checked": run.index.checked,
                  "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
-                 "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress)},
+                 "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress),
+                 "numeric_mode": self.config.training.numeric_mode},
                 generation=self.number, first_step=progress.step,
             )
         )  # fmt: skip

@@ -14,10 +14,11 @@ from ringtmp.data.items import LABELS
 from ringtmp.errors import RingError, UsageError
 from ringtmp.model.lora import Lora, parse_lora
 from ringtmp.model.output_tree import named_tensors
-from ringtmp.model.portable_layer import Graph
+from ringtmp.model.portable_layer import Graph, count
 from ringtmp.model.portable_model import PortableModel, is_cut
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.run_graph import dtype_of
+from ringtmp.model.shrink_layer import enlarged, whole_layer
 from ringtmp.model.to_module import revive
 from ringtmp.model.whole_graph import depends_on, rows_of, whole_graph
 from ringtmp.runtime.checkpoint import latest
@@ -41,13 +42,15 @@ class SavedModel:
         config = run.read_config().config
         self.name = config.model.name
         self.lora: Lora | None = None if config.training.lora is None else parse_lora(config.training.lora)
-        self.index, self.layers = run.read_layers()
+        self.index, self._kept = run.read_layers()
+        self.layers = [whole_layer(each) for each in self._kept]  # with weights that are kept small in float32
         self.checkpoint, _ = latest(run.checkpoints, self.index.run)
         self.step = self.checkpoint.progress.step
 
     @property
     def weight_bytes(self) -> int:
-        return sum(each.weight_bytes for each in self.index.costs)
+        every = (each for layer in self.layers for each in layer.tensors)
+        return sum(count(each.shape) * dtype_of(each.dtype).itemsize for each in every)
 
     @property
     def state(self) -> list[tuple[str, str]]:
@@ -58,9 +61,12 @@ class SavedModel:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What belongs to the `state_dict`, one layer in memory at a time."""
         for index, layer in enumerate(self.layers):
-            for each, tensor in zip(layer.tensors, self.checkpoint.layer(index, layer)[0], strict=True):
+            for each, tensor in zip(layer.tensors, self._of_layer(index), strict=True):
                 if each.saved:
                     yield layer.full_name(each), tensor
+
+    def _of_layer(self, index: int) -> list[torch.Tensor]:
+        return enlarged(self._kept[index], self.checkpoint.layer(index, self._kept[index])[0])[1]
 
     @property
     def trained(self) -> set[str]:
@@ -93,7 +99,7 @@ class SavedModel:
 
     def loaded(self) -> tuple[list[list[torch.Tensor]], nn.Module]:
         """Its tensors by layer, and a module of them."""
-        tensors = [self.checkpoint.layer(index, layer)[0] for index, layer in enumerate(self.layers)]
+        tensors = [self._of_layer(index) for index in range(len(self.layers))]
         pairs = list(zip(self.layers, tensors, strict=True))
         if is_cut(self.layers):
             index = self.index

@@ -30,12 +30,13 @@ from safetensors.torch import save_file
 from ringtmp.data.stream_batches import StreamPlace
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable_layer import Layer
+from ringtmp.model.shrink_layer import enlarged
 from ringtmp.runtime import sealed_json
+from ringtmp.runtime.frozen_files import FOLDER, MANIFEST, FrozenFiles, digest_of, read_frozen, share_with_others
 from ringtmp.wire.tensors import raw_bytes
 
 FORMAT = 1
 #: The folder of what all checkpoints of a run share.
-FROZEN = "frozen"
 _NAME = re.compile(r"step-(\d{8,})")
 StateName = tuple[str, str]
 #: Files of a checkpoint as they were when their digests were right: name, inode, size, time of the last change.
@@ -72,13 +73,6 @@ class Manifest(msgspec.Struct, frozen=True):
     frozen: dict[str, str] = {}  # of those in the folder `frozen`, which all checkpoints of a run share
 
 
-class Frozen(msgspec.Struct, frozen=True):
-    """What lies in the folder `frozen`."""
-
-    run: str
-    files: dict[str, str]
-
-
 class CheckpointWriter:
     """One checkpoint being written. `add` every layer, then `commit`."""
 
@@ -95,8 +89,8 @@ class CheckpointWriter:
         self._run = run
         self._progress = progress
         self._files: dict[str, str] = {}
-        self._frozen = {} if progress.step == 0 else _frozen_files(folder, run)
-        self._aside = folder / FROZEN
+        self._frozen = {} if progress.step == 0 else read_frozen(folder, run)
+        self._aside = folder / FOLDER
         self.bytes = 0
 
     def add(
@@ -134,8 +128,9 @@ class CheckpointWriter:
 
     def commit(self) -> Path:
         if self._frozen and self._progress.step == 0:
-            path = self._aside / "manifest.json"
-            path.write_bytes(sealed_json.encode(Frozen(self._run, self._frozen)))
+            share_with_others(self._aside, self._frozen)
+            path = self._aside / MANIFEST
+            path.write_bytes(sealed_json.encode(FrozenFiles(self._run, self._frozen)))
             _sync(path)
             _sync(self._aside)
         manifest = Manifest(FORMAT, self._run, self._progress, self._files, self._frozen)
@@ -195,7 +190,7 @@ class CheckpointWriter:
             raise OSError(code, os.strerror(code)) from error
         _sync(path)
         self.bytes += path.stat().st_size
-        return _digest(path)
+        return digest_of(path)
 
 
 class Weights(Protocol):
@@ -221,12 +216,12 @@ class Checkpoint:
         if _weights_file(0) not in self.manifest.files:
             raise CheckpointError(f"{folder.name}: the manifest is damaged: it has no {_weights_file(0)}")
         files = {name: (folder / name, digest) for name, digest in self.manifest.files.items()}
-        aside = folder.parent / FROZEN
-        files |= {f"{FROZEN}/{name}": (aside / name, digest) for name, digest in self.manifest.frozen.items()}
+        aside = folder.parent / FOLDER
+        files |= {f"{FOLDER}/{name}": (aside / name, digest) for name, digest in self.manifest.frozen.items()}
         for name, (path, digest) in files.items():
             if not path.is_file():
                 raise CheckpointError(f"{folder.name}: {name} is missing")
-            if _digest(path) != digest:
+            if digest_of(path) != digest:
                 raise CheckpointError(f"{folder.name}: {name} is damaged (its SHA-256 does not match)")
 
     @property
@@ -266,7 +261,7 @@ class Checkpoint:
 
     def _read_frozen(self, index: int) -> dict[str, torch.Tensor]:
         there = _weights_file(index) in self.manifest.frozen
-        return self._opened(self.folder.parent / FROZEN / _weights_file(index)) if there else {}
+        return self._opened(self.folder.parent / FOLDER / _weights_file(index)) if there else {}
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         return self._opened(self.folder / name) if name in self.manifest.files else {}
@@ -311,17 +306,6 @@ def latest(folder: Path, run: str | None = None) -> tuple[Checkpoint, list[str]]
     raise CheckpointError(f"no usable checkpoint in {folder}: {detail}")
 
 
-def _frozen_files(folder: Path, run: str) -> dict[str, str]:
-    """Name -> SHA-256 of what lies aside; nothing where the run has frozen nothing, or began before that was so."""
-    try:
-        found = sealed_json.decode((folder / FROZEN / "manifest.json").read_bytes(), Frozen)
-    except FileNotFoundError:
-        return {}
-    except (OSError, sealed_json.Broken) as error:
-        raise CheckpointError(f"{FROZEN}: the manifest cannot be read: {error}") from error
-    return found.files if found.run == run else {}
-
-
 def _weights_file(index: int) -> str:
     return f"weights-{index:04d}.safetensors"
 
@@ -364,14 +348,17 @@ def named_weights(
     """The model's `state_dict`, its tensors as they lie in the files. `state`: its names, and of each the tensor's first name;
     empty: layer by layer."""
     where = {
-        layer.full_name(each): (at, layer) for at, layer in enumerate(layers) for each in layer.tensors if each.saved
+        layer.full_name(each): (at, layer)
+        for at, layer in enumerate(layers)
+        for each in layer.tensors
+        if each.saved and each.kind != "scale"
     }
     opened, held = -1, dict[str, torch.Tensor]()
     for name, first in state or [(name, name) for name in where]:
         at, layer = where[first]
         if at != opened:
-            given, opened = checkpoint.mapped_layer(at, layer)[0], at
-            held = {layer.full_name(each): tensor for each, tensor in zip(layer.tensors, given, strict=True)}
+            (whole, given), opened = enlarged(layer, checkpoint.mapped_layer(at, layer)[0]), at
+            held = {layer.full_name(each): tensor for each, tensor in zip(whole.tensors, given, strict=True)}
         yield name, held[first]
 
 
@@ -380,11 +367,6 @@ def update_digest(digest: Any, name: str, tensor: torch.Tensor) -> None:
     shape = ",".join(map(str, tensor.shape))
     digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
     digest.update(raw_bytes(tensor.detach().contiguous()))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

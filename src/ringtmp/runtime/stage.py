@@ -16,6 +16,7 @@ from ringtmp.model.frozen import frozen_names
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
+from ringtmp.model.shrink_layer import check_kept
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of
@@ -47,6 +48,7 @@ class StagedLayer:
     """A layer with its tensors, ready to run. With delayed gradients every parameter exists on two sides."""
 
     def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor], train: Program, evaluate: Program) -> None:
+        check_kept(layer)
         self.layer = layer
         self.train = train
         self.evaluate = evaluate

@@ -1,0 +1,62 @@
+"""Adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ringtmp.errors import UsageError, some_of
+from ringtmp.model.lora import Lora, checked_lora
+from ringtmp.model.weights_file import WeightsFile
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Before the names of tensors in the file.
+PREFIX = "base_model.model."
+#: What PEFT can do besides and these adapters cannot, with the values that mean that it is not done.
+_OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, None), "use_dora": (False, None),
+    "lora_bias": (False, None), "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []), "exclude_modules": (None, []), "layer_replication": (None, []),
+    "target_parameters": (None, []), "trainable_token_indices": (None, []),
+}  # fmt: skip
+
+
+def lora_of(folder: Path) -> Lora:
+    """What the adapter's configuration says. All that is not taken is told at once."""
+    path = folder / CONFIG
+    try:
+        read = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"--adapter {folder}: {path.name}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--adapter {folder}: {path.name} is no JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"--adapter {folder}: {path.name} is no configuration of an adapter")
+    wrong = [f"{key}={read[key]!r}" for key, usual in _OTHERWISE.items() if key in read and read[key] not in usual]
+    modules: Any = read.get("target_modules")
+    if not (isinstance(modules, list) and modules and all(isinstance(each, str) and each for each in modules)):
+        wrong.append(f"target_modules={modules!r}, which must be a list of names")
+    numbers = {"r": read.get("r"), **{key: read.get(key, 0.0) for key in ("lora_alpha", "lora_dropout")}}
+    wrong += [f"{key}={value!r}" for key, value in numbers.items() if type(value) not in (int, float)]
+    if wrong:
+        raise UsageError(f"--adapter {folder}: adapters with {some_of(wrong)} are not taken: LoRA on linear layers is")
+    found = Lora(
+        tuple(sorted(modules)), int(read["r"]), float(read.get("lora_alpha", 8)), float(read.get("lora_dropout", 0.0))
+    )
+    return checked_lora(found, f"--adapter {folder}")
+
+
+def weights_of(folder: Path) -> WeightsFile:
+    pickled = folder / "adapter_model.bin"
+    if pickled.exists() and not (folder / WEIGHTS).exists():
+        raise UsageError(
+            f"--adapter {folder} has pickled weights alone ({pickled.name}), which may run code when read: save it with "
+            "safe_serialization=True"
+        )
+    return WeightsFile(folder / WEIGHTS, option="--adapter", key=_key)
+
+
+def _key(name: str) -> str | None:
+    """What a tensor of the model is called in the file; None: it is not there, since it belongs to the base."""
+    return f"{PREFIX}{name}" if ".lora_A." in name or ".lora_B." in name else None

