@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,10 @@ def _of_gguf(library: Any, path: Path, filled: bool) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         file.config.dtype = "float32"
-        with LeftUnfilled():
+        with LeftUnfilled() if filled else nullcontext():
             model: nn.Module = library.AutoModelForCausalLM.from_config(file.config, trust_remote_code=False)
-        file.fill(model)
+        if filled:
+            file.fill(model)
         return model
 
     return build
@@ -117,12 +119,7 @@ def _of_experts(library: Any, path: Path) -> Callable[[], nn.Module]:
         try:
             where: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False, "local_files_only": True}
             kind = library.AutoModelForCausalLM
-            model: nn.Module
-            if filled:
-                model = kind.from_pretrained(str(path.parent), dtype="float32", **where)
-            else:
-                config = library.AutoConfig.from_pretrained(str(path.parent), **where)
-                model = kind.from_config(config, dtype="float32")
+            model: nn.Module = kind.from_pretrained(str(path.parent), dtype="float32", **where)
         except Exception as error:  # the library has many kinds
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UsageError(f"--model hf:{path} cannot be read: {reason}") from error
