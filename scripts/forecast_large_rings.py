@@ -20,7 +20,7 @@ from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import forecast, held_in, replica_forecast
 from ringtmp.plan.route import Route, Visit
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
-from ringtmp.strategies.data_parallel.simulated_sum import simulate_sums
+from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 

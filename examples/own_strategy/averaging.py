@@ -80,7 +80,7 @@ class Averaging(Strategy):
         return WorkerMember(endpoint, plan, roles, make_exchange(settings.tau, len(roles.workers)))
 
     def simulate(self, settings: AveragingSettings, task: Task) -> OnPaper:
-        from ringtmp.strategies.data_parallel.simulated_sum import simulate_sums
+        from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
         load = Workload.of(task)

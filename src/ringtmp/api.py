@@ -21,9 +21,9 @@ from ringtmp.data.text_samples import Reading, read_text
 from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import RingError, UsageError
-from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.launch.local_processes import LocalPool
 from ringtmp.launch.node_pool import NodePool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.language_facts import LanguageFacts

@@ -11,7 +11,7 @@ import pytest
 
 from commands import here
 from ringtmp import Ring, UsageError, api
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 
 #: New values for a run of three nodes, of the usual cuts, window, schedule, route and protection.
 CHANGES: dict[str, Any] = {

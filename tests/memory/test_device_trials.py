@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.model.export import Exporter

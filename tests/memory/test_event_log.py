@@ -14,7 +14,7 @@ import pytest
 
 from ringtmp.api import Result, Watcher
 from ringtmp.errors import CheckpointError, UsageError
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog, NodeStarted, NodeStep, RunStarted, Span, StepDone, Warned
 from ringtmp.runtime.checkpoint import latest

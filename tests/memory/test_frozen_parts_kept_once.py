@@ -15,9 +15,9 @@ from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import Table, tensors
 from ringtmp.errors import CheckpointError
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model.export import Exporter
-from ringtmp.model.frozen import frozen_names
+from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.runtime.checkpoint import latest
 from test_healing import Death, Mortal
 

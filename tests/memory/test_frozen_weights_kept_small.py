@@ -19,7 +19,7 @@ from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Table, tensors
 from ringtmp.errors import ProtocolError, UsageError
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model.export import Exporter
 from ringtmp.model.frozen_as import FROZEN_AS, WHOLE
 from ringtmp.model.kept_small import kept_small
@@ -28,8 +28,8 @@ from ringtmp.model.portable_layer import decode, encode
 from ringtmp.model.run_graph import Program
 from ringtmp.model.shrink_layer import channel_axes, check_kept, enlarged, shrink
 from ringtmp.run.export_weights import export_weights
+from ringtmp.runtime.gradients_at_segment_edges import saved_bytes
 from ringtmp.runtime.run_directory import RunDirectory
-from ringtmp.runtime.segment_edges import saved_bytes
 from test_healing import Death, Mortal
 
 BATCH, STEPS, PARTS = 6, 3, 3

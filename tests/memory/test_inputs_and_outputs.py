@@ -19,8 +19,8 @@ from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import from_python, with_loss
 from ringtmp.errors import UsageError
-from ringtmp.launch.in_memory import InMemoryPool
-from ringtmp.model import eager_path
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.model import export_as_eager_runs
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), torch.arange(72.0).view(24, 3) / 72
 LABELS = torch.arange(24) % 3
@@ -275,7 +275,7 @@ def test_a_mask_that_is_given_makes_it_the_path_with_the_mask_and_one_is_told(pa
         def tell(self, text: str) -> None:
             told.append(text)
 
-    with eager_path.paths()[1]():
+    with export_as_eager_runs.paths()[1]():
         expected = eager(model, data, None, lambda outputs, targets: outputs.loss)
     result = fit(model, data, tmp_path, nodes=2, watcher=Listening())
     assert state_sha256(result.model) == expected

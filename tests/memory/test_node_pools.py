@@ -13,10 +13,10 @@ import pytest
 
 from ringtmp.config import KeepPart
 from ringtmp.errors import DoesNotFit, Interrupted
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run.interruption import Interruption
-from ringtmp.run.record import unlike
+from ringtmp.run.record_events import unlike
 from ringtmp.runtime.checkpoint import CheckpointWriter, Progress
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.runtime.stage import Stage

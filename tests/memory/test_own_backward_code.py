@@ -17,9 +17,9 @@ from oracle import plain_loop, state_sha256
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.model import portable_layer
 from ringtmp.model.build import build_layers
+from ringtmp.model.parameters_changed_in_forward import refuse_written, written_parameters
 from ringtmp.model.portable_layer import Custom, Graph, Input, Op, Ref
 from ringtmp.model.run_graph import Program
-from ringtmp.model.written_parameters import refuse_written, written_parameters
 
 WIDTH = 8
 

@@ -21,11 +21,11 @@ from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Source, tensors
 from ringtmp.errors import CheckpointError
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model import portable_layer
 from ringtmp.run import build_model
 from ringtmp.run.what_to_train import Watcher
-from ringtmp.runtime import sealed_json
+from ringtmp.runtime import json_with_checksum
 from ringtmp.runtime.losses import cross_entropy
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
 
@@ -275,7 +275,7 @@ def written_by_an_older_version(run: Path) -> None:
     document = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(index, digests=tuple(digests))))
     del document["randomness"]
     held = {"sealed": 1, **document}
-    (found.layers / "index.json").write_bytes(msgspec.json.encode({**held, "seal": sealed_json._digest(held)}))
+    (found.layers / "index.json").write_bytes(msgspec.json.encode({**held, "seal": json_with_checksum._digest(held)}))
 
 
 def test_an_older_run_goes_on_with_its_own_rule_and_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from oracle import state_sha256
 from ringtmp import Result, Ring, Watcher, api
 from ringtmp.data.sources import tensors
 from ringtmp.errors import UsageError
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.model.to_module import PortableLayer
 from ringtmp.run.progress import Bar, Several, Telling, in_notebook, watching

@@ -13,7 +13,7 @@ from begun_runs import BATCH, RATE, Begun
 from oracle import RandomByOperator, state_sha256
 from ordinary_models import class_loss
 from ringtmp import Result, Ring, UsageError, api
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model.portable_model import PortableModel
 
 NAMES = ("unet", "tied", "recommender", pytest.param("resnet", marks=pytest.mark.long))

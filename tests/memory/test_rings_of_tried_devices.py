@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import LineTried, NodeStep
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
-from ringtmp.run.ring_generations import Generations
+from ringtmp.run.members_and_plan import Generations
 from ringtmp.strategies.ring import device_trials
 from ringtmp.wire.messages import Timed
 from test_healing import STEPS, Death, Mortal, run

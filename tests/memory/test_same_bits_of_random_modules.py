@@ -20,7 +20,7 @@ from random_modules import RandomModule, random_inputs, random_module, square_lo
 from ringtmp.data.batches import Batch, split_batch
 from ringtmp.model import build
 from ringtmp.model.build_cells import Cutting
-from ringtmp.model.call import call_arguments
+from ringtmp.model.call_module import call_arguments
 from ringtmp.model.cut_cells import Whole
 from ringtmp.model.cut_places import legal
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH

@@ -19,7 +19,7 @@ from ringtmp.model.export import Exporter
 from ringtmp.model.shared_memory import overlapping
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import norms_of, total_norm
-from ringtmp.runtime.segment_edges import copied_alike, once_each, whole
+from ringtmp.runtime.gradients_at_segment_edges import copied_alike, once_each, whole
 from ringtmp.runtime.stage import Stage
 
 WIDTH = 8

@@ -21,7 +21,7 @@ from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPar
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
-from ringtmp.launch.in_memory import InMemoryPool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring

@@ -22,8 +22,8 @@ from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import from_python
 from ringtmp.errors import UsageError
-from ringtmp.launch.in_memory import InMemoryPool
-from ringtmp.model.call import call_arguments, without_cache
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.model.call_module import call_arguments, without_cache
 from ringtmp.model.portable_layer import Layer
 from ringtmp.runtime.run_directory import RunDirectory
 

@@ -16,10 +16,10 @@ from ringtmp.launch.admit_devices import Device, Hub
 from ringtmp.launch.agent import join
 from ringtmp.launch.agent_messages import Facts
 from ringtmp.launch.device_facts import device_facts
-from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.joined_devices import DevicePool
 from ringtmp.launch.key_store import Rings, identity
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.route import kept_apart
 from ringtmp.transport.base import Transport

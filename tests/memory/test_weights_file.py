@@ -15,7 +15,7 @@ from ordinary_models import TiedLanguageModel
 from ringtmp import Ring
 from ringtmp.errors import UsageError
 from ringtmp.model.layers import layers_of, opened_model
-from ringtmp.model.preparation import Preparation
+from ringtmp.model.prepare_weights import Preparation
 
 
 def small() -> nn.Module:

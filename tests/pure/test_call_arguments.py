@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
-from ringtmp.model.call import Arguments, call_arguments, called
+from ringtmp.model.call_module import Arguments, call_arguments, called
 
 X, Y = torch.zeros(2, 3), torch.ones(2, 3)
 

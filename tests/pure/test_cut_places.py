@@ -11,7 +11,7 @@ from torch import nn
 
 from ringtmp.errors import UsageError
 from ringtmp.model.build_cells import Cutting, chosen_places
-from ringtmp.model.call import call_arguments
+from ringtmp.model.call_module import call_arguments
 from ringtmp.model.cut_cells import Whole, _latest, cut
 from ringtmp.model.cut_places import barriers, legal
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter

@@ -9,7 +9,7 @@ import pytest
 from ringtmp.errors import UsageError
 from ringtmp.lab.devices_file import parse
 from ringtmp.launch.planned_devices import from_file
-from ringtmp.metrics import power_meters, this_device
+from ringtmp.metrics import power_meters, power_of_this_device
 from ringtmp.metrics.energy import PRESETS, Load, Power, Spent, Watts, attribute, sensitivity
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.simulated_step import joules
@@ -202,19 +202,19 @@ def test_a_step_tells_what_the_meter_counted_meanwhile() -> None:
 
 def test_a_board_is_known_by_its_name_and_what_is_unknown_is_assumed_and_says_so(tmp_path: Path) -> None:
     write(tmp_path / "proc/sys/kernel/random", boot_id="5e2f")
-    unknown = this_device.describe(tmp_path, {}, threads=1, cores=4)
+    unknown = power_of_this_device.describe(tmp_path, {}, threads=1, cores=4)
     assert (unknown.name, unknown.share, unknown.watts) == ("laptop (assumed)", 0.25, PRESETS["laptop"])
     write(tmp_path / "proc/device-tree", model="Raspberry Pi 5 Model B Rev 1.0\0")
-    board = this_device.describe(tmp_path, {}, threads=4, cores=4, meter_name="pmic")
+    board = power_of_this_device.describe(tmp_path, {}, threads=4, cores=4, meter_name="pmic")
     assert (board.name, board.share, board.meter) == ("pi-5", 1.0, "pmic")
     assert board.host == unknown.host != ""
     lab = {"RINGTMP_EMULATED": "1", "RINGTMP_DEVICE": "desk"}
-    assert this_device.describe(tmp_path, lab, 1, 4) is None, "nobody said what it needs"
-    told = {**lab, this_device.WATTS: this_device.watts_text(Watts(1.5, 4.0, 7.0), 0.25)}
-    assert this_device.describe(tmp_path, told, 1, 4) == Power("given", Watts(1.5, 4.0, 7.0), 0.25, "desk")
+    assert power_of_this_device.describe(tmp_path, lab, 1, 4) is None, "nobody said what it needs"
+    told = {**lab, power_of_this_device.WATTS: power_of_this_device.watts_text(Watts(1.5, 4.0, 7.0), 0.25)}
+    assert power_of_this_device.describe(tmp_path, told, 1, 4) == Power("given", Watts(1.5, 4.0, 7.0), 0.25, "desk")
 
 
 @pytest.mark.parametrize("text", ["", "5", "5,2", "a,b", "1,2,3,4,5", "nan,2", "-1,2"])
 def test_watts_nobody_has_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="RINGTMP_WATTS"):
-        this_device.parse_watts(text)
+        power_of_this_device.parse_watts(text)

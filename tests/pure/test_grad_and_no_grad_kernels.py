@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from operator_arguments import BY_HAND, Drawn
 from ringtmp.model.allowed_operators import ATEN_OVERLOADS, resolve
 from ringtmp.model.memory_aliases import UNDECLARED
-from ringtmp.runtime.segment_edges import nothing_saved
+from ringtmp.runtime.gradients_at_segment_edges import nothing_saved
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power, Watts
 from ringtmp.metrics.events import NodeStep, Span
 from ringtmp.metrics.step_recorder import MOST_SPANS, Recorder
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.node_reports import MOST_STEP_BYTES, Reports
 from ringtmp.wire.messages import Message, Report
 from test_data_parallel_healing import Base
@@ -92,7 +92,7 @@ def test_every_span_of_a_step_is_for_the_steps_that_are_shown_in_detail() -> Non
 
 def test_text_about_a_device_is_only_text() -> None:
     power = Power(NASTY, POWER.watts, 1.0, NASTY, NASTY)
-    shown = reply_checks.node_step(told(power=power), 1).power
+    shown = check_node_replies.node_step(told(power=power), 1).power
     assert shown is not None
     assert all(each.isprintable() and len(each) <= 80 for each in (shown.name, shown.host, shown.meter))
 

@@ -171,7 +171,7 @@ def test_a_node_does_not_load_torchs_compiler() -> None:
         "import sys, torch, ringtmp.runtime.worker, ringtmp.transport.zeromq; from ringtmp.system.resources import set_threads;"
         "from ringtmp.runtime.optimizers import make_optimizer; set_threads(1);"
         "p = torch.ones(2, requires_grad=True); p.grad = torch.ones(2); make_optimizer('adam', {}, [p]).step(0.1);"
-        "x = torch.ones(2, requires_grad=True); from ringtmp.runtime.segment_edges import run_backward;"
+        "x = torch.ones(2, requires_grad=True); from ringtmp.runtime.gradients_at_segment_edges import run_backward;"
         "run_backward([x * p], [p]);"
         "assert torch.are_deterministic_algorithms_enabled();"
         "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules])"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringtmp.errors import UsageError
-from ringtmp.plan.cuts_for_laps import bounds_for
+from ringtmp.plan.cuts_for_repeated_visits import bounds_for
 from ringtmp.plan.partition import equal_cost
 from ringtmp.plan.route import holders_of, parse_cuts, plain_ring, route_over
 

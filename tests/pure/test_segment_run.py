@@ -8,7 +8,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.model.portable_layer import Graph, Input, Layer, Op, OutputTree, Ref, Value
 from ringtmp.plan.route import route_over
 from ringtmp.runtime.segment_run import Crossings, segment_run
-from ringtmp.strategies.ring.edges import crossings_of, flow_of, neighbours, ways_of
+from ringtmp.strategies.ring.tensor_routes import crossings_of, flow_of, neighbours, ways_of
 
 
 def cell(*takes: Value, gives: int = 1, operator: str = "aten.tanh.default") -> Layer:

@@ -18,7 +18,7 @@ from ringtmp.plan.route import Route, Visit, plain_ring
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulated_step import Simulated
-from ringtmp.strategies.data_parallel.simulated_sum import simulate_sums
+from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 from test_next_action import grid, run

@@ -19,7 +19,7 @@ from ringtmp.errors import NodeFailed, ProtocolError
 from ringtmp.launch.device_facts import checked, device_facts
 from ringtmp.launch.start_process import last_words
 from ringtmp.run import progress
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
 from ringtmp.wire.messages import Hello
 from test_training_loop import train
 
@@ -54,7 +54,7 @@ def test_what_a_device_says_of_itself_is_text() -> None:
     nasty = dict.fromkeys(("cpu", "torch", "version", "address"), NASTY)
     shown = checked(msgspec.structs.replace(facts, **nasty))
     assert all(getattr(shown, name).isprintable() and len(getattr(shown, name)) <= 80 for name in nasty)
-    hello = reply_checks.hello(Hello(1, NASTY, NASTY))
+    hello = check_node_replies.hello(Hello(1, NASTY, NASTY))
     assert hello.torch.isprintable()
     assert hello.capability.isprintable()
 

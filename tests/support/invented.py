@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench import jobs_and_page
+from ringtmp.bench import chosen_experiments
 from ringtmp.bench.catalogue import COMPARISONS
 from ringtmp.bench.measuring import run_record
 from ringtmp.bench.measuring.jobs import Job, digest
@@ -76,7 +76,7 @@ def measurement(job: Job, repeat: int, result: Result) -> Measurement:
 def invented(asked: Choices) -> list[Measurement]:
     """As if everything had been measured: the ring idles for a quarter of its time, everything else for a half."""
     found = []
-    for repeat, job in [*jobs_and_page.sweep_plan(asked), *jobs_and_page.plan(asked)]:
+    for repeat, job in [*chosen_experiments.sweep_plan(asked), *chosen_experiments.plan(asked)]:
         if job.experiment == "resilience":
             facts: dict[str, Any] = node_removal.describe(parts_of(run_events(0.25)), 3.5, 0, "")
         elif job.experiment == "capacity":
@@ -92,6 +92,6 @@ def invented(asked: Choices) -> list[Measurement]:
 
 
 def page(asked: Choices, measurements: list[Measurement]) -> Page:
-    return jobs_and_page.page(
+    return chosen_experiments.page(
         asked, measurements, ENVIRONMENT, command="ringtmp bench", date="2026-01-01", partial=False
     )

@@ -101,7 +101,7 @@ def command(
     Every measurement is a file in OUT and is not measured again: interrupt the command at any time, and run it again to
     continue. What fails or cannot run is in the report with its reason, and is tried again the next time.
     """
-    from ringtmp.bench import catalogue, jobs_and_page, user_choices
+    from ringtmp.bench import catalogue, chosen_experiments, user_choices
     from ringtmp.bench.measuring.measurement_files import Store
     from ringtmp.bench.training_runs import strategy_variants
     from ringtmp.launch.device_facts import usable_cores
@@ -124,7 +124,7 @@ def command(
     )
     if choices.comparisons and not (choices.isolated or listen or no_isolation):
         _say_what_isolation_needs(quick)
-    jobs_and_page.plan(choices)  # whatever cannot be measured is refused before anything is written
+    chosen_experiments.plan(choices)  # whatever cannot be measured is refused before anything is written
     folder = out or Path("runs", "-".join(["bench", *(wanted if not choices.comparisons else ())]))
     store = Store(folder)
     try:
@@ -141,7 +141,7 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
 
     import msgspec
 
-    from ringtmp.bench import jobs_and_page
+    from ringtmp.bench import chosen_experiments
     from ringtmp.bench.measuring import machine, measure_jobs, progress_bar, run_command
     from ringtmp.bench.measuring.measurement_files import Measured
     from ringtmp.bench.training_runs import learning_rate_sweep
@@ -151,16 +151,16 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
     runs: list[Measurement] = []
     complete = False
 
-    def perform(plan: jobs_and_page.Plan, found: list[Measurement]) -> None:
+    def perform(plan: chosen_experiments.Plan, found: list[Measurement]) -> None:
         with progress_bar.telling(plan, quiet) as teller:
             for each in measure_jobs.perform(plan, store, environment, limit_s, teller):
                 found.append(each)
 
     try:
         with run_command.interruptible():
-            perform(jobs_and_page.sweep_plan(choices), measured)
+            perform(chosen_experiments.sweep_plan(choices), measured)
             choices = msgspec.structs.replace(choices, rates=learning_rate_sweep.rates(choices, Measured(measured)))
-            perform(jobs_and_page.plan(choices), runs)
+            perform(chosen_experiments.plan(choices), runs)
             complete = True
     except KeyboardInterrupt:
         print(
@@ -170,10 +170,10 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
         raise
     finally:
         measured += runs
-        page = jobs_and_page.page(
+        page = chosen_experiments.page(
             choices, measured, environment, command=_given(), date=date.today().isoformat(), partial=not complete
         )
-        results = jobs_and_page.results(choices, Measured(measured))
+        results = chosen_experiments.results(choices, Measured(measured))
         _write(page, results, choices, store.folder)
     _refuse_nothing(runs, store.folder)
     return page, results
@@ -191,13 +191,13 @@ def _refuse_nothing(runs: list[Measurement], folder: Path) -> None:
 def _write(page: Page, results: dict[str, Any], choices: Choices, out: Path) -> None:
     import msgspec
 
-    from ringtmp.bench import jobs_and_page
+    from ringtmp.bench import chosen_experiments
     from ringtmp.report import page as paper
     from ringtmp.report import page_text
     from ringtmp.system.files import write_atomic
 
     try:
-        repeats = max(jobs_and_page.repeats(choices))
+        repeats = max(chosen_experiments.repeats(choices))
         asked = {"page": page, "learning_rates": choices.rates, "repeats": repeats, "seed": choices.seed}
         write_atomic(out / "results.json", msgspec.json.format(msgspec.json.encode(results | asked)) + b"\n")
         write_atomic(out / "results.md", page_text.markdown(page).encode())

@@ -74,8 +74,8 @@ def _as_inputs(arrays: dict[str, Any], names: tuple[str, ...], path: Path) -> An
     import numpy as np
     import torch
 
-    from ringtmp.data.items import LABELS
     from ringtmp.data.nested_inputs import arranged
+    from ringtmp.data.sample_or_batch import LABELS
 
     tensors = {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in arrays.items()}
     wanted = [name for name in names if name != LABELS]

@@ -3,7 +3,7 @@
 A `Table` holds samples one can index: every batch is a pure function of seed and step. A `Stream` is anything that
 yields ready batches in order of arrival: a DataLoader, a generator, a sensor.
 
-Both read items as `data/items.py` has them: pairs, or mappings with labels.
+Both read items as `data/sample_or_batch.py` has them: pairs, or mappings with labels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringtmp.data.items import (
+from ringtmp.data.nested_inputs import arranged, leaves, map_tensors, names
+from ringtmp.data.randomness import Randomness, not_ours, restart_workers
+from ringtmp.data.sample_or_batch import (
     LABELS,
     OWN_LOSS,
     Items,
@@ -25,8 +27,6 @@ from ringtmp.data.items import (
     usual_loss,
     without_labels,
 )  # fmt: skip
-from ringtmp.data.nested_inputs import arranged, leaves, map_tensors, names
-from ringtmp.data.randomness import Randomness, not_ours, restart_workers
 from ringtmp.errors import UsageError
 
 __all__ = [

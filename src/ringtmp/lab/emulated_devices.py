@@ -25,7 +25,7 @@ import psutil
 from ringtmp.errors import UsageError
 from ringtmp.lab import control_groups, networks
 from ringtmp.lab.machine_shares import Share
-from ringtmp.metrics import this_device
+from ringtmp.metrics import power_of_this_device
 from ringtmp.metrics.energy import Watts
 from ringtmp.system.end_with_parent import signal_at_parents_end
 from ringtmp.transport.slow_link import LATENCY, RATE
@@ -143,7 +143,7 @@ class EmulatedDevices:
             found[RATE] = str(device.link_mbps * self._scale)
         if device.idle_w is not None and device.busy_w is not None:
             watts, share = Watts(device.idle_w, device.busy_w, device.nj_per_byte), self.shares[index].cpu / self._scale
-            found[this_device.WATTS] = this_device.watts_text(watts, share / device.cpu)
+            found[power_of_this_device.WATTS] = power_of_this_device.watts_text(watts, share / device.cpu)
         return os.environ | found
 
     def _entry(self, index: int) -> Callable[[], None]:

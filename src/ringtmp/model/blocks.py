@@ -13,8 +13,8 @@ from itertools import pairwise
 from torch import nn
 
 from ringtmp.errors import UsageError, nearest, some_of
+from ringtmp.model.analyse_graph import Anatomy
 from ringtmp.model.cut_places import weighty, widths
-from ringtmp.model.graph_anatomy import Anatomy
 from ringtmp.model.why_uncut import what_bars
 
 

@@ -18,29 +18,29 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
-from ringtmp.model import eager_path
+from ringtmp.model import export_as_eager_runs
 from ringtmp.model.allowed_operators import resolve
 from ringtmp.model.blocks import refuse_unmatched
 from ringtmp.model.build_cells import Cell, Cutting, Samples, cells_of, state_of
-from ringtmp.model.call import Arguments, call_arguments
+from ringtmp.model.call_module import Arguments, call_arguments
 from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
 from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.cut_cells import CutCell
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.export_cache import ExportCache, Exported, module_key
-from ringtmp.model.frozen import frozen_names
 from ringtmp.model.frozen_as import WHOLE, FrozenAs
+from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
+from ringtmp.model.parameters_changed_in_forward import written_parameters
 from ringtmp.model.portable_layer import CUSTOM, Layer, hides_inputs
-from ringtmp.model.preparation import Preparation
+from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.shrink_layer import channel_axes, shrink
-from ringtmp.model.written_parameters import written_parameters
 
 T = TypeVar("T")
 #: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it
@@ -216,7 +216,7 @@ def _exported_whole(
         finally:
             module.train()
 
-    for number, path in enumerate(eager_path.paths()):
+    for number, path in enumerate(export_as_eager_runs.paths()):
         key = module_key(module, example.value, number)
         for kept in (cache.get(key, module), None):
             if kept is None:

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
+from ringtmp.model.analyse_graph import Anatomy, Fact
 from ringtmp.model.blocks import at_blocks
 from ringtmp.model.cut_cells import CutCell, Whole, cut
 from ringtmp.model.cut_places import barriers, legal, worth_planning
 from ringtmp.model.export import first_names
-from ringtmp.model.graph_anatomy import Anatomy, Fact
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.run_graph import Program

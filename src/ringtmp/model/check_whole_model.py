@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.call import called
+from ringtmp.model.call_module import called
 from ringtmp.model.check_layer import Found, buffers_kept, trained, without_gradients
 from ringtmp.model.output_tree import leaves_of, nest
 from ringtmp.model.portable_layer import Layer

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ringtmp.errors import UsageError
-from ringtmp.model.user_lines import is_library
+from ringtmp.model.find_source_line import is_library
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from ringtmp.model.analyse_graph import SIZE, Anatomy, Fact
 from ringtmp.model.cut_places import legal, widths
-from ringtmp.model.graph_anatomy import SIZE, Anatomy, Fact
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.portable_layer import (
     CUSTOM,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ringtmp.model.graph_anatomy import Anatomy, hides_a_view, maybe_same
+from ringtmp.model.analyse_graph import Anatomy, hides_a_view, maybe_same
 from ringtmp.model.memory_aliases import aliases
 
 #: With fewer cells than this every place is kept, however much crosses it.

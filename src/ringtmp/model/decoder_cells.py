@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from ringtmp.model import eager_path
+from ringtmp.model import export_as_eager_runs
+from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.build_cells import Cutting, cells_of
-from ringtmp.model.call import Arguments
+from ringtmp.model.call_module import Arguments
 from ringtmp.model.cut_cells import CutCell
 from ringtmp.model.decoders import Decoder
 from ringtmp.model.export import EXAMPLE_BATCH, Exporter
 from ringtmp.model.export_cache import ExportCache, module_key
-from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.portable_layer import Layer
 
 
@@ -50,7 +50,7 @@ def _exported(
         return kept[0].layer, (kept[0].train, kept[0].evaluate), kept[1]
     phase("exporting the model")
     exporter = Exporter(whole=True)
-    with eager_path.paths()[0]():
+    with export_as_eager_runs.paths()[0]():
         layer, tensors = exporter.evaluation(type(decoder).__name__, decoder, example)
     cache.put(key, layer, exporter.facts, tensors)
     return layer, exporter.facts, tensors

@@ -21,12 +21,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model import user_lines
-from ringtmp.model.call import unpacked, without_cache
+from ringtmp.model import find_source_line
+from ringtmp.model.analyse_graph import Fact
+from ringtmp.model.call_module import unpacked, without_cache
 from ringtmp.model.check_hooks import lines, refuse_narrow
 from ringtmp.model.custom_backward import traced_along
 from ringtmp.model.flatten_graph import Flat
-from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import (
     Graph,
@@ -175,7 +175,7 @@ def _exported(
     try:
         with warnings.catch_warnings(), traced_along(label, module) as asked, _flat_outputs(label, module, trees):
             warnings.simplefilter("ignore")
-            with user_lines.instead_of_torch(), not_unrolled():
+            with find_source_line.instead_of_torch(), not_unrolled():
                 program = export(module, args, kwargs, dynamic_shapes=flexible, strict=False)
         branches += asked
     except UsageError:
@@ -185,7 +185,7 @@ def _exported(
             raise UsageError(shortage) from error  # which no layer is to blame for
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) cannot be exported: {_reason(first)}{user_lines.of_error(error)}. "
+            f"layer {name!r} ({type(module).__name__}) cannot be exported: {_reason(first)}{find_source_line.of_error(error)}. "
             "A layer must be a fixed sequence of tensor operations: no branch on tensor values, no tensor made "
             "into a number, no Python side effects; try to move that part into the loss or the data"
         ) from error

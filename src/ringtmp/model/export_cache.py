@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ringtmp.model.graph_anatomy import Fact
+from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.portable_layer import Layer
 from ringtmp.system.files import cache_folder, write_atomic
 

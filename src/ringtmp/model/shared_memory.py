@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
-from ringtmp.model.call import unpacked, without_cache
+from ringtmp.model.call_module import unpacked, without_cache
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import Layer

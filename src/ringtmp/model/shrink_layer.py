@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ringtmp.errors import ProtocolError
-from ringtmp.model.frozen import frozen_names
 from ringtmp.model.frozen_as import FLOAT32, FROZEN_AS, FrozenAs
+from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.kept_small import SCALE, kept_small, of_owned
 from ringtmp.model.portable_layer import Graph, Input, Layer, OwnedTensor, count
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from ringtmp.model.analyse_graph import Anatomy
 from ringtmp.model.cut_places import FEW, barriers, legal, weighty
-from ringtmp.model.graph_anatomy import Anatomy
 
 
 def why_uncut(anatomy: Anatomy, cells: int, blocks: Sequence[str], labels: Collection[int]) -> str:

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import ASSERTIONS, GRAD_MODE
-from ringtmp.model.check_operator import refuse_operator
+from ringtmp.model.analyse_graph import Fact
+from ringtmp.model.check_exported_operator import refuse_operator
 from ringtmp.model.flatten_graph import Flat, Mode, Region, Step
-from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Input, Items, Named, Op, Ref
 

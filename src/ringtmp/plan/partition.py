@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.plan.cuts_for_laps import bounds_for
+from ringtmp.plan.cuts_for_repeated_visits import bounds_for
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.exact_cuts import Candidate, Segments, least_missing, shortest_way
 from ringtmp.plan.layer_costs import CostTable

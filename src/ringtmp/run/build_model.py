@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ringtmp.data.sources import Source
 from ringtmp.errors import UsageError
 from ringtmp.model.build import BuiltLayer, Known
-from ringtmp.model.frozen import frozen_names
+from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.layers import Model
 from ringtmp.run.measure_model import Reading, measure
 from ringtmp.runtime.checkpoint import CheckpointWriter, Progress

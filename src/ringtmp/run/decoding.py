@@ -14,7 +14,7 @@ from torch import nn
 
 from ringtmp.config import TrainingPart
 from ringtmp.data.batches import Batch
-from ringtmp.data.items import LABELS
+from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.errors import UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.model.decoder_cells import DecoderCells
@@ -26,8 +26,8 @@ from ringtmp.run.measure_model import described
 from ringtmp.runtime.checkpoint import Checkpoint, LayerTensors
 from ringtmp.runtime.losses import loss_named
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
-from ringtmp.strategies.ring.edges import flow_of
 from ringtmp.strategies.ring.master import Master
+from ringtmp.strategies.ring.tensor_routes import flow_of
 from ringtmp.wire.messages import Crossing
 
 #: Tokens of a prompt that travel together; several such parts are under way at once.

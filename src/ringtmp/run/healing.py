@@ -15,8 +15,8 @@ import msgspec
 from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, SnapshotUnusable
 from ringtmp.metrics.events import Regrouped
 from ringtmp.model.portable_layer import Layer
+from ringtmp.run.members_and_plan import Generation, Generations, Origin, Run
 from ringtmp.run.rebalancing import Ready
-from ringtmp.run.ring_generations import Generation, Generations, Origin, Run
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.optimizers import state_tensors

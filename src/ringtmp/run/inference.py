@@ -29,8 +29,8 @@ from ringtmp.runtime.checkpoint import Weights, latest
 from ringtmp.runtime.leader import STOP_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
-from ringtmp.strategies.ring.edges import flow_of
 from ringtmp.strategies.ring.master import Master
+from ringtmp.strategies.ring.tensor_routes import flow_of
 from ringtmp.system.resources import set_threads
 from ringtmp.units import bytes_text
 from ringtmp.wire.messages import Crossing, Randomness, Recipe, Setup

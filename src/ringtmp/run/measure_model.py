@@ -13,18 +13,18 @@ from typing import Any
 
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.items import LABELS
-from ringtmp.data.left_out import leave_out, names_of
+from ringtmp.data.leave_out_inputs import leave_out, names_of
 from ringtmp.data.nested_inputs import names
+from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.data.sources import Source, Stream, with_loss
+from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.blocks import patterns_of
 from ringtmp.model.build import BuiltLayer, Known, build_layers
 from ringtmp.model.build_cells import Cutting
 from ringtmp.model.frozen_as import FROZEN_AS
-from ringtmp.model.graph_anatomy import Fact
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import leaves_of
-from ringtmp.model.preparation import Preparation
+from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan import planner

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
 from ringtmp.plan.when_to_rebalance import PAUSE_S, Balance, Move
-from ringtmp.run.record import steps_again
+from ringtmp.run.record_events import steps_again
 from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.strategies.base import Leader, Plan, PlanRequest
 

@@ -10,7 +10,7 @@ import msgspec
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import CheckpointError
 from ringtmp.metrics.events import CheckpointSaved
-from ringtmp.run.record import Record
+from ringtmp.run.record_events import Record
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, Stamp, latest
 from ringtmp.strategies.base import Leader
 

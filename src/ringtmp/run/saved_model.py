@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringtmp.data.items import LABELS
+from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.errors import RingError, UsageError
 from ringtmp.model.lora import Lora, parse_lora
 from ringtmp.model.output_tree import named_tensors

@@ -23,9 +23,9 @@ from ringtmp.run.build_model import write_model
 from ringtmp.run.healing import Healing
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.measure_model import Reading
+from ringtmp.run.members_and_plan import Generations, Origin, Run, settled
 from ringtmp.run.rebalancing import Rebalancing
-from ringtmp.run.record import Record
-from ringtmp.run.ring_generations import Generations, Origin, Run, settled
+from ringtmp.run.record_events import Record
 from ringtmp.run.save_checkpoints import Saving
 from ringtmp.run.training_loop import TrainingLoop
 from ringtmp.run.what_to_train import Job, Watcher

@@ -11,7 +11,7 @@ from ringtmp.data.sources import text_of
 from ringtmp.errors import Interrupted, NodeLost, UsageError
 from ringtmp.metrics import events
 from ringtmp.run.healing import Healing
-from ringtmp.run.ring_generations import Generation, Run
+from ringtmp.run.members_and_plan import Generation, Run
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.losses import is_of_bytes
 

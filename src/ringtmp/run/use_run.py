@@ -12,7 +12,7 @@ import torch
 
 from ringtmp.config import RunConfig, replaced
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
-from ringtmp.data.left_out import names_of, without
+from ringtmp.data.leave_out_inputs import names_of, without
 from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import from_python, text_of
@@ -20,11 +20,11 @@ from ringtmp.data.user_factories import call_factory, is_factory
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
-from ringtmp.launch.in_memory import InMemoryPool
 from ringtmp.launch.joined_devices import DevicePool
 from ringtmp.launch.key_store import Rings, checked_name
 from ringtmp.launch.local_processes import LocalPool
 from ringtmp.launch.node_pool import NodePool
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import joined
 from ringtmp.model.pretrained import is_pretrained, pretrained

@@ -31,7 +31,7 @@ from ringtmp.data.stream_batches import StreamPlace
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.shrink_layer import enlarged
-from ringtmp.runtime import sealed_json
+from ringtmp.runtime import json_with_checksum
 from ringtmp.runtime.frozen_files import FOLDER, MANIFEST, FrozenFiles, digest_of, read_frozen, share_with_others
 from ringtmp.wire.tensors import raw_bytes
 
@@ -130,12 +130,12 @@ class CheckpointWriter:
         if self._frozen and self._progress.step == 0:
             share_with_others(self._aside, self._frozen)
             path = self._aside / MANIFEST
-            path.write_bytes(sealed_json.encode(FrozenFiles(self._run, self._frozen)))
+            path.write_bytes(json_with_checksum.encode(FrozenFiles(self._run, self._frozen)))
             _sync(path)
             _sync(self._aside)
         manifest = Manifest(FORMAT, self._run, self._progress, self._files, self._frozen)
         path = self._hidden / "manifest.json"
-        path.write_bytes(sealed_json.encode(manifest))
+        path.write_bytes(json_with_checksum.encode(manifest))
         _sync(path)
         _sync(self._hidden)
         aside = self._hidden.with_suffix(".before")
@@ -206,10 +206,10 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.manifest = sealed_json.decode((folder / "manifest.json").read_bytes(), Manifest)
+            self.manifest = json_with_checksum.decode((folder / "manifest.json").read_bytes(), Manifest)
         except OSError as error:
             raise CheckpointError(f"{folder.name}: the manifest cannot be read: {error.strerror}") from error
-        except sealed_json.Broken as error:
+        except json_with_checksum.Broken as error:
             raise CheckpointError(f"{folder.name}: the manifest {error}") from error
         if self.manifest.format != FORMAT:
             raise CheckpointError(f"{folder.name}: format {self.manifest.format}, this version reads {FORMAT}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ringtmp.errors import CheckpointError
-from ringtmp.runtime import sealed_json
+from ringtmp.runtime import json_with_checksum
 
 FOLDER = "frozen"
 MANIFEST = "manifest.json"
@@ -30,10 +30,10 @@ class FrozenFiles(msgspec.Struct, frozen=True):
 def read_frozen(checkpoints: Path, run: str) -> dict[str, str]:
     """Name -> SHA-256; nothing where the run has frozen nothing, or began before that was so."""
     try:
-        found = sealed_json.decode((checkpoints / FOLDER / MANIFEST).read_bytes(), FrozenFiles)
+        found = json_with_checksum.decode((checkpoints / FOLDER / MANIFEST).read_bytes(), FrozenFiles)
     except FileNotFoundError:
         return {}
-    except (OSError, sealed_json.Broken) as error:
+    except (OSError, json_with_checksum.Broken) as error:
         raise CheckpointError(f"{FOLDER}: the manifest cannot be read: {error}") from error
     return found.files if found.run == run else {}
 
@@ -62,9 +62,9 @@ def _of_others(run: Path) -> list[tuple[str, Path]]:
     for manifest in sorted(run.parent.glob(f"*/checkpoints/{FOLDER}/{MANIFEST}")):
         try:
             if manifest.stat().st_uid == os.geteuid():
-                files = sealed_json.decode(manifest.read_bytes(), FrozenFiles).files
+                files = json_with_checksum.decode(manifest.read_bytes(), FrozenFiles).files
                 found += [(digest, manifest.parent / name) for name, digest in files.items() if Path(name).name == name]
-        except (OSError, sealed_json.Broken):  # somebody else's trouble
+        except (OSError, json_with_checksum.Broken):  # somebody else's trouble
             continue
     return found
 

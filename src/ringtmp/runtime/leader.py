@@ -13,7 +13,7 @@ from ringtmp.errors import Misconduct, NodeFailed, NodeLost, ProtocolError, Wait
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.member import Member
 from ringtmp.runtime.node_reports import Reports
@@ -248,7 +248,7 @@ class BaseLeader:
     def _heed(self, mail: Mail) -> None:
         message = mail.message
         if isinstance(message, Hello):
-            self.hellos[mail.sender] = reply_checks.hello(message)
+            self.hellos[mail.sender] = check_node_replies.hello(message)
         elif isinstance(message, Report):
             for event in message.events:
                 self._log.write_encoded(self._reports.line(event, mail.sender, self._committed))
@@ -256,7 +256,7 @@ class BaseLeader:
             if mail.sender in self._gone:
                 raise ProtocolError("said goodbye twice")
             self._gone.add(mail.sender)  # whatever it says
-            self._log.write_encoded(reply_checks.last_event(message.event, mail.sender))
+            self._log.write_encoded(check_node_replies.last_event(message.event, mail.sender))
         elif isinstance(message, Placed):
             self._placed.add((mail.sender, message.layer))
         elif isinstance(message, Accused):

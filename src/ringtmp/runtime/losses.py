@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from ringtmp.data.batches import Batch
-from ringtmp.data.items import LABELS, OWN_LOSS
+from ringtmp.data.sample_or_batch import LABELS, OWN_LOSS
 from ringtmp.data.sources import Text
 from ringtmp.errors import UsageError, unknown
 from ringtmp.model.output_tree import described, field_of

@@ -14,7 +14,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.events import NodeStep
 from ringtmp.metrics.step_recorder import MOST_SPANS, is_detailed
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
 
 #: More than any device sends, or receives, in one step.
 MOST_STEP_BYTES = 2**42
@@ -37,7 +37,7 @@ class Reports:
 
     def line(self, data: bytes, sender: int, committed: int) -> bytes:
         """A node's share of a step, as a line for the log. `committed`: the first step nobody was given yet."""
-        event = reply_checks.node_step(data, sender)
+        event = check_node_replies.node_step(data, sender)
         first = self._next.get(sender, self._first_step)
         if not first <= event.step < committed:
             raise ProtocolError(

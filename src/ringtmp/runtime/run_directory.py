@@ -25,16 +25,16 @@ import torch
 
 from ringtmp.config import RunConfig
 from ringtmp.data.batches import Batch
-from ringtmp.data.items import LABELS
 from ringtmp.data.nested_inputs import arranged, leaves, map_tensors, names
+from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.errors import CheckpointError, ProtocolError, UsageError
 from ringtmp.model import portable_layer
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import dtype_of
 from ringtmp.plan.devices import LayerCost
-from ringtmp.runtime import sealed_json
+from ringtmp.runtime import json_with_checksum
+from ringtmp.runtime.json_with_checksum import Broken
 from ringtmp.runtime.losses import LabelRange
-from ringtmp.runtime.sealed_json import Broken
 from ringtmp.system.files import require_text, write_atomic
 from ringtmp.wire.messages import Crossing, Randomness
 
@@ -251,13 +251,13 @@ class RunDirectory:
             self._lock = None
 
     def write_config(self, saved: SavedConfig) -> None:
-        write_atomic(self.path / "config.json", sealed_json.encode(saved), 0o600)
+        write_atomic(self.path / "config.json", json_with_checksum.encode(saved), 0o600)
         self._started = True
 
     def read_config(self) -> SavedConfig:
         self.open()
         try:
-            return sealed_json.decode((self.path / "config.json").read_bytes(), SavedConfig)
+            return json_with_checksum.decode((self.path / "config.json").read_bytes(), SavedConfig)
         except OSError as error:
             raise UsageError(f"{self.path}/config.json cannot be read: {error.strerror}") from error
         except Broken as error:
@@ -273,12 +273,12 @@ class RunDirectory:
         return hashlib.sha256(encoded).hexdigest()
 
     def write_index(self, index: LayerIndex) -> None:
-        write_atomic(self.layers / "index.json", sealed_json.encode(index))
+        write_atomic(self.layers / "index.json", json_with_checksum.encode(index))
 
     def read_layers(self) -> tuple[LayerIndex, list[Layer]]:
         name = "index.json"
         try:
-            index = sealed_json.decode((self.layers / name).read_bytes(), LayerIndex)
+            index = json_with_checksum.decode((self.layers / name).read_bytes(), LayerIndex)
             index.check_whole()
             layers = []
             for place in range(len(index.names)):

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.deferred_gradients import Job
-from ringtmp.model.frozen import frozen_names
+from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
@@ -20,10 +20,7 @@ from ringtmp.model.shrink_layer import check_kept
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of
-from ringtmp.runtime.learning_rates import learning_rate
-from ringtmp.runtime.optimizers import Optimizer, make_optimizer
-from ringtmp.runtime.random_keys import RandomKeys
-from ringtmp.runtime.segment_edges import (
+from ringtmp.runtime.gradients_at_segment_edges import (
     Gradient,
     copied_alike,
     detached,
@@ -32,6 +29,9 @@ from ringtmp.runtime.segment_edges import (
     run_backward,
     saved_bytes,
 )  # fmt: skip
+from ringtmp.runtime.learning_rates import learning_rate
+from ringtmp.runtime.optimizers import Optimizer, make_optimizer
+from ringtmp.runtime.random_keys import RandomKeys
 from ringtmp.runtime.segment_run import Crossings, SegmentRun, segment_run
 from ringtmp.wire.messages import Recipe
 

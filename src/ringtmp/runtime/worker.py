@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ringtmp.errors import Misconduct, ProtocolError
-from ringtmp.metrics import events, this_device
+from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.events import NodeEnded
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.mailbox import Endpoint, Mail
@@ -139,6 +139,6 @@ def farewell(endpoint: Endpoint) -> NodeEnded:
         endpoint.traffic.counters(Channel.BULK).payload_received,
         everything.overhead_sent,
         everything.resent,
-        power=this_device.power(torch.get_num_threads()),
+        power=power_of_this_device.power(torch.get_num_threads()),
         sent_to=endpoint.traffic.sent_to(),
     )

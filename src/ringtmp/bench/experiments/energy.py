@@ -17,7 +17,7 @@ from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
-from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.train_commands import Cell
 from ringtmp.bench.user_choices import ALONE, DIGITS_SAMPLES, Choices
 from ringtmp.metrics.energy import Sensitivity, sensitivity
@@ -28,14 +28,14 @@ VARIED = 0.5
 
 
 def cells(choices: Choices) -> list[Cell]:
-    return [learning_progress.alone(choices), *shared_runs.task_cells(choices)]
+    return [learning_progress.alone(choices), *common_runs.task_cells(choices)]
 
 
 def section(choices: Choices, measured: Measured) -> Section:
     every = [each for each in cells(choices) if measured.records(each.job)]
     found = [each for each in (per_sample(each, measured) for each in every) if each is not None]
     per_way = ring_against_server.figures(found, choices.seed)
-    fair, behind = shared_runs.learned([each for each in every if each.way.label != ALONE.label], measured)
+    fair, behind = common_runs.learned([each for each in every if each.way.label != ALONE.label], measured)
     labels = [each.way.label for each in fair]
     shared = [each for each in found if each.way.label in labels]
     pairs = ring_against_server.both(shared, choices.seed)
@@ -68,7 +68,11 @@ def section(choices: Choices, measured: Measured) -> Section:
             *_by_node(every, measured),
         ),
         tuple(tables),
-        (*shared_runs.refused(choices), *behind, *shared_runs.missing(cells(choices), measured)),
+        (
+            *common_runs.refused(choices),
+            *behind,
+            *common_runs.missing(cells(choices), measured),
+        ),
     )
 
 
@@ -153,8 +157,8 @@ def _to_target(choices: Choices, measured: Measured) -> list[Conclusion]:
 def _larger(choices: Choices, measured: Measured) -> list[Conclusion]:
     """What `idle` says of joules in its tables of the larger models, where they were measured."""
     found = []
-    anchors = shared_runs.not_behind(shared_runs.anchor_cells(choices), choices, measured)
-    for label, group in shared_runs.by_label(anchors).items():
+    anchors = common_runs.not_behind(common_runs.anchor_cells(choices), choices, measured)
+    for label, group in common_runs.by_label(anchors).items():
         pairs = ring_against_server.both(
             page_drawings.sampled(group, measured, per_step_values.step_joules), choices.seed
         )

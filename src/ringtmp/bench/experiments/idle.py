@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.measuring.measurement_files import Measured
-from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import Choices
@@ -23,17 +23,17 @@ AIM = "RingTMP reduces the time workers are idle"
 
 def cells(choices: Choices) -> list[Cell]:
     return [
-        *shared_runs.task_cells(choices),
+        *common_runs.task_cells(choices),
         *_by_nodes(choices),
         *_by_batch(choices),
-        *shared_runs.anchor_cells(choices),
+        *common_runs.anchor_cells(choices),
     ]
 
 
 def section(choices: Choices, measured: Measured) -> Section:
-    main = shared_runs.task_cells(choices)
+    main = common_runs.task_cells(choices)
     found = _idle(main, measured)
-    fair, behind = shared_runs.learned(main, measured)
+    fair, behind = common_runs.learned(main, measured)
     shares = ring_against_server.figures(found, choices.seed)
     records = {each.way.label: measured.records(each.job) for each in main if measured.records(each.job)}
     figures = [
@@ -48,15 +48,15 @@ def section(choices: Choices, measured: Measured) -> Section:
             for label, each in records.items()
         ),
     ]
-    anchors = shared_runs.anchor_cells(choices)
+    anchors = common_runs.anchor_cells(choices)
     task = page_drawings.cost_table(f"The digits, {choices.nodes} devices", main, measured, choices.seed)
     tables = [task, _workers(main, measured)]
     verdicts = [_verdict(AIM, "idle share of workers", fair, choices, measured)]
-    for name, group in shared_runs.by_label(anchors).items():
+    for name, group in common_runs.by_label(anchors).items():
         title = f"{name}, {choices.nodes} devices"
         tables.append(page_drawings.cost_table(title, group, measured, choices.seed))
         # A way that does not learn the task is compared nowhere.
-        learned = shared_runs.not_behind(group, choices, measured)
+        learned = common_runs.not_behind(group, choices, measured)
         tables.append(
             page_drawings.against_table(f"{title}: the ring against the server", learned, measured, choices.seed)
         )
@@ -69,7 +69,12 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(verdicts),
         tuple(each for each in figures if each is not None),
         tuple(tables),
-        (*shared_runs.refused(choices), *behind, *shared_runs.missing(cells(choices), measured), *_left_out(choices)),
+        (
+            *common_runs.refused(choices),
+            *behind,
+            *common_runs.missing(cells(choices), measured),
+            *_left_out(choices),
+        ),
     )
 
 
@@ -88,7 +93,7 @@ def _left_out(choices: Choices) -> list[Skipped]:
     """Of the runs with fewer nodes or other batch sizes."""
     small = [way.label for way in choices.ways if way.label not in _some(choices)]
     left = [Skipped(f"{', '.join(small)}: fewer nodes, other batch sizes", "small sizes; ringtmp bench idle has them")]
-    return left * bool(small) + [each for count in _fewer(choices) for each in shared_runs.refused(choices, count)]
+    return left * bool(small) + [each for count in _fewer(choices) for each in common_runs.refused(choices, count)]
 
 
 def _fewer(choices: Choices) -> list[int]:
@@ -98,21 +103,31 @@ def _fewer(choices: Choices) -> list[int]:
 def _by_nodes(choices: Choices) -> list[Cell]:
     return [
         cell(
-            choices, way, shared_runs.tuned(choices, way, steps=_steps(choices)), choices.place(count), f"{count} nodes"
+            choices,
+            way,
+            common_runs.tuned(choices, way, steps=_steps(choices)),
+            choices.place(count),
+            f"{count} nodes",
         )
         for way in choices.ways
         if way.label in _some(choices)
         for count in _fewer(choices)
-        if way.refusal(count, shared_runs.layers(choices.task())) is None
+        if way.refusal(count, common_runs.layers(choices.task())) is None
     ]
 
 
 def _by_batch(choices: Choices) -> list[Cell]:
     devices = choices.place(choices.nodes)
     return [
-        cell(choices, way, shared_runs.tuned(choices, way, _steps(choices), size), devices, f"batch {size}")
+        cell(
+            choices,
+            way,
+            common_runs.tuned(choices, way, _steps(choices), size),
+            devices,
+            f"batch {size}",
+        )
         for way in choices.ways
-        if way.label in _some(choices) and way.refusal(len(devices), shared_runs.layers(choices.task())) is None
+        if way.label in _some(choices) and way.refusal(len(devices), common_runs.layers(choices.task())) is None
         for size in choices.batch_sizes
     ]
 

@@ -16,7 +16,7 @@ from ringtmp.bench.analysis import per_step_values, ring_against_server
 from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
-from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import ALONE, Choices
@@ -49,7 +49,7 @@ NEVER = Costs(math.inf, math.inf, math.inf, math.inf)
 
 
 def cells(choices: Choices) -> list[Cell]:
-    return [alone(choices), *shared_runs.task_cells(choices)]
+    return [alone(choices), *common_runs.task_cells(choices)]
 
 
 def alone(choices: Choices) -> Cell:
@@ -71,7 +71,7 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(_verdicts(choices, every, costs)),
         tuple(_figures(records)),
         (_table(every, measured, costs),),
-        (*shared_runs.refused(choices), *shared_runs.missing(cells(choices), measured)),
+        (*common_runs.refused(choices), *common_runs.missing(cells(choices), measured)),
     )
 
 

@@ -18,7 +18,7 @@ from ringtmp.bench.analysis import page_drawings
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.node_removal import Removal
-from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, program
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
 from ringtmp.bench.training_runs.train_commands import Cell, cell, local, train_words
@@ -170,7 +170,7 @@ def section(choices: Choices, measured: Measured) -> Section:
 def _work(choices: Choices, way: Way) -> Workload:
     """The task, at the rate of the plain way that trains alike."""
     plain = next((each for each in choices.ways if each.strategy == way.strategy and each.like_one_process), way)
-    return shared_runs.tuned(choices, plain)
+    return common_runs.tuned(choices, plain)
 
 
 def _number(facts: Sequence[Any], key: str) -> float | None:

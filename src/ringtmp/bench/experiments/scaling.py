@@ -13,7 +13,7 @@ from ringtmp.bench.analysis import intervals, page_drawings, per_step_values, ri
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.measurement_files import Measured
-from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.training_runs.workloads import Workload
@@ -53,15 +53,15 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(tables),
         (
             *_skipped(choices),
-            *shared_runs.learned(shared_runs.task_cells(choices), measured)[1],
-            *shared_runs.missing(cells(choices), measured),
+            *common_runs.learned(common_runs.task_cells(choices), measured)[1],
+            *common_runs.missing(cells(choices), measured),
         ),
     )
 
 
 def _verdict(kind: str, group: Sequence[Cell], base: Cell, choices: Choices, measured: Measured) -> Verdict:
     most = max(each.nodes for each in group)
-    compared = shared_runs.not_behind([each for each in group if each.nodes == most], choices, measured)
+    compared = common_runs.not_behind([each for each in group if each.nodes == most], choices, measured)
     (alone,) = page_drawings.sampled([base], measured, per_step_values.sample_times, "ratio")
     found = page_drawings.sampled(compared, measured, per_step_values.sample_times, "ratio")
     return ring_against_server.verdict(
@@ -79,7 +79,7 @@ def _kind(choices: Choices, kind: str) -> list[Cell]:
     for count in counts:
         devices = choices.place(count, most=max(counts))
         for way in _ways(choices) if count > 1 else [ALONE]:
-            if way.refusal(count, shared_runs.layers(choices.scaled())) is None:
+            if way.refusal(count, common_runs.layers(choices.scaled())) is None:
                 found.append(cell(choices, way, _work(choices, kind, count, way), devices, kind))
     return found
 
@@ -95,7 +95,7 @@ def _work(choices: Choices, kind: str, nodes: int, way: Way) -> Workload:
         return msgspec.structs.replace(work, batch_size=SAMPLES_PER_DEVICE * nodes if kind == WEAK else work.batch_size)
     # In a small bench the smallest and the largest are runs that are there already.
     shared = nodes in (1, choices.nodes)
-    work = learning_progress.alone(choices).work if way is ALONE else shared_runs.tuned(choices, way)
+    work = learning_progress.alone(choices).work if way is ALONE else common_runs.tuned(choices, way)
     return work if shared else msgspec.structs.replace(work, steps=12)
 
 
@@ -156,8 +156,8 @@ def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, see
 
 
 def _skipped(choices: Choices) -> list[Skipped]:
-    found = [each for count in choices.node_counts if count > 1 for each in shared_runs.refused(choices, count)]
-    found += shared_runs.not_chosen(choices, _ways(choices))
+    found = [each for count in choices.node_counts if count > 1 for each in common_runs.refused(choices, count)]
+    found += common_runs.not_chosen(choices, _ways(choices))
     if choices.quick:
         found.append(Skipped("weak scaling, larger rings", "small sizes; ringtmp bench scaling measures them"))
     elif choices.devices:

@@ -18,7 +18,7 @@ from ringtmp.bench.analysis import intervals, page_drawings, per_step_values
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
-from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.user_choices import LINK_MBPS, Choices
@@ -56,7 +56,7 @@ def cells(choices: Choices) -> list[Cell]:
             # On a slow link a step of the parameter server takes half a minute, and each is as long as the one before.
             steps = 6 if choices.quick or rate < SLOW_MBPS else 16
             # The usual rate is that of a run which is there already.
-            work = shared_runs.tuned(choices, way, None if rate == LINK_MBPS and choices.quick else steps)
+            work = common_runs.tuned(choices, way, None if rate == LINK_MBPS and choices.quick else steps)
             found.append(cell(choices, way, work, choices.place(choices.nodes, link_mbps=rate), f"{rate:g} Mbit/s"))
     return found
 
@@ -79,9 +79,9 @@ def section(choices: Choices, measured: Measured) -> Section:
         tuple(figures),
         (Table("Step time by link rate", columns, tuple(rows)),),
         (
-            *shared_runs.refused(choices),
-            *shared_runs.not_chosen(choices, _ways(choices)),
-            *shared_runs.missing(cells(choices), measured),
+            *common_runs.refused(choices),
+            *common_runs.not_chosen(choices, _ways(choices)),
+            *common_runs.missing(cells(choices), measured),
         ),
     )
 
@@ -110,7 +110,7 @@ def busiest_s(record: Record, warm_up: int) -> float:
 
 def _ways(choices: Choices) -> list[Way]:
     some = choices.some_of(QUICK_WAYS if choices.quick else FULL_WAYS)
-    return [way for way in some if way.refusal(choices.nodes, shared_runs.layers(choices.task())) is None]
+    return [way for way in some if way.refusal(choices.nodes, common_runs.layers(choices.task())) is None]
 
 
 def _rate(each: Cell) -> float:

@@ -17,7 +17,7 @@ from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, SERVERS, Net
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Track
-from ringtmp.bench.training_runs import shared_runs
+from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING, SERVER, Way
 from ringtmp.bench.training_runs.train_commands import Cell, local
 from ringtmp.bench.training_runs.workloads import Workload
@@ -63,14 +63,14 @@ def shape_cells(choices: Choices) -> list[tuple[Net, str, Cell]]:
 
 def cells(choices: Choices) -> list[Cell]:
     shaped = [each for _, _, each in shape_cells(choices)]
-    return [*shared_runs.task_cells(choices), *prototype_cells(choices), *shaped]
+    return [*common_runs.task_cells(choices), *prototype_cells(choices), *shaped]
 
 
 def section(choices: Choices, measured: Measured) -> Section:
     nodes = choices.nodes
-    main = shared_runs.task_cells(choices)
+    main = common_runs.task_cells(choices)
     found = page_drawings.sampled(main, measured, per_step_values.sent_bytes)
-    fair, behind = shared_runs.learned(main, measured)
+    fair, behind = common_runs.learned(main, measured)
     per_step = ring_against_server.figures(found, choices.seed)
     sent, busiest = (
         ring_against_server.both(page_drawings.sampled(fair, measured, values), choices.seed)
@@ -104,9 +104,9 @@ def section(choices: Choices, measured: Measured) -> Section:
             *([_shapes_table(choices, measured)] if not choices.quick else []),
         ),
         (
-            *shared_runs.refused(choices),
+            *common_runs.refused(choices),
             *behind,
-            *shared_runs.missing(cells(choices), measured),
+            *common_runs.missing(cells(choices), measured),
             *([Skipped("the three shapes, measured", "small sizes; ringtmp bench traffic has them")] * choices.quick),
             *(
                 Skipped(f"ring, {nodes} nodes, {net.name}", f"it has {len(net.outputs)} layers, fewer than nodes")

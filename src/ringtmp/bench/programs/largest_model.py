@@ -17,7 +17,7 @@ import msgspec
 
 from ringtmp.bench.measuring.measurement_files import Result
 from ringtmp.bench.measuring.run_command import last_line
-from ringtmp.bench.programs.stop_child import end
+from ringtmp.bench.programs.end_started_processes import end
 from ringtmp.system.end_with_parent import end_with_parent, tied
 
 Outcome = Literal["fits", "refused", "failed", "timed out"]

@@ -27,7 +27,7 @@ import psutil
 from ringtmp.bench.measuring.measurement_files import Result
 from ringtmp.bench.measuring.read_output import RUN
 from ringtmp.bench.measuring.run_command import MARK, last_line
-from ringtmp.bench.programs.stop_child import end
+from ringtmp.bench.programs.end_started_processes import end
 from ringtmp.errors import RingError
 from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import Part, parts_of

@@ -50,7 +50,7 @@ class AllReduce(Strategy):
         return WorkerMember(endpoint, plan, roles, Gradients, algorithm=algorithm, hands_over=True)
 
     def simulate(self, settings: AllReduceSettings, task: Task) -> OnPaper:
-        from ringtmp.strategies.data_parallel.simulated_sum import simulate_sums
+        from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
         load = Workload.of(task)

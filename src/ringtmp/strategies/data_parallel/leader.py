@@ -20,9 +20,9 @@ from ringtmp.data.sources import leaves
 from ringtmp.errors import LossNotFinite, NodeLost, ProtocolError
 from ringtmp.metrics import events
 from ringtmp.model import portable_layer
-from ringtmp.model.frozen import frozen_names
+from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
 from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.losses import Score
@@ -33,7 +33,7 @@ from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
 from ringtmp.strategies.data_parallel.parameter_keys import Flat, Key, following
 from ringtmp.strategies.data_parallel.replica import flatten, layer_flat, views
-from ringtmp.strategies.data_parallel.sample_cache import Ledger
+from ringtmp.strategies.data_parallel.samples_already_sent import Ledger
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import (
     Fetch,
@@ -374,8 +374,8 @@ class DataParallelLeader(BaseLeader):
 
     def _inspect(self, sender: int, message: Message) -> None:
         if isinstance(message, LayerState):
-            reply_checks.layer_of(message.layer, len(self._layers))
-            reply_checks.layer_state(message, self._layers[message.layer], self._asked_whole)
+            check_node_replies.layer_of(message.layer, len(self._layers))
+            check_node_replies.layer_state(message, self._layers[message.layer], self._asked_whole)
         elif isinstance(message, Kept):
             kept(message, self._plan.table)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.metrics import events, this_device
+from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.mailbox import Endpoint, Mail
@@ -58,8 +58,10 @@ class WorkerMember:
         self.endpoint = endpoint
         self._hands_over = hands_over
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
-        power = this_device.power(plan.recipe.threads)
-        self._recorder = Recorder(endpoint.node, endpoint.clock, plan.detailed_steps, this_device.meter(), power)
+        power = power_of_this_device.power(plan.recipe.threads)
+        self._recorder = Recorder(
+            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power
+        )
         replica = Replica(plan.recipe, endpoint.node)
         self._exchange = exchange = make(plan, replica, self._recorder, lambda *vector: self._algorithm.start(*vector))
         sender = Sender(endpoint, plan.wire, self._recorder)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.optimizers import STATE_KEYS
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key
@@ -85,7 +85,7 @@ def kept(message: Kept, table: Sequence[Key]) -> None:
         raise ProtocolError(f"sent key {message.key} with one state twice")
     flat(message.tensors[:1], size, PLAIN)
     for name, spec in zip(message.state, message.tensors[1:], strict=True):
-        reply_checks.state_tensor(name, spec, (size,))
+        check_node_replies.state_tensor(name, spec, (size,))
 
 
 class PartScrutiny:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ringtmp.errors import UsageError
+from ringtmp.model.parameters_changed_in_forward import refuse_written
 from ringtmp.model.portable_layer import Layer
-from ringtmp.model.written_parameters import refuse_written
 from ringtmp.plan.when_to_rebalance import Balance
 from ringtmp.runtime.leader import Start
 from ringtmp.runtime.losses import LOSSES

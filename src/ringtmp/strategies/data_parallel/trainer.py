@@ -21,12 +21,12 @@ from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.checkpoint import StateName
+from ringtmp.runtime.gradients_at_segment_edges import detached
 from ringtmp.runtime.losses import LOSSES, LossFunction, Score, is_of_bytes
 from ringtmp.runtime.mailbox import Endpoint, Mail
-from ringtmp.runtime.segment_edges import detached
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica
-from ringtmp.strategies.data_parallel.sample_cache import Rows
+from ringtmp.strategies.data_parallel.samples_already_sent import Rows
 from ringtmp.wire.messages import Enlist, Fetch, LayerState, Place, Placed, Restore, Scored, Work, WorkDone
 
 

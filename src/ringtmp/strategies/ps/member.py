@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.metrics import events, this_device
+from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.mailbox import Endpoint, Mail
@@ -62,9 +62,9 @@ class PsMember:
         self.endpoint = endpoint
         self._roles = self._everyone = roles  # those who are there; and who was at the beginning
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
-        power = this_device.power(plan.recipe.threads)
+        power = power_of_this_device.power(plan.recipe.threads)
         self._recorder = recorder = Recorder(
-            endpoint.node, endpoint.clock, plan.detailed_steps, this_device.meter(), power
+            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power
         )
         table = parameter_keys.cut(plan.sizes, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]

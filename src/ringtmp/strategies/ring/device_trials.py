@@ -19,10 +19,10 @@ from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.devices import LayerCost
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
+from ringtmp.runtime.gradients_at_segment_edges import run_backward
 from ringtmp.runtime.leader import HELLO_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.mailbox import Endpoint, Mail
-from ringtmp.runtime.segment_edges import run_backward
 from ringtmp.strategies.ring.link_trials import (
     AGAIN_S,
     ALL_LINES_S,
@@ -209,6 +209,6 @@ class DeviceTrials(BaseLeader):
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Timed):
-            self._timed[mail.sender] = reply_checks.timed(mail.message)
+            self._timed[mail.sender] = check_node_replies.timed(mail.message)
             return True
         return self._lines.heard(mail)

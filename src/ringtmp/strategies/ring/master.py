@@ -22,11 +22,11 @@ from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, ProtocolError, Sna
 from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
 from ringtmp.model.export import EXAMPLE_BATCH
-from ringtmp.model.frozen import frozen_names, with_frozen, without_frozen
+from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime import reply_checks
+from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
@@ -34,9 +34,9 @@ from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.snapshot_schedule import places
-from ringtmp.strategies.ring.edges import flow_of, neighbours, ways_of
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
+from ringtmp.strategies.ring.tensor_routes import flow_of, neighbours, ways_of
 from ringtmp.wire.messages import (
     Activations,
     Echoed,
@@ -369,9 +369,9 @@ class Master(BaseLeader):
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Inspected):
-            self._inspected[mail.sender] = reply_checks.inspected(mail.message, mail.sender, self.node.route)
+            self._inspected[mail.sender] = check_node_replies.inspected(mail.message, mail.sender, self.node.route)
         elif isinstance(mail.message, Held):
-            held = reply_checks.held(mail.message, mail.sender, self.node.route, len(self._layers))
+            held = check_node_replies.held(mail.message, mail.sender, self.node.route, len(self._layers))
             if self._protection.held(held, mail.sender):
                 # Now, and not when the step ends: it may never end, and nobody has the one before any more.
                 self._log.write(SnapshotWhole(time.monotonic(), held.step, self._protection.interval))
@@ -381,7 +381,7 @@ class Master(BaseLeader):
                 for node in self.node.route.nodes():
                     self.endpoint.post(node, Void(held.step))
         elif isinstance(mail.message, Missing):
-            missing = reply_checks.missing(mail.message, len(self._layers))
+            missing = check_node_replies.missing(mail.message, len(self._layers))
             self._missing[mail.sender, missing.layer] = missing.why
         elif isinstance(mail.message, LayerState):
             self._take_layer(mail, mail.message)
@@ -392,10 +392,10 @@ class Master(BaseLeader):
     def _take_layer(self, mail: Mail, message: LayerState) -> None:
         """What is not as the layer says is an offence, unless it comes from a snapshot: then it was so when it came to who
         holds it, and another copy may do."""
-        reply_checks.layer_of(message.layer, len(self._layers))
+        check_node_replies.layer_of(message.layer, len(self._layers))
         try:
             if mail.sender != MASTER:  # what it says to itself travels without a description
-                reply_checks.layer_state(message, self._layers[message.layer], frozen=self._frozen[message.layer])
+                check_node_replies.layer_state(message, self._layers[message.layer], frozen=self._frozen[message.layer])
         except ProtocolError as problem:
             if not isinstance(self._question, Recall):
                 raise
@@ -406,10 +406,10 @@ class Master(BaseLeader):
 
     def _inspect(self, sender: int, message: Message) -> None:
         if isinstance(message, LayerState) and not isinstance(self._question, Recall):
-            reply_checks.layer_of(message.layer, len(self._layers))
-            reply_checks.layer_state(message, self._layers[message.layer], frozen=self._frozen[message.layer])
+            check_node_replies.layer_of(message.layer, len(self._layers))
+            check_node_replies.layer_state(message, self._layers[message.layer], frozen=self._frozen[message.layer])
         elif isinstance(message, Echoed):
-            reply_checks.within(message.tensors, MOST_BYTES, "an echo")
+            check_node_replies.within(message.tensors, MOST_BYTES, "an echo")
 
     def expects(self, message: Activations) -> None:
         """What comes round is of a batch that went in."""

@@ -15,26 +15,26 @@ from typing import Any, Protocol, cast
 import torch
 
 from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
-from ringtmp.metrics import events, this_device
+from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
-from ringtmp.model.frozen import frozen_names, with_frozen, without_frozen
+from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
 from ringtmp.runtime.checkpoint import LayerTensors
 from ringtmp.runtime.clipping import total_norm
+from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.optimizers import state_tensors
-from ringtmp.runtime.segment_edges import detached, once_each, whole
 from ringtmp.runtime.stage import Stage, WrongGradient
 from ringtmp.runtime.worker import farewell, report
-from ringtmp.strategies.ring.edges import crossings_of, neighbours, ways_of
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
+from ringtmp.strategies.ring.tensor_routes import crossings_of, neighbours, ways_of
 from ringtmp.system.resources import free_memory_bytes, mind_memory
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import (
@@ -82,8 +82,8 @@ class Node:
         self.setup = setup
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
-        power = this_device.power(setup.recipe.threads)
-        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, this_device.meter(), power)
+        power = power_of_this_device.power(setup.recipe.threads)
+        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, power_of_this_device.meter(), power)
         self._wire = wire_format(setup.wire)
         self._schedule = schedule_named(setup.rule)
         self._places = self._schedule.places(setup.window)

@@ -31,9 +31,9 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import PlanRequest, Share
 from ringtmp.strategies.ring.device_trials import DeviceTrials, sample_of
-from ringtmp.strategies.ring.edges import flow_of, what_travels
 from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
 from ringtmp.strategies.ring.master import Master
+from ringtmp.strategies.ring.tensor_routes import flow_of, what_travels
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
 from ringtmp.system.resources import peak_rss_bytes
 from ringtmp.units import bytes_text

@@ -15,7 +15,7 @@ from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import Norms
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import Stage
-from ringtmp.strategies.ring.edges import Ways
+from ringtmp.strategies.ring.tensor_routes import Ways
 from ringtmp.wire.message_parts import Edge
 from ringtmp.wire.messages import Activations, Gradients
 

@@ -18,11 +18,11 @@ from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
-from ringtmp.model.frozen import frozen_names, without_frozen
+from ringtmp.model.frozen_parameters import frozen_names, without_frozen
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.rebalancing import Rebalancing
-from ringtmp.run.record import Record, unlike
+from ringtmp.run.record_events import Record, unlike
 from ringtmp.run.save_checkpoints import Saving
 from ringtmp.run.what_to_train import Job
 from ringtmp.runtime.checkpoint import Checkpoint, Progress

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ringtmp.model.parameters_changed_in_forward import written_parameters
 from ringtmp.model.portable_layer import Layer, OwnedTensor
-from ringtmp.model.written_parameters import written_parameters
 
 
 def frozen_names(layer: Layer, aside: bool = True) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ringtmp.errors import UsageError
-from ringtmp.model import user_lines
+from ringtmp.model import find_source_line
 from ringtmp.model.allowed_operators import ATEN_OVERLOADS, SIZE_FUNCTIONS
 
 #: Makes a tensor into a number.
@@ -14,7 +14,7 @@ _NUMBER = "aten.item.default"
 
 def refuse_operator(label: str, target: str, node: Node) -> None:
     """UsageError, with the module and the user's line, for one that cannot travel."""
-    where = user_lines.of_node(node)
+    where = find_source_line.of_node(node)
     if target == _NUMBER:
         raise UsageError(
             f"layer {label} makes a tensor into a number{where}, which would stay what it was for one example: keep it as a "
