@@ -41,7 +41,15 @@ def spare(world: World) -> Iterator[Spare]:
 
 
 def processes() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "spare" in each.cmdline()]
+    return [each for each in psutil.Process().children() if "spare" in command_of(each)]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """The kernel tells a parent that its child has begun a program a moment before it knows the program's words."""
+    limit = time.monotonic() + 10
+    while not (found := process.cmdline()) and runs(process) and time.monotonic() < limit:
+        time.sleep(0.001)
+    return list(found)
 
 
 def runs(process: psutil.Process) -> bool:
