@@ -86,6 +86,21 @@ def test_a_lost_node_comes_back_with_what_was_frozen(deaths: tuple[Death, ...], 
         assert any(each.step > 0 for each in hit.summary.recoveries), "from a snapshot, not from the first checkpoint"
 
 
+def test_one_that_held_a_layer_for_another_gets_what_was_frozen_of_it(tmp_path: Path) -> None:
+    """After a loss layers may move to the very node that holds their snapshot, and never had what is in none."""
+
+    class Forgetful(Mortal):
+        def kill(self, node: int) -> None:
+            super().kill(node)
+            for each in self._workers:
+                each.endpoint.snapshots.forget_frozen(but=())
+
+    calm = run(tmp_path / "calm", InMemoryPool(4), KeepPart(protect="off"))
+    hit = run(tmp_path / "hit", Forgetful(4, Death(3, 7, 3)), KeepPart(protect="memory"))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    assert [each.source for each in hit.summary.recoveries] == ["snapshot"]
+
+
 def test_snapshots_leave_it_out(tmp_path: Path) -> None:
     class Watched(InMemoryPool):
         sizes: ClassVar[dict[int, int]] = {}  # by layer
