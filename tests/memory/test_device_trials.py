@@ -14,6 +14,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
+from ringtmp.model import portable_layer
 from ringtmp.model.export import Exporter
 from ringtmp.plan.devices import (
     NETWORK_MESSAGE_CPU_S,
@@ -29,6 +30,7 @@ from ringtmp.plan.devices import (
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.runtime.leader import Start
 from ringtmp.runtime.mailbox import Endpoint, Mail
+from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.strategies.ring import device_trials
 from ringtmp.strategies.ring.device_trials import Answers, DeviceTrials
 from ringtmp.strategies.ring.link_trials import (
@@ -63,6 +65,17 @@ def test_a_head_too_large_to_be_had_twice_is_no_sample(head_bytes: int, chosen: 
     found = device_trials.sample_of([linear] * 3, costs, lambda training, value: crossing, 2, 3)
     assert found is not None
     assert found[0] == chosen
+
+
+def test_frozen_layers_that_a_device_still_holds_are_not_counted_twice() -> None:
+    """A ring that heals plans with their weights again: a master that had room for them before has it still."""
+    linear, _ = Exporter().export("x", torch.nn.Linear(4, 4), torch.ones(3, 4))
+    sample = Sample(portable_layer.encode(linear), (Crossing("float32", (4,), True),), 2, 1, 1)
+    store = SnapshotStore()
+    store.keep_frozen(3, {"table": torch.ones(2**22)})
+    assert store.frozen_bytes == 2**24
+    plain, less = device_trials.timed(sample), device_trials.timed(sample, store.frozen_bytes)
+    assert plain.rss_bytes - less.rss_bytes > 2**23, "but for what comes and goes meanwhile"
 
 
 def test_a_quota_is_told_apart_from_a_slow_processor() -> None:
@@ -299,7 +312,7 @@ def test_what_processors_hold_up_is_not_a_slow_line() -> None:
 def test_a_scout_tries_every_line_and_those_between_the_others(
     tmp_path: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_trials, "timed", lambda sample: Timed(1.0, PROCESS_BYTES, 2**30))
+    monkeypatch.setattr(device_trials, "timed", lambda sample, frozen_bytes: Timed(1.0, PROCESS_BYTES, 2**30))
     log = EventLog(tmp_path / "events.jsonl")
     pool = InMemoryPool(4)
     endpoint = pool.start("ring", 0)

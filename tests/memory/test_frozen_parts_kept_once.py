@@ -76,7 +76,9 @@ def test_checkpoints_after_the_first_hold_what_is_trained(tmp_path: Path) -> Non
 BOTH = (Death(3, 8), Death(2, 8))
 
 
-@pytest.mark.parametrize("deaths", [(Death(1, 7, 3),), (Death(2, 6, 1), Death(1, 9, 4)), BOTH])
+@pytest.mark.parametrize(
+    "deaths", [pytest.param((Death(1, 7, 3),), marks=pytest.mark.long), (Death(2, 6, 1), Death(1, 9, 4)), BOTH]
+)
 def test_a_lost_node_comes_back_with_what_was_frozen(deaths: tuple[Death, ...], tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", InMemoryPool(4), KeepPart(protect="off"))
     hit = run(tmp_path / "hit", Mortal(4, *deaths), KeepPart(protect="memory"))
@@ -84,6 +86,21 @@ def test_a_lost_node_comes_back_with_what_was_frozen(deaths: tuple[Death, ...], 
     assert hit.summary.recoveries
     if deaths != BOTH:
         assert any(each.step > 0 for each in hit.summary.recoveries), "from a snapshot, not from the first checkpoint"
+
+
+def test_one_that_held_a_layer_for_another_gets_what_was_frozen_of_it(tmp_path: Path) -> None:
+    """After a loss layers may move to the very node that holds their snapshot, and never had what is in none."""
+
+    class Forgetful(Mortal):
+        def kill(self, node: int) -> None:
+            super().kill(node)
+            for each in self._workers:
+                each.endpoint.snapshots.forget_frozen(but=())
+
+    calm = run(tmp_path / "calm", InMemoryPool(4), KeepPart(protect="off"))
+    hit = run(tmp_path / "hit", Forgetful(4, Death(3, 7, 3)), KeepPart(protect="memory"))
+    assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+    assert [each.source for each in hit.summary.recoveries] == ["snapshot"]
 
 
 def test_snapshots_leave_it_out(tmp_path: Path) -> None:
@@ -102,7 +119,9 @@ def test_snapshots_leave_it_out(tmp_path: Path) -> None:
     assert all(Watched.sizes[layer] < 4 * WIDTH * 4 for layer in (4, 8) if layer in Watched.sizes), Watched.sizes
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ps", "allreduce"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", *(pytest.param(each, marks=pytest.mark.long) for each in ("ps", "allreduce"))]
+)
 def test_a_run_goes_on_with_it(strategy: str, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", InMemoryPool(3), strategy=strategy)
     config = RunConfig(

@@ -131,7 +131,7 @@ def oracle(make: Any, kept: str) -> str:
     return state_sha256(model)
 
 
-QUICK = {(adapted, "int8"), (Picture, "int8")}
+QUICK = {(adapted, "int8")}
 
 
 @pytest.mark.parametrize(

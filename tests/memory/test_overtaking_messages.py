@@ -105,7 +105,8 @@ def test_an_evaluation_that_asks_for_newer_parameters_than_the_next_step_would_g
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ps:bsp", "allreduce:ring", pytest.param("allreduce:tree", marks=pytest.mark.long)]
+    "strategy",
+    ["ps:bsp", *(pytest.param(each, marks=pytest.mark.long) for each in ("allreduce:ring", "allreduce:tree"))],
 )
 def test_drifting_channels_change_no_bit(strategy: str, base: Base) -> None:
     calm = base.run(InMemoryPool(4), strategy, clip_norm=1.0)

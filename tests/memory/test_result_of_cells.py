@@ -67,7 +67,7 @@ def test_inputs_that_the_model_does_not_take_are_refused(done: Any) -> None:
         model(dense)
 
 
-@pytest.mark.parametrize("name", ["unet", "tied"])
+@pytest.mark.parametrize("name", [pytest.param("unet", marks=pytest.mark.long), "tied"])
 def test_evaluate_and_predict_are_the_models_own(name: str, done: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "LocalPool", lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads))
     begun, result = done(name)

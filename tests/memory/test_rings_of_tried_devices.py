@@ -20,7 +20,7 @@ from test_unreachable_neighbours import Split
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast a device is, is not what these are about, and the clocks here know no haste."""
-    monkeypatch.setattr(device_trials, "timed", lambda sample: Timed(0.01, PROCESS_BYTES, 2**40))
+    monkeypatch.setattr(device_trials, "timed", lambda sample, frozen_bytes: Timed(0.01, PROCESS_BYTES, 2**40))
     monkeypatch.setattr(device_trials, "ALL_LINES_S", 1000.0)
     monkeypatch.setattr("ringtmp.strategies.ring.link_trials.LINES_S", 1000.0)
 

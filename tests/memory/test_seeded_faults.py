@@ -46,7 +46,7 @@ from ringtmp.wire import reliable_link
 from ringtmp.wire.messages import Held
 
 STEPS = 4
-QUICK_SEEDS = 120
+QUICK_SEEDS = 90
 #: 20,000 in all: 3,000 in `make long`, the rest in `make nightly`.
 PART_SEEDS, LONG_PARTS, NIGHTLY_PARTS = 500, 2, 40
 MEMORY_BYTES = 2**30

@@ -83,6 +83,7 @@ def test_killed_workers_an_interrupted_and_a_killed_master_leave_the_bits(
     assert Result(tmp_path / "run").summary.weights_sha256 == alone[1]
 
 
+@pytest.mark.long  # in memory: test_result_of_cells
 def test_evaluate_predict_and_the_model_without_its_class(alone: tuple[Path, str], tmp_path: Path) -> None:
     run, _ = alone
     one, two = (here("evaluate", run, "--nodes", nodes, "--json", cwd=run.parent).stdout for nodes in (1, 2))

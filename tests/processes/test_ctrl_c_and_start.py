@@ -77,7 +77,7 @@ def test_output_that_finds_no_room_is_a_sentence_and_exit_1(tmp_path: Path, unbu
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is counted on Linux")
-@pytest.mark.parametrize("kibibytes", [300_000, 700_000])
+@pytest.mark.parametrize("kibibytes", [300_000, pytest.param(700_000, marks=pytest.mark.long)])
 def test_too_little_address_space_is_a_sentence_and_exit_1(tmp_path: Path, kibibytes: int) -> None:
     command = ["bash", "-c", f'ulimit -v {kibibytes}; exec "$@"', "-", *CLI, "train", "--nodes", "1", "--quiet"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -47,6 +47,7 @@ def test_a_workers_process_never_imports_the_users_file(tmp_path: Path, factory_
     assert not workers & importers
 
 
+@pytest.mark.long  # the command line says it too
 def test_python_gives_the_same_bits_with_processes_as_without(tmp_path: Path) -> None:
     one = Ring(nodes=1).fit("convnet", "digits", steps=4, run_dir=tmp_path / "one")
     two = Ring(nodes=2, schedule="gpipe").fit("convnet", "digits", steps=4, run_dir=tmp_path / "two")

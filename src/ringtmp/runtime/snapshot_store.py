@@ -150,6 +150,10 @@ class SnapshotStore:
     def frozen(self, layer: int) -> dict[str, torch.Tensor]:
         return self._frozen.get(layer, {})
 
+    @property
+    def frozen_bytes(self) -> int:
+        return sum(each.nbytes for layer in self._frozen.values() for each in layer.values())
+
     def forget_frozen(self, but: Collection[int]) -> None:
         """Of layers that are elsewhere now."""
         self._frozen = {layer: found for layer, found in self._frozen.items() if layer in but}

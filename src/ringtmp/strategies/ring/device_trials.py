@@ -127,13 +127,15 @@ def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
     return (time.monotonic() - began) / runs
 
 
-def timed(sample: Sample) -> Timed:
+def timed(sample: Sample, frozen_bytes: int = 0) -> Timed:
+    """`frozen_bytes`: what is kept of layers that stay here or go when the next plan is laid out, which counts them itself."""
     limits, memory = group_limits(), own_memory_bytes()
     small = msgspec.structs.replace(sample, copies=1, held=1)
     Trial(small).round()
     rss = rss_bytes()  # libraries loaded, and what a process keeps in any case; not what the trial itself takes
     roomy = memory - rss > 3 * WORKING_BYTES
-    return Timed(run_sample(sample if roomy else small), rss, memory, limits.cores, limits.period_s)
+    taken = max(0, rss - frozen_bytes)
+    return Timed(run_sample(sample if roomy else small), taken, memory, limits.cores, limits.period_s)
 
 
 class Answers:
@@ -152,7 +154,7 @@ class Answers:
         elif not isinstance(message, Sample | Meet | Try):
             return False
         elif isinstance(message, Sample):
-            endpoint.post(MASTER, timed(message))
+            endpoint.post(MASTER, timed(message, endpoint.snapshots.frozen_bytes))
         elif isinstance(message, Meet):
             endpoint.connect_all({})  # drop the previous ones, if any
             endpoint.meet(message.addresses)
@@ -189,7 +191,7 @@ class DeviceTrials(BaseLeader):
             if met := {peer for each in rounds for pair in each if node in pair for peer in pair} - {node}:
                 self.endpoint.post(node, Meet({peer: addresses[peer] for peer in sorted(met)}))
             self.endpoint.post(node, sample)
-        told = {MASTER: timed(sample)}
+        told = {MASTER: timed(sample, self.endpoint.snapshots.frozen_bytes)}
         for node in others:
             self._until_node(node, lambda node=node: node in self._timed, "to be measured", HELLO_LIMIT_S)  # type: ignore[misc]
         until_s = self.endpoint.clock() + ALL_LINES_S

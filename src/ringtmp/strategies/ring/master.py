@@ -159,11 +159,13 @@ class Master(BaseLeader):
             self._place(index, holder, checkpoint.layer(index, self._layers[index]))
 
     def _bring_back(self, step: int, index: int, holder: int, sources: Sequence[int]) -> None:
-        """A layer of the snapshot to its holder: its own copy, or else that of the next who has one that is sound."""
+        """A layer of the snapshot to its holder: its own copy, or else that of the next who has one that is sound. One that
+        held it for another has no frozen parameters of it: its copy comes here, and goes back with them."""
         problems = []
-        for source in sorted(sources, key=lambda node: node != holder):
+        ways = [(source, source == holder) for source in sorted(sources, key=lambda node: node != holder)]
+        for source, alone in [*ways, *((holder, False) for _, alone in ways[:1] if alone and self._frozen[index])]:
             try:
-                if source == holder:
+                if alone:
                     self.endpoint.post(holder, Restore(step, index, portable_layer.encode(self._layers[index])))
                     self._until_taken(index, holder)
                 else:
