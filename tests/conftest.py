@@ -31,7 +31,9 @@ _LOCK = "lock"
 
 def pytest_configure() -> None:
     """A temporary folder of our own: what a test running beside this one leaves for a moment is not ours to judge."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and then by every command that is tried
+    # Under nohup one is ignored, in the background of a shell the other, and then by every command that is tried.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Killed, by a time limit for one, a test run leaves no command behind: a lab takes its networks down and goes.
     os.environ |= end_with_parent.tied({})
     _remove_leftovers(Path(tempfile.gettempdir()))
