@@ -29,7 +29,12 @@ def channel_axes(module: nn.Module) -> dict[str, int]:
         if isinstance(child, nn.MultiheadAttention):
             weights += [child.in_proj_weight, child.q_proj_weight, child.k_proj_weight, child.v_proj_weight]
         for weight in weights:
-            if isinstance(weight, nn.Parameter) and not is_lazy(weight) and weight.dim() > 1 and weight.dtype == torch.float32:
+            if (
+                isinstance(weight, nn.Parameter)
+                and not is_lazy(weight)
+                and weight.dim() > 1
+                and weight.dtype == torch.float32
+            ):
                 found.setdefault(id(weight), axis)
     own = module.named_parameters(remove_duplicate=False)
     return {name: found[id(each)] for name, each in own if id(each) in found and not each.requires_grad}
