@@ -31,15 +31,15 @@ from ringtmp.model.layers import Model
 from ringtmp.model.next_token import Choice
 from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.check_settings import resolve, resumed
+from ringtmp.run.evaluate_predict_generate import device_pool, devices_for, evaluate, generate, predict
 from ringtmp.run.generate import Generated, Prompt
 from ringtmp.run.interruption import interruptible
-from ringtmp.run.one_at_a_time import one_at_a_time
+from ringtmp.run.one_run_per_process import one_at_a_time
 from ringtmp.run.progress import OnStep, Telling, watching
 from ringtmp.run.result import Result
 from ringtmp.run.run_data import labels_as, loss_again, named_again, without_left_out
 from ringtmp.run.session import Session
 from ringtmp.run.text_settings import check_text, named_data, usual_context
-from ringtmp.run.use_run import device_pool, devices_for, evaluate, generate, predict
 from ringtmp.run.what_to_train import Job, Watcher
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir

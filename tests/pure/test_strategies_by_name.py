@@ -31,7 +31,7 @@ ALLOWED = {
     "bench/experiments/plan_accuracy.py": "the heading of a column",
     "config/settings.py": "the default strategy; the part of the settings called ring; the shape of a route",
     "metrics/summary.py": "the part of the settings called ring",
-    "run/use_run.py": "a ring that devices join",
+    "run/evaluate_predict_generate.py": "a ring that devices join",
     "plan/route.py": "the shape of a route",
     "plan/planner.py": "the shape of a route",
     "strategies/allreduce/__init__.py": "an algorithm that sums up",

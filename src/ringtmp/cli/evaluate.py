@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ringtmp.cli.where import nodes_of, where_options
+from ringtmp.cli.node_options import nodes_of, where_options
 
 _SCORES = (
     ("accuracy", "accuracy", ".1%"), ("bits_per_byte", "bits per byte", ".3f"), ("perplexity", "perplexity", ".4g"),
@@ -25,11 +25,11 @@ def command(
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
-        from ringtmp.run import use_run
+        from ringtmp.run import evaluate_predict_generate
     from ringtmp.cli import show_results
 
     count, pool = nodes_of(run, nodes, listen, ring_name)
-    score = use_run.evaluate(run, data, count, pool=pool)
+    score = evaluate_predict_generate.evaluate(run, data, count, pool=pool)
     if as_json:
         show_results.print_json(score)
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ringtmp.cli.where import nodes_of, where_options
+from ringtmp.cli.node_options import nodes_of, where_options
 from ringtmp.errors import UsageError
 
 
@@ -42,14 +42,14 @@ def command(
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
-        from ringtmp.run import use_run
+        from ringtmp.run import evaluate_predict_generate
     from ringtmp.cli import show_results
     from ringtmp.model.next_token import Choice
     from ringtmp.run.generate import Prompt
 
     asked = Prompt(text, max_new_tokens, Choice(temperature, top_k, top_p, seed), chat, tokenizer)
     count, pool = nodes_of(run, nodes, listen, ring_name)
-    found = use_run.generate(run, asked, count, _nothing if as_json else _show, pool=pool)
+    found = evaluate_predict_generate.generate(run, asked, count, _nothing if as_json else _show, pool=pool)
     if as_json:
         show_results.print_json(found)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ringtmp.cli.where import nodes_of, where_options
+from ringtmp.cli.node_options import nodes_of, where_options
 from ringtmp.errors import UsageError
 
 #: The array of a .npz file that is meant where a model takes one tensor.
@@ -40,7 +40,7 @@ def command(
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
-        from ringtmp.run import use_run
+        from ringtmp.run import evaluate_predict_generate
         from ringtmp.runtime.run_directory import RunDirectory
     import numpy as np
 
@@ -51,7 +51,10 @@ def command(
     directory.open()
     given = _as_inputs(_read(inputs), directory.read_layers()[0].input_names, inputs)
     count, pool = nodes_of(run, nodes, listen, ring_name)
-    found = {name: each.numpy() for name, each in named_tensors(use_run.predict(run, given, count, pool)).items()}
+    found = {
+        name: each.numpy()
+        for name, each in named_tensors(evaluate_predict_generate.predict(run, given, count, pool)).items()
+    }
     if out is not None and out.suffix == ".npz":
         arrays: dict[str, Any] = {name or "outputs": each for name, each in found.items()}
         content = io.BytesIO()

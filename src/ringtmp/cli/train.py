@@ -52,7 +52,7 @@ def command(
 
     with loading(nothing_started=True):
         from ringtmp import api
-        from ringtmp.run import use_run
+        from ringtmp.run import evaluate_predict_generate
     from ringtmp.cli import show_results
 
     if resume is not None:
@@ -60,7 +60,9 @@ def command(
     with show_results.watcher(quiet) as watcher:
         pool = None
         if listen is not None:
-            pool = use_run.device_pool(listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s)
+            pool = evaluate_predict_generate.device_pool(
+                listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s
+            )
         if resume is not None:
             result = api.resume(resume, chosen, watcher=watcher, pool=pool)
         else:

@@ -12,7 +12,7 @@ import msgspec
 
 from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_type import Declaration as Is
-from ringtmp.model.frozen_as import FROZEN_AS, WHOLE
+from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.wire.formats import WIRE_FORMATS
 

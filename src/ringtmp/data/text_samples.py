@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringtmp.data.answers import Tokens, of_chat, of_completion
+from ringtmp.data.learn_answers_only import Tokens, of_chat, of_completion
 from ringtmp.data.sample_or_batch import LABELS, OWN_LOSS
 from ringtmp.data.sources import Shape, Table, Text, subset
 from ringtmp.data.text_files import Answered, Chat, Document, Item, TextFiles

@@ -29,7 +29,7 @@ from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.cut_cells import CutCell
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.export_cache import ExportCache, Exported, module_key
-from ringtmp.model.frozen_as import WHOLE, FrozenAs
+from ringtmp.model.frozen_formats import WHOLE, FrozenAs
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
@@ -40,7 +40,7 @@ from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
-from ringtmp.model.shrink_layer import channel_axes, shrink
+from ringtmp.model.shrink_frozen_weights import channel_axes, shrink
 
 T = TypeVar("T")
 #: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it

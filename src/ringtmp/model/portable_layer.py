@@ -53,7 +53,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Literal["input", "parameter", "buffer", "constant"]
     name: str
-    kept: str = ""  # a frozen weight that is kept so (frozen_as.py) and becomes float32 where it is used
+    kept: str = ""  # a frozen weight that is kept so (frozen_formats.py) and becomes float32 where it is used
 
 
 class Custom(msgspec.Struct, frozen=True):

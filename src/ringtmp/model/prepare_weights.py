@@ -11,9 +11,9 @@ from torch import nn
 
 from ringtmp.errors import UsageError, some_of
 from ringtmp.model.adapter_folder import lora_of, weights_of
-from ringtmp.model.frozen_as import WHOLE, FrozenAs
+from ringtmp.model.frozen_formats import WHOLE, FrozenAs
 from ringtmp.model.lora import Lora, add_adapters, lora_text, parse_lora, refuse_unmatched
-from ringtmp.model.shrink_layer import channel_axes
+from ringtmp.model.shrink_frozen_weights import channel_axes
 from ringtmp.model.weights_file import WeightsFile
 
 

@@ -30,7 +30,7 @@ from ringtmp.model.output_tree import leaves_of, map_outputs
 from ringtmp.model.portable_layer import HidesInputs
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.run_graph import Program
-from ringtmp.model.shrink_layer import largest_converted_bytes
+from ringtmp.model.shrink_frozen_weights import largest_converted_bytes
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.files import cache_folder, write_atomic

@@ -17,11 +17,11 @@ import torch
 from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.model.allowed_operators import GRAD_MODE, resolve
 from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
-from ringtmp.model.kept_small import Converted, KeptSmall, of_owned
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
 from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Named, Op, Ref, slots
 from ringtmp.model.random_operators import draws, random_count
+from ringtmp.model.small_frozen_weights import Converted, KeptSmall, of_owned
 from ringtmp.units import bytes_text
 
 #: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.

@@ -21,7 +21,7 @@ from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.blocks import patterns_of
 from ringtmp.model.build import BuiltLayer, Known, build_layers
 from ringtmp.model.build_cells import Cutting
-from ringtmp.model.frozen_as import FROZEN_AS
+from ringtmp.model.frozen_formats import FROZEN_AS
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.prepare_weights import Preparation

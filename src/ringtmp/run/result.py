@@ -22,7 +22,7 @@ from ringtmp.model.layers import Model
 from ringtmp.model.lora import LoraLinear, add_adapters, parse_lora
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.portable_model import PortableModel, is_cut
-from ringtmp.model.shrink_layer import enlarged
+from ringtmp.model.shrink_frozen_weights import enlarged
 from ringtmp.model.to_module import in_sequence, revive
 from ringtmp.runtime.checkpoint import Checkpoint, State, latest
 from ringtmp.runtime.run_directory import RunDirectory

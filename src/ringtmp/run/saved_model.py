@@ -18,7 +18,7 @@ from ringtmp.model.portable_layer import Graph, count
 from ringtmp.model.portable_model import PortableModel, is_cut
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.run_graph import dtype_of
-from ringtmp.model.shrink_layer import enlarged, whole_layer
+from ringtmp.model.shrink_frozen_weights import enlarged, whole_layer
 from ringtmp.model.to_module import revive
 from ringtmp.model.whole_graph import depends_on, rows_of, whole_graph
 from ringtmp.runtime.checkpoint import latest

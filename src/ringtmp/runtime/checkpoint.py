@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from ringtmp.data.stream_batches import StreamPlace
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable_layer import Layer
-from ringtmp.model.shrink_layer import enlarged
+from ringtmp.model.shrink_frozen_weights import enlarged
 from ringtmp.runtime import json_with_checksum
 from ringtmp.runtime.frozen_files import FOLDER, MANIFEST, FrozenFiles, digest_of, read_frozen, share_with_others
 from ringtmp.wire.tensors import raw_bytes

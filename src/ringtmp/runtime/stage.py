@@ -16,7 +16,7 @@ from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
-from ringtmp.model.shrink_layer import check_kept
+from ringtmp.model.shrink_frozen_weights import check_kept
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of

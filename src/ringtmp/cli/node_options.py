@@ -36,8 +36,8 @@ def nodes_of(run: Path, nodes: int | None, listen: str | None, ring_name: str) -
         raise UsageError(f"--nodes {nodes} must be at least 1")
     if listen is None:
         return nodes or 1, None
-    from ringtmp.run import use_run
+    from ringtmp.run import evaluate_predict_generate
     from ringtmp.run.progress import Telling
 
-    pool = use_run.devices_for(run, listen, ring_name, nodes, Telling())
+    pool = evaluate_predict_generate.devices_for(run, listen, ring_name, nodes, Telling())
     return pool.nodes, pool

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringtmp.errors import UsageError
-from ringtmp.model.frozen_as import FrozenAs
+from ringtmp.model.frozen_formats import FrozenAs
 
 LARGEST = 127
 #: Behind the name of a weight: the name of its scale.

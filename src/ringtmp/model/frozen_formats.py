@@ -1,4 +1,4 @@
-"""The ways in which frozen weights can be kept. kept_small.py does it; this file needs no torch."""
+"""The ways in which frozen weights can be kept. small_frozen_weights.py does it; this file needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer whose frozen weights are kept small (kept_small.py), and back: what its tensors and graphs say."""
+"""A layer whose frozen weights are kept small (small_frozen_weights.py), and back: what its tensors and graphs say."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringtmp.errors import ProtocolError
-from ringtmp.model.frozen_as import FLOAT32, FROZEN_AS, FrozenAs
+from ringtmp.model.frozen_formats import FLOAT32, FROZEN_AS, FrozenAs
 from ringtmp.model.frozen_parameters import frozen_names
-from ringtmp.model.kept_small import SCALE, kept_small, of_owned
 from ringtmp.model.portable_layer import Graph, Input, Layer, OwnedTensor, count
+from ringtmp.model.small_frozen_weights import SCALE, kept_small, of_owned
 
 _ACROSS = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
