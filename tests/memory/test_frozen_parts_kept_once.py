@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -18,6 +19,7 @@ from ringtmp.errors import CheckpointError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model.export import Exporter
 from ringtmp.model.frozen_parameters import frozen_names
+from ringtmp.model.portable_layer import Graph, Layer, OutputTree, OwnedTensor
 from ringtmp.runtime.checkpoint import latest
 from test_healing import Death, Mortal
 
@@ -195,3 +197,12 @@ def test_a_frozen_parameter_that_its_layer_changes_itself_is_not_kept_once() -> 
     assert frozen_names(layer) == frozenset()
     plain, _ = Exporter().export("x", nn.Embedding(9, 4).requires_grad_(False), torch.arange(6).view(3, 2))
     assert frozen_names(plain) == {"weight"}
+
+
+def test_a_copy_of_an_older_run_stays_where_it_is() -> None:
+    """Such a run has it among a checkpoint's other tensors, and its layers do not say that it is a copy."""
+    graph = Graph((), (), (), False)
+    copy = OwnedTensor("w", "constant", "float32", (2, 2), False, False, full="embed.weight", rank=0)
+    assert frozen_names(Layer("head", graph, graph, (copy,), OutputTree("*"))) == frozenset()
+    newer = msgspec.structs.replace(copy, copied=True)
+    assert frozen_names(Layer("head", graph, graph, (newer,), OutputTree("*"))) == {"w"}

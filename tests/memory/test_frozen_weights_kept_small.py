@@ -325,3 +325,19 @@ def test_it_is_exported_as_float32(tmp_path: Path) -> None:
     state = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(state[name], each) for name, each in done.model.state_dict().items() if name in state)
     assert {each.dtype for each in state.values()} == {torch.float32}
+
+
+def test_looking_for_weights_computes_nothing_and_takes_any_class() -> None:
+    """Reading the attribute of a parametrised weight would do a step of its power iteration."""
+
+    class Conv1D(nn.Module):
+        """A wrapper, as many have one: without a weight of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv1d(2, 3, 1)
+
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)).requires_grad_(False).train()
+    before = {name: each.clone() for name, each in normed.state_dict().items()}
+    assert channel_axes(nn.Sequential(normed, Conv1D().requires_grad_(False))) == {"1.inner.weight": 0}
+    assert all(torch.equal(each, before[name]) for name, each in normed.state_dict().items())

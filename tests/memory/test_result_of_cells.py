@@ -12,9 +12,11 @@ import torch
 from begun_runs import BATCH, RATE, Begun
 from oracle import RandomByOperator, state_sha256
 from ordinary_models import class_loss
-from ringtmp import Result, Ring, UsageError, api
+from ringtmp import Result, Ring, UsageError
+from ringtmp.launch.local_processes import LocalPool
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model.portable_model import PortableModel
+from ringtmp.run import evaluate_predict_generate
 
 NAMES = ("unet", "tied", "recommender", pytest.param("resnet", marks=pytest.mark.long))
 
@@ -69,7 +71,11 @@ def test_inputs_that_the_model_does_not_take_are_refused(done: Any) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("unet", marks=pytest.mark.long), "tied"])
 def test_evaluate_and_predict_are_the_models_own(name: str, done: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "LocalPool", lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads))
+    monkeypatch.setattr(
+        evaluate_predict_generate,
+        "LocalPool",
+        lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads),
+    )
     begun, result = done(name)
     inputs, targets = begun.inputs[:BATCH], begun.targets[:BATCH]
     with torch.no_grad():
@@ -78,3 +84,11 @@ def test_evaluate_and_predict_are_the_models_own(name: str, done: Any, monkeypat
         assert Ring(nodes=nodes).predict(result.run_dir, inputs).equal(expected)
         score = Ring(nodes=nodes).evaluate(result.run_dir, (inputs, targets))
         assert score["loss"] == pytest.approx(float(class_loss(expected, targets)), rel=1e-5)
+
+
+def test_more_nodes_than_layers_are_refused_before_anybody_is_started(
+    done: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalPool, "start", lambda *args: pytest.fail("started"))
+    with pytest.raises(UsageError, match="nodes need at least"):
+        Ring(nodes=50).predict(done("tied")[1].run_dir, torch.zeros(2, 4, dtype=torch.int64))

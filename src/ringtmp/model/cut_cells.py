@@ -162,7 +162,12 @@ class _Owners:
             elif not self.trained_by_several(each.name) and (
                 cell in self.users.get(each.name, ()) or cell in self._extra.get(each.name, ())
             ):
-                found.append(msgspec.structs.replace(each, kind="constant", saved=False, full=each.full or each.name))
+                copied = each.kind == "parameter"
+                found.append(
+                    msgspec.structs.replace(
+                        each, kind="constant", saved=False, full=each.full or each.name, copied=copied
+                    )
+                )
         return found
 
 

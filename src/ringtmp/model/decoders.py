@@ -185,18 +185,24 @@ def is_causal(model: Any) -> bool:
     return asks and bool(own.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
+def text_config(model: Any) -> Any:
+    """Of a model that takes more than text, the part that is about it."""
+    config: Any = base_of(model).config
+    return config.get_text_config(decoder=True) if callable(getattr(config, "get_text_config", None)) else config
+
+
 def most_tokens(model: Any) -> int | None:
     """The longest text that a model of transformers is made for; None: it does not say."""
-    config: Any = base_of(model).config
-    config = config.get_text_config(decoder=True) if callable(getattr(config, "get_text_config", None)) else config
+    config = text_config(model)
     found = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def causal_decoder(model: Any, length: int) -> CausalDecoder | None:
     """None for a model whose keys and values cannot be kept so: with it each token is computed from all before it."""
-    config = base_of(model).config
-    if (getattr(config, "sliding_window", None) or length) < length:  # its layers look at the last tokens alone
+    config = text_config(model)
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if any(window and window < length for window in windows):  # its layers look at the last tokens alone
         return None
     with contextlib.suppress(Exception):  # somebody else's code, which may be of any shape
         decoder = CausalDecoder(model, length)

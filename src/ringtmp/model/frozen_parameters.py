@@ -22,10 +22,8 @@ def frozen_names(layer: Layer, aside: bool = True) -> frozenset[str]:
 
 
 def _still(each: OwnedTensor) -> bool:
-    """A cell's copy of a frozen parameter that another cell owns is a constant with a place among the parameters."""
-    if each.kind == "constant":
-        return each.rank >= 0
-    return each.kind in ("parameter", "scale") and each.saved and not each.trainable
+    """Or a cell's copy of a frozen parameter that another cell owns."""
+    return each.copied or (each.kind in ("parameter", "scale") and each.saved and not each.trainable)
 
 
 def without_frozen(layer: Layer, frozen: frozenset[str]) -> list[OwnedTensor]:

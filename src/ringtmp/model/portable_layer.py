@@ -98,6 +98,7 @@ class OwnedTensor(msgspec.Struct, frozen=True):
     saved: bool
     full: str = ""  # its name in the model's state_dict; empty: the layer's name, a dot and its own
     rank: int = -1  # its place among the model's parameters, which clipping goes by; -1: that of the layers
+    copied: bool = False  # of a frozen parameter that another cell owns; in runs of older versions False always
 
 
 class OutputTree(msgspec.Struct, frozen=True, omit_defaults=True):

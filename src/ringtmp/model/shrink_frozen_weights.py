@@ -25,10 +25,10 @@ def channel_axes(module: nn.Module) -> dict[str, int]:
     found: dict[int, int] = {}
     for child in module.modules():
         axis = 1 if isinstance(child, _TRANSPOSED) or type(child).__name__ == "Conv1D" else 0
-        weights = [child.weight] if isinstance(child, (*_ACROSS, *_TRANSPOSED)) or axis == 1 else []
+        names = ["weight"] if isinstance(child, (*_ACROSS, *_TRANSPOSED)) or axis == 1 else []
         if isinstance(child, nn.MultiheadAttention):
-            weights += [child.in_proj_weight, child.q_proj_weight, child.k_proj_weight, child.v_proj_weight]
-        for weight in weights:
+            names += ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+        for weight in map(child._parameters.get, names):  # as an attribute it may be computed, which may change buffers
             if (
                 isinstance(weight, nn.Parameter)
                 and not is_lazy(weight)

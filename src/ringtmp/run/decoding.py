@@ -141,14 +141,16 @@ class _CachedReader:
 
 
 def misfit(decoder: nn.Module, prefix: str, index: LayerIndex, layers: Sequence[Layer]) -> str | None:
-    """A parameter that the run has not, or in another shape."""
+    """A parameter that one of the two has not, or in another shape."""
     shapes = {layer.full_name(each): each.shape for layer in layers for each in layer.tensors}
+    trained = {layer.full_name(each) for layer in layers for each in layer.tensors if each.kind == "parameter"}
     first = dict(index.state)
     for full, parameter in decoder.named_parameters():
         name = full.removeprefix(prefix)
         if shapes.get(first.get(name, name)) != tuple(parameter.shape):
             return name
-    return None
+        trained.discard(first.get(name, name))
+    return min(trained, default=None)
 
 
 # -- with the whole text every time -------------------------------------------------------------------------------------

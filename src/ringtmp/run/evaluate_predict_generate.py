@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,11 @@ def generate(
 ) -> Generated:  # fmt: skip
     run, told = RunDirectory(Path(run_dir)), Telling()
     config = run.read_config().config
-    if model is None and is_pretrained(config.model.name):
-        model = pretrained(config.model.name, filled=False)
-    elif model is None and is_factory(config.model.name):
-        model = call_factory("model", config.model.name, config.model.settings)
+    with suppress(UsageError):  # without the files it was built from, the run's own graphs are enough
+        if model is None and is_pretrained(config.model.name):
+            model = pretrained(config.model.name, filled=False)
+        elif model is None and is_factory(config.model.name):
+            model = call_factory("model", config.model.name, config.model.settings)
     with left_alone():
         writing = Writing(run, prompt, model, told.phase, told.tell)
         return writing.write(_pool_for(run, config, nodes, pool), show)

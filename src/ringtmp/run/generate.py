@@ -220,7 +220,10 @@ def _plan(
     decoder, most = found
     if misfit(decoder, decoder.prefix, index, layers) is not None:
         return None
-    cells = decoder_cells(decoder, phase)
+    try:
+        cells = decoder_cells(decoder, phase)
+    except UsageError:  # what it cannot be exported as, the run's own graphs are
+        return None
     weights = DecoderWeights(checkpoint, index, layers, decoder.prefix, cells.others)
     return Cached(cells, weights, checkpoint.progress.step, most)
 

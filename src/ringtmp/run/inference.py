@@ -91,10 +91,13 @@ class Layout:
     randomness: Randomness = "operator"
     loss: LossFunction = field(default_factory=lambda: loss_named("mse"))
 
+    def route(self, nodes: int) -> Route:
+        """UsageError where the model has too few layers for so many."""
+        return plain_ring(nodes, equal_cost(self.costs, hides_inputs(self.layers), nodes))
+
     def setup(self, pool: NodePool, training: TrainingPart, microbatches: int) -> Setup:
         """The plan for the nodes that are there."""
-        layers = self.layers
-        route = plain_ring(pool.nodes, equal_cost(self.costs, hides_inputs(layers), pool.nodes))
+        layers, route = self.layers, self.route(pool.nodes)
         _require_room(pool, route, layers)
         recipe = Recipe(
             training.seed, pool.threads, training.optimizer, training.optimizer_settings, training.lr_schedule,
@@ -127,6 +130,7 @@ def inference(
 @contextmanager
 def laid_out(layout: Layout, training: TrainingPart, pool: NodePool, microbatches: int) -> Iterator[Master]:
     """`microbatches`: in the largest pass."""
+    layout.route(pool.nodes)  # refused before anybody is started or waited for
     log = EventLog(Path(os.devnull))
     try:
         endpoint = pool.start(secrets.token_hex(8), 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def share_with_others(folder: Path, files: Mapping[str, str]) -> None:
         own, spare = folder / name, folder / f".{name}.{os.getpid()}"
         try:
             if digest not in others or digest_of(others[digest]) != digest or os.stat(own).st_uid != os.geteuid():
+                continue
+            if not stat.S_ISREG(os.lstat(others[digest]).st_mode):  # a link to a link would lead elsewhere from here
                 continue
             os.link(others[digest], spare)
             os.replace(spare, own)

@@ -101,7 +101,13 @@ class LayerIndex(msgspec.Struct, frozen=True):
 
         def converted(tensor: torch.Tensor) -> torch.Tensor:
             dtype = next(types)
-            return tensor if tensor.is_floating_point() != dtype.is_floating_point else tensor.to(dtype)
+            if tensor.is_floating_point() != dtype.is_floating_point:
+                return tensor
+            found = tensor.to(dtype)
+            if not dtype.is_floating_point and not found.equal(tensor):
+                wrong = tensor[found != tensor].flatten()[0].item()
+                raise UsageError(f"an input has the value {wrong}, which the model's {str(dtype)[6:]} cannot hold")
+            return found
 
         return map_tensors(converted, inputs)
 
