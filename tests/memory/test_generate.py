@@ -147,6 +147,19 @@ def test_a_lost_node_ends_it_with_its_name(gpt: Result) -> None:
     assert lost.value.exit_code == 4
 
 
+@pytest.mark.parametrize("frozen_as", ["int8", "bfloat16"])
+def test_frozen_weights_that_are_kept_small_are_read_as_the_run_reads_them(frozen_as: str, tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    here(
+        "train", "--model", "gpt", "--data", "text:words.txt", "--set", "depth=1", "--set", "width=16", "--set", "heads=2",
+        "--context", CONTEXT, "--steps", 2, "--batch-size", 4, "--nodes", 1, "--train", "head", "--frozen-as", frozen_as,
+        "--quiet", "--run-dir", "run", cwd=tmp_path,
+    )  # fmt: skip
+    run = Result(tmp_path / "run")
+    found = written(run, Prompt(SAID, 6), 2)
+    assert (found.tokens, found.cached) == (best(run.model, list(SAID.encode()), 6), True)
+
+
 # -- models without keys and values -------------------------------------------------------------------------------------
 
 
@@ -212,10 +225,24 @@ def llama(folder: Path) -> str:
     return f"hf:{folder}"
 
 
-@pytest.mark.parametrize("lora", [None, "r=2,on=q_proj,v_proj"])
-def test_a_llama_writes_what_transformers_writes(lora: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lora", "frozen_as"),
+    [
+        (None, "float32"),
+        ("r=2,on=q_proj,v_proj", "float32"),
+        pytest.param("r=2,on=q_proj,v_proj", "int8", marks=pytest.mark.long),  # quick: the gpt, above
+    ],
+)
+def test_a_llama_writes_what_transformers_writes(lora: str | None, frozen_as: str, tmp_path: Path) -> None:
     name, ids = llama(tmp_path / "base"), tokens(40, 12)(16)
-    run = trained(name, {"input_ids": ids, "labels": ids}, tmp_path, lora=lora, optimizer=("sgd", {"lr": 0.1}))
+    run = trained(
+        name,
+        {"input_ids": ids, "labels": ids},
+        tmp_path,
+        lora=lora,
+        frozen_as=frozen_as,
+        optimizer=("sgd", {"lr": 0.1}),
+    )
     plain: Any = run.model
     prompt = [3, 1, 4, 1, 5]
     wanted = plain.generate(

@@ -17,6 +17,7 @@ from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import Table
 from ringtmp.errors import UsageError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.model.text_and_tokens import load_tokenizer
 from ringtmp.run.text_settings import check_text, named_data
 
 transformers: Any = pytest.importorskip("transformers")
@@ -161,6 +162,48 @@ def test_of_a_chat_what_the_assistant_says_is_learned_to_the_end_of_its_turn(tem
     assert "attention_mask" not in row
 
 
+@pytest.mark.parametrize("ask", ["", "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"])
+def test_an_answer_is_not_looked_for_in_what_comes_before_it(ask: str, tmp_path: Path) -> None:
+    """A template's own system text, or its header, may have the same words."""
+    turns = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '<|end|>' }}{% endfor %}"
+    own = tokenizer("{{ 'I am an assistant. Yes.<|end|>' }}" + turns + ask)
+    said = ("Yes.", "What are you?", "assistant", "Say nothing.", "")
+    chat = [{"role": "user" if place % 2 else "assistant", "content": each} for place, each in enumerate(said)]
+    train, _ = ringtmp.text_data(lines(tmp_path / "c.jsonl", *[{"messages": chat}] * 2), own, context=120)
+    assert learned(taken(train), own) == "Yes.<|end|>assistant<|end|><|end|>"
+    first = int((taken(train)["labels"][0] != -100).nonzero()[0])
+    assert own.decode(taken(train)["input_ids"][0][:first].tolist()) == "I am an assistant. Yes.<|end|>assistant:\n"
+
+
+def test_a_template_that_leaves_out_the_answer_is_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "c.jsonl", *[{"messages": CHAT[:2]}] * 2)
+    with pytest.raises(UsageError, match="line 1: the chat template does not write the answer in message 2"):
+        ringtmp.text_data(path, tokenizer("{{ messages[0]['content'] }}"))
+
+
+#: As Llama 3.2 has it, with a beginning that jinja strips.
+DATED = "\n  {% set day = strftime_now('%d %b %Y') %}\n{{ day }}" + TEMPLATE
+
+
+def test_a_question_is_asked_as_it_was_learned(tmp_path: Path) -> None:
+    own = tokenizer(DATED)
+    own.save_pretrained(tmp_path / "own")
+    train, _ = ringtmp.text_data(lines(tmp_path / "c.jsonl", *[{"messages": CHAT[:2]}] * 2), own, context=64)
+    found = load_tokenizer("mine", str(tmp_path / "own"))
+    assert found is not None
+    asked = found.encode("Where is it?", chat=True)
+    assert asked == taken(train)["input_ids"][0][: len(asked)].tolist()
+    assert own.decode(asked).startswith("\n26 Jul 2024<|user|>Where is it?")
+
+
+def test_a_question_that_a_template_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
+    tokenizer("{{ raise_exception('no thanks') }}").save_pretrained(tmp_path / "own")
+    found = load_tokenizer("mine", str(tmp_path / "own"))
+    assert found is not None
+    with pytest.raises(UsageError, match="--chat: the chat template refuses the messages: no thanks"):
+        found.encode("Where is it?", chat=True)
+
+
 def test_of_a_prompt_its_completion_and_the_end_are_learned(tmp_path: Path) -> None:
     own = tokenizer()
     path = lines(tmp_path / "c.jsonl", *[{"prompt": "Where is it?", "completion": " Here."}] * 2)
@@ -198,7 +241,7 @@ def test_what_is_too_long_is_cut_and_counted_and_what_has_no_answer_left_is_left
         ("{", "c.jsonl line 3 is not JSON"),
         ("[1]", "line 3 is not a JSON object but a list"),
         ({"txt": "a"}, r"line 3 has 'txt': it needs messages, or prompt and completion, or text"),
-        ({"text": "a"}, r"line 3 has text, but .*c.jsonl line 1 has messages: put one kind in a file"),
+        ({"text": "a"}, r"line 3 has text, but .*c.jsonl line 1 has messages: all files of a source have one kind"),
         ({"messages": []}, "line 3: 'messages' must be a list"),
         ({"messages": [{"role": "user"}]}, "line 3: message 1 needs a 'role' and a 'content'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 3: no message has the role 'assistant'"),
@@ -294,6 +337,31 @@ def test_a_chat_without_a_template_or_that_it_refuses_is_refused(tmp_path: Path)
         ringtmp.text_data(path, tokenizer(moody))
 
 
+def masked() -> Any:
+    torch.manual_seed(4)
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
+        )
+    )
+
+
+def test_a_model_that_does_not_foretell_the_next_token_is_refused(folder: Path) -> None:
+    """Its labels are not shifted: each token would be learned from itself."""
+    masked().save_pretrained(folder / "model")
+    says = r"the model .*model is a BertForMaskedLM, .* the next token.*--data FILE\.py:factory"
+    with pytest.raises(UsageError, match=says):
+        named_data(settings(folder, f"text:{folder / 'a.txt'}"))
+    train, _ = ringtmp.text_data(folder / "a.txt", tokenizer(), context=16)
+    with pytest.raises(UsageError, match="the model mine is a BertForMaskedLM"):
+        check_text(train, "mine", masked)()  # type: ignore[operator]
+
+    class OfOnesOwn(type(masked())):  # type: ignore[misc]
+        """Nobody knows what it learns."""
+
+    check_text(train, "mine", OfOnesOwn(masked().config))
+
+
 # -- runs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -360,3 +428,16 @@ def test_a_tokeniser_by_its_path_gives_the_bits_of_the_object(folder: Path) -> N
         run_dir=folder / "named",
     )  # fmt: skip
     assert named.summary.weights_sha256 == done.summary.weights_sha256
+
+
+def test_a_run_trained_on_tokens_is_evaluated_on_data_of_a_factory(folder: Path) -> None:
+    train(settings(folder, f"text:{folder / 'a.txt'}", context=32, tokenizer=str(folder / "model")), folder / "run", 1)
+    own = Ring(nodes=1).evaluate(folder / "run")
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\nimport ringtmp\n\ndef data():\n    here = Path(__file__).parent\n"
+        "    return ringtmp.text_data(here / 'a.txt', str(here / 'model'), context=32)\n"
+    )
+    found = Ring(nodes=1).evaluate(folder / "run", f"{folder / 'mine.py'}:data")
+    assert (found["perplexity"], found["bits_per_byte"]) == (own["perplexity"], own["bits_per_byte"])
+    with pytest.raises(UsageError, match="digits lacks 'input_ids'"):
+        Ring(nodes=1).evaluate(folder / "run", "digits")

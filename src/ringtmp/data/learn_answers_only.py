@@ -2,26 +2,27 @@
 its turn.
 
 A chat template is the tokeniser's own. Where it marks what the assistant says (`{% generation %}`), that counts.
-Otherwise the conversation is rendered up to each answer, with and without it: what lies between is the answer.
+Otherwise the conversation is rendered up to each answer, with and without it, or with another in its place: the answer
+begins where the two differ.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ringtmp.data.chat_template import chat_template, rendered
 from ringtmp.data.text_files import ASSISTANT, Answered, Chat
 from ringtmp.data.tokenizer import Encoded, Encoder
 from ringtmp.errors import UsageError
 
 Tokens = tuple[Encoded, NDArray[np.bool_]]  # with which of them are learned
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: A template may write the day into a conversation; the same file must give the same tokens tomorrow.
-_DAY = {"strftime_now": lambda form: "26 Jul 2024"}
 
 
 def of_completion(encoder: Encoder, item: Answered) -> Tokens:
@@ -54,35 +55,27 @@ def of_chat(encoder: Encoder, item: Chat) -> Tokens:
 
 
 def _template(encoder: Encoder, where: str) -> str:
-    """The one that is used without tools."""
-    given = getattr(encoder.tokenizer, "chat_template", None)
-    found = given.get("default") if isinstance(given, dict) else given
-    if not found:
+    found = chat_template(encoder.tokenizer)
+    if found is None:
         raise UsageError(
             f"{where} has messages, and the tokeniser {encoder.name} has no chat template to write them with: give prompt and "
             "completion instead, or a tokeniser with one (--tokenizer)"
         )
-    return str(found)
+    return found
 
 
 def _rendered(encoder: Encoder, item: Chat, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
-    try:
-        return encoder.tokenizer.apply_chat_template(list(messages), **{"tokenize": False, **_DAY, **more})
-    except Exception as error:  # a template refuses in its own words
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"{item.where}: the chat template refuses the messages: {reason}") from error
+    return rendered(encoder.tokenizer, item.where, messages, **more)
 
 
 def _span(encoder: Encoder, item: Chat, text: str, place: int) -> tuple[int, int]:
     """From the first character of an answer to the last of the mark that ends it."""
-    said = str(item.messages[place]["content"]).strip()
     plain = _rendered(encoder, item, item.messages[:place]) if place else ""
     before = _rendered(encoder, item, item.messages[:place], add_generation_prompt=True) if place else ""
     after = _rendered(encoder, item, item.messages[: place + 1])
     if before == plain or not after.startswith(before):
         # The template has no words that ask for an answer, or answers do not begin with them.
-        start = after.find(said, len(plain))
-        before = after[:start] if said and start >= 0 else plain
+        before = _before(encoder, item, after, place)
     if not text.startswith(before) or not text.startswith(after) or not after.startswith(before):
         raise UsageError(
             f"{item.where}: the chat template writes the beginning of this conversation otherwise when more follows, so the "
@@ -90,6 +83,18 @@ def _span(encoder: Encoder, item: Chat, text: str, place: int) -> tuple[int, int
             "with {% generation %}"
         )
     return len(before), max(len(before), len(after.rstrip()))
+
+
+def _before(encoder: Encoder, item: Chat, after: str, place: int) -> str:
+    """What a template writes before an answer, whatever it is: the text with another answer, as far as both are the same.
+    The other one is a character that the text does not have, so that the first of the answer is where they part."""
+    other = next(each for each in map(chr, range(ord("0"), sys.maxunicode)) if each not in after)
+    instead = {**item.messages[place], "content": other}
+    otherwise = _rendered(encoder, item, (*item.messages[:place], instead))
+    if other not in otherwise:
+        raise UsageError(f"{item.where}: the chat template does not write the answer in message {place + 1}")
+    pairs = enumerate(zip(after, otherwise, strict=False))
+    return after[: next((at for at, (one, another) in pairs if one != another), len(after))]
 
 
 def _as_marked(encoder: Encoder, item: Chat, found: Encoded) -> NDArray[np.bool_]:

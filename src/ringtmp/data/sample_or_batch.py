@@ -19,6 +19,8 @@ from ringtmp.errors import UsageError
 LABELS = "labels"
 #: The name of the loss that the model computes itself.
 OWN_LOSS = "model"
+#: A label that torch's cross-entropy leaves out.
+IGNORED = -100
 #: What an item of the data is: (inputs, targets), a mapping with labels, or a mapping without.
 Items = Literal["pairs", "labels", "inputs"]
 

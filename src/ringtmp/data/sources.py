@@ -18,6 +18,7 @@ import torch
 from ringtmp.data.nested_inputs import arranged, leaves, map_tensors, names
 from ringtmp.data.randomness import Randomness, not_ours, restart_workers
 from ringtmp.data.sample_or_batch import (
+    IGNORED,
     LABELS,
     OWN_LOSS,
     Items,
@@ -221,7 +222,7 @@ def tensors(name: str, inputs: torch.Tensor, targets: torch.Tensor, outputs: int
     classes = not targets.is_floating_point()
     if classes:
         targets = targets.long()
-        below = (targets < 0) & (targets != -100)  # torch's cross-entropy leaves -100 out
+        below = (targets < 0) & (targets != IGNORED)
         if bool(below.any()):
             row = int(below.nonzero()[0][0])
             raise UsageError(f"data {name}: sample {row} has label {int(targets[below][0])}: labels start at 0")

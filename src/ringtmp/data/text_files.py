@@ -92,7 +92,8 @@ class TextFiles:
                         first = first or (kind, where)
                         if kind != first[0]:
                             raise UsageError(
-                                f"data {self.name}: {where} has {kind}, but {first[1]} has {first[0]}: put one kind in a file"
+                                f"data {self.name}: {where} has {kind}, but {first[1]} has {first[0]}: all files of a source "
+                                "have one kind of line"
                             )
                         yield item, done
             except OSError as error:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ringtmp.data.learn_answers_only import Tokens, of_chat, of_completion
-from ringtmp.data.sample_or_batch import LABELS, OWN_LOSS
+from ringtmp.data.sample_or_batch import IGNORED, LABELS, OWN_LOSS
 from ringtmp.data.sources import Shape, Table, Text, subset
 from ringtmp.data.text_files import Answered, Chat, Document, Item, TextFiles
 from ringtmp.data.tokenizer import Encoder
@@ -27,8 +27,6 @@ from ringtmp.units import bytes_text
 DEFAULT_CONTEXT = 128
 #: At most so many samples are tested on, evenly spread over the last tenth.
 MOST_TESTS = 512
-#: A label that torch's cross-entropy leaves out.
-_NOTHING = -100
 #: A long document is given to the tokeniser in pieces of so many characters, which end with a line where there is one.
 _PIECE = 1 << 18
 #: Seconds between two states of the line that shows progress.
@@ -113,7 +111,7 @@ def _packed(name: str, documents: Iterator[Item], how: Reading) -> Table:
     encoder, context = how.encoder, how.context
     ids, sizes = [], []
     for each in documents:
-        assert isinstance(each, Document), "one kind in a file"
+        assert isinstance(each, Document), "one kind in all files"
         found = encoder.encode(each.text)
         begin = encoder.begin if each.begins and len(found.ids) else ()
         end = (encoder.end,) if each.ends and len(found.ids) and encoder.end is not None else ()
@@ -151,7 +149,7 @@ def _one_a_row(name: str, items: Iterator[Item], how: Reading) -> Table:
             continue
         learned[0] = False  # nothing comes before it
         inputs.append(_filled(ids, context, encoder.padding))
-        labels.append(_filled(np.where(learned, ids, _NOTHING), context, _NOTHING))
+        labels.append(_filled(np.where(learned, ids, IGNORED), context, IGNORED))
         sizes.append(int(found.bytes[:context][learned].sum()))
         lengths.append(len(ids))
     total = len(inputs) + empty
@@ -182,7 +180,7 @@ def _one_a_row(name: str, items: Iterator[Item], how: Reading) -> Table:
 def _tokens(encoder: Encoder, item: Item) -> Tokens:
     if isinstance(item, Answered):
         return of_completion(encoder, item)
-    assert isinstance(item, Chat), "one kind in a file"
+    assert isinstance(item, Chat), "one kind in all files"
     return of_chat(encoder, item)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ringtmp.data.chat_template import chat_template, rendered
 from ringtmp.data.tokenizer import read_tokenizer
 from ringtmp.errors import UsageError
 from ringtmp.model.pretrained import PREFIX, is_pretrained
@@ -16,7 +17,6 @@ BYTES = 256
 
 
 class Tokenizer(Protocol):
-    size: int
     ends: frozenset[int]  # tokens after which a text is at its end
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
@@ -27,7 +27,6 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    size = BYTES
     ends: frozenset[int] = frozenset()
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
@@ -42,20 +41,16 @@ class Bytes:
 class OfTransformers:
     def __init__(self, found: Any, ends: Sequence[int]) -> None:
         self._found = found
-        self.size = len(found)
         own = getattr(found, "eos_token_id", None)
         self.ends = frozenset([*ends, *([own] if isinstance(own, int) else [])])
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
         if not chat:
             return list(self._found(text)["input_ids"])
-        if not getattr(self._found, "chat_template", None):
+        if chat_template(self._found) is None:
             raise UsageError("--chat: the model's tokeniser has no chat template; leave it out")
         said = [{"role": "user", "content": text}]
-        try:
-            asked = self._found.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-        except ImportError as error:
-            raise UsageError("--chat needs the package jinja2: pip install jinja2") from error
+        asked = rendered(self._found, "--chat", said, add_generation_prompt=True)
         return list(self._found(asked, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:

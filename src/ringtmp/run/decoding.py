@@ -20,6 +20,7 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.model.decoder_cells import DecoderCells
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.portable_layer import Layer, Value
+from ringtmp.model.shrink_frozen_weights import enlarged
 from ringtmp.plan.route import Route
 from ringtmp.run.inference import Inference, Layout, inference, laid_out, layer_bytes
 from ringtmp.run.measure_model import described
@@ -51,7 +52,8 @@ class Reader(Protocol):
 
 
 class DecoderWeights:
-    """What the cells of a decoder begin with: the run's weights, by name, and for the rest what came with the export."""
+    """What the cells of a decoder begin with: the run's weights, by name and in float32 however they are kept, and for the
+    rest what came with the export."""
 
     def __init__(self, checkpoint: Checkpoint, index: LayerIndex, layers: Sequence[Layer], prefix: str,
                  others: dict[str, torch.Tensor]) -> None:  # fmt: skip
@@ -80,9 +82,9 @@ class DecoderWeights:
             return self._others[full].clone()
         if at != self._opened:
             layer = self._layers[at]
-            given, self._opened = self._checkpoint.layer(at, layer)[0], at
+            (whole, given), self._opened = enlarged(layer, self._checkpoint.layer(at, layer)[0]), at
             self._held = {
-                layer.full_name(each): each_given for each, each_given in zip(layer.tensors, given, strict=True)
+                whole.full_name(each): each_given for each, each_given in zip(whole.tensors, given, strict=True)
             }
         return self._held[name]
 

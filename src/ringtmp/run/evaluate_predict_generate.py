@@ -31,7 +31,7 @@ from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.generate import Generated, Prompt, Writing
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.progress import Telling
-from ringtmp.run.run_data import labels_as, loss_again, named_again, without_left_out
+from ringtmp.run.run_data import labels_as, loss_again, named_again, with_data, without_left_out
 from ringtmp.run.training_loop import EVALUATION_FACTOR
 from ringtmp.run.what_to_train import Watcher
 from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
@@ -48,7 +48,7 @@ def evaluate(
     run = RunDirectory(Path(run_dir))
     saved = run.read_config()
     if data is None or isinstance(data, str):
-        train, test = named_again(replaced(saved.config, {"data": data} if data else {}))
+        train, test = named_again(with_data(saved.config, data) if data else saved.config)
         source = test or train
     else:
         source = from_python(data, seed=saved.config.training.seed)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ringtmp.config import RunConfig
+from ringtmp.config import RunConfig, replaced
 from ringtmp.data.leave_out_inputs import leave_out, names_of
+from ringtmp.data.named_sources import is_text
 from ringtmp.data.sources import Source, with_loss
 from ringtmp.errors import UsageError
 from ringtmp.run.text_settings import named_data
@@ -22,6 +23,12 @@ def named_again(
             "--data FILE.py:factory"
         )
     return named_data(config, phase=phase)[1]
+
+
+def with_data(config: RunConfig, name: str) -> RunConfig:
+    """Other data than a run was trained on. What it says of reading text means nothing where this is none."""
+    about_text = {} if is_text(name) else {"tokenizer": None, "context": None, "attention_mask": False}
+    return replaced(config, {"data": name, **about_text})
 
 
 def without_left_out(

@@ -102,6 +102,11 @@ def _facts(config: RunConfig, model: Model | None) -> LanguageFacts:
 
 
 def _refuse_misfit(model: str, facts: LanguageFacts, tokenizer: str, vocabulary: int, context: int) -> None:
+    if facts.otherwise is not None:
+        raise UsageError(
+            f"the model {model} is a {facts.otherwise}, which does not learn the next token of a text (it is no causal "
+            "language model), so its loss would say nothing: give samples with labels of your own (--data FILE.py:factory)"
+        )
     if facts.vocabulary is not None and vocabulary > facts.vocabulary:
         raise UsageError(
             f"the tokeniser {tokenizer} has {vocabulary} tokens, and the model {model} has embeddings for {facts.vocabulary}: "

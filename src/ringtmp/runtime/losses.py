@@ -11,14 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from ringtmp.data.batches import Batch
-from ringtmp.data.sample_or_batch import LABELS, OWN_LOSS
+from ringtmp.data.sample_or_batch import IGNORED, LABELS, OWN_LOSS
 from ringtmp.data.sources import Text
 from ringtmp.errors import UsageError, unknown
 from ringtmp.model.output_tree import described, field_of
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
-#: A label that torch's cross-entropy leaves out.
-IGNORED = -100
 #: Of a larger loss e to it is no number.
 _MOST_NATS = 700.0
 
