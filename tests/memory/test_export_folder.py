@@ -52,10 +52,56 @@ def test_a_model_is_one_of_transformers_again(tmp_path: Path) -> None:
     (to / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="is not empty"):
         export_weights(tmp_path / "run", to)
-    export_weights(tmp_path / "run", to, force=True)  # the adapters alone, in the place of the whole
-    left = {each.name for each in to.iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "notes.txt"} <= left
-    assert not {"config.json", "model.safetensors"} & left
+    export_weights(tmp_path / "run", to, merge=True, force=True)
+    with pytest.raises(UsageError, match=r"has config\.json, model\.safetensors, .*choose another folder"):
+        export_weights(tmp_path / "run", to, force=True)  # with both kinds beside each other a library would load both
+    assert (to / "notes.txt").read_text() == "mine"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {each.name for each in to.iterdir()}
+
+
+def test_the_files_that_a_run_was_made_from_are_never_replaced(tmp_path: Path) -> None:
+    data = {"input_ids": IDS, "labels": IDS}
+    trained(base(tmp_path), data, tmp_path, lora="r=2,on=q_proj")
+    before = {each.name: each.read_bytes() for each in (tmp_path / "base").iterdir()}
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    for to in ("base", "link", "base/model.safetensors"):
+        for merge in (False, True):
+            with pytest.raises(UsageError, match="which the run's model was made from: choose another"):
+                export_weights(tmp_path / "run", tmp_path / to, merge, force=True)
+    assert {each.name: each.read_bytes() for each in (tmp_path / "base").iterdir()} == before
+
+
+def test_adapters_on_a_square_weight_that_is_turned_are_merged_the_right_way_round(tmp_path: Path) -> None:
+    """GPT-2's attention has one: inputs x outputs, 16 x 16."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32, n_inner=24, resid_pdrop=0.0, attn_pdrop=0.0,
+        embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    data = {"input_ids": IDS, "labels": IDS}
+    faster: Any = ("adam", {"lr": 0.1})  # so that a wrong turn is no rounding
+    result = trained(f"hf:{tmp_path / 'base'}", data, tmp_path, lora="r=2,alpha=64,on=c_proj", optimizer=faster)
+    for to in ("whole", "m.pt2"):
+        done = export_weights(tmp_path / "run", tmp_path / to, merge=True)
+        assert done.difference is not None
+        assert 0 < done.difference < 1e-4
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole").eval()
+    with torch.no_grad():
+        expected = result.model(input_ids=IDS[:2]).logits
+        torch.testing.assert_close(again(input_ids=IDS[:2]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_on_a_tied_head_is_not_merged_into_the_embedding(tmp_path: Path) -> None:
+    data = {"input_ids": IDS, "labels": IDS}
+    trained(base(tmp_path, tie_word_embeddings=True), data, tmp_path, lora="r=2,on=lm_head")
+    for to in ("whole", "m.safetensors", "m.pt2"):
+        with pytest.raises(
+            UsageError, match=r"--merge: model\.embed_tokens\.weight, .* of lm_head .* leave --merge out"
+        ):
+            export_weights(tmp_path / "run", tmp_path / to, merge=True)
+        assert not (tmp_path / to).exists()
+    assert export_weights(tmp_path / "run", tmp_path / "adapters").difference == 0.0
 
 
 def test_adapters_and_a_head_that_was_trained_load_into_peft(tmp_path: Path) -> None:

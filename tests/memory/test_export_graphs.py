@@ -134,6 +134,14 @@ def test_weights_that_are_many_lie_beside_the_file(tmp_path: Path, monkeypatch: 
     assert [each.name for each in done.files] == ["m.onnx", "m.onnx.data"]
     x = torch.randn(3, 8)
     torch.testing.assert_close(onnx_outputs(tmp_path / "m.onnx", input=x)["output"], result.model(x))
+    (tmp_path / "m.onnx").unlink()
+    (tmp_path / "m.onnx.data").write_text("mine")
+    with pytest.raises(
+        UsageError, match=r"m\.onnx\.data exists already: choose another name, or replace it with --force"
+    ):
+        result.export(tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
+    assert (tmp_path / "m.onnx.data").read_text() == "mine"
 
 
 # -- every kind of model; the quick tests above say the same of small ones ------------------------------------------------

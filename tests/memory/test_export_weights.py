@@ -20,6 +20,7 @@ from ringtmp.model.tensor_file import Described, TensorFile
 from ringtmp.run import saved_model
 from ringtmp.run.export_weights import export_weights
 from ringtmp.run.saved_model import SavedModel
+from ringtmp.system.staged_files import staged
 
 
 def trained(model: nn.Module | str, data: Any, folder: Path, **more: Any) -> Any:
@@ -100,7 +101,7 @@ def test_a_bias_that_was_trained_inside_an_adapted_layer_is_refused_by_name(tmp_
         ("folder", False, "has no configuration of transformers"),
         ("m.safetensors", True, "has no adapters to merge"),
         ("taken.safetensors", False, "exists already: choose another name, or replace it with --force"),
-        ("run", False, "is not empty"),
+        ("run", False, "is the run itself: choose another folder"),
         ("taken.safetensors/m.pt2", False, "cannot be written"),
     ],
 )
@@ -141,6 +142,29 @@ def test_predictions_are_compared_only_where_the_model_fits(tmp_path: Path, monk
     done = export_weights(tmp_path / "run", tmp_path / "m.safetensors")
     assert done.difference is None
     assert "every tensor read back; predictions not compared: the model takes" in done.compared
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_no_file_is_moved_before_all_names_are_known_to_be_free(force: bool, tmp_path: Path) -> None:
+    """A folder is never replaced, a file with --force alone."""
+    taken = tmp_path / "m.onnx.data"
+    taken.mkdir() if force else taken.write_text("mine")
+    writing = staged(tmp_path / "m.onnx", force, folder=False)
+    aside = writing.__enter__()
+    for name in ("a", "m.onnx", "m.onnx.data"):
+        (aside / name).write_text("new")
+    with pytest.raises(UsageError, match=r"m\.onnx\.data (exists already|is a folder)"):
+        writing.__exit__(None, None, None)
+    assert [each.name for each in tmp_path.iterdir()] == ["m.onnx.data"]
+    assert force or taken.read_text() == "mine"
+
+
+def test_a_folder_export_never_goes_into_the_run_itself(tmp_path: Path) -> None:
+    words(tmp_path, lora="r=2,on=qkv")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="is the run itself: choose another folder"):
+        export_weights(tmp_path / "run", tmp_path / "run", force=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # -- the file itself ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 
 from ringtmp import Ring, UsageError
 from ringtmp.cli import ringtmp
+from ringtmp.run import evaluate_predict_generate
 
 
 class Chat(nn.Module):
@@ -110,3 +111,33 @@ def test_float64_is_converted_from_files_and_from_python(numbers: Any, tmp_path:
     np.save(tmp_path / "whole.npy", x.astype(np.int64))
     with pytest.raises(UsageError, match="holds int64 numbers, but the model was built for float32"):
         predict(numbers, tmp_path / "whole.npy")
+
+
+class Pair(nn.Module):
+    """Two tensors, neither of which is called logits, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        given = self.up(x)
+        return {"mean": given, "spread": given.exp(), "loss": given.square().mean()}
+
+
+def test_several_outputs_without_logits_are_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 6)
+    result = Ring(nodes=1, progress=False).fit(
+        Pair(), (x, x), steps=2, batch_size=8, run_dir=tmp_path / "run", loss=lambda given, targets: given["loss"]
+    )
+    np.save(tmp_path / "x.npy", x.numpy())
+    predict(result, tmp_path / "x.npy", "--out", tmp_path / "y.npz")
+    with np.load(tmp_path / "y.npz") as found:
+        assert sorted(found.files) == ["mean", "spread"]
+    monkeypatch.setattr(evaluate_predict_generate, "predict", None)  # nobody asks for predictions
+    for words in ((), ("--out", tmp_path / "y.npy")):
+        with pytest.raises(UsageError, match="returns mean, spread: write them all to a file with --out"):
+            predict(result, tmp_path / "x.npy", *words)

@@ -44,12 +44,15 @@ def command(
         from ringtmp.runtime.run_directory import RunDirectory
     import numpy as np
 
-    from ringtmp.model.output_tree import named_tensors
+    from ringtmp.model.output_tree import named_tensors, names_of
     from ringtmp.system.files import write_atomic
 
     directory = RunDirectory(run)
     directory.open()
-    given = _as_inputs(_read(inputs), directory.read_layers()[0].input_names, inputs)
+    index, layers = directory.read_layers()
+    given = _as_inputs(_read(inputs), index.input_names, inputs)
+    if out is None or out.suffix != ".npz":
+        _require_one(index.predicted(names_of(layers[-1].output)))
     count, pool = nodes_of(run, nodes, listen, ring_name)
     found = {
         name: each.numpy()
@@ -61,8 +64,7 @@ def command(
         np.savez(content, **arrays)
         write_atomic(out, content.getvalue())
         return
-    if len(found) > 1 and LOGITS not in found:
-        raise UsageError(f"this model returns {', '.join(found)}: write them all to a file with --out FILE.npz")
+    _require_one(list(found))  # a run of an older version did not say what is predicted
     outputs = found[LOGITS] if LOGITS in found else next(iter(found.values()))
     if out is not None:
         content = io.BytesIO()
@@ -70,6 +72,12 @@ def command(
         write_atomic(out if out.suffix == ".npy" else out.with_name(f"{out.name}.npy"), content.getvalue())
     else:
         np.savetxt(sys.stdout, outputs.argmax(-1).reshape(len(outputs), -1), fmt="%d")
+
+
+def _require_one(names: list[str]) -> None:
+    """UsageError where there are several outputs, and none that is meant."""
+    if len(names) > 1 and LOGITS not in names:
+        raise UsageError(f"this model returns {', '.join(names)}: write them all to a file with --out FILE.npz")
 
 
 def _as_inputs(arrays: dict[str, Any], names: tuple[str, ...], path: Path) -> Any:

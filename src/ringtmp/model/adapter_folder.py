@@ -10,9 +10,9 @@ from ringtmp.errors import UsageError, some_of
 from ringtmp.model.lora import Lora, checked_lora
 from ringtmp.model.weights_file import WeightsFile
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Before the names of tensors in the file.
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 #: What PEFT can do besides and these adapters cannot, with the values that mean that it is not done.
 _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, None), "use_dora": (False, None),
@@ -24,7 +24,7 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
 
 def lora_of(folder: Path) -> Lora:
     """What the adapter's configuration says. All that is not taken is told at once."""
-    path = folder / CONFIG
+    path = folder / ADAPTER_CONFIG
     try:
         read = json.loads(path.read_bytes())
     except OSError as error:
@@ -49,14 +49,14 @@ def lora_of(folder: Path) -> Lora:
 
 def weights_of(folder: Path) -> WeightsFile:
     pickled = folder / "adapter_model.bin"
-    if pickled.exists() and not (folder / WEIGHTS).exists():
+    if pickled.exists() and not (folder / ADAPTER_WEIGHTS).exists():
         raise UsageError(
             f"--adapter {folder} has pickled weights alone ({pickled.name}), which may run code when read: save it with "
             "safe_serialization=True"
         )
-    return WeightsFile(folder / WEIGHTS, option="--adapter", key=_key)
+    return WeightsFile(folder / ADAPTER_WEIGHTS, option="--adapter", key=_key)
 
 
 def _key(name: str) -> str | None:
     """What a tensor of the model is called in the file; None: it is not there, since it belongs to the base."""
-    return f"{PREFIX}{name}" if ".lora_A." in name or ".lora_B." in name else None
+    return f"{PEFT_PREFIX}{name}" if ".lora_A." in name or ".lora_B." in name else None

@@ -1,12 +1,13 @@
 """A model's evaluation as one graph: its layers or cells one after the other, tensors under their names in the model.
 
-Pure: layers in, a graph out. What is asked of it: which outputs need the labels, which inputs are rows of an embedding, and
-the graph without adapters, for weights to which they were added.
+Pure: layers in, a graph out. What is asked of it: which outputs need the labels, which inputs are rows of an embedding,
+which weights adapters are added to, and the graph without adapters, for weights to which they were added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,18 +24,15 @@ def name_before(name: str) -> str:
     return name.replace(_BASE, ".")
 
 
-def adapted_weight(name: str) -> str | None:
-    """The layer that adapters were added to, where this is its weight."""
-    layer, base, kind = name.partition(_BASE)
-    return layer if base and kind == "weight" else None
-
-
 _SUM, _SIZE = "aten.add.Tensor", "aten.sym_size."
 #: Operators whose values are those of their first argument, all of them.
 _SAME_VALUES = {
     "view", "reshape", "to", "contiguous", "flatten", "_unsafe_view", "alias", "detach", "clone", "unsqueeze", "squeeze",
     "_to_copy",
 }  # fmt: skip
+#: Of the operators that a linear layer may be: which argument is its weight. That of `linear` is outputs x inputs, others
+#: are inputs x outputs.
+_WEIGHT_AT = {"linear": 1, "addmm": 2, "mm": 1, "matmul": 1}
 
 
 def whole_graph(layers: Sequence[Layer], inputs: int) -> Graph:
@@ -98,46 +96,122 @@ def rows_of(layers: Sequence[Layer], inputs: int) -> dict[int, int]:
 
 def _origin(graph: Graph, value: Argument) -> int | None:
     """The slot of the model's input that the value is, whatever its shape; None: it is computed."""
-    while isinstance(value, Ref):
-        if value.slot < len(graph.inputs):
-            return value.slot if graph.inputs[value.slot].kind == "input" else None
+    slot = _source(graph, value)
+    return slot if slot is not None and slot < len(graph.inputs) and graph.inputs[slot].kind == "input" else None
+
+
+def _tensor(graph: Graph, value: Argument) -> int | None:
+    """The slot of the model's own tensor that the value is; None: it is another."""
+    slot = _source(graph, value)
+    return slot if slot is not None and slot < len(graph.inputs) and graph.inputs[slot].kind != "input" else None
+
+
+def _maker(graph: Graph, value: Argument) -> int | None:
+    """The slot of the operator that computed the value; None: it entered the model."""
+    slot = _source(graph, value)
+    return slot if slot is not None and slot >= len(graph.inputs) else None
+
+
+def _source(graph: Graph, value: Argument) -> int | None:
+    """Where the value's numbers come from, whatever its shape; None: it is no tensor."""
+    while isinstance(value, Ref) and value.slot >= len(graph.inputs):
         op = graph.ops[value.slot - len(graph.inputs)]
         if _name(op) not in _SAME_VALUES:
-            return None
+            break
         value = op.args[0]
-    return None
+    return value.slot if isinstance(value, Ref) else None
 
 
-# -- without adapters ---------------------------------------------------------------------------------------------------
+# -- with and without adapters ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight that an adapter is added to."""
+
+    layer: str
+    turned: bool  # it is inputs x outputs, as transformers' Conv1D has it
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """One use of an adapter, `given + B(A(x)) * scale`: the slots of its operators, of which `total` is the sum."""
+
+    layer: str
+    narrow: int
+    wide: int
+    scaled: int
+    total: int
+    given: Argument
+
+
+def adapted_weights(graph: Graph) -> dict[str, Adapted]:
+    """By the weight's name. UsageError where a product cannot be added to the weight without changing something else."""
+    found: dict[str, Adapted] = {}
+    uses: dict[int, set[int]] = {}  # of each weight, those with an adapter beside them
+    for each in _adapters(graph, _users(graph)):
+        made = _maker(graph, each.given)
+        op = None if made is None else graph.ops[made - len(graph.inputs)]
+        weight = None if op is None or _name(op) not in _WEIGHT_AT else _tensor(graph, op.args[_WEIGHT_AT[_name(op)]])
+        if made is None or op is None or weight is None:
+            raise UsageError(
+                f"--merge: what {each.layer} gives is not that of a linear layer with a weight of its own, to which an adapter "
+                "can be added; leave --merge out"
+            )
+        name = graph.inputs[weight].name
+        here = Adapted(each.layer, turned=_name(op) != "linear")
+        if found.setdefault(name, here) != here:
+            raise _shared(name, here.layer, f"{found[name].layer}, which has another adapter,")
+        uses.setdefault(weight, set()).add(made)
+    for slot, op in enumerate(graph.ops, len(graph.inputs)):
+        for weight in {one for used in _taken(op) if (one := _tensor(graph, Ref(used))) in uses}:
+            if slot not in uses[weight] and _name(op) not in _SAME_VALUES and not op.target.startswith(_SIZE):
+                name = graph.inputs[weight].name
+                raise _shared(name, found[name].layer, op.target)
+    return found
+
+
+def _shared(weight: str, layer: str, other: str) -> UsageError:
+    return UsageError(
+        f"--merge: {weight}, the weight of {layer} (which has an adapter), is used by {other} too, which would change with it; "
+        "leave --merge out: a folder then gets the adapters alone, for PEFT"
+    )
 
 
 def without_adapters(graph: Graph) -> Graph:
     """`given + B(A(x)) * scale` becomes `given`, everywhere. Sizes that were read off what is gone are read off x. Tensors
     have the names they had before adapters were added."""
-    first = len(graph.inputs)
-    users: dict[int, list[int]] = {}
-    for slot, op in enumerate(graph.ops, first):
+    instead: dict[int, Argument] = {}
+    for each in _adapters(graph, _users(graph)):
+        instead[each.total] = instead[each.scaled] = each.given
+        instead[each.wide] = instead[each.narrow] = graph.ops[each.narrow - len(graph.inputs)].args[0]
+    return _rebuilt(graph, instead)
+
+
+def _users(graph: Graph) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for slot, op in enumerate(graph.ops, len(graph.inputs)):
         for used in _taken(op):
-            users.setdefault(used, []).append(slot)
+            found.setdefault(used, []).append(slot)
+    return found
+
+
+def _adapters(graph: Graph, users: Mapping[int, Sequence[int]]) -> Iterator[_Beside]:
+    first = len(graph.inputs)
 
     def only_user(slot: int) -> int:
         computing = [each for each in users.get(slot, []) if not graph.ops[each - first].target.startswith(_SIZE)]
         return computing[0] if len(computing) == 1 else -1
 
-    instead: dict[int, Argument] = {}
     for weight, each in enumerate(graph.inputs):
         for wide in users.get(weight, []) if each.name.endswith(ADAPTER_B) else []:
             scaled = only_user(wide)
             total = only_user(scaled)
             found = graph.ops[total - first] if total >= first else None
-            narrow = graph.ops[wide - first].args[0]
+            narrow, layer = graph.ops[wide - first].args[0], each.name.removesuffix(ADAPTER_B)
             if found is None or found.target != _SUM or found.args[1:] != (Ref(scaled),) or not isinstance(narrow, Ref):
-                raise UsageError(
-                    f"--merge: the graph of {each.name.removesuffix(ADAPTER_B)} is not that of an adapter; leave --merge out"
-                )
-            instead[total] = instead[scaled] = found.args[0]
-            instead[wide] = instead[narrow.slot] = graph.ops[narrow.slot - first].args[0]
-    return _rebuilt(graph, instead)
+                raise UsageError(f"--merge: the graph of {layer} is not that of an adapter; leave --merge out")
+            yield _Beside(layer, narrow.slot, wide, scaled, total, found.args[0])
 
 
 def _rebuilt(graph: Graph, instead: Mapping[int, Argument]) -> Graph:

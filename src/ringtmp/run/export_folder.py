@@ -14,20 +14,50 @@ from typing import Any
 import torch
 
 from ringtmp.errors import RingError, UsageError
+from ringtmp.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ringtmp.model.pretrained import PREFIX, is_pretrained, library_of
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
 from ringtmp.run.write_weights import adapter_names, all_names, compare_weights, trained_modules, write_weights
 
-WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-#: With these beside each other a library would load both: one export takes the place of the other.
-REPLACED = (WEIGHTS, ADAPTERS, CONFIG, ADAPTER_CONFIG)
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 #: What a tokeniser, a processor of images and generation read, as `save_pretrained` writes them. No code, no pickle.
 _BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
+
+
+def refuse_own_files(model: SavedModel, to: Path, folder: bool) -> None:
+    """UsageError where the run, or what its model was made from, would be overwritten. --force does not help."""
+    if folder and to.resolve() == model.run_dir.resolve():
+        raise UsageError(f"--to {to} is the run itself: choose another folder")
+    if not is_pretrained(model.name):
+        return
+    source = _source(model)
+    from_folder = (source if source.is_dir() else source.parent).resolve()
+    if to.resolve() == from_folder:
+        raise UsageError(f"--to {to} is the folder which the run's model was made from: choose another folder")
+    # not to.resolve(): a link in that folder would be replaced, wherever it leads
+    if to.suffix == ".safetensors" and to.exists() and to.parent.resolve() == from_folder and source.suffix != ".gguf":
+        raise UsageError(f"--to {to} lies in the folder which the run's model was made from: choose another name")
+
+
+def refuse_other_kind(to: Path, adapters: bool) -> None:
+    """UsageError where a folder has a whole model and is to get adapters, or the other way round."""
+    others = [
+        name for name in ((CONFIG, WEIGHTS) if adapters else (ADAPTER_CONFIG, ADAPTER_WEIGHTS)) if (to / name).exists()
+    ]
+    if others:
+        kinds = ("a whole model", "adapters") if adapters else ("adapters", "a whole model")
+        raise UsageError(
+            f"--to {to} has {', '.join(others)}, of {kinds[0]}: with {kinds[1]} beside it a library would load both; choose "
+            "another folder"
+        )
+
+
+def _source(model: SavedModel) -> Path:
+    return Path(model.name.removeprefix(PREFIX)).expanduser()
 
 
 def require_source(model: SavedModel, to: Path) -> Path:
@@ -37,7 +67,7 @@ def require_source(model: SavedModel, to: Path) -> Path:
             f"--to {to}: the model {model.name} has no configuration of transformers; give a file that ends in .safetensors, "
             ".onnx or .pt2"
         )
-    source = Path(model.name.removeprefix(PREFIX)).expanduser()
+    source = _source(model)
     config = source / CONFIG if source.is_dir() else source
     if not config.is_file():
         raise UsageError(f"--to {to}: {config}, which the model was made from, is gone")
@@ -66,7 +96,7 @@ def write_adapters(model: SavedModel, folder: Path) -> tuple[int, float | None, 
     lora = model.lora
     assert lora is not None
     names = adapter_names(model)
-    base = str(Path(model.name.removeprefix(PREFIX)).expanduser()) if is_pretrained(model.name) else ""
+    base = str(_source(model)) if is_pretrained(model.name) else ""
     config: dict[str, Any] = {
         "peft_type": "LORA", "base_model_name_or_path": base, "r": lora.r, "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout, "target_modules": list(lora.on), "bias": "none", "inference_mode": True,
@@ -74,8 +104,8 @@ def write_adapters(model: SavedModel, folder: Path) -> tuple[int, float | None, 
     if modules := trained_modules(names):
         config["modules_to_save"] = modules
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors = write_weights(model, folder / ADAPTERS, names)
-    return tensors, *compare_weights(model, folder / ADAPTERS, names)
+    tensors = write_weights(model, folder / ADAPTER_WEIGHTS, names)
+    return tensors, *compare_weights(model, folder / ADAPTER_WEIGHTS, names)
 
 
 def _compared(model: SavedModel, folder: Path) -> float:

@@ -39,6 +39,11 @@ _IN_ONE_FILE = 256 * 1024 * 1024
 Written = tuple[int, float | None, str]
 
 
+def beside(model: SavedModel, to: Path) -> list[Path]:
+    """The other files that are written with this one."""
+    return [to.with_name(f"{to.name}.data")] if to.suffix == ".onnx" and model.weight_bytes > _IN_ONE_FILE else []
+
+
 def require_packages(to: Path) -> None:
     missing = [each for each in PACKAGES if importlib.util.find_spec(each) is None]
     if missing:
@@ -57,7 +62,7 @@ def write_onnx(model: SavedModel, path: Path, merge: bool) -> Written:
             found: Any = torch.onnx.export(
                 program, input_names=names, output_names=leaving, dynamo=True, verbose=False, optimize=True
             )
-            found.save(path, external_data=model.weight_bytes > _IN_ONE_FILE)
+            found.save(path, external_data=bool(beside(model, path)))
     except torch.onnx.errors.OnnxExporterError as error:
         raise UsageError(f"--to {path.name}: {_refused(error)}; give a .pt2 or .safetensors file") from error
     tensors = len(program.state_dict)
@@ -105,9 +110,9 @@ def _prepared(model: SavedModel, path: Path, merge: bool) -> tuple[list[Named], 
     expected = [{name: given[name] for name in outputs} for given in (predicted(module, each) for each in batches)]
     graph = model.graph
     owned = _owned(model, tensors)
-    if merge and model.lora is not None:
+    if merge:
         for name, tensor in owned.items():
-            add_adapter(name, tensor, owned, model.lora)
+            add_adapter(model, name, tensor, owned)
         graph, owned = without_adapters(graph), {name_before(name): each for name, each in owned.items()}
     whole = WholeModule(graph, owned, list(batches[0]), outputs, zeros=_zeros(model)).eval()
     per_sample = [each.per_sample for place, each in enumerate(model.index.inputs) if place != model.labels]

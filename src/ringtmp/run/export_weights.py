@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringtmp.errors import UsageError
-from ringtmp.run.export_folder import REPLACED, require_source, write_adapters, write_transformers
-from ringtmp.run.export_graphs import require_packages, write_onnx, write_program
+from ringtmp.run.export_folder import (
+    refuse_other_kind,
+    refuse_own_files,
+    require_source,
+    write_adapters,
+    write_transformers,
+)
+from ringtmp.run.export_graphs import beside, require_packages, write_onnx, write_program
 from ringtmp.run.saved_model import SavedModel
-from ringtmp.run.write_weights import all_names, compare_weights, write_weights
+from ringtmp.run.write_weights import all_names, compare_weights, require_mergeable, write_weights
 from ringtmp.system.staged_files import refuse_existing, staged
 
 SUFFIXES = (".safetensors", ".onnx", ".pt2")
@@ -40,12 +46,18 @@ def export_weights(run_dir: Path, to: Path, merge: bool = False, force: bool = F
     model = SavedModel(run_dir)
     if merge and model.lora is None:
         raise UsageError(f"--merge: {run_dir} has no adapters to merge")
-    refuse_existing(to, force, folder)
     adapters = folder and model.lora is not None and not merge
+    refuse_own_files(model, to, folder)
+    for each in (to, *beside(model, to)):
+        refuse_existing(each, force, folder)
+    if folder:
+        refuse_other_kind(to, adapters)
+    if merge:
+        require_mergeable(model)
     source = require_source(model, to) if folder and not adapters else to
     if to.suffix == ".onnx":
         require_packages(to)
-    with staged(to, force, folder=folder, replaces=REPLACED) as aside:
+    with staged(to, force, folder=folder) as aside:
         if adapters:
             tensors, difference, compared = write_adapters(model, aside)
         elif folder:

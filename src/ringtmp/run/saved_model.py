@@ -20,7 +20,7 @@ from ringtmp.model.random_operators import random_count
 from ringtmp.model.run_graph import dtype_of
 from ringtmp.model.shrink_frozen_weights import enlarged, whole_layer
 from ringtmp.model.to_module import revive
-from ringtmp.model.whole_graph import depends_on, rows_of, whole_graph
+from ringtmp.model.whole_graph import Adapted, adapted_weights, depends_on, rows_of, whole_graph
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.system.resources import free_memory_bytes
@@ -76,6 +76,11 @@ class SavedModel:
     def graph(self) -> Graph:
         """Its evaluation."""
         return whole_graph(self.layers, len(self.index.inputs) or self.layers[0].evaluate.entering)
+
+    @cached_property
+    def adapted(self) -> dict[str, Adapted]:
+        """By the weight's first name in the model. UsageError where adapters cannot be added to their weights."""
+        return adapted_weights(self.graph)
 
     @cached_property
     def labels(self) -> int | None:

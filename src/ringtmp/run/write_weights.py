@@ -10,13 +10,12 @@ import torch
 from safetensors import safe_open
 
 from ringtmp.errors import UsageError
-from ringtmp.model.lora import Lora
+from ringtmp.model.adapter_folder import PEFT_PREFIX
 from ringtmp.model.tensor_file import Described, TensorFile
-from ringtmp.model.whole_graph import ADAPTER_A, ADAPTER_B, adapted_weight, name_before
+from ringtmp.model.whole_graph import ADAPTER_A, ADAPTER_B, name_before
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
 from ringtmp.system.staged_files import require_room
 
-PEFT_PREFIX = "base_model.model."
 #: By a tensor's first name in the model: the names it has in the file.
 Names = Mapping[str, tuple[str, ...]]
 
@@ -64,8 +63,8 @@ def write_weights(model: SavedModel, path: Path, names: Names, merge: bool = Fal
     file = TensorFile(path, entries)
     try:
         for first, tensor in model.tensors():
-            if merge and model.lora is not None:
-                add_adapter(first, tensor, adapters, model.lora)
+            if merge:
+                add_adapter(model, first, tensor, adapters)
             for name in names.get(first, ()):
                 file.put(name, tensor)
     finally:
@@ -74,12 +73,24 @@ def write_weights(model: SavedModel, path: Path, names: Names, merge: bool = Fal
     return len(entries)
 
 
-def add_adapter(name: str, tensor: torch.Tensor, adapters: Mapping[str, torch.Tensor], lora: Lora) -> None:
+def require_mergeable(model: SavedModel) -> None:
+    """UsageError where adapters cannot be added to the weights, or one would be lost that no operator of the graph uses."""
+    used = {each.layer + ADAPTER_B for each in model.adapted.values()}
+    unused = {name for name, _ in model.state if name.endswith(ADAPTER_B)} - used
+    for name, tensor in model.tensors() if unused else ():
+        if name in unused and bool(tensor.any()):
+            raise UsageError(
+                f"--merge: the model does not use {name}, so it cannot be added to a weight; leave --merge out"
+            )
+
+
+def add_adapter(model: SavedModel, name: str, tensor: torch.Tensor, adapters: Mapping[str, torch.Tensor]) -> None:
     """In place, where the tensor is a weight that has one."""
-    if (layer := adapted_weight(name)) is not None:
-        added = (adapters[layer + ADAPTER_B] @ adapters[layer + ADAPTER_A]) * (lora.alpha / lora.r)
+    if (adapted := model.adapted.get(name)) is not None and model.lora is not None:
+        wide, narrow = adapters[adapted.layer + ADAPTER_B], adapters[adapted.layer + ADAPTER_A]
+        added = (wide @ narrow) * (model.lora.alpha / model.lora.r)
         with torch.no_grad():
-            tensor += added if added.shape == tensor.shape else added.T
+            tensor += added.T if adapted.turned else added
 
 
 def compare_weights(model: SavedModel, path: Path, names: Names, merge: bool = False) -> tuple[float | None, str]:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,6 +61,11 @@ class LayerIndex(msgspec.Struct, frozen=True):
         maker, place = value
         given = self.outputs if training or not self.evaluated else self.evaluated
         return self.inputs[place] if maker == 0 else given[maker - 1][place]
+
+    def predicted(self, names: Sequence[str]) -> list[str]:
+        """Of the model's outputs, all but one number per microbatch, such as a loss. Empty: not known."""
+        given = (self.evaluated or self.outputs)[-1:]
+        return [name for each in given for name, one in zip(names, each, strict=False) if one.per_sample or one.rest]
 
     @property
     def cost_s(self) -> tuple[float, ...]:

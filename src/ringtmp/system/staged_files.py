@@ -14,10 +14,10 @@ from ringtmp.units import bytes_text
 
 
 @contextlib.contextmanager
-def staged(to: Path, force: bool, *, folder: bool, replaces: tuple[str, ...] = ()) -> Iterator[Path]:
+def staged(to: Path, force: bool, *, folder: bool) -> Iterator[Path]:
     """A folder in which to write `to.name`, with whatever belongs beside it, or the files of the folder `to`. When the block
-    ends they are synced and renamed; when it fails, nothing is left. `force`: files that are there already are replaced, and
-    those called `replaces` are removed from a folder; others in it stay."""
+    ends they are synced and renamed; when it fails, nothing is left. `force`: files of the same names are replaced; nothing
+    else ever is."""
     refuse_existing(to, force, folder)
     made: list[Path] = []
     hidden: Path | None = None
@@ -30,7 +30,7 @@ def staged(to: Path, force: bool, *, folder: bool, replaces: tuple[str, ...] = (
         for file in sorted(inner.iterdir()):
             _sync(file)
         _sync(inner)
-        _move(inner, to, folder, replaces)
+        _move(inner, to, force, folder)
         _sync(to.parent)
         made = []
     except OSError as error:
@@ -67,15 +67,14 @@ def _make(folder: Path) -> list[Path]:
     return missing
 
 
-def _move(inner: Path, to: Path, folder: bool, replaces: tuple[str, ...]) -> None:
+def _move(inner: Path, to: Path, force: bool, folder: bool) -> None:
     if folder and not (to.exists() and any(to.iterdir())):
         inner.rename(to)  # an empty folder is replaced
         return
     target = to if folder else to.parent
     files = sorted(inner.iterdir(), key=lambda each: each.name == to.name)  # what others refer to comes first
-    if folder:
-        for name in set(replaces) - {each.name for each in files}:
-            (to / name).unlink(missing_ok=True)
+    for file in files:  # all of them before the first is moved
+        refuse_existing(target / file.name, force, folder=False)
     for file in files:
         file.replace(target / file.name)
     _sync(target)
