@@ -18,7 +18,8 @@ RingError                     1
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -102,3 +103,25 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def some_of(names: Sequence[str], most: int = 8) -> str:
     """The first few, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextmanager
+def told_as_usage(said: str) -> Iterator[None]:
+    """Whatever another library raises while it reads a user's file. `said`: the option and the file, as the user wrote them.
+    Our own errors say it better and pass; so does a lack of memory, which is no fault of the file."""
+    try:
+        yield
+    except (RingError, MemoryError):
+        raise
+    except Exception as error:  # the libraries have many kinds
+        raise UsageError(f"{said} cannot be read: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Its first line, and what follows if that ends in a colon."""
+    reason = ""
+    for line in str(error).strip().splitlines():
+        reason = f"{reason} {line.strip()}".strip()
+        if not reason.endswith(":"):
+            break
+    return reason or type(error).__name__

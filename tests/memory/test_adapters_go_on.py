@@ -79,6 +79,12 @@ def spoilt(folder: Path, how: str) -> None:
         said["target_modules"] = ["frist", "secnod"]
     elif how == "kinds":
         said |= {"use_dora": True, "bias": "all", "target_modules": "all-linear", "r": "8"}
+    elif how == "base changed":
+        said |= {"init_lora_weights": "pissa_niter_4"}
+    elif how == "variants":
+        tiny = {"tau": 0.5}
+        said |= {"alora_invocation_tokens": [1], "use_qalora": True, "use_bdlora": tiny, "arrow_config": tiny}
+        said |= {"kasa_config": tiny, "monteclora_config": tiny, "velora_config": tiny, "use_what_comes_next": 1}
     elif how == "rank":
         said["r"] = 0
     elif how == "pickled":
@@ -87,7 +93,9 @@ def spoilt(folder: Path, how: str) -> None:
         config.write_text("{")
     elif how == "gone":
         config.unlink()
-    if weights.exists():
+    elif how == "no tensors":
+        weights.write_bytes(b"not so")
+    if weights.exists() and how != "no tensors":
         save_file(tensors, weights)
     if how not in ("torn", "gone"):
         config.write_text(json.dumps(said))
@@ -106,8 +114,23 @@ def spoilt(folder: Path, how: str) -> None:
         ),
         ("modules", ("has besides base_model.model.first.lora_A.weight",)),
         ("kinds", ("bias='all'", "use_dora=True", "target_modules='all-linear'", "r='8'")),
+        ("base changed", ("init_lora_weights='pissa_niter_4'",)),
+        (
+            "variants",
+            (
+                "alora_invocation_tokens=[1]",
+                "use_qalora=True",
+                "use_bdlora={'tau': 0.5}",
+                "arrow_config=",
+                "kasa_config=",
+                "monteclora_config=",
+                "velora_config=",
+                "use_what_comes_next=1",
+            ),
+        ),
         ("rank", ("r must be at least 1",)),
         ("pickled", ("pickled weights alone",)),
+        ("no tensors", (": adapter_model.safetensors cannot be read as safetensors",)),
         ("torn", ("is no JSON",)),
         ("gone", ("No such file",)),
     ],
@@ -118,8 +141,38 @@ def test_what_does_not_fit_is_listed_at_once(how: str, says: tuple[str, ...], tm
     spoilt(tmp_path / "adapter", how)
     with pytest.raises(UsageError) as refused:
         fit(tmp_path / "run", 1, adapter=str(tmp_path / "adapter"))
-    assert all(each in str(refused.value) for each in ("adapter", *says)), refused.value
+    assert all(each in str(refused.value) for each in says), refused.value
+    assert str(refused.value).startswith(f"adapter='{tmp_path / 'adapter'}'"), "as the user wrote it"
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+#: What PEFT 0.21 writes of a plain LoRA.
+PLAIN: dict[str, Any] = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
+    "auto_mapping": {"base_model_class": "Sequential", "parent_library": "torch.nn"}, "base_model_name_or_path": "base",
+    "bias": "none", "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
+    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "kasa_config": None,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 8,
+    "lora_bias": False, "lora_dropout": 0.0, "lora_ga_config": None, "megatron_config": None,
+    "megatron_core": "megatron.core", "modules_to_save": None, "monteclora_config": None, "peft_type": "LORA",
+    "peft_version": "0.21.2", "qalora_group_size": 16, "r": 2, "rank_pattern": {}, "revision": None,
+    "target_modules": ["first"], "target_parameters": None, "task_type": "CAUSAL_LM", "trainable_token_indices": None,
+    "use_bdlora": None, "use_dora": False, "use_qalora": False, "use_rslora": False, "velora_config": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_how_an_adapter_began_does_not_matter_where_the_base_stayed(start: Any, tmp_path: Path) -> None:
+    config = {**PLAIN, "init_lora_weights": start, "eva_config": {"rho": 2.0} if start == "eva" else None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert lora_of(tmp_path) == Lora(("first",), 2, 8.0)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora", "corda", "loftq", "lora_ga", "mica", "unheard of", 1])
+def test_an_adapter_that_began_with_a_changed_base_is_refused(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**PLAIN, "init_lora_weights": start}))
+    with pytest.raises(UsageError, match=f"init_lora_weights={start!r}"):
+        lora_of(tmp_path)
 
 
 def test_two_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
@@ -185,6 +238,7 @@ def test_two_runs_on_one_base_give_two_adapters_of_one_peft_model(tmp_path: Path
             assert torch.equal(model(X), result.model(X)), name
     # And back: what PEFT writes is trained further.
     model.save_pretrained(str(tmp_path / "saved"))
+    assert json.loads((tmp_path / "saved" / "two" / "adapter_config.json").read_text()).keys() <= PLAIN.keys()
     further = fit(tmp_path / "further", 1, adapter=str(tmp_path / "saved" / "two"), targets=2)
     assert further.summary.loss.first is not None
     assert results["two"].summary.loss.last is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from oracle import state_sha256
+from ringtmp.data.gguf_header import MOST_VALUES, check_gguf
+from ringtmp.data.tokenizer import open_tokenizer
 from ringtmp.errors import UsageError
 from ringtmp.model import built_in_files
 from ringtmp.model.layers import opened_model
@@ -34,7 +38,9 @@ def shapes(tied: bool) -> dict[str, tuple[int, ...]]:
     return found if tied else {**found, "output.weight": (VOCABULARY, HIDDEN)}
 
 
-def written(path: Path, tied: bool = True, architecture: str = "llama", without: str = "", bent: str = "") -> Path:
+def written(
+    path: Path, tied: bool = True, architecture: str = "llama", without: str = "", bent: str = "", besides: str = ""
+) -> Path:
     """A tiny Llama: matrices in Q8_0 or Q4_1, vectors in float32."""
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
@@ -48,8 +54,10 @@ def written(path: Path, tied: bool = True, architecture: str = "llama", without:
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
+    writer.add_array("tokenizer.ggml.scores", [0.0] * VOCABULARY)
+    writer.add_array("tokenizer.ggml.tokens", [f"<{each}>" for each in range(VOCABULARY)])
     random = np.random.default_rng(1)
-    for number, (name, shape) in enumerate(shapes(tied).items()):
+    for number, (name, shape) in enumerate({**shapes(tied), **({besides: (8,)} if besides else {})}.items()):
         values = random.standard_normal(shape, dtype=np.float32)
         if name == without:
             continue
@@ -116,8 +124,15 @@ def test_a_model_larger_than_the_memory_lies_in_files(tmp_path: Path, monkeypatc
     ("how", "says"),
     [
         ({"architecture": "nobody"}, "cannot be read"),
+        ({"architecture": "t5"}, "cannot be read: Unrecognized configuration class"),
         ({"without": "blk.1.ffn_up.weight"}, "it lacks model.layers.1.mlp.up_proj.weight"),
         ({"bent": "blk.0.attn_v.weight"}, "(31x64 in the file, 32x64 in the model)"),
+        ({"bent": "blk.0.attn_q.weight"}, "has otherwise blk.0.attn_q.weight (63x64 in the file: cannot reshape"),
+        ({"besides": "blk.0.attn_q.bias"}, "describes: has besides blk.0.attn_q.bias"),
+        (
+            {"besides": "blk.7.attn_norm.weight", "without": "blk.0.ffn_norm.weight"},
+            "has besides blk.7.attn_norm.weight",
+        ),
     ],
 )
 def test_a_file_that_is_no_such_model_is_refused(how: dict[str, str], says: str, tmp_path: Path) -> None:
@@ -125,6 +140,81 @@ def test_a_file_that_is_no_such_model_is_refused(how: dict[str, str], says: str,
     with pytest.raises(UsageError) as refused:
         pretrained(f"hf:{path}")()
     assert says in str(refused.value)
+    assert f"--model hf:{path} " in str(refused.value)
+
+
+def test_tables_of_positions_are_left_out_as_the_library_does(tmp_path: Path) -> None:
+    plain, table = written(tmp_path / "m.gguf"), written(tmp_path / "t.gguf", besides="rope_freqs.weight")
+    assert state_sha256(pretrained(f"hf:{table}")()) == state_sha256(pretrained(f"hf:{plain}")())
+
+
+def behind(content: bytearray, name: bytes) -> int:
+    return content.index(name) + len(name)
+
+
+def long_array(content: bytearray, name: bytes = b"tokenizer.ggml.scores", count: int = 2**40) -> None:
+    struct.pack_into("<Q", content, behind(content, name) + 8, count)  # behind the kinds of the field and of its values
+
+
+def sized(content: bytearray, *shape: int) -> None:
+    struct.pack_into("<2Q", content, behind(content, b"token_embd.weight") + 4, *shape)
+
+
+def one_more(content: bytearray, at: int) -> None:
+    struct.pack_into("<Q", content, at, 2**40)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (long_array, "tokenizer.ggml.scores takes 4398046511104 bytes"),
+        (lambda content: long_array(content, count=2**22 + 1), "tokenizer.ggml.scores takes"),
+        (lambda content: long_array(content, b"tokenizer.ggml.tokens"), "tokenizer.ggml.tokens takes 8796093022208"),
+        (lambda content: long_array(content, b"tokenizer.ggml.tokens", 2**9), "damaged"),
+        (lambda content: sized(content, 0, 2**62), "token_embd.weight (4611686018427387904x0) is empty"),
+        (lambda content: sized(content, 2**32, 2**32), "token_embd.weight ends"),
+        (lambda content: sized(content, 63, 48), "no multiple of 32"),
+        (lambda content: one_more(content, 8), "damaged"),
+        (lambda content: one_more(content, 16), "damaged"),
+        (lambda content: content.__delitem__(slice(-4000, None)), "is damaged or cut off: blk.1"),
+        (lambda content: content.__delitem__(slice(100, None)), "are left of the file"),
+        (lambda content: content.__setitem__(4, 1), "version 1"),
+    ],
+)  # fmt: skip
+def test_a_damaged_length_is_noticed_before_anything_is_read(
+    harm: Callable[[bytearray], None], says: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "m.gguf")
+    content = bytearray(path.read_bytes())
+    harm(content)
+    path.write_bytes(content)
+    for read in (lambda: pretrained(f"hf:{path}"), lambda: open_tokenizer(str(path))):
+        with pytest.raises(UsageError, match="cannot be read") as refused:
+            read()
+        assert says in str(refused.value)
+
+
+def test_an_array_with_more_values_than_any_vocabulary_is_refused(tmp_path: Path) -> None:
+    content = bytearray(written(tmp_path / "m.gguf").read_bytes())
+    field = struct.pack("<Q4sIIQ", 4, b"many", 9, 0, MOST_VALUES + 1)  # an array of bytes
+    content[24:24] = field + bytes(MOST_VALUES + 1)
+    struct.pack_into("<Q", content, 16, struct.unpack_from("<Q", content, 16)[0] + 1)
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(UsageError, match=f"many has {MOST_VALUES + 1} values"):
+        pretrained(f"hf:{tmp_path / 'm.gguf'}")
+
+
+def test_a_file_with_the_other_end_first_is_read_alike(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_array("some", ["a", "bc"])
+    writer.add_tensor("one", np.ones((2, 3), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    check_gguf(tmp_path / "m.gguf")
+    assert gguf.GGUFReader(str(tmp_path / "m.gguf")).tensors[0].name == "one"
 
 
 def test_what_is_not_even_gguf_and_unknown_quantisations_are_refused_at_once(tmp_path: Path) -> None:

@@ -118,10 +118,35 @@ def test_what_is_no_model_is_refused(change: Any, says: str, tmp_path: Path) -> 
     assert says in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_act": "nobody's"}, "nobody's"),
+        ({"vocab_size": -3}, "negative"),
+        ({"num_attention_heads": 0}, ""),
+        ({"model_type": "nobody's"}, "nobody's"),
+    ],
+)
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_wrong_value_is_told_with_its_file(change: Any, says: str, filled: bool, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UsageError) as refused:
+        opened_model(pretrained(f"hf:{tmp_path}", filled), 0)
+    assert str(refused.value).startswith(f"--model hf:{tmp_path} cannot be read: ")
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_pickled_weights_and_missing_files_are_refused(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(UsageError, match="only pickled weights"):
+    with pytest.raises(UsageError, match=f"^--model hf:{tmp_path} has only pickled weights"):
         pretrained(f"hf:{tmp_path}")
     with pytest.raises(UsageError, match="no such file"):
         pretrained(f"hf:{tmp_path / 'm.gguf'}")
+    (tmp_path / "model.safetensors").write_bytes(b"not so")
+    with pytest.raises(UsageError, match=f"^--model hf:{tmp_path}: model.safetensors cannot be read as safetensors"):
+        pretrained(f"hf:{tmp_path}")

@@ -108,3 +108,22 @@ def test_a_checkpoint_written_again_takes_the_place_of_the_damaged_one(tmp_path:
     sound = Checkpoint(saved(tmp_path, 6))
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
     assert weights_sha256(sound, [LAYER]) == weights_sha256(latest(tmp_path)[0], [LAYER])
+
+
+def test_writing_a_frozen_file_anew_leaves_the_one_that_another_run_shares(tmp_path: Path) -> None:
+    def begun(run: str, value: float) -> Path:
+        folder = tmp_path / run / "checkpoints"
+        writer = CheckpointWriter(folder, run, Progress(0))
+        writer.add(0, LAYER, [torch.full((3,), value)], {}, frozenset({"w"}))
+        writer.commit()
+        return folder / "frozen" / "weights-0000.safetensors"
+
+    one, two = begun("one", 1.0), begun("two", 1.0)
+    before, content = one.stat(), one.read_bytes()
+    assert two.samefile(one), "shared"
+    (two.parent / ".weights-0000.safetensors.1").touch()  # of a master that was killed while it wrote
+    begun("two", 2.0)
+    assert one.read_bytes() == content != two.read_bytes()
+    assert (one.stat().st_ino, one.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert latest(tmp_path / "one" / "checkpoints")[1] == []
+    assert names(two.parent) == ["manifest.json", "weights-0000.safetensors"]

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtmp.errors import UsageError
+from ringtmp.data.gguf_header import check_gguf
+from ringtmp.errors import UsageError, told_as_usage
 
 #: One of these lies in a directory that has a tokeniser.
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -49,16 +50,15 @@ def read_tokenizer(given: str, said: str) -> Any:
         raise UsageError(f"{said} needs the transformers library: pip install 'ringtmp[hf]'") from error
     if path.suffix == ".gguf" and importlib.util.find_spec("gguf") is None:
         raise UsageError(f"{said} needs the package gguf: pip install gguf")
-    try:
+    with told_as_usage(said):
         if path.is_file() and path.suffix == ".json":
             return library.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if path.suffix == ".gguf":
+            check_gguf(path)
         where, more = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
         return library.AutoTokenizer.from_pretrained(
             str(where), use_fast=True, trust_remote_code=False, local_files_only=True, **more
         )
-    except Exception as error:  # the library has many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{said} cannot be read: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import UsageError, reason_of
 from ringtmp.model import export_as_eager_runs
 from ringtmp.model.allowed_operators import resolve
 from ringtmp.model.blocks import refuse_unmatched
@@ -385,7 +385,7 @@ def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
         raise
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         kinds = {leaf.dtype for leaf in sample.leaves}
         weights = {each.dtype for each in module.parameters()}
         hint = "Check the shape of the data; if it is the number of samples, use fewer --microbatches or another --batch-size"

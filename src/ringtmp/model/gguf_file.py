@@ -8,6 +8,8 @@ which holds all of it twice while it does.
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringtmp.errors import UsageError, some_of
+from ringtmp.data.gguf_header import check_gguf
+from ringtmp.errors import UsageError, reason_of, some_of, told_as_usage
 from ringtmp.model.weights_file import own_tensors
 
 #: Of quantised numbers that are converted at once.
 PIECE_BYTES = 2**20
+#: Tables of the positions, which the library computes from the configuration instead.
+_UNUSED = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)(\.weight)?")
 _PARTS = "transformers.modeling_gguf_pytorch_utils"
 
 
@@ -30,14 +35,12 @@ class GgufFile:
         self._said = f"--model hf:{path}"
         self._gguf = importlib.import_module("gguf")
         self._parts = importlib.import_module(_PARTS)
-        try:
+        with told_as_usage(self._said):
+            check_gguf(path)
             self._reader = self._gguf.GGUFReader(str(path))
             self._read = self._parts.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
             self.config = library.CONFIG_MAPPING[self._read["model_type"]].from_dict(dict(self._read))
             self._architecture = self._parts.read_field(self._reader, "general.architecture")[0]
-        except Exception as error:  # both libraries have many kinds
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UsageError(f"{self._said} cannot be read: {reason}") from error
         self._refuse_unknown_kinds()
 
     def _refuse_unknown_kinds(self) -> None:
@@ -77,31 +80,55 @@ class GgufFile:
         return whole
 
     def fill(self, module: nn.Module) -> None:
+        """UsageError that lists all names that the file lacks, has besides or has in another shape."""
         kind = self._parts.TENSOR_PROCESSORS.get(self._architecture, self._parts.TensorProcessor)
         processor = kind(config=self._read)
         names = self._parts.get_gguf_hf_weights_map(module, processor)
         own = own_tensors(module)
         filled: set[int] = set()
         wrong: list[str] = []
+        extra: list[str] = []
         for each in self._reader.tensors:
-            aside: dict[str, Any] = {}
-            weights = self._float32(each)
-            result = processor.process(
-                weights=weights, name=each.name, tensor_key_mapping=names,
-                parsed_parameters={"config": self._read, "tensors": aside},
-            )  # fmt: skip
-            if result.name in names:
-                aside[names[result.name]] = torch.from_numpy(result.weights)
-            for name, tensor in aside.items():
+            try:
+                given = self._given(each, processor, names)
+            except (
+                ArithmeticError,
+                LookupError,
+                TypeError,
+                ValueError,
+            ) as error:  # the library turns and splits it blindly
+                wrong.append(f"{each.name} ({_sizes(reversed(each.shape.tolist()))} in the file: {reason_of(error)})")
+                filled.add(id(own.get(names.get(each.name, ""))))  # told once is enough
+                continue
+            if not given and not _UNUSED.fullmatch(each.name):
+                extra.append(each.name)
+            for name, tensor in given.items():
                 target = own.get(name)
+                if target is not None:
+                    filled.add(id(target))
                 if target is None or target.shape != tensor.shape:
-                    there = "nothing of that name" if target is None else "x".join(map(str, target.shape))
-                    wrong.append(f"{name} ({'x'.join(map(str, tensor.shape))} in the file, {there} in the model)")
+                    there = "nothing of that name" if target is None else _sizes(target.shape)
+                    wrong.append(f"{name} ({_sizes(tensor.shape)} in the file, {there} in the model)")
                     continue
                 with torch.no_grad():
                     target.copy_(tensor)
-                filled.add(id(target))
         missing = list(dict.fromkeys(name for name, each in own.items() if id(each) not in filled))
-        said = [f"it lacks {some_of(missing)}"] * bool(missing) + [f"has otherwise {some_of(wrong)}"] * bool(wrong)
+        listed = (("it lacks", missing), ("has otherwise", wrong), ("has besides", extra))
+        said = [f"{what} {some_of(each)}" for what, each in listed if each]
         if said:
             raise UsageError(f"{self._said} does not fit the model it describes: {'; '.join(said)}")
+
+    def _given(self, tensor: Any, processor: Any, names: dict[str, str]) -> dict[str, torch.Tensor]:
+        """A tensor of the file under its names in the model, by the library's rules; none: the model has no place for it."""
+        aside: dict[str, torch.Tensor] = {}
+        result = processor.process(
+            weights=self._float32(tensor), name=tensor.name, tensor_key_mapping=names,
+            parsed_parameters={"config": self._read, "tensors": aside},
+        )  # fmt: skip
+        if result.name in names:
+            aside[names[result.name]] = torch.from_numpy(result.weights)
+        return aside
+
+
+def _sizes(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))

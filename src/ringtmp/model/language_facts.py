@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import told_as_usage
 from ringtmp.model.decoders import base_of
 from ringtmp.model.pretrained import PREFIX
 
@@ -41,11 +41,8 @@ def facts_named(name: str) -> LanguageFacts:
     if path.suffix == ".gguf":
         return LanguageFacts()
     library = importlib.import_module("transformers")
-    try:
+    with told_as_usage(f"--model {name}"):
         config = library.AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the library has many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"--model {name} cannot be read: {reason}") from error
     return _of_config(config, getattr(library, (getattr(config, "architectures", None) or [""])[0], None))
 
 

@@ -53,7 +53,8 @@ class Preparing:
 
     def __init__(self, preparation: Preparation, seed: int) -> None:
         self._how = preparation
-        self._file = None if preparation.weights is None else WeightsFile(Path(preparation.weights))
+        weights = preparation.weights
+        self._file = None if weights is None else WeightsFile(Path(weights), f"--weights {weights}")
         self._adapter = None if preparation.adapter is None else weights_of(Path(preparation.adapter))
         self._seed = seed
         self._adapted: set[str] = set()

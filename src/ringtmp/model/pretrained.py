@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ringtmp.errors import UsageError
+from ringtmp.errors import UsageError, told_as_usage
 from ringtmp.model.built_in_files import LeftUnfilled
 from ringtmp.model.gguf_file import GgufFile
 from ringtmp.model.weights_file import WeightsFile
@@ -34,6 +34,16 @@ def is_pretrained(name: str) -> bool:
 def pretrained(name: str, filled: bool = True) -> Callable[[], nn.Module]:
     """A function that builds the model. What can be refused without building it is refused now. Unless `filled`, its weights
     are random ones: for who has others."""
+    build = _builder(name, filled)
+
+    def checked() -> nn.Module:
+        with told_as_usage(f"--model {name}"):
+            return build()
+
+    return checked
+
+
+def _builder(name: str, filled: bool) -> Callable[[], nn.Module]:
     path = Path(name.removeprefix(PREFIX)).expanduser()
     library = library_of(f"--model {name}")
     if path.suffix == ".gguf":
@@ -41,7 +51,7 @@ def pretrained(name: str, filled: bool = True) -> Callable[[], nn.Module]:
     config = path / "config.json" if path.is_dir() else path
     kind = _architecture(library, config)
     if path.is_dir():
-        WeightsFile(path)  # there, and no pickle
+        WeightsFile(path, f"--model {name}")  # there, and no pickle
 
     def build() -> nn.Module:
         settings = library.AutoConfig.from_pretrained(str(config), trust_remote_code=False, local_files_only=True)
@@ -51,7 +61,7 @@ def pretrained(name: str, filled: bool = True) -> Callable[[], nn.Module]:
             return made
         with LeftUnfilled():
             model: nn.Module = kind(settings)
-        weights = WeightsFile(path, mapped=True)
+        weights = WeightsFile(path, f"--model {name}", mapped=True)
         weights.fill("", model)
         weights.finish()
         return model
@@ -116,13 +126,9 @@ def _of_experts(library: Any, path: Path) -> Callable[[], nn.Module]:
         raise UsageError(f"--model hf:{path} has experts, for which accelerate is needed: pip install accelerate")
 
     def build() -> nn.Module:
-        try:
-            where: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False, "local_files_only": True}
-            kind = library.AutoModelForCausalLM
-            model: nn.Module = kind.from_pretrained(str(path.parent), dtype="float32", **where)
-        except Exception as error:  # the library has many kinds
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UsageError(f"--model hf:{path} cannot be read: {reason}") from error
+        where: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False, "local_files_only": True}
+        kind = library.AutoModelForCausalLM
+        model: nn.Module = kind.from_pretrained(str(path.parent), dtype="float32", **where)
         return model
 
     return build

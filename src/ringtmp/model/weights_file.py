@@ -27,16 +27,17 @@ class WeightsFile:
     def __init__(
         self,
         path: Path,
+        said: str,
         mapped: bool = False,
-        option: str = "--weights",
         key: Callable[[str], str | None] = lambda name: name,
     ) -> None:
-        """`option`: who asks, for errors. `key`: what a tensor of the model is called in the file; None: it is not there."""
-        self._said = f"{option} {path}"
+        """`said`: what the user wrote to name it, for errors. `key`: what a tensor of the model is called in the file; None: it
+        is not there."""
+        self._said = said
         self._key = key
         self._mapped = mapped
         self._opened: dict[Path, Any] = {}
-        self._files = dict(_found(path))  # name -> the file it is in
+        self._files = dict(_found(path, said))  # name -> the file it is in
         self._used: set[str] = set()
         self._missing: list[str] = []
         self._other: list[str] = []
@@ -121,19 +122,19 @@ def _kind(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _found(path: Path) -> Iterator[tuple[str, Path]]:
+def _found(path: Path, said: str) -> Iterator[tuple[str, Path]]:
     if path.suffix in _PICKLED:
         raise UsageError(
-            f"--weights {path} is a pickle, which may run code when it is read: save the weights as safetensors "
+            f"{said} is a pickle, which may run code when it is read: save the weights as safetensors "
             "(safetensors.torch.save_file(model.state_dict(), ...))"
         )
     if path.is_dir():
-        yield from _of_folder(path)
+        yield from _of_folder(path, said)
         return
-    yield from ((name, path) for name in _names(path))
+    yield from ((name, path) for name in _names(path, said))
 
 
-def _of_folder(folder: Path) -> Iterator[tuple[str, Path]]:
+def _of_folder(folder: Path, said: str) -> Iterator[tuple[str, Path]]:
     """By the index, which says for every name which file it is in; else of all files there."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -143,35 +144,36 @@ def _of_folder(folder: Path) -> Iterator[tuple[str, Path]]:
             if pickled
             else "no weights"
         )
-        raise UsageError(f"--weights {folder} has {hint}: it needs *.safetensors")
+        raise UsageError(f"{said} has {hint}: it needs *.safetensors")
     index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
     if index is None:
         places: dict[str, Path] = {}
         for file in files:
-            for name in _names(file):
+            for name in _names(file, f"{said}: {file.name}"):
                 if name in places:
-                    raise UsageError(f"--weights {folder}: {name} is in {places[name].name} and in {file.name}")
+                    raise UsageError(f"{said}: {name} is in {places[name].name} and in {file.name}")
                 places[name] = file
         yield from places.items()
         return
     try:
         listed = json.loads(index.read_bytes())["weight_map"]
-        said = {str(name): folder / str(file) for name, file in listed.items()}
+        placed = {str(name): folder / str(file) for name, file in listed.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"--weights {index} is no index of safetensors files: {error}") from error
-    there = {file: set(_names(file)) for file in sorted(set(said.values())) if file.parent == folder and file.is_file()}
-    wrong = [name for name, file in said.items() if name not in there.get(file, ())]
+        raise UsageError(f"{said}: {index.name} is no index of safetensors files: {error}") from error
+    inside = sorted(each for each in set(placed.values()) if each.parent == folder and each.is_file())
+    there = {file: set(_names(file, f"{said}: {file.name}")) for file in inside}
+    wrong = [name for name, file in placed.items() if name not in there.get(file, ())]
     if wrong:
-        raise UsageError(f"--weights {index} names tensors that are not where it says: {some_of(wrong)}")
-    yield from said.items()
+        raise UsageError(f"{said}: {index.name} names tensors that are not where it says: {some_of(wrong)}")
+    yield from placed.items()
 
 
-def _names(file: Path) -> list[str]:
+def _names(file: Path, said: str) -> list[str]:
     try:
         with safe_open(str(file), framework="pt") as opened:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"--weights {file} cannot be read as safetensors: {error}") from error
+        raise UsageError(f"{said} cannot be read as safetensors: {error}") from error
 
 
 def _sizes(shape: tuple[int, ...]) -> str:

@@ -33,6 +33,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.model.shrink_frozen_weights import enlarged
 from ringtmp.runtime import json_with_checksum
 from ringtmp.runtime.frozen_files import FOLDER, MANIFEST, FrozenFiles, digest_of, read_frozen, share_with_others
+from ringtmp.system.files import write_atomic
 from ringtmp.wire.tensors import raw_bytes
 
 FORMAT = 1
@@ -85,6 +86,8 @@ class CheckpointWriter:
         self._sound = set() if sound is None else sound
         for left in folder.glob(".step-*"):  # of a master that was killed while it saved; a run has one master
             shutil.rmtree(left, ignore_errors=True)
+        for left in (folder / FOLDER).glob(".weights-*"):
+            left.unlink(missing_ok=True)
         self._hidden.mkdir()
         self._run = run
         self._progress = progress
@@ -129,9 +132,7 @@ class CheckpointWriter:
     def commit(self) -> Path:
         if self._frozen and self._progress.step == 0:
             share_with_others(self._aside, self._frozen)
-            path = self._aside / MANIFEST
-            path.write_bytes(json_with_checksum.encode(FrozenFiles(self._run, self._frozen)))
-            _sync(path)
+            write_atomic(self._aside / MANIFEST, json_with_checksum.encode(FrozenFiles(self._run, self._frozen)))
             _sync(self._aside)
         manifest = Manifest(FORMAT, self._run, self._progress, self._files, self._frozen)
         path = self._hidden / "manifest.json"
@@ -176,19 +177,23 @@ class CheckpointWriter:
             shutil.rmtree(self._aside, ignore_errors=True)
 
     def _write(self, path: Path, tensors: dict[str, torch.Tensor]) -> str:
-        """Returns its digest."""
+        """Returns its digest. Never into a file that is there: another run may have a link to it."""
         strides = {key: list(tensor.stride()) for key, tensor in tensors.items() if not tensor.is_contiguous()}
+        spare = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             save_file(
                 {key: tensor.detach().contiguous() for key, tensor in tensors.items()},
-                str(path),
+                str(spare),
                 metadata={"strides": json.dumps(strides)} if strides else None,
             )
+            _sync(spare)
+            spare.rename(path)
         except SafetensorError as error:  # its only trouble with sound tensors is the disk
             said = re.search(r"os error (\d+)", str(error))
             code = int(said[1]) if said else errno.EIO
             raise OSError(code, os.strerror(code)) from error
-        _sync(path)
+        finally:
+            spare.unlink(missing_ok=True)
         self.bytes += path.stat().st_size
         return digest_of(path)
 
