@@ -22,6 +22,7 @@ class Digits(nn.Module):
         self.trunk = nn.Sequential(
             nn.Conv2d(1, width, 3, padding=1), nn.ReLU(),
             nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.ReLU(),
             nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.ReLU(), nn.Flatten(),
         )  # fmt: skip
         self.head = nn.Linear(2 * width * 16, 5)
@@ -46,8 +47,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.manual_seed(0)
     ring = Ring(nodes=given.nodes)
-    images, labels = images_of(0)
-    base = ring.fit(Digits(), (images, labels), steps=given.steps, microbatches=4)
+    base = ring.fit(Digits(), images_of(0), steps=given.steps, microbatches=4)
     model: Any = base.model  # an ordinary module
     model.head = nn.Linear(model.head.in_features, 5)  # for another task
     images, labels = images_of(5)

@@ -55,6 +55,7 @@ def test_python_gives_the_same_bits_with_processes_as_without(tmp_path: Path) ->
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_killed_worker_is_named_with_its_step_within_five_seconds(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = begin("train", "--nodes", 3, "--epochs", 500, "--protect", "off", "--run-dir", run, cwd=tmp_path)
