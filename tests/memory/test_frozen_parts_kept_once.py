@@ -79,7 +79,12 @@ BOTH = (Death(3, 8), Death(2, 8))
 
 
 @pytest.mark.parametrize(
-    "deaths", [pytest.param((Death(1, 7, 3),), marks=pytest.mark.long), (Death(2, 6, 1), Death(1, 9, 4)), BOTH]
+    "deaths",
+    [
+        pytest.param((Death(1, 7, 3),), marks=pytest.mark.long),
+        pytest.param((Death(2, 6, 1), Death(1, 9, 4)), marks=pytest.mark.long),
+        BOTH,
+    ],
 )
 def test_a_lost_node_comes_back_with_what_was_frozen(deaths: tuple[Death, ...], tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", InMemoryPool(4), KeepPart(protect="off"))

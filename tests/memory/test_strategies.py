@@ -137,7 +137,7 @@ def test_it_keeps_its_promises(case: Case, tmp_path: Path) -> None:
     check_promises(case, train(case, tmp_path, epochs=2), 2)
 
 
-@named(CASES, lambda case: case == Case("ps", 3))  # allreduce by processes below; a ring has the bits of one process
+@named(CASES, lambda case: False)  # quick: test_every_strategy
 def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path) -> None:
     result = train(case, tmp_path)
     summary = result.summary

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ringtmp.errors import UsageError, reason_of
 from ringtmp.model import export_as_eager_runs
@@ -282,7 +283,7 @@ class _Row:
         self._layers: list[tuple[Layer, dict[str, torch.Tensor]]] = []
 
     def know(self, modules: list[nn.Module]) -> None:
-        self._known([any(each.numel() for each in module.parameters()) for module in modules], "")
+        self._known([any(is_lazy(each) or each.numel() for each in module.parameters()) for module in modules], "")
         if fits(modules):
             self._modules = modules
 
@@ -351,7 +352,7 @@ def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
         full = f"{name}.{local}" if name else local
         if tensor.device.type != "cpu":
             raise UsageError(f"{full} is on {tensor.device}: move the model to the CPU first")
-        if nn.parameter.is_lazy(tensor):
+        if is_lazy(tensor):
             raise UsageError(f"{full} is lazy and has no shape yet: run the model once on a sample first")
         if tensor.is_complex():
             raise UsageError(
