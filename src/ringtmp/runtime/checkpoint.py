@@ -33,7 +33,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.model.shrink_frozen_weights import enlarged
 from ringtmp.runtime import json_with_checksum
 from ringtmp.runtime.frozen_files import FOLDER, MANIFEST, FrozenFiles, digest_of, read_frozen, share_with_others
-from ringtmp.system.files import write_atomic
+from ringtmp.system.files import sync, write_atomic
 from ringtmp.wire.tensors import raw_bytes
 
 FORMAT = 1
@@ -133,17 +133,17 @@ class CheckpointWriter:
         if self._frozen and self._progress.step == 0:
             share_with_others(self._aside, self._frozen)
             write_atomic(self._aside / MANIFEST, json_with_checksum.encode(FrozenFiles(self._run, self._frozen)))
-            _sync(self._aside)
+            sync(self._aside)
         manifest = Manifest(FORMAT, self._run, self._progress, self._files, self._frozen)
         path = self._hidden / "manifest.json"
         path.write_bytes(json_with_checksum.encode(manifest))
-        _sync(path)
-        _sync(self._hidden)
+        sync(path)
+        sync(self._hidden)
         aside = self._hidden.with_suffix(".before")
         if self._final.exists():
             self._final.rename(aside)
         self._hidden.rename(self._final)
-        _sync(self._parent)
+        sync(self._parent)
         shutil.rmtree(aside, ignore_errors=True)
         self._sound.add(_stamp(self._final))
         self._prune()
@@ -186,7 +186,7 @@ class CheckpointWriter:
                 str(spare),
                 metadata={"strides": json.dumps(strides)} if strides else None,
             )
-            _sync(spare)
+            sync(spare)
             spare.rename(path)
         except SafetensorError as error:  # its only trouble with sound tensors is the disk
             said = re.search(r"os error (\d+)", str(error))
@@ -372,11 +372,3 @@ def update_digest(digest: Any, name: str, tensor: torch.Tensor) -> None:
     shape = ",".join(map(str, tensor.shape))
     digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
     digest.update(raw_bytes(tensor.detach().contiguous()))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

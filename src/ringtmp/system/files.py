@@ -25,6 +25,15 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o666, durable: bool = 
         raise
 
 
+def sync(path: Path) -> None:
+    """A file's content, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def cache_folder() -> Path:
     """Where measurements and exports are kept for the next run."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringtmp"

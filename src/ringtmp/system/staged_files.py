@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from ringtmp.errors import UsageError
+from ringtmp.system.files import sync
 from ringtmp.units import bytes_text
 
 
@@ -28,10 +28,10 @@ def staged(to: Path, force: bool, *, folder: bool) -> Iterator[Path]:
         inner.mkdir()
         yield inner
         for file in sorted(inner.iterdir()):
-            _sync(file)
-        _sync(inner)
+            sync(file)
+        sync(inner)
         _move(inner, to, force, folder)
-        _sync(to.parent)
+        sync(to.parent)
         made = []
     except OSError as error:
         raise UsageError(f"--to {to} cannot be written: {error.strerror or error}") from error
@@ -77,12 +77,4 @@ def _move(inner: Path, to: Path, force: bool, folder: bool) -> None:
         refuse_existing(target / file.name, force, folder=False)
     for file in files:
         file.replace(target / file.name)
-    _sync(target)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(target)
