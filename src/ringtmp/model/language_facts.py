@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from ringtmp.errors import told_as_usage
 from ringtmp.model.decoders import base_of
-from ringtmp.model.pretrained import PREFIX
+from ringtmp.model.pretrained import path_named
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ def facts_named(name: str) -> LanguageFacts:
     with told_as_usage(f"--model {name}"):
         config = library.AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     return _of_config(config, getattr(library, (getattr(config, "architectures", None) or [""])[0], None))
-
-
-def path_named(name: str) -> Path:
-    return Path(name.removeprefix(PREFIX)).expanduser()
 
 
 def _of_config(config: Any, kind: Any) -> LanguageFacts:

@@ -31,6 +31,10 @@ def is_pretrained(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def path_named(name: str) -> Path:
+    return Path(name.removeprefix(PREFIX)).expanduser()
+
+
 def pretrained(name: str, filled: bool = True) -> Callable[[], nn.Module]:
     """A function that builds the model. What can be refused without building it is refused now. Unless `filled`, its weights
     are random ones: for who has others."""
@@ -44,7 +48,7 @@ def pretrained(name: str, filled: bool = True) -> Callable[[], nn.Module]:
 
 
 def _builder(name: str, filled: bool) -> Callable[[], nn.Module]:
-    path = Path(name.removeprefix(PREFIX)).expanduser()
+    path = path_named(name)
     library = library_of(f"--model {name}")
     if path.suffix == ".gguf":
         return _of_gguf(library, path, filled)

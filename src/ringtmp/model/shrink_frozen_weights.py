@@ -77,9 +77,14 @@ def _said(graph: Graph, small: set[str], kept: str) -> Graph:
     return msgspec.structs.replace(graph, inputs=inputs)
 
 
+def _small(layer: Layer) -> set[str]:
+    """Names of the weights that are kept so."""
+    return {each.name for graph in (layer.train, layer.evaluate) for each in graph.inputs if each.kept}
+
+
 def whole_layer(layer: Layer) -> Layer:
     """The layer with all its weights in float32, as if it had never been otherwise."""
-    small = {each.name for graph in (layer.train, layer.evaluate) for each in graph.inputs if each.kept}
+    small = _small(layer)
     if not small:
         return layer
     described = (each for each in layer.tensors if each.kind != "scale")
@@ -94,7 +99,7 @@ def enlarged(layer: Layer, tensors: Sequence[torch.Tensor]) -> tuple[Layer, list
     if whole is layer:
         return layer, list(tensors)
     there = {each.name: tensor for each, tensor in zip(layer.tensors, tensors, strict=True)}
-    small = {each.name for graph in (layer.train, layer.evaluate) for each in graph.inputs if each.kept}
+    small = _small(layer)
     made = [
         of_owned(each.name, there).converted() if each.name in small else there[each.name] for each in whole.tensors
     ]

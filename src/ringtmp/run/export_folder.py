@@ -15,7 +15,7 @@ import torch
 
 from ringtmp.errors import RingError, UsageError
 from ringtmp.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from ringtmp.model.pretrained import PREFIX, is_pretrained, library_of
+from ringtmp.model.pretrained import is_pretrained, library_of, path_named
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
 from ringtmp.run.write_weights import adapter_names, all_names, compare_weights, trained_modules, write_weights
 
@@ -57,7 +57,7 @@ def refuse_other_kind(to: Path, adapters: bool) -> None:
 
 
 def _source(model: SavedModel) -> Path:
-    return Path(model.name.removeprefix(PREFIX)).expanduser()
+    return path_named(model.name)
 
 
 def require_source(model: SavedModel, to: Path) -> Path:

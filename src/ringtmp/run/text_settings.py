@@ -13,9 +13,9 @@ from ringtmp.data.sources import Source, text_of
 from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading
 from ringtmp.data.tokenizer import FILES, Encoder, has_tokenizer, open_tokenizer
 from ringtmp.errors import UsageError
-from ringtmp.model.language_facts import LanguageFacts, facts_named, facts_of, path_named
+from ringtmp.model.language_facts import LanguageFacts, facts_named, facts_of
 from ringtmp.model.layers import Model
-from ringtmp.model.pretrained import is_pretrained, pretrained
+from ringtmp.model.pretrained import is_pretrained, path_named, pretrained
 
 Data = tuple[Source, Source | None]
 
