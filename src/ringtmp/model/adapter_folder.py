@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from ringtmp.errors import UsageError, some_of
 from ringtmp.model.lora import Lora, checked_lora
 from ringtmp.model.weights_file import WeightsFile
+from ringtmp.model.whole_graph import adapter_tensor
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Before the names of tensors in the file.
@@ -72,3 +74,10 @@ def weights_of(folder: Path) -> WeightsFile:
 def _key(name: str) -> str | None:
     """What a tensor of the model is called in the file; None: it is not there, since it belongs to the base."""
     return f"{PEFT_PREFIX}{name}" if ".lora_A." in name or ".lora_B." in name else None
+
+
+def base_name(name: str) -> str | None:
+    """What a tensor of PEFT's model is called in the base; None: a trained copy stands in for it, or it is an adapter's."""
+    if ".original_module." in name or adapter_tensor(name) is not None:
+        return None
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."))
