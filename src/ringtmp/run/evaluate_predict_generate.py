@@ -73,7 +73,10 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int, pool: NodePool | None 
     saved = run.read_config()
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
-    count = len(leaves(inputs)[0])
+    given = leaves(inputs)
+    if any(not each.dim() for each in given):
+        raise UsageError("inputs have samples in their first dimension, but one is a single number")
+    count = len(given[0]) if given else 0
     if not count:
         raise UsageError("there are no inputs to predict from")
     if isinstance(inputs, Mapping) and (unused := [name for name in names_of(training.leave_out) if name in inputs]):
