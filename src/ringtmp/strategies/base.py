@@ -54,6 +54,13 @@ class About(msgspec.Struct, frozen=True):
     source: str
 
 
+class Runs(msgspec.Struct, frozen=True):
+    """How a published system runs here."""
+
+    options: str  # what follows `ringtmp train --strategy`, other options of that command included
+    lacks: str = ""  # what of the published system is left out
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A strategy's settings: a subclass adds fields, `Annotated` with `described`, and a `__post_init__` that raises UsageError
     for what can never be."""
@@ -127,6 +134,8 @@ class Strategy:
     #: apply.
     splits_layers: ClassVar[bool] = False
     state_from: ClassVar[StateFrom] = "checkpoint"
+    #: Published systems that this strategy runs, by their names in `systems.py`.
+    runs: ClassVar[Mapping[str, Runs]] = {}
 
     # -- settings -----------------------------------------------------------------------------------------------------
 

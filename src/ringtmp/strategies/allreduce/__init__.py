@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import unknown
-from ringtmp.strategies.base import About, OnPaper, Roles, Settings, Sizes, Strategy, Task, Traffic, described
+from ringtmp.strategies.base import About, OnPaper, Roles, Runs, Settings, Sizes, Strategy, Task, Traffic, described
 
 if TYPE_CHECKING:
     from ringtmp.runtime.mailbox import Endpoint
@@ -40,6 +40,14 @@ class AllReduce(Strategy):
     Settings = AllReduceSettings
     short = "algorithm"
     state_from = "survivors"
+    runs = {
+        "FireCaffe": Runs("allreduce:tree"),
+        "PyTorch": Runs("allreduce:ring"),
+        "Baidu AllReduce": Runs("allreduce:ring"),
+        "Horovod": Runs("allreduce:ring"),
+        "Caffe2": Runs("allreduce:ring", lacks="halving and doubling"),
+        "CNTK, 1-bit SGD": Runs("allreduce:ring:wire=int8", lacks="one bit a value; eight travel"),
+    }
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.allreduce.gradients import Gradients
