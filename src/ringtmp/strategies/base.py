@@ -57,6 +57,7 @@ class About(msgspec.Struct, frozen=True):
 class Runs(msgspec.Struct, frozen=True):
     """How a published system runs here."""
 
+    system: str  # its name in `systems.py`
     options: str  # what follows `ringtmp train --strategy`, other options of that command included
     lacks: str = ""  # what of the published system is left out
 
@@ -134,8 +135,8 @@ class Strategy:
     #: apply.
     splits_layers: ClassVar[bool] = False
     state_from: ClassVar[StateFrom] = "checkpoint"
-    #: Published systems that this strategy runs, by their names in `systems.py`.
-    runs: ClassVar[Mapping[str, Runs]] = {}
+    #: Published systems that this strategy runs.
+    runs: ClassVar[tuple[Runs, ...]] = ()
 
     # -- settings -----------------------------------------------------------------------------------------------------
 

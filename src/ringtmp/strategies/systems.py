@@ -80,10 +80,8 @@ class Row(msgspec.Struct, frozen=True):
 
 def all_rows(strategies: Iterable[Strategy]) -> list[Row]:
     """Every system, and how these strategies run it."""
-    known = list(strategies)
-    return [
-        Row(system, tuple(each.runs[system.name] for each in known if system.name in each.runs)) for system in SYSTEMS
-    ]
+    given = [how for each in strategies for how in each.runs]
+    return [Row(system, tuple(how for how in given if how.system == system.name)) for system in SYSTEMS]
 
 
 def rows_of(strategy: Strategy) -> list[Row]:

@@ -40,14 +40,14 @@ class AllReduce(Strategy):
     Settings = AllReduceSettings
     short = "algorithm"
     state_from = "survivors"
-    runs = {
-        "FireCaffe": Runs("allreduce:tree"),
-        "PyTorch": Runs("allreduce:ring"),
-        "Baidu AllReduce": Runs("allreduce:ring"),
-        "Horovod": Runs("allreduce:ring"),
-        "Caffe2": Runs("allreduce:ring", lacks="halving and doubling"),
-        "CNTK, 1-bit SGD": Runs("allreduce:ring:wire=int8", lacks="one bit a value; eight travel"),
-    }
+    runs = (
+        Runs("FireCaffe", "allreduce:tree"),
+        Runs("PyTorch", "allreduce:ring"),
+        Runs("Baidu AllReduce", "allreduce:ring"),
+        Runs("Horovod", "allreduce:ring"),
+        Runs("Caffe2", "allreduce:ring", lacks="halving and doubling"),
+        Runs("CNTK, 1-bit SGD", "allreduce:ring:wire=int8", lacks="one bit a value; eight travel"),
+    )
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.allreduce.gradients import Gradients

@@ -27,20 +27,20 @@ class ParameterServer(Strategy):
     )  # fmt: skip
     Settings = PsSettings
     short = "consistency"
-    runs = {
-        "BigDL": Runs("ps:bsp:servers=workers"),
-        "CaffeOnSpark": Runs("ps:bsp:servers=workers"),
-        "DistBelief": Runs("ps:async:servers=2", lacks="a model cut over several nodes within a worker"),
-        "MXNet": Runs("ps:async:servers=workers", lacks="servers in several stages"),
-        "Parameter Server": Runs("ps:ssp:3:servers=2:replicas=1", lacks="groups of workers behind one that pushes"),
-        "Petuum": Runs("ps:ssp:3:servers=2", lacks="parameters sent before they are asked for"),
-        "Project Adam": Runs(
-            "ps:async:servers=2:replicas=1", lacks="gradients of linear layers computed in the server"
+    runs = (
+        Runs("BigDL", "ps:bsp:servers=workers"),
+        Runs("CaffeOnSpark", "ps:bsp:servers=workers"),
+        Runs("DistBelief", "ps:async:servers=2", lacks="a model cut over several nodes within a worker"),
+        Runs("MXNet", "ps:async:servers=workers", lacks="servers in several stages"),
+        Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1", lacks="groups of workers behind one that pushes"),
+        Runs("Petuum", "ps:ssp:3:servers=2", lacks="parameters sent before they are asked for"),
+        Runs(
+            "Project Adam", "ps:async:servers=2:replicas=1", lacks="gradients of linear layers computed in the server"
         ),
-        "TensorFlow": Runs("ps:bsp:quorum=2", lacks="placement of single operators"),
-        "DIANNE": Runs("ps:async:servers=2"),
-        "DMTK (Multiverso)": Runs("ps:async:servers=2"),
-    }
+        Runs("TensorFlow", "ps:bsp:quorum=2", lacks="placement of single operators"),
+        Runs("DIANNE", "ps:async:servers=2"),
+        Runs("DMTK (Multiverso)", "ps:async:servers=2"),
+    )
 
     def parse_short(self, text: str) -> dict[str, Any]:
         """`ssp:3`, and behind it the servers: `ssp:3:2`, `bsp:workers`."""

@@ -25,10 +25,10 @@ class Ring(Strategy):
     )  # fmt: skip
     splits_layers = True
     state_from = "snapshot"
-    runs = {
-        "PyTorch": Runs("ring", lacks="layers that are split and replicated at once"),
-        "DIANNE": Runs("ring", lacks="copies of the pipeline beside each other"),
-    }
+    runs = (
+        Runs("PyTorch", "ring", lacks="layers that are split and replicated at once"),
+        Runs("DIANNE", "ring", lacks="copies of the pipeline beside each other"),
+    )
 
     def exactness(self, settings: Any) -> str:
         return "bits"
