@@ -40,13 +40,14 @@ class AllReduce(Strategy):
     Settings = AllReduceSettings
     short = "algorithm"
     state_from = "survivors"
+    sums_gradients = True
     runs = (
         Runs("FireCaffe", "allreduce:tree"),
         Runs("PyTorch", "allreduce:ring"),
         Runs("Baidu AllReduce", "allreduce:ring"),
         Runs("Horovod", "allreduce:ring"),
         Runs("Caffe2", "allreduce:ring", lacks="halving and doubling"),
-        Runs("CNTK, 1-bit SGD", "allreduce:ring:wire=int8", lacks="one bit a value; eight travel"),
+        Runs("CNTK, 1-bit SGD", "allreduce:ring:wire=1bit"),
     )
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:

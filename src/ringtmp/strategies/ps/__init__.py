@@ -27,6 +27,7 @@ class ParameterServer(Strategy):
     )  # fmt: skip
     Settings = PsSettings
     short = "consistency"
+    sums_gradients = True
     runs = (
         Runs("BigDL", "ps:bsp:servers=workers"),
         Runs("CaffeOnSpark", "ps:bsp:servers=workers"),
