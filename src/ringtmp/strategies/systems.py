@@ -51,11 +51,13 @@ TAXONOMY = (
     System("TreeEASGD", "data", "decentral", "bounded async.", "ad hoc", "tree", "Zhang 2016"),
 )  # fmt: skip
 SURVEY = (
-    System("Baidu AllReduce", "data", "central", "sync.", "all-reduce", "ring", "Gibiansky 2017"),
-    System("Horovod", "data", "central", "sync.", "all-reduce", "ring", "Sergeev and Del Balso 2018"),
+    System("Baidu AllReduce", "data", "central", "sync.", "all-reduce", "ring of workers", "Gibiansky 2017"),
+    System("Horovod", "data", "central", "sync.", "all-reduce", "ring of workers", "Sergeev and Del Balso 2018"),
     System("Caffe2", "data", "central", "sync.", "all-reduce", "ring, or halving and doubling", "Goyal et al. 2017"),
-    System("CNTK, 1-bit SGD", "data", "central", "sync.", "all-reduce of 1-bit gradients", "ring", "Seide et al. 2014"),
-    System("CNTK, block momentum", "data", "decentral", "sync.", "all-reduce of models", "ring", "Chen and Huo 2016"),
+    System("CNTK, 1-bit SGD", "data", "central", "sync.", "all-reduce of 1-bit gradients", "ring of workers",
+           "Seide et al. 2014"),
+    System("CNTK, block momentum", "data", "decentral", "sync.", "all-reduce of models", "ring of workers",
+           "Chen and Huo 2016"),
     System("DIANNE", "model + data", "central", "async.", "ad hoc", "distributed PS", "De Coninck et al. 2018"),
     System("DMTK (Multiverso)", "data", "central", "async.", "ad hoc", "distributed PS", "Microsoft 2015"),
     System("MXNet-MPI", "data", "central", "sync. in teams, async. between", "all-reduce; ad hoc", "teams on a distributed PS",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringtmp.errors import ProtocolError
-from ringtmp.wire.format_type import WireFormat
+from ringtmp.wire.format_type import PLAIN, WireFormat
 
 if TYPE_CHECKING:
     import torch
@@ -101,5 +101,5 @@ class TopK(WireFormat):
 
 def _vector(dtype: str, shape: tuple[int, ...]) -> int:
     """Gradients travel as flat vectors of float32."""
-    assert (dtype, len(shape)) == ("float32", 1), (dtype, shape)
+    assert (dtype, len(shape)) == (PLAIN.name, 1), (dtype, shape)
     return shape[0]
