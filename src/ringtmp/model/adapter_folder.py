@@ -36,7 +36,7 @@ def lora_of(folder: Path) -> Lora:
         read = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"--adapter {folder}: {path.name}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--adapter {folder}: {path.name} is no JSON: {error}") from error
     if not isinstance(read, dict):
         raise UsageError(f"--adapter {folder}: {path.name} is no configuration of an adapter")
@@ -46,6 +46,8 @@ def lora_of(folder: Path) -> Lora:
         wrong.append(f"target_modules={modules!r}, which must be a list of names")
     numbers = {"r": read.get("r"), **{key: read.get(key, 0.0) for key in ("lora_alpha", "lora_dropout")}}
     wrong += [f"{key}={value!r}" for key, value in numbers.items() if type(value) not in (int, float)]
+    if type(numbers["r"]) is float:
+        wrong.append(f"r={numbers['r']!r}, which must be a whole number")
     if wrong:
         raise UsageError(
             f"--adapter {folder}: adapters with {some_of(wrong, 20)} are not taken: LoRA on linear layers is"

@@ -108,11 +108,13 @@ def library_of(wanted: str) -> Any:
 def _architecture(library: Any, config: Path) -> Any:
     """The class that the configuration names."""
     try:
+        if config.exists() and not config.is_file():
+            raise UsageError(f"--model hf:{config} is no file")  # a pipe would be waited for
         read = json.loads(config.read_bytes())
         names = read.get("architectures") or []
     except OSError as error:
         raise UsageError(f"--model hf:{config}: {error.strerror}") from error
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"--model hf:{config} is no configuration of a model: {error}") from error
     if "auto_map" in read:
         raise UsageError(

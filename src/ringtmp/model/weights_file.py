@@ -169,7 +169,7 @@ def _of_folder(folder: Path, said: str) -> Iterator[tuple[str, Path]]:
     try:
         listed = json.loads(index.read_bytes())["weight_map"]
         placed = {str(name): folder / str(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"{said}: {index.name} is no index of safetensors files: {error}") from error
     inside = sorted(each for each in set(placed.values()) if each.parent == folder and each.is_file())
     there = {file: set(_names(file, f"{said}: {file.name}")) for file in inside}
@@ -181,6 +181,8 @@ def _of_folder(folder: Path, said: str) -> Iterator[tuple[str, Path]]:
 
 def _names(file: Path, said: str) -> list[str]:
     try:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{said} is no file")  # a pipe would be waited for
         with safe_open(str(file), framework="pt") as opened:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
