@@ -134,7 +134,7 @@ def check_promises(case: Case, result: api.Result, epochs: int) -> None:
 
 @named([case for case in CASES if not case.long], lambda case: True)  # the others below, in `make long`
 def test_it_keeps_its_promises(case: Case, tmp_path: Path) -> None:
-    check_promises(case, train(case, tmp_path, epochs=2), 2)
+    check_promises(case, train(case, tmp_path, epochs=1), 1)
 
 
 @named(CASES, lambda case: False)  # quick: test_every_strategy
