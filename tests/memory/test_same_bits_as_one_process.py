@@ -106,9 +106,7 @@ def test_any_ring_gives_the_bits_of_a_plain_loop(
         assert got == (expected, losses), f"{nodes} nodes, {rule}"
 
 
-@pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 2, 3))]
-)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 2, 3))])
 def test_lost_doubled_and_disordered_packets_change_nothing(seed: int, tmp_path: Path) -> None:
     batches = batches_of("digits", 3)
     built = Built(

@@ -145,7 +145,9 @@ def test_ideal_and_limits_by_hand() -> None:
 
 
 def test_stages_are_cut_so_that_the_dearest_is_cheapest() -> None:
-    from ringtmp.bench.peers.pipelining import even_ends  # loads torch's pipelines: seconds, in every process that collects
+    from ringtmp.bench.peers.pipelining import (
+        even_ends,  # loads torch's pipelines: seconds, in every process that collects
+    )
 
     assert even_ends([1, 1, 1, 3], 2) == [3, 4]
     assert even_ends([1, 2, 3, 4, 5, 6], 3) == [3, 5, 6]  # 6, 9, 6
