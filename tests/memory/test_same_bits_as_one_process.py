@@ -71,7 +71,10 @@ def every_combination() -> list[Any]:
         ("gpt", "sgd momentum", "clipping"),
     }
     found = itertools.product(MODELS, OPTIMIZERS, ("dropout", "clipping"))
-    every = [pytest.param(*each, EVERY_RING, marks=pytest.mark.long) for each in found]
+    every = [
+        pytest.param(*each, EVERY_RING, marks=pytest.mark.nightly if number % 2 else pytest.mark.long)
+        for number, each in enumerate(found)
+    ]
     return [*(pytest.param(*each, QUICK_RINGS) for each in sorted(quick)), *every]
 
 
