@@ -114,7 +114,9 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
 ) -> None:
     whole = digits(tmp_path / "whole", name, strategy, 6, staleness=staleness).summary
     digits(tmp_path / "parts", name, strategy, 3, staleness=staleness)
-    again = api.resume(tmp_path / "parts", {"steps": 6}, None, None, watcher=api.Watcher(), pool=InMemoryPool(3, seed=2)).summary
+    again = api.resume(
+        tmp_path / "parts", {"steps": 6}, None, None, watcher=api.Watcher(), pool=InMemoryPool(3, seed=2)
+    ).summary
     assert again.weights_sha256 == whole.weights_sha256
     assert whole.loss.last < whole.loss.first
 
@@ -132,9 +134,13 @@ def test_a_checkpoint_has_one_tensor_for_a_hidden_matrix_and_two_for_other_param
 
 
 def test_muon_is_refused_where_there_are_no_matrices_or_only_parts_of_them(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--optimizer muon needs whole matrices, and ps cuts .* use .*ring, or .*adamw"):
+    with pytest.raises(
+        UsageError, match=r"--optimizer muon needs whole matrices, and ps cuts .* use .*ring, or .*adamw"
+    ):
         digits(tmp_path / "a", "muon", "ps:bsp", 2)
     flat = [nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 4, 3), nn.Conv1d(4, 10, 62), nn.Flatten()]
     x = torch.randn(24, 64)
     with pytest.raises(UsageError, match="for the matrices of hidden layers, and this model trains none"):
-        api.Ring(nodes=1, progress=False).fit(flat, (x, torch.arange(24) % 10), optimizer="muon", run_dir=tmp_path / "b")
+        api.Ring(nodes=1, progress=False).fit(
+            flat, (x, torch.arange(24) % 10), optimizer="muon", run_dir=tmp_path / "b"
+        )

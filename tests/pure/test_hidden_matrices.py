@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ringtmp.model.build import build_layers
+from ringtmp.model.build_cells import Cutting
 from ringtmp.model.hidden_matrices import hidden_matrices
 
 
@@ -37,7 +38,6 @@ def test_the_first_use_decides() -> None:
 
 
 def test_cells_of_any_size_agree() -> None:
-    from ringtmp.model.build_cells import Cutting  # noqa: PLC0415
 
     found = []
     for blocks in ((), ("norm",)):

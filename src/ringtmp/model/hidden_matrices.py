@@ -9,10 +9,57 @@ from __future__ import annotations
 
 from ringtmp.model.portable_layer import Argument, Layer, slots
 
-_PRODUCTS = frozenset("linear matmul mm addmm bmm baddbmm einsum tensordot inner lstm gru rnn_tanh rnn_relu".split())
+_PRODUCTS = frozenset(
+    [
+        "linear",
+        "matmul",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "einsum",
+        "tensordot",
+        "inner",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+    ]
+)
 _SAME_VALUES = frozenset(
-    """t transpose permute swapaxes swapdims numpy_T mT mH adjoint view reshape contiguous alias clone detach unsqueeze squeeze
-    flatten unflatten expand slice narrow split split_with_sizes chunk unbind select tensor_split to _to_copy getitem""".split()
+    [
+        "t",
+        "transpose",
+        "permute",
+        "swapaxes",
+        "swapdims",
+        "numpy_T",
+        "mT",
+        "mH",
+        "adjoint",
+        "view",
+        "reshape",
+        "contiguous",
+        "alias",
+        "clone",
+        "detach",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "expand",
+        "slice",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "select",
+        "tensor_split",
+        "to",
+        "_to_copy",
+        "getitem",
+    ]
 )
 
 
