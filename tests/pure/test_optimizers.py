@@ -253,8 +253,9 @@ def test_a_node_does_not_load_torchs_compiler() -> None:
     check = (
         "import sys, torch, ringtmp.runtime.worker, ringtmp.transport.zeromq; from ringtmp.system.resources import set_threads;"
         "from ringtmp.runtime.optimizers import OPTIMIZERS, make_optimizer; set_threads(1);"
-        "p = torch.ones(2, requires_grad=True); p.grad = torch.ones(2); [make_optimizer(name, {}, [p], [False]).step(0.1) for name in OPTIMIZERS];"
-        "w = torch.ones(2, 2, requires_grad=True); w.grad = torch.ones(2, 2); make_optimizer('muon', {}, [w], [True]).step(0.1);"
+        "p = torch.ones(2, requires_grad=True); p.grad = torch.ones(2);"
+        "w = torch.ones(2, 2, requires_grad=True); w.grad = torch.ones(2, 2);"
+        "[make_optimizer(name, {}, [p, w], [False, True]).step(0.1) for name in OPTIMIZERS];"
         "x = torch.ones(2, requires_grad=True); from ringtmp.runtime.gradients_at_segment_edges import run_backward;"
         "run_backward([x * p], [p]);"
         "assert torch.are_deterministic_algorithms_enabled();"
@@ -285,6 +286,7 @@ def test_a_rate_at_which_delayed_training_collapsed_is_warned_of() -> None:
     assert "lr 0.1 and momentum 0.9, which act as 1" in said
     assert "smaller --lr or momentum, or --staleness 0" in said
     assert "lr 3:" in (delay_warning("sgd", {"lr": 3.0}, staleness=1) or "")
+    assert delay_warning("muon", {"lr": 0.03, "momentum": 0.95}, staleness=1) is None  # a mean, not a sum
     assert "adamw, lr 0.1" in (delay_warning("adamw", {"lr": 0.1}, staleness=1) or "")
 
 

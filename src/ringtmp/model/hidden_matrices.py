@@ -9,58 +9,12 @@ from __future__ import annotations
 
 from ringtmp.model.portable_layer import Argument, Layer, slots
 
-_PRODUCTS = frozenset(
-    [
-        "linear",
-        "matmul",
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "einsum",
-        "tensordot",
-        "inner",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-    ]
-)
-_SAME_VALUES = frozenset(
-    [
-        "t",
-        "transpose",
-        "permute",
-        "swapaxes",
-        "swapdims",
-        "numpy_T",
-        "mT",
-        "mH",
-        "adjoint",
-        "view",
-        "reshape",
-        "contiguous",
-        "alias",
-        "clone",
-        "detach",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "expand",
-        "slice",
-        "narrow",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "select",
-        "tensor_split",
-        "to",
-        "_to_copy",
-        "getitem",
-    ]
-)
+_PRODUCTS = "linear matmul mm addmm bmm baddbmm einsum tensordot inner lstm gru rnn_tanh rnn_relu"
+_SAME_VALUES = """
+t transpose permute swapaxes swapdims numpy_T mT mH adjoint view reshape contiguous alias clone detach unsqueeze squeeze
+flatten unflatten expand slice narrow split split_with_sizes chunk unbind select tensor_split to _to_copy getitem
+"""
+PRODUCTS, SAME_VALUES = frozenset(_PRODUCTS.split()), frozenset(_SAME_VALUES.split())
 
 
 def hidden_matrices(layer: Layer) -> frozenset[str]:
@@ -73,10 +27,10 @@ def hidden_matrices(layer: Layer) -> frozenset[str]:
         given: tuple[Argument, ...] = (*op.args, *op.kwargs.values())
         used = {turned[slot] for value in given for slot in slots(value) if slot in turned} & wanted
         name = op.target.split(".")[1] if "." in op.target else op.target
-        if name in _SAME_VALUES and len(used) == 1:
+        if name in SAME_VALUES and len(used) == 1:
             turned[position] = next(iter(used))
             continue
         wanted -= used
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             found |= used
     return frozenset(found)

@@ -75,7 +75,8 @@ def state_values(name: str, settings: Mapping[str, Any], layer: Layer) -> int:
 def delay_warning(optimizer: str, settings: Mapping[str, Any], staleness: int) -> str | None:
     """What is known to go wrong with delayed gradients at such a learning rate. Momentum counts: on a slope of curvature c
     plain descent is stable up to lr = 2 (1 + momentum) / c, with a delay only up to (1 - momentum) / c."""
-    lr, momentum, limit = settings["lr"], settings.get("momentum", 0.0), OPTIMIZERS[optimizer].delay_limit
+    rule = OPTIMIZERS[optimizer]
+    lr, momentum, limit = settings["lr"], settings.get(rule.summing, 0.0), rule.delay_limit
     rate = lr / (1 - momentum) if momentum < 1 else math.inf
     if staleness == 0 or rate < limit:
         return None

@@ -3,7 +3,8 @@ operators of `torch.optim.NAdam` for a single tensor, in its order.
 
     mu(t)  = beta1 (1 - 0.96^(t momentum_decay) / 2)
     m, v  <- means of g and g^2
-    w     <- w - lr (mu(t+1) m / (1 - prod mu up to t+1) + (1 - mu(t)) g / (1 - prod mu up to t)) / (sqrt(v / (1 - beta2^t)) + eps)
+    n      = mu(t+1) m / (1 - prod mu up to t+1) + (1 - mu(t)) g / (1 - prod mu up to t)
+    w     <- w - lr n / (sqrt(v / (1 - beta2^t)) + eps)
 
 With gradients of one update ago, use beta1=0.99: the momentum then looks ahead about as far as the gradient lags behind
 (T. Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025).

@@ -34,5 +34,6 @@ _SETTINGS = {
     "dampening": Setting(0.0, low=-math.inf),
 }  # fmt: skip
 SGD = UpdateRule(
-    "sgd", _SETTINGS, {"momentum_buffer": "momentum"}, delay_limit=1.0, update=_sgd, conflict=_nesterov_alone
-)
+    "sgd", _SETTINGS, {"momentum_buffer": "momentum"}, delay_limit=1.0, update=_sgd, conflict=_nesterov_alone,
+    summing="momentum",
+)  # fmt: skip

@@ -64,6 +64,8 @@ class UpdateRule:
     conflict: Callable[[Mapping[str, Any]], str] = lambda settings: ""
     #: States that are single numbers; every other has the shape of its parameter.
     numbers: frozenset[str] = frozenset({COUNTER})
+    #: The setting by which gradients add up over steps, so that it acts like a larger learning rate; empty: none does.
+    summing: str = ""
     #: For hidden matrices; None: they are parameters like any other.
     matrices: MatrixRule | None = None
 
