@@ -333,7 +333,11 @@ def train(
 
 @pytest.mark.parametrize(
     ("source", "how"),
-    [("snapshot", {}), ("snapshot", {"staleness": 1}), ("checkpoint", {"keep": KeepPart(protect="off")})],
+    [
+        ("snapshot", {}),
+        pytest.param("snapshot", {"staleness": 1}, marks=pytest.mark.long),
+        ("checkpoint", {"keep": KeepPart(protect="off")}),
+    ],
 )
 def test_a_throttled_node_gets_fewer_layers_and_the_bits_stay(
     source: str, how: dict[str, Any], throttled: Throttled, tmp_path: Folder
