@@ -21,9 +21,8 @@ from ringtmp.data.text_samples import Reading, read_text
 from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import RingError, UsageError
-from ringtmp.launch.local_processes import LocalPool
 from ringtmp.launch.node_pool import NodePool
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.processes_here import processes_here
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.language_facts import LanguageFacts
@@ -316,12 +315,10 @@ def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[eve
         for remark in text.remarks:
             (watcher or Watcher()).tell(remark)
     if pool is None:
-        nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
-        keep = job.config.keep
-        if nodes == 1:
-            pool = InMemoryPool(1, threads=threads)
-        else:
-            pool = LocalPool(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
+        keep, threads = job.config.keep, job.config.training.threads or 1
+        pool = processes_here(
+            job.config.ring.nodes, threads, job.run.logs, notice_s=keep.notice_s, spare=keep.protect != "off"
+        )
     with left_alone(), interruptible() as interruption:
         session = Session(job, pool, watcher or Watcher(), interruption)
         session.train()

@@ -26,11 +26,11 @@ def command(
     """
     import msgspec
 
-    from ringtmp.launch import agent, device_facts, join_token, key_store
+    from ringtmp.launch import agent, device_facts, join_token, key_store, names
 
     given = join_token.given(join)
     if name is not None:
-        key_store.checked_name("device", name)
+        names.checked_name("device", name)
     host, _, port = given.address.rpartition(":")
     address = device_facts.parse_listen(listen, 1)[0] if listen else device_facts.address_towards(host, int(port))
     found = device_facts.device_facts(name)
