@@ -40,6 +40,7 @@ from ringtmp.run.run_data import labels_as, loss_again, named_again, without_lef
 from ringtmp.run.session import Session
 from ringtmp.run.text_settings import check_text, named_data, usual_context
 from ringtmp.run.what_to_train import Job, Watcher
+from ringtmp.runtime.compute_device import computing_on
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.system.resources import require_files
@@ -317,9 +318,10 @@ def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[eve
     if pool is None:
         keep, threads = job.config.keep, job.config.training.threads or 1
         pool = processes_here(
-            job.config.ring.nodes, threads, job.run.logs, notice_s=keep.notice_s, spare=keep.protect != "off"
-        )
-    with left_alone(), interruptible() as interruption:
+            job.config.ring.nodes, threads, job.run.logs, notice_s=keep.notice_s, spare=keep.protect != "off",
+            device=job.config.ring.device,
+        )  # fmt: skip
+    with left_alone(), computing_on(job.config.ring.device), interruptible() as interruption:
         session = Session(job, pool, watcher or Watcher(), interruption)
         session.train()
     return session.unwritten

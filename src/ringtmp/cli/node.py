@@ -15,9 +15,19 @@ import click
 @click.option(
     "--memory", "memory_mb", type=click.IntRange(1), metavar="MB", help="Lend at most MB MiB.  [all free memory]"
 )
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda", "mps", "auto"]), default="cpu", show_default=True,
+    help="Where this device computes.",
+)  # fmt: skip
 @click.option("--once", is_flag=True, help="Serve one run, then exit.")
 def command(
-    join: str | None, name: str | None, listen: str | None, threads: int | None, memory_mb: int | None, once: bool
+    join: str | None,
+    name: str | None,
+    listen: str | None,
+    threads: int | None,
+    memory_mb: int | None,
+    device: str,
+    once: bool,
 ) -> None:
     """Join a ring and serve its runs until Ctrl-C.
 
@@ -44,7 +54,7 @@ def command(
     hub = agent.join(given, own, mine)
     _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
 
-    serving = agent.Agent(given, hub, own, mine, address, _say, (memory_mb or 0) * 2**20)
+    serving = agent.Agent(given, hub, own, mine, address, _say, (memory_mb or 0) * 2**20, device)
     with serving.leaves_on_signals():
         try:
             serving.run(once)

@@ -63,7 +63,7 @@ def command(
 
         if not rank.leads:
             sys.exit(serve(rank))
-        pool = RankPool(rank)
+        pool = RankPool(rank, device=settings.ring.device)
         run_dir, resume = goes_on_in(rank, run_dir, resume)
 
     if resume is not None:

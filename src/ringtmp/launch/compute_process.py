@@ -28,6 +28,7 @@ class Orders(msgspec.Struct, frozen=True):
     secure: bool = False
     memory_bytes: int = 0  # what this device lends; 0: what is free
     snapshots: str = ""  # a folder for snapshots; whoever gives the orders removes it
+    device: str = "cpu"  # where it computes, as --device says
     log: str = ""  # a file to write to from here on; empty: as it was started
 
 
@@ -67,11 +68,13 @@ def main() -> int:
 
     _load()
     from ringtmp.launch.worker_loop import work
+    from ringtmp.runtime import compute_device
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.snapshot_store import SnapshotStore
     from ringtmp.system.resources import free_memory_bytes, limit_memory, set_threads
 
     set_threads(orders.threads)
+    compute_device.use(compute_device.find(orders.device, orders.node))
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
     snapshots = SnapshotStore(Path(orders.snapshots)) if orders.snapshots else SnapshotStore()

@@ -28,6 +28,7 @@ from ringtmp.launch.rank_environment import Rank
 from ringtmp.launch.worker_loop import work
 from ringtmp.plan.devices import Device
 from ringtmp.plan.route import MASTER
+from ringtmp.runtime import compute_device
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.system.container_limits import group_limits
@@ -57,6 +58,7 @@ class Orders(msgspec.Struct, frozen=True):
     ring: str = ""
     generation: int = 0
     threads: int = 0
+    device: str = "cpu"
     refusal: str = ""
 
 
@@ -66,14 +68,17 @@ class Meeting:
     def __init__(self, rank: Rank, limit_s: float = MEET_LIMIT_S) -> None:
         self._rank = rank
         self._limit_s = limit_s
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        hosts = rank.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit_s)))
+            store = dist.TCPStore(
+                host, port, is_master=hosts, timeout=timedelta(seconds=limit_s), wait_for_workers=False
+            )
         except (dist.DistError, ValueError, RuntimeError) as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise UsageError(
-                f"rank {rank.number} of {rank.world} did not reach rank 0 at {where} within {limit_s:.0f} s: {error}"
+                f"rank {rank.number} of {rank.world} did not reach rank 0 at {host}:{port} within {limit_s:.0f} s: {error}"
             ) from None
-        self._store = dist.PrefixStore("ringtmp", store)
+        self._store = dist.PrefixStore(f"ringtmp {rank.restarts}", store)
         self._store.set(f"rank {rank.number}", msgspec.json.encode(_facts()).decode())
 
     def everyone(self) -> list[Facts]:
@@ -123,8 +128,10 @@ def _facts() -> Facts:
 class RankPool:
     """All ranks but this one, which is rank 0."""
 
-    def __init__(self, rank: Rank, limit_s: float = MEET_LIMIT_S) -> None:
+    def __init__(self, rank: Rank, limit_s: float = MEET_LIMIT_S, device: str = "cpu") -> None:
+        """`device`: where every rank computes."""
         self._rank = rank
+        self._device = device
         self._limit_s = limit_s
         self.nodes = rank.world
         self.threads = 1
@@ -138,7 +145,7 @@ class RankPool:
         meeting = Meeting(self._rank, self._limit_s)
         self._facts = meeting.everyone()
         self.threads = min(each.threads for each in self._facts)
-        meeting.tell(Orders(ring, generation, self.threads))
+        meeting.tell(Orders(ring, generation, self.threads, self._device))
         self._transport = meeting.transport()
         for node in range(1, self.nodes):
             self._transport.connect(node, NOWHERE)  # to hear its hello
@@ -217,6 +224,7 @@ def serve(rank: Rank, limit_s: float = MEET_LIMIT_S) -> int:
     if orders.refusal:
         raise UsageError(orders.refusal)
     set_threads(orders.threads)
+    compute_device.use(compute_device.find(orders.device, int(os.environ.get("LOCAL_RANK", rank.number))))
     transport = meeting.transport()
     endpoint = Endpoint(transport, orders.ring, orders.generation, snapshots=SnapshotStore())
     return work(endpoint, NOWHERE, lambda: MASTER in transport.gone() or os.getppid() != parent)
