@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.ranks import as_rank, goes_on_in
 from ringtmp.cli.settings import build
 from ringtmp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ringtmp.launch.node_pool import NodePool
 
 
 @run_options
@@ -57,7 +60,7 @@ def command(
         from ringtmp.run import evaluate_predict_generate
     from ringtmp.cli import show_results
 
-    pool = None
+    pool: NodePool | None = None
     if rank is not None:
         from ringtmp.launch.torchrun_ranks import RankPool, serve
 

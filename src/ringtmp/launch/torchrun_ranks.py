@@ -19,6 +19,7 @@ from datetime import timedelta
 import msgspec
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ringtmp import __version__
 from ringtmp.errors import NodeLost, UsageError
@@ -71,14 +72,12 @@ class Meeting:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         hosts = rank.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
         try:
-            store = dist.TCPStore(
-                host, port, is_master=hosts, timeout=timedelta(seconds=limit_s), wait_for_workers=False
-            )
+            store = TCPStore(host, port, is_master=hosts, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
         except (dist.DistError, ValueError, RuntimeError) as error:
             raise UsageError(
                 f"rank {rank.number} of {rank.world} did not reach rank 0 at {host}:{port} within {limit_s:.0f} s: {error}"
             ) from None
-        self._store = dist.PrefixStore(f"ringtmp {rank.restarts}", store)
+        self._store = PrefixStore(f"ringtmp {rank.restarts}", store)
         self._store.set(f"rank {rank.number}", msgspec.json.encode(_facts()).decode())
 
     def everyone(self) -> list[Facts]:
@@ -115,9 +114,7 @@ class Meeting:
         return msgspec.json.decode(self._store.get("orders"), type=Orders)
 
     def transport(self) -> TorchTransport:
-        group = dist.ProcessGroupGloo(
-            dist.PrefixStore("links", self._store), self._rank.number, self._rank.world, SILENCE
-        )
+        group = dist.ProcessGroupGloo(PrefixStore("links", self._store), self._rank.number, self._rank.world, SILENCE)
         return TorchTransport(group)
 
 

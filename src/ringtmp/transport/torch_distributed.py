@@ -16,9 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from ringtmp.transport.base import Arrival, Channel, Frame
 from ringtmp.wire.address import Address
@@ -33,8 +33,8 @@ _COUNT, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class TorchTransport:
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """`group`: of all nodes, by rank. It must take tensors in the processor's memory (Gloo)."""
+    def __init__(self, group: Any) -> None:
+        """`group`: a process group of all nodes, by rank. It must take tensors in the processor's memory (Gloo)."""
         self.node = group.rank()
         self._group = group
         self._lanes: dict[int, _Lane] = {}
@@ -91,7 +91,7 @@ class TorchTransport:
 class _Lane:
     """The way to and from one peer."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, take: Callable[[int, Channel, list[Frame]], None]) -> None:
+    def __init__(self, group: Any, peer: int, take: Callable[[int, Channel, list[Frame]], None]) -> None:
         self.broken = False
         self._group = group
         self._peer = peer
@@ -176,7 +176,8 @@ def _packed(frames: Sequence[Frame]) -> torch.Tensor:
 
 
 def _unpacked(packet: torch.Tensor) -> list[Frame]:
-    view = memoryview(packet.numpy())
+    buffer: Any = packet.numpy()
+    view = memoryview(buffer)
     (count,) = _COUNT.unpack_from(view)
     at = _COUNT.size + count * _LENGTH.size
     if at > len(view):
