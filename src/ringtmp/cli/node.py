@@ -54,7 +54,7 @@ def command(
     hub = agent.join(given, own, mine)
     _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
 
-    serving = agent.Agent(given, hub, own, mine, address, _say, (memory_mb or 0) * 2**20, device)
+    serving = agent.Agent(given, hub, own, mine, address, _say, memory_bytes=(memory_mb or 0) * 2**20, device=device)
     with serving.leaves_on_signals():
         try:
             serving.run(once)
