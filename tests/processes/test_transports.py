@@ -317,20 +317,22 @@ def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
     limit = time.monotonic() + 60
     pulls = 0
     try:
-        while len(got) < 120 or len(back) < 120:
-            assert time.monotonic() < limit, f"{len(got)} and {len(back)} of 120 messages came"
-            if sent < 120:
+        while len(got) < sent or len(back) < 120 or two.traffic.counters().resent == 0 or sent < 120:
+            assert time.monotonic() < limit, f"{len(got)} of {sent} messages came, and {len(back)} of 120 back"
+            if (
+                sent < 120 or two.traffic.counters().resent == 0
+            ):  # until something was under way when the cable was pulled
                 two.post(1, Gradients(1, 0, 0, sent), [torch.full((200_000,), float(sent))])
                 if got:
                     one.post(2, Gradients(1, 0, 0, len(got)), [torch.zeros(3)])
                 sent += 1
-            if sent % 17 == 0 and pulls < 8:
-                pulls += 1
-                for cable in cables:
-                    cable.pull()
+                if sent % 17 == 0:
+                    pulls += 1
+                    for cable in cables:
+                        cable.pull()
             got += one.collect()
             back += two.collect()
-            if sent == 120 and len(back) < 120 and one.flushed():
+            if sent >= 120 and len(back) < 120 and one.flushed():
                 one.post(2, Gradients(1, 0, 0, 0), [torch.zeros(3)])
             one.wait(0.005)
     finally:
@@ -338,11 +340,10 @@ def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
         two.close()
         for cable in cables:
             cable.close()
-    assert [mail.message.microbatch for mail in got] == list(range(120))  # type: ignore[union-attr]
+    assert [mail.message.microbatch for mail in got] == list(range(sent))  # type: ignore[union-attr]
     assert all(mail.tensors[0].eq(float(number)).all() for number, mail in enumerate(got))  # type: ignore[union-attr]
     assert pulls >= 5
     assert max(cable.made for cable in cables) > 1
-    assert two.traffic.counters().resent > 0, "nothing was under way when the cable was pulled: the test proves nothing"
 
 
 def test_sockets_that_a_cleaner_removed_are_found_again_and_who_is_connected_notices_nothing(folder: str) -> None:
