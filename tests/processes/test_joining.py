@@ -219,6 +219,7 @@ def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run
         "again",
         "--steps",
         2,
+        "--all-devices",
         *FLAGS,
     )
     again = ring.result()
