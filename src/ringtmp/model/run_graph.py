@@ -19,7 +19,7 @@ from ringtmp.model.allowed_operators import GRAD_MODE, resolve
 from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
-from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Named, Op, Ref, slots
+from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Layer, Named, Op, Ref, count, slots
 from ringtmp.model.random_operators import draws, random_count
 from ringtmp.model.small_frozen_weights import Converted, KeptSmall, of_owned
 from ringtmp.units import bytes_text
@@ -53,6 +53,11 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ProtocolError(f"unknown dtype {name!r}")
     return _DTYPES[name]
+
+
+def layer_bytes(layer: Layer) -> int:
+    """Of its parameters and buffers."""
+    return sum(count(each.shape) * dtype_of(each.dtype).itemsize for each in layer.tensors)
 
 
 class Program:
@@ -91,8 +96,8 @@ class Program:
                 self._random.append((index, numbered, function if isinstance(function, _CustomCall) else None))
                 numbered += drawn
             pack = _packer(args, slot, where, {each: small[each] for each in small if each != table})
-            if device == "meta" and _takes_device(function):
-                # A tensor made from nothing would otherwise be made in real memory.
+            if device != "cpu" and _takes_device(function):
+                # A tensor made from nothing would otherwise be made in the processor's memory.
                 kwargs["device"] = lambda values: where
             function = under_contract(op.target, function)
             if table in small:
