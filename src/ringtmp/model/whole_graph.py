@@ -245,8 +245,9 @@ def adapters_in(graph: Graph) -> Iterator[AdapterUse]:
                     "a .safetensors file without --merge"
                 )
             yield AdapterUse(
-                part.layer, _other_side(each.name), each.name, scale, narrow.slot, wide, scaled, total, found.args[0]
-            )
+                part.layer, _other_side(each.name), each.name, scale, narrow=narrow.slot, wide=wide, scaled=scaled,
+                total=total, given=found.args[0],
+            )  # fmt: skip
 
 
 def _other_side(name: str) -> str:
