@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringtmp.metrics.energy import Power
-from ringtmp.metrics.events import NodeStep, Span
+from ringtmp.metrics.events import NodeStep, Reading, Span
 
 #: Of one step; what is done beyond is counted and not shown.
 MOST_SPANS = 8192
+#: At most one reading of memory and traffic in so long.
+READING_S = 1.0
 
 
 def is_detailed(step: int, first_step: int, detailed_steps: int) -> bool:
@@ -29,9 +31,12 @@ def is_detailed(step: int, first_step: int, detailed_steps: int) -> bool:
 class Recorder:
     def __init__(
         self, node: int, clock: Callable[[], float], detailed_steps: int, joules: Callable[[], float] | None = None,
-        power: Power | None = None,
+        power: Power | None = None, *, reading: Callable[[float], Reading] | None = None,
     ) -> None:  # fmt: skip
-        """`joules`: of the device's meter, since some moment. `power`: of the device, told with the first step."""
+        """`joules`: of the device's meter, since some moment. `power`: of the device, told with the first step. `reading`: of
+        memory and traffic, at a moment."""
+        self._reading = reading
+        self._read_at = -READING_S
         self._node = node
         self._power = power
         self._joules = joules
@@ -125,6 +130,7 @@ class Recorder:
             idle_s=sum(self._idle.values()), idle=dict(self._idle), sent_bytes=self._sent,
             received_bytes=self._received, spans=tuple(self._spans) if kept else (), busy=dict(self._busy),
             oldest=oldest, joules=joules - self._joules_before if joules is not None else None, power=self._power,
+            reading=self._read(),
         )  # fmt: skip
         self._power = None
         self._keep_spans = is_detailed(step + 1, first_step, self._detailed_steps)
@@ -135,6 +141,12 @@ class Recorder:
         self._spans.clear()
         self._sent = self._received = 0
         return record
+
+    def _read(self) -> Reading | None:
+        if self._reading is None or self._last_end - self._read_at < READING_S:
+            return None
+        self._read_at = self._last_end
+        return self._reading(self._last_end)
 
     def _room(self) -> bool:
         """For another span."""

@@ -1,0 +1,138 @@
+"""The pages' server: static files of this package, a stream of news, a step in detail. It reads run directories.
+
+A process of its own: whatever browsers do, training does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mimetypes
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import resources
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ringtmp.dashboard.access import ACT, Access, App, Guard
+from ringtmp.dashboard.run_view import RunView
+from ringtmp.dashboard.step_detail import detail_of
+from ringtmp.dashboard.viewers import Viewers, event
+from ringtmp.report import theme
+
+#: Between two looks at the files, while somebody watches and while nobody does.
+LOOK_S, UNWATCHED_S = 0.5, 2.0
+#: With many viewers news come less often: each costs something.
+MANY_VIEWERS, MANY_LOOK_S = 8, 1.0
+
+class Hello(msgspec.Struct, frozen=True):
+    """What the page is told first."""
+
+    runs: int
+    may_act: bool
+
+
+class Board:
+    """All runs on one page, and who looks at it."""
+
+    def __init__(self, views: Sequence[RunView]) -> None:
+        self.views = views
+        self.viewers = Viewers(self._everything)
+        self._lock = threading.Lock()  # a look and the making of everything are in threads
+        self._whole: list[bytes] | None = None
+
+    def _everything(self) -> list[bytes]:
+        with self._lock:
+            if self._whole is None:
+                self._whole = [event("news", msgspec.json.encode(each.everything())) for each in self.views]
+            return self._whole
+
+    def look(self) -> tuple[bool, list[bytes]]:
+        """Whether there is more to read at once, and the news."""
+        with self._lock:
+            more = any([each.look() for each in self.views])
+            made = [news for each in self.views if (news := each.news()) is not None]
+            if made:
+                self._whole = None
+            return more, [event("news", msgspec.json.encode(each)) for each in made]
+
+    async def follow(self) -> None:
+        """For ever."""
+        while True:
+            more, news = await asyncio.to_thread(self.look)
+            for each in news:
+                self.viewers.tell(each)
+            watched = len(self.viewers)
+            pause = UNWATCHED_S if not watched else LOOK_S if watched <= MANY_VIEWERS else MANY_LOOK_S
+            await asyncio.sleep(0.01 if more else pause)
+
+
+def application(board: Board, access: Access, ended: Callable[[], None] = lambda: None) -> App:
+    """`ended` is called when the server stops."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        following = asyncio.create_task(board.follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+            ended()
+
+    async def front(_: Request) -> Response:
+        return _file("index.html")
+
+    async def static(request: Request) -> Response:
+        return _file(request.path_params["name"])
+
+    async def colours(_: Request) -> Response:
+        night = f"@media (prefers-color-scheme: dark) {{ :root {{ {theme.variables(True)} }} }}"
+        return Response(f":root {{ {theme.variables(False)} }}\n{night}\n", media_type="text/css")
+
+    async def stream(request: Request) -> Response:
+        if board.viewers.full:
+            return PlainTextResponse("Too many viewers.\n", 503)
+        hello = event("hello", msgspec.json.encode(Hello(len(board.views), request.scope["role"] == ACT)))
+
+        async def everything() -> AsyncIterator[bytes]:
+            yield hello
+            async for message in board.viewers.stream():
+                yield message
+
+        return StreamingResponse(everything(), media_type="text/event-stream")
+
+    async def step(request: Request) -> Response:
+        try:
+            view, number = board.views[int(request.query_params["run"])], int(request.query_params["step"])
+        except (KeyError, ValueError, IndexError):
+            return PlainTextResponse("There is no such run or step.\n", 404)
+        found = await asyncio.to_thread(detail_of, view.follower, number)
+        if found is None:
+            return PlainTextResponse("That step was not recorded in full.\n", 404)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    routes = [
+        Route("/", front),
+        Route("/colours.css", colours),
+        Route("/stream", stream),
+        Route("/step", step),
+        Route("/static/{name:path}", static),
+    ]
+    return Guard(Starlette(routes=routes, lifespan=lifespan), access)
+
+
+def _file(name: str) -> Response:
+    """One of this package's own, by its name in `static/`; nothing else can be asked for."""
+    folder = resources.files("ringtmp.dashboard").joinpath("static")
+    known = {f"{prefix}{each.name}": each for prefix, place in (("", folder), ("uplot/", folder.joinpath("uplot")))
+             for each in place.iterdir() if each.is_file()}  # fmt: skip
+    if name not in known:
+        return PlainTextResponse("There is no such file.\n", 404)
+    kind = mimetypes.guess_type(name)[0] or "text/plain"
+    return Response(known[name].read_bytes(), media_type="text/javascript" if kind.endswith("javascript") else kind)
