@@ -33,9 +33,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_NO_COOKIE = (
-    "This page is private. Open the address that ringtmp printed when it started; it has a token at its end.\n"
-)
+_NO_COOKIE = "This page is private. Open the address that ringtmp printed when it started; it has a token at its end.\n"
 #: A redirect would be asked for as another site's where the address was followed from one, and so without the cookie.
 _WELCOME = b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>RingTMP</title>\n'
 

@@ -127,9 +127,7 @@ class RunView:
     def _fold_for(self, event: events.RunStarted) -> None:
         nodes = event.config.get("ring", {}).get("nodes", 4) if isinstance(event.config, dict) else 4
         if self._fold.recent is not None:
-            self._fold.recent = max(
-                LEAST_RECENT, RECENT_NODE_STEPS // max(1, nodes if isinstance(nodes, int) else 4)
-            )
+            self._fold.recent = max(LEAST_RECENT, RECENT_NODE_STEPS // max(1, nodes if isinstance(nodes, int) else 4))
 
     def _joined(self, event: events.NodeStarted, at_s: float) -> None:
         name = event.device or ("master" if event.node == 0 else f"node {event.node}")
@@ -149,7 +147,9 @@ class RunView:
         for each in self._outages:
             each.to_s = at_s if each.to_s is None else each.to_s
         last = self._memberships[-1] if self._memberships else None
-        if last is not None and event.lost and last.at_s < at_s - event.seconds:  # nobody started: others take its place
+        if (
+            last is not None and event.lost and last.at_s < at_s - event.seconds
+        ):  # nobody started: others take its place
             members = tuple(each for each in last.members if each.node not in event.lost)
             self._memberships.append(Membership(at_s, event.generation, members))
         self._undo(event.step)
@@ -219,7 +219,9 @@ class RunView:
 
     def _made(self, status: str, whole: bool) -> News:
         started, points, frames = self._started, self._points, self._frames
-        since = [0] * 4 if whole else [points.changed_from, frames.changed_from, self._tests_from, self._log.changed_from]
+        since = (
+            [0] * 4 if whole else [points.changed_from, frames.changed_from, self._tests_from, self._log.changed_from]
+        )
         training = started.config.get("training", {}) if started is not None else {}
         written_by = "" if started is None else started.version
         return News(

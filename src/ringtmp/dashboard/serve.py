@@ -57,9 +57,13 @@ def listening(place: Place) -> socket.socket:
             return _bound(place.host, port)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-                raise UsageError(f"{place.host} is not an address of this machine: use one that `ip address` lists") from error
+                raise UsageError(
+                    f"{place.host} is not an address of this machine: use one that `ip address` lists"
+                ) from error
             if error.errno == errno.EACCES:
-                raise UsageError(f"port {port} may not be opened by this user: choose one above 1023 (--port)") from error
+                raise UsageError(
+                    f"port {port} may not be opened by this user: choose one above 1023 (--port)"
+                ) from error
             if error.errno != errno.EADDRINUSE:
                 raise
     if place.port is None:

@@ -29,6 +29,7 @@ LOOK_S, UNWATCHED_S = 0.5, 2.0
 #: With many viewers news come less often: each costs something.
 MANY_VIEWERS, MANY_LOOK_S = 8, 1.0
 
+
 class Hello(msgspec.Struct, frozen=True):
     """What the page is told first."""
 
@@ -54,7 +55,7 @@ class Board:
     def look(self) -> tuple[bool, list[bytes]]:
         """Whether there is more to read at once, and the news."""
         with self._lock:
-            more = any([each.look() for each in self.views])
+            more = max([each.look() for each in self.views])
             made = [news for each in self.views if (news := each.news()) is not None]
             if made:
                 self._whole = None

@@ -176,9 +176,7 @@ class _Tally:
         elif isinstance(event, events.Warned):
             self._warnings.append(event.text)
         else:
-            assert isinstance(
-                event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried | events.NodeGone
-            )
+            assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried | events.NodeGone)
         if isinstance(
             event, events.StepDone | events.Evaluated | events.CheckpointSaved | events.Regrouped | events.RunEnded
         ):

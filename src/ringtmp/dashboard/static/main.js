@@ -14,10 +14,10 @@ const STATES = { connecting: ["○", "open"], waiting: ["○", "open", "waiting 
   "stopped early": ["✓", "good"], interrupted: ["■", "mixed"], failed: ["✗", "bad"], "cut off": ["✗", "bad", "cut off: its process is gone"], lost: ["○", "bad", "no connection"] };
 const SIGNS = { start: "▸", join: "+", lost: "✗", healed: "✓", moved: "⇄", kept: "▣", tested: "◎", warning: "!", end: "■" };
 
-const runs = [];
+const runs = [], nothing = new Run();
 let shown = 0, node = null, mayAct = false, connected = false, ended = false, due = false;
 const ring = new RingDrawing($("ring-drawing"), choose), table = new NodeTable($("nodes-table"), choose), charts = new Charts($("charts"));
-const steps = new Steps(() => shown, () => runs[shown]), player = new Player(() => runs, ask), acts = new Acts(() => shown, () => runs[shown]);
+const steps = new Steps(() => shown, () => runs[shown] ?? nothing), player = new Player(() => runs, ask), acts = new Acts(() => shown, () => runs[shown] ?? nothing);
 
 function choose(which) { node = node === which ? null : which; ask(); }
 function ask() { if (!due) { due = true; requestAnimationFrame(() => { due = false; draw(); }); } }
@@ -37,8 +37,7 @@ function listen() {
 }
 
 function draw() {
-  const run = runs[shown];
-  if (!run) { status(connected ? "waiting" : "connecting"); return; }
+  const run = runs[shown] ?? nothing;  // the page has its shape before the first word
   const moment = player.moment, view = run.at(moment);
   head(run, view);
   tiles(run, view);
@@ -49,7 +48,7 @@ function draw() {
   legend($("work-legend"), run.kinds);
   linkLegend(view);
   log(run, view);
-  charts.draw(runs, moment);
+  charts.draw(runs.length ? runs : [nothing], moment);
   choices();
   compare($("compare"), $("compare-table"), runs);
   steps.draw(moment);
@@ -72,7 +71,7 @@ function head(run, view) {
   document.title = `${summary ? `${summary.model}, ` : ""}${run.status} · RingTMP`;
   const several = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
   say($("lead"), summary ? `${summary.strategy}, ${several(view.members.length || summary.nodes, "node")}, batches of ${summary.batch_size} in ${several(summary.microbatches, "microbatch").replace("microbatchs", "microbatches")}, ${summary.schedule}${summary.emulated ? ", emulated devices" : ""}` : "The page fills as soon as there is something to see.");
-  status(!connected && !ended && !run.ended ? "lost" : run.status);
+  status(run === nothing ? "connecting" : !connected && !ended && !run.ended ? "lost" : run.status);
   const notes = [];
   if (run.status === "reading") notes.push(`Reading the events: ${percent(run.read)}.`);
   if (run.damaged) notes.push(`${run.damaged === 1 ? "One damaged line" : `${run.damaged} damaged lines`} of events.jsonl ${run.damaged === 1 ? "was" : "were"} passed over.`);

@@ -53,8 +53,8 @@ export class RingDrawing {
     const inside = servers.length && servers.length < members.length && servers.length <= 4 ? servers : [];
     const around = members.filter((m) => !inside.includes(m)).sort((a, b) => (b.node === 0) - (a.node === 0) || (pairs.circle ? firstLayer(a) - firstLayer(b) : 0) || a.node - b.node);
     const n = around.length, small = n > LARGE, narrow = width < 520;
-    const radius = small ? Math.max(5, Math.min(17, (Math.PI * (Math.min(width, 1.35 * height) - 90)) / n / 2.7)) : Math.max(25, Math.min(narrow ? 34 : 50, 270 / n));
-    const room = small ? radius + 24 : radius + 38, beside = small ? radius + 20 : radius + (narrow ? 64 : 96);
+    const radius = small ? Math.max(5, Math.min(17, (Math.PI * (Math.min(width, 1.35 * height) - 90)) / n / 2.7)) : Math.max(25, Math.min(narrow ? 37 : 50, 270 / n));
+    const room = small ? radius + 24 : narrow ? radius + 14 : radius + 38, beside = small ? radius + 20 : radius + (narrow ? 10 : 96);
     const rx = Math.min(width / 2 - beside, 1.75 * (height / 2 - room)), ry = height / 2 - room;
     const cx = width / 2, cy = height / 2 - (small ? 0 : 4);
     const at = new Map(around.map((m, i) => {
@@ -64,9 +64,9 @@ export class RingDrawing {
     inside.forEach((m, i) => at.set(m.node, { x: cx + (i - (inside.length - 1) / 2) * radius * 2.9, y: cy, angle: 0, place: -1 }));
     const lanes = svg("g");
     drawing.append(lanes);
-    const label = n <= LABELLED && !(narrow && n > 6) && !inside.length;
-    for (const [a, b] of pairs.both) if (at.has(a) && at.has(b)) this.link(lanes, a, b, at.get(a), at.get(b), { cx, cy, rx, ry, n, radius, label, circle: pairs.circle });
-    for (const member of members) drawing.append(this.node(member, at.get(member.node), { radius, small, n, inside: inside.includes(member) }));
+    const label = n <= LABELLED && !(narrow && n > 3) && !inside.length;
+    for (const [a, b] of pairs.both) if (at.has(a) && at.has(b)) this.link(lanes, a, b, at.get(a), at.get(b), { cx, cy, rx, ry, n, radius, label, narrow, circle: pairs.circle });
+    for (const member of members) drawing.append(this.node(member, at.get(member.node), { radius, small, narrow, n, inside: inside.includes(member) }));
   }
 
   link(lanes, a, b, from, to, room) {
@@ -80,7 +80,8 @@ export class RingDrawing {
         const { x, y, nx, ny } = middleOf(from, to, room), away = 17 * side, lean = nx * side;
         text.setAttribute("x", (x + away * nx).toFixed(1));
         text.setAttribute("y", (y + 4 + away * ny).toFixed(1));
-        text.setAttribute("text-anchor", lean > 0.25 ? "start" : lean < -0.25 ? "end" : "middle");
+        if (room.narrow && (side < 0 || Math.abs(nx) > 0.5)) text.setAttribute("visibility", "hidden");
+        text.setAttribute("text-anchor", room.narrow ? "middle" : lean > 0.25 ? "start" : lean < -0.25 ? "end" : "middle");
       }
       this.links.set(`${source}>${target}`, { set(value, most) {
         const share = Math.log1p(value) / Math.log1p(most);
@@ -94,15 +95,19 @@ export class RingDrawing {
     }
   }
 
-  node(member, place, { radius, small, n, inside }) {
-    const group = svg("g", { class: "node", tabindex: "0", role: "button", transform: `translate(${place.x} ${place.y})` });
-    const parts = { group, radius, small, arcs: svg("g") };
-    group.append(member.role === "server" ? svg("rect", { class: "body", x: -radius, y: -radius, width: 2 * radius, height: 2 * radius, rx: radius / 3 }) : svg("circle", { class: "body", r: radius }));
+  node(member, place, { radius, small, narrow, n, inside }) {
+    const group = svg("g", { class: "node", transform: `translate(${place.x.toFixed(1)} ${place.y.toFixed(1)})` });
+    const button = svg("g", { class: "press", tabindex: "0", role: "button" }), parts = { group, button, radius, small, arcs: svg("g") };
+    group.append(button);
+    button.append(member.role === "server" ? svg("rect", { class: "body", x: -radius, y: -radius, width: 2 * radius, height: 2 * radius, rx: radius / 3 }) : svg("circle", { class: "body", r: radius }));
     const stroke = small ? Math.max(2.5, radius / 3.2) : 7, r = radius - stroke / 2 - (small ? 1 : 3);
     parts.stroke = stroke; parts.r = r;
-    group.append(svg("circle", { class: "track", r, "stroke-width": stroke }), parts.arcs);
-    const text = (y, size, kind) => { const made = svg("text", { x: 0, y, "text-anchor": "middle", class: kind }); made.style.fontSize = `${size}px`; group.append(made); return made; };
-    if (!small) {
+    button.append(svg("circle", { class: "track", r, "stroke-width": stroke }), parts.arcs);
+    const text = (y, size, kind) => { const made = svg("text", { x: 0, y, "text-anchor": "middle", class: kind, "aria-hidden": "true" }); made.style.fontSize = `${size}px`; group.append(made); return made; };
+    if (!small && narrow) {
+      parts.name = text(-2, radius > 30 ? 11 : 9.5, "name");
+      parts.share = text(13, radius > 30 ? 13 : 11, "soft");
+    } else if (!small) {
       parts.share = text(radius > 36 ? 2 : 5, radius > 36 ? 18 : 13, "name");
       if (radius > 36) parts.word = text(16, 11, "soft");
       // Outside the ring, where no link is: above, below, or to the side.
@@ -123,7 +128,7 @@ export class RingDrawing {
     }
     const choose = () => this.onChoose(member.node);
     group.addEventListener("click", choose);
-    group.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } });
+    button.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } });
     this.nodes.set(member.node, parts);
     return group;
   }
@@ -138,8 +143,8 @@ export class RingDrawing {
     if (parts.holds) say(parts.holds, out ? "its place is being taken" : holds(member.segments));
     if (parts.share) say(parts.share, out ? "lost" : busy === null ? "–" : percent(busy));
     if (parts.word) say(parts.word, out ? "" : busy === null ? "" : "busy");
-    const said = `${member.name}, ${member.role}, ${holds(member.segments)}: ${out ? "lost" : busy === null ? "nothing told yet" : `${percent(busy)} busy`}${mine?.rss ? `, ${bytes(mine.rss)}` : ""}`;
-    if (parts.group.getAttribute("aria-label") !== said) parts.group.setAttribute("aria-label", said);
+    const said = `${member.name} (${member.role}, ${holds(member.segments)}${out ? ", lost" : busy === null ? "" : `, ${percent(busy)} busy`}${mine?.rss ? `, ${bytes(mine.rss)}` : ""})`;
+    if (parts.button.getAttribute("aria-label") !== said) parts.button.setAttribute("aria-label", said);
     const wanted = out || !mine?.total ? [] : [...mine.work].map(([kind, s]) => ({ ...look(kind), share: s / mine.total })).filter((each) => !each.idle).sort((x, y) => x.place - y.place);
     while (parts.arcs.children.length < wanted.length) parts.arcs.append(svg("circle", { class: "arc", r: parts.r, "stroke-width": parts.stroke, transform: "rotate(-90)", pathLength: "1" }));
     while (parts.arcs.children.length > wanted.length) parts.arcs.lastChild.remove();
