@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.settings import build
+from ringtmp.dashboard.serve import require_web
 from ringtmp.errors import UsageError
 
 
@@ -29,11 +31,13 @@ from ringtmp.errors import UsageError
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume the run in DIR, with the same bits."
 )
+@click.option("--dashboard", is_flag=True, help="Serve a live page of the run, on this machine (extra `web`).")
+@click.option("--dashboard-port", type=int, metavar="PORT", help="Its port.  [8650, or the next that is free]")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
-    ring_name: str, start_with: int | None, wait_s: float, **given: Any,
+    ring_name: str, start_with: int | None, wait_s: float, dashboard: bool, dashboard_port: int | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -46,18 +50,29 @@ def command(
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
+    if dashboard_port is not None and not dashboard:
+        raise UsageError("--dashboard-port goes with --dashboard")
     settings = build(config, chosen)
+    if dashboard:
+        require_web()
 
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
+        from ringtmp.runtime.run_directory import default_run_dir
     from ringtmp.cli import show_results
+    from ringtmp.dashboard.beside_training import page_beside
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
-    with show_results.watcher(quiet) as watcher:
+    with show_results.watcher(quiet) as watcher, ExitStack() as beside:
+        if dashboard:
+            folder = resume or run_dir or default_run_dir()
+            run_dir = run_dir or (None if resume else folder)
+            port = [] if dashboard_port is None else ["--port", str(dashboard_port)]
+            beside.enter_context(page_beside(folder, port, watcher.tell))
         pool = None
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(

@@ -194,6 +194,11 @@ class RunView:
             return "cut off"
         return "healing" if any(each.to_s is None for each in self._outages) else "running"
 
+    @property
+    def over(self) -> bool:
+        """Nobody is there who could be asked for something."""
+        return self._ended is not None or (self._started is not None and not self._process_lives())
+
     def _process_lives(self) -> bool:
         try:
             holder = int((self.path / "lock").read_text().strip() or 0)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ringtmp.dashboard.access import ACT, LOOK, Access
+from ringtmp.dashboard.beside_training import GOODBYE_S, READ_S, Ending
+from ringtmp.dashboard.certificate import certificate
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -135,10 +137,22 @@ def _server(config: uvicorn.Config, until: Callable[[], bool]) -> uvicorn.Server
     return Server(config)
 
 
+def _until(ending: Ending | None, say_goodbye: Callable[[], None]) -> Callable[[], bool]:
+    def over() -> bool:
+        gone_s = None if ending is None else ending.seconds
+        if gone_s is None:
+            return False
+        if gone_s > READ_S:
+            say_goodbye()
+        return gone_s > GOODBYE_S
+
+    return over
+
+
 def serve(
-    runs: Sequence[Path], place: Place, announce: Callable[[Addresses], None], until: Callable[[], bool] = lambda: False
-) -> None:
-    """Until `until` says so, or Ctrl-C. `announce` is told where, once browsers can come."""
+    runs: Sequence[Path], place: Place, announce: Callable[[Addresses], None], ending: Ending | None = None
+) -> None:  # fmt: skip
+    """Until Ctrl-C, or until a moment after the run it stands beside. `announce` is told where, once browsers can come."""
     require_web()
     import uvicorn
 
@@ -151,13 +165,18 @@ def serve(
     may_act = place.loopback if place.act is None else place.act
     access = Access(port, hosts_of(place.host, port), secure, may_act)
     board = Board([RunView(run, number) for number, run in enumerate(runs)])
+    context, fingerprint = certificate(place.host) if secure else (None, "")
     config = uvicorn.Config(
-        application(board, access), log_level="error", access_log=False, server_header=False, date_header=False,
+        application(board, access), log_level="critical", access_log=False, server_header=False, date_header=False,
         timeout_graceful_shutdown=1, ws="none", lifespan="on",
     )  # fmt: skip
     name = f"[{place.host}]" if ":" in place.host else place.host
     base = f"{'https' if secure else 'http'}://{name}:{port}/?token="
-    server = _server(config, until)
-    announce(Addresses(base + access.secrets[LOOK], base + access.secrets[ACT] if may_act else None))
+    config.load()
+    if context is not None:
+        config.ssl = context
+    act = base + access.secrets[ACT] if may_act else None
+    server = _server(config, _until(ending, board.say_goodbye))
+    announce(Addresses(base + access.secrets[LOOK], act, fingerprint))
     with taken:
         server.run(sockets=[taken])

@@ -23,6 +23,7 @@ from ringtmp.dashboard.run_view import RunView
 from ringtmp.dashboard.step_detail import detail_of
 from ringtmp.dashboard.viewers import Viewers, event
 from ringtmp.report import theme
+from ringtmp.runtime import run_requests
 
 #: Between two looks at the files, while somebody watches and while nobody does.
 LOOK_S, UNWATCHED_S = 0.5, 2.0
@@ -37,6 +38,17 @@ class Hello(msgspec.Struct, frozen=True):
     may_act: bool
 
 
+class Wish(msgspec.Struct, frozen=True):
+    """What a viewer asks of a run."""
+
+    run: int
+    request: str
+
+
+MOST_WISH_BYTES = 200
+_wish = msgspec.json.Decoder(Wish)
+
+
 class Board:
     """All runs on one page, and who looks at it."""
 
@@ -45,6 +57,10 @@ class Board:
         self.viewers = Viewers(self._everything)
         self._lock = threading.Lock()  # a look and the making of everything are in threads
         self._whole: list[bytes] | None = None
+
+    def say_goodbye(self) -> None:
+        """The server ends with the run: no need to come again."""
+        self.viewers.tell(event("over", b"{}"))
 
     def _everything(self) -> list[bytes]:
         with self._lock:
@@ -118,14 +134,46 @@ def application(board: Board, access: Access, ended: Callable[[], None] = lambda
             return PlainTextResponse("That step was not recorded in full.\n", 404)
         return Response(msgspec.json.encode(found), media_type="application/json")
 
+    async def act(request: Request) -> Response:
+        if request.scope["role"] != ACT:
+            return PlainTextResponse("With this address you may look, not act.\n", 403)
+        return await _ask(board, request, lambda wish: wish != run_requests.DETAIL)
+
+    async def detail(request: Request) -> Response:
+        return await _ask(board, request, lambda wish: wish == run_requests.DETAIL)
+
     routes = [
         Route("/", front),
         Route("/colours.css", colours),
         Route("/stream", stream),
         Route("/step", step),
+        Route("/act", act, methods=["POST"]),
+        Route("/detail", detail, methods=["POST"]),
         Route("/static/{name:path}", static),
     ]
     return Guard(Starlette(routes=routes, lifespan=lifespan), access)
+
+
+async def _ask(board: Board, request: Request, allowed: Callable[[str], bool]) -> Response:
+    """Leaves the wish in the run's directory, where the run finds it."""
+    try:
+        body = b""
+        async for some in request.stream():
+            body += some
+            if len(body) > MOST_WISH_BYTES:
+                raise ValueError
+        wish = _wish.decode(body)
+        if wish.run < 0 or not allowed(wish.request):
+            raise ValueError
+        view = board.views[wish.run]
+        if view.over:
+            return PlainTextResponse("The run has ended.\n", 409)
+        run_requests.ask(view.path, wish.request)
+    except (ValueError, msgspec.DecodeError, IndexError):
+        return PlainTextResponse("A run cannot be asked for that.\n", 400)
+    except OSError as error:
+        return PlainTextResponse(f"The run's directory cannot be written: {error.strerror}.\n", 409)
+    return PlainTextResponse("Asked.\n", 202)
 
 
 def _file(name: str) -> Response:

@@ -32,9 +32,11 @@ class Recorder:
     def __init__(
         self, node: int, clock: Callable[[], float], detailed_steps: int, joules: Callable[[], float] | None = None,
         power: Power | None = None, *, reading: Callable[[float], Reading] | None = None,
+        asked: Callable[[], int] = lambda: -1,
     ) -> None:  # fmt: skip
         """`joules`: of the device's meter, since some moment. `power`: of the device, told with the first step. `reading`: of
-        memory and traffic, at a moment."""
+        memory and traffic, at a moment. `asked`: the step that somebody wants to see in full."""
+        self._asked = asked
         self._reading = reading
         self._read_at = -READING_S
         self._node = node
@@ -123,7 +125,7 @@ class Recorder:
     def close_step(self, step: int, first_step: int, oldest: int | None = None) -> NodeStep:
         """The step is over for this node."""
         start = self._start if self._start is not None else self._last_end
-        kept = is_detailed(step, first_step, self._detailed_steps)
+        kept = self._keep_spans and (is_detailed(step, first_step, self._detailed_steps) or step == self._asked())
         joules = self._joules() if self._joules is not None else None
         record = NodeStep(
             node=self._node, step=step, start=start, end=self._last_end, busy_s=sum(self._busy.values()),
@@ -133,7 +135,8 @@ class Recorder:
             reading=self._read(),
         )  # fmt: skip
         self._power = None
-        self._keep_spans = is_detailed(step + 1, first_step, self._detailed_steps)
+        # What is asked for while a step is under way is too late for it: its first spans are gone.
+        self._keep_spans = is_detailed(step + 1, first_step, self._detailed_steps) or step + 1 == self._asked()
         self._start = self._last_end
         self._joules_before = joules or 0.0
         self._busy.clear()

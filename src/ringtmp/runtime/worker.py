@@ -16,7 +16,7 @@ from ringtmp.runtime.member import MakeMember, Member
 from ringtmp.system.resources import peak_rss_bytes, rss_bytes
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
-from ringtmp.wire.messages import Accused, Bye, Hello, Renew, Report, Stop
+from ringtmp.wire.messages import Accused, Bye, Detail, Hello, Renew, Report, Stop
 
 
 class Worker:
@@ -59,6 +59,9 @@ class Worker:
 
     def _take(self, mail: Mail, early: bool) -> None:
         """`early`: it was judged before there was a plan."""
+        if isinstance(mail.message, Detail):
+            self.endpoint.detailed_step = mail.message.step
+            return
         if self.member is not None:
             self._handle(self.member, mail, early)
             return

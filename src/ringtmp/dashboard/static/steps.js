@@ -4,6 +4,7 @@ import { $, make, say } from "./text.js";
 import { before } from "./runs.js";
 import { legend } from "./nodes.js";
 import { Gantt } from "./gantt.js";
+import { wish } from "./acts.js";
 
 export class Steps {
   constructor(number, run) {
@@ -16,6 +17,8 @@ export class Steps {
     $("gantt-out").addEventListener("click", () => this.gantt.zoom(2));
     $("gantt-all").addEventListener("click", () => this.gantt.all());
     $("gantt-mail").addEventListener("change", (event) => { this.gantt.mail = event.target.checked; this.gantt.paint(); });
+    setInterval(() => { if ($("gantt-detail").checked && !this.run().ended) wish("/detail", this.number(), "detail").catch(() => {}); }, 2500);
+    $("gantt-detail").addEventListener("change", (event) => { if (event.target.checked) wish("/detail", this.number(), "detail").catch(() => {}); });
     $("gantt-step").addEventListener("change", (event) => { this.chosen = event.target.value === "newest" ? null : Number(event.target.value); this.draw(this.moment); });
   }
 
@@ -23,6 +26,7 @@ export class Steps {
 
   draw(moment) {
     this.moment = moment;
+    $("gantt-more").hidden = this.run().ended || this.run().status === "waiting";
     const run = this.run(), list = run.detailed, select = $("gantt-step"), key = `${this.number()}:${list.join()}`;
     if (select.dataset.key !== key) {
       select.dataset.key = key;

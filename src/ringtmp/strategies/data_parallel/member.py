@@ -61,7 +61,7 @@ class WorkerMember:
         power = power_of_this_device.power(plan.recipe.threads)
         self._recorder = Recorder(
             endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
-            reading=reading_of(endpoint),
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
         )  # fmt: skip
         replica = Replica(plan.recipe, endpoint.node)
         self._exchange = exchange = make(plan, replica, self._recorder, lambda *vector: self._algorithm.start(*vector))

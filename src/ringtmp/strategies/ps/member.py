@@ -65,7 +65,7 @@ class PsMember:
         power = power_of_this_device.power(plan.recipe.threads)
         self._recorder = recorder = Recorder(
             endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
-            reading=reading_of(endpoint),
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
         )  # fmt: skip
         table = parameter_keys.cut(plan.sizes, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]

@@ -83,13 +83,9 @@ class Node:
         self.step = setup.step  # steps done by every visit here
         power = power_of_this_device.power(setup.recipe.threads)
         self.recorder = Recorder(
-            self.me,
-            endpoint.clock,
-            setup.detailed_steps,
-            power_of_this_device.meter(),
-            power,
-            reading=reading_of(endpoint),
-        )
+            self.me, endpoint.clock, setup.detailed_steps, power_of_this_device.meter(), power,
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
+        )  # fmt: skip
         self._wire = wire_format(setup.wire)
         self._schedule = schedule_named(setup.rule)
         self._places = self._schedule.places(setup.window)
