@@ -1,4 +1,4 @@
-"""`ringtmp train --dashboard` with a browser: it follows, shows a loss and its healing, acts, ends with the numbers of --json."""
+"""`ringtmp train --dashboard` with a browser: it follows, shows a loss and its healing, acts, has the numbers of --json."""
 
 from __future__ import annotations
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ringtmp.cli.options import RunCommand, flags, run_options
+from ringtmp.cli.ranks import as_rank, goes_on_in
 from ringtmp.cli.settings import build
-from ringtmp.dashboard.serve import require_web
+from ringtmp.dashboard.beside_training import page_beside
 from ringtmp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ringtmp.launch.node_pool import NodePool
 
 
 @run_options
@@ -46,15 +50,13 @@ def command(
     RINGTMP_TRAIN_NODES=4. Options win over the environment, and the environment wins over the file.
     """
     chosen = flags(given)
+    rank = as_rank(chosen, listen)
     if resume is not None and (run_dir is not None or config is not None):
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
-    if dashboard_port is not None and not dashboard:
-        raise UsageError("--dashboard-port goes with --dashboard")
+    page = _page_options(dashboard, dashboard_port)
     settings = build(config, chosen)
-    if dashboard:
-        require_web()
 
     from ringtmp.system.resources import loading
 
@@ -63,17 +65,23 @@ def command(
         from ringtmp.run import evaluate_predict_generate
         from ringtmp.runtime.run_directory import default_run_dir
     from ringtmp.cli import show_results
-    from ringtmp.dashboard.beside_training import page_beside
+
+    pool: NodePool | None = None
+    if rank is not None:
+        from ringtmp.launch.torchrun_ranks import RankPool, serve
+
+        if not rank.leads:
+            sys.exit(serve(rank))
+        pool = RankPool(rank, device=settings.ring.device)
+        run_dir, resume = goes_on_in(rank, run_dir, resume)
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
     with show_results.watcher(quiet) as watcher, ExitStack() as beside:
-        if dashboard:
+        if page is not None:
             folder = resume or run_dir or default_run_dir()
-            run_dir = run_dir or (None if resume else folder)
-            port = [] if dashboard_port is None else ["--port", str(dashboard_port)]
-            beside.enter_context(page_beside(folder, port, watcher.tell))
-        pool = None
+            run_dir = None if resume else folder
+            beside.enter_context(page_beside(folder, page, watcher.tell))
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s
@@ -86,3 +94,15 @@ def command(
         show_results.print_json(result.summary)
     else:
         show_results.print_summary(result.summary, sys.stdout)
+
+
+def _page_options(dashboard: bool, port: int | None) -> list[str] | None:
+    """Of the process that serves the page; None: nobody wants one."""
+    if not dashboard:
+        if port is not None:
+            raise UsageError("--dashboard-port goes with --dashboard")
+        return None
+    from ringtmp.dashboard.serve import require_web
+
+    require_web()
+    return [] if port is None else ["--port", str(port)]
