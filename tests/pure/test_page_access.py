@@ -11,10 +11,12 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from known_run import known_events
 from ringtmp.dashboard.access import ACT, HEADERS, LOOK, MOST_SESSIONS, Access
 from ringtmp.dashboard.run_view import RunView
 from ringtmp.dashboard.serve import hosts_of
 from ringtmp.dashboard.server import Board, application
+from ringtmp.metrics.events import encode
 
 PORT = 8650
 HOST = f"127.0.0.1:{PORT}"
@@ -148,3 +150,47 @@ def test_old_sessions_make_room_for_new_ones(client: Client) -> None:
     for _ in range(MOST_SESSIONS):
         client.cookie(LOOK)
     assert client.ask("/", cookie=first)[0] == 401
+
+
+# -- acting ---------------------------------------------------------------------------------------------------------------
+
+
+def post(client: Client, path: str, role: str, body: bytes) -> int:
+    return client.ask(path, "POST", body, origin=f"http://{HOST}", cookie=client.cookie(role))[0]
+
+
+def test_who_may_look_may_want_detail_and_nothing_else(client: Client, tmp_path: Path) -> None:
+    assert post(client, "/act", LOOK, b'{"run":0,"request":"stop"}') == 403
+    assert post(client, "/detail", LOOK, b'{"run":0,"request":"stop"}') == 400
+    assert not (tmp_path / "requests").exists()
+    assert post(client, "/detail", LOOK, b'{"run":0,"request":"detail"}') == 202
+    assert [each.name for each in (tmp_path / "requests").iterdir()] == ["detail"]
+
+
+def test_who_may_act_leaves_a_wish_where_the_run_finds_it(client: Client, tmp_path: Path) -> None:
+    for request in ("stop", "checkpoint", "release-2"):
+        assert post(client, "/act", ACT, f'{{"run":0,"request":"{request}"}}'.encode()) == 202
+    assert sorted(each.name for each in (tmp_path / "requests").iterdir()) == ["checkpoint", "release-2", "stop"]
+    assert client.ask("/act", cookie=client.cookie(ACT))[0] == 405
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[]", b'{"run":1,"request":"stop"}', b'{"run":-1,"request":"stop"}', b'{"run":0,"request":"../../etc"}',
+        b'{"run":0,"request":"detail"}', b'{"run":0}', b'{"run":0,"request":"release-../x"}', b" " * 5000,
+    ],
+)  # fmt: skip
+def test_a_run_cannot_be_asked_for_anything_else(client: Client, tmp_path: Path, body: bytes) -> None:
+    assert post(client, "/act", ACT, body) == 400
+    assert not (tmp_path / "requests").exists()
+
+
+def test_a_run_that_has_ended_cannot_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(b"".join(encode(each) + b"\n" for each in known_events()))
+    view = RunView(tmp_path)
+    while view.look():
+        pass
+    client = Client(tmp_path)
+    client.app = application(Board([view]), client.access)
+    assert post(client, "/act", ACT, b'{"run":0,"request":"stop"}') == 409
