@@ -140,9 +140,10 @@ class Guard:
 
 def _token(scope: Scope) -> str | None:
     """Only the front page takes one."""
-    if scope["path"] != "/" or b"token=" not in scope["query_string"]:
+    query: bytes = scope["query_string"]
+    if scope["path"] != "/" or b"token=" not in query:
         return None
-    return parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+    return parse_qs(query.decode("latin-1")).get("token", [""])[0]
 
 
 def _with_headers(send: Send) -> Send:

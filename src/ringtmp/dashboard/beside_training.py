@@ -52,7 +52,7 @@ def _first_lines(process: subprocess.Popen[str]) -> list[str] | None:
     assert process.stdout is not None
     killer = threading.Timer(START_LIMIT_S, process.kill)
     killer.start()
-    lines = []
+    lines: list[str] = []
     try:
         for line in process.stdout:
             if not line.strip():

@@ -48,7 +48,10 @@ class Points:
         self.changed_from = 0
 
     def take(self, step: StepDone, at_s: float) -> None:
-        new = Point(step.step, step.step, at_s, step.loss, step.loss, step.loss, step.samples, step.wall_s)
+        loss = step.loss
+        new = Point(
+            step.step, step.step, at_s, loss, low=loss, high=loss, samples=step.samples, wall_s=step.wall_s
+        )  # fmt: skip
         last = self.rows[-1] if self.rows else None
         if last is not None and last.last - last.first + 1 < self._steps_each and step.step == last.last + 1:
             self.rows[-1] = _joined(last, new)

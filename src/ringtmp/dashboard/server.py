@@ -88,31 +88,24 @@ class Board:
             await asyncio.sleep(0.01 if more else pause)
 
 
-def application(board: Board, access: Access, ended: Callable[[], None] = lambda: None) -> App:
-    """`ended` is called when the server stops."""
+class _Pages:
+    """What can be asked of the server."""
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        following = asyncio.create_task(board.follow())
-        try:
-            yield
-        finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
-            ended()
+    def __init__(self, board: Board) -> None:
+        self._board = board
 
-    async def front(_: Request) -> Response:
+    async def front(self, _: Request) -> Response:
         return _file("index.html")
 
-    async def static(request: Request) -> Response:
+    async def static(self, request: Request) -> Response:
         return _file(request.path_params["name"])
 
-    async def colours(_: Request) -> Response:
+    async def colours(self, _: Request) -> Response:
         night = f"@media (prefers-color-scheme: dark) {{ :root {{ {theme.variables(True)} }} }}"
         return Response(f":root {{ {theme.variables(False)} }}\n{night}\n", media_type="text/css")
 
-    async def stream(request: Request) -> Response:
+    async def stream(self, request: Request) -> Response:
+        board = self._board
         if board.viewers.full:
             return PlainTextResponse("Too many viewers.\n", 503)
         hello = event("hello", msgspec.json.encode(Hello(len(board.views), request.scope["role"] == ACT)))
@@ -124,9 +117,12 @@ def application(board: Board, access: Access, ended: Callable[[], None] = lambda
 
         return StreamingResponse(everything(), media_type="text/event-stream")
 
-    async def step(request: Request) -> Response:
+    async def step(self, request: Request) -> Response:
         try:
-            view, number = board.views[int(request.query_params["run"])], int(request.query_params["step"])
+            run, number = int(request.query_params["run"]), int(request.query_params["step"])
+            if run < 0:
+                raise IndexError
+            view = self._board.views[run]
         except (KeyError, ValueError, IndexError):
             return PlainTextResponse("There is no such run or step.\n", 404)
         found = await asyncio.to_thread(detail_of, view.follower, number)
@@ -134,22 +130,35 @@ def application(board: Board, access: Access, ended: Callable[[], None] = lambda
             return PlainTextResponse("That step was not recorded in full.\n", 404)
         return Response(msgspec.json.encode(found), media_type="application/json")
 
-    async def act(request: Request) -> Response:
+    async def act(self, request: Request) -> Response:
         if request.scope["role"] != ACT:
             return PlainTextResponse("With this address you may look, not act.\n", 403)
-        return await _ask(board, request, lambda wish: wish != run_requests.DETAIL)
+        return await _ask(self._board, request, lambda wish: wish != run_requests.DETAIL)
 
-    async def detail(request: Request) -> Response:
-        return await _ask(board, request, lambda wish: wish == run_requests.DETAIL)
+    async def detail(self, request: Request) -> Response:
+        return await _ask(self._board, request, lambda wish: wish == run_requests.DETAIL)
 
+
+def application(board: Board, access: Access) -> App:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        following = asyncio.create_task(board.follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+
+    pages = _Pages(board)
     routes = [
-        Route("/", front),
-        Route("/colours.css", colours),
-        Route("/stream", stream),
-        Route("/step", step),
-        Route("/act", act, methods=["POST"]),
-        Route("/detail", detail, methods=["POST"]),
-        Route("/static/{name:path}", static),
+        Route("/", pages.front),
+        Route("/colours.css", pages.colours),
+        Route("/stream", pages.stream),
+        Route("/step", pages.step),
+        Route("/act", pages.act, methods=["POST"]),
+        Route("/detail", pages.detail, methods=["POST"]),
+        Route("/static/{name:path}", pages.static),
     ]
     return Guard(Starlette(routes=routes, lifespan=lifespan), access)
 
