@@ -66,7 +66,7 @@ def click(browser: Browser, *ids: str) -> None:
 @pytest.mark.timeout(180)
 def test_a_killed_worker_appears_and_heals_on_screen_and_the_end_has_the_numbers_of_json(tmp_path: Path) -> None:
     """Quick twins: test_followed_events.py has the losses, test_live_page.py the numbers."""
-    process, addresses = started(tmp_path, 500)
+    process, addresses = started(tmp_path, 240)
     try:
         with Browser(tmp_path / "browser") as browser:
             shown(browser, addresses["look"])
