@@ -71,7 +71,7 @@ def test_speed_prints_a_table_per_workload_and_setting_and_keeps_figures_and_row
 
 
 def test_experiments_of_all_kinds_go_together_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, msgspec.structs.replace(TIMES, facts=TIMES.facts | {"gloo_s": [2e-4]}))
+    pretend(monkeypatch, msgspec.structs.replace(TIMES, facts=TIMES.facts | {"gloo_s": [2e-4], "bare_s": [1e-4]}))
     said = run("messages", *SPEED, "--out", tmp_path, "--json")
     found = json.loads(said)
     assert [section["name"] for section in found["page"]["sections"]] == ["speed", "messages"]
