@@ -118,7 +118,6 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
         tmp_path / "parts", {"steps": 6}, None, None, watcher=api.Watcher(), pool=InMemoryPool(3, seed=2)
     ).summary
     assert again.weights_sha256 == whole.weights_sha256
-    assert whole.loss.last < whole.loss.first
 
 
 def test_a_checkpoint_has_one_tensor_for_a_hidden_matrix_and_two_for_other_parameters(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_a_checkpoint_has_one_tensor_for_a_hidden_matrix_and_two_for_other_param
     checkpoint, _ = latest(tmp_path / "run" / "checkpoints")
     _, layers = RunDirectory(tmp_path / "run").read_layers()
     index, layer = next((index, each) for index, each in enumerate(layers) if each.trained)
-    matrix, bias = ("weight", "bias") if "weight" in {each.name for each in layer.tensors} else ("1.weight", "1.bias")
+    matrix, bias = (each.name for each in layer.tensors)
     assert sorted(checkpoint.layer(index, layer)[1]) == sorted(
         [(bias, "exp_avg"), (bias, "exp_avg_sq"), (bias, "step"), (matrix, "momentum_buffer")]
     )
@@ -142,5 +141,5 @@ def test_muon_is_refused_where_there_are_no_matrices_or_only_parts_of_them(tmp_p
     x = torch.randn(24, 64)
     with pytest.raises(UsageError, match="for the matrices of hidden layers, and this model trains none"):
         api.Ring(nodes=1, progress=False).fit(
-            flat, (x, torch.arange(24) % 10), optimizer="muon", run_dir=tmp_path / "b"
+            flat, (x, torch.arange(24) % 10), optimizer="muon", batch_size=8, run_dir=tmp_path / "b"
         )

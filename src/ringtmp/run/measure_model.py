@@ -103,13 +103,10 @@ def measure(
     training, sizes = how.training, sorted({*how.sizes, *how.others})
     optimizer, settings = training.optimizer, training.optimizer_settings
     profiler = Profiler(
-        sample(sizes[-1]),
-        sorted({*how.measured, *how.others}),
-        training.threads or 1,
+        sample(sizes[-1]), sorted({*how.measured, *how.others}), training.threads or 1,
         lambda parameters, matrices: make_optimizer(optimizer, settings, parameters, matrices),
-        optimizer_name=f"{optimizer} {sorted(settings.items())}",
-        cache=ProfileCache(),
-    )
+        optimizer_name=f"{optimizer} {sorted(settings.items())}", cache=ProfileCache(),
+    )  # fmt: skip
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
     evaluated: list[tuple[Crossing, ...]] = []
@@ -133,11 +130,7 @@ def measure(
         outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
         phase(f"reading the model: layer {index + 1}, {built.layer.name}")
         del built  # one layer in memory, not two
-    if OPTIMIZERS[optimizer].matrices is not None and not matrices:
-        raise UsageError(
-            f"--optimizer {optimizer} is for the matrices of hidden layers, and this model trains none: a parameter of two "
-            f"dimensions that multiplies what passes through. Use another optimizer, such as {ELSEWHERE}"
-        )
+    _require_matrices(optimizer, matrices)
     targets = train.example(_samples_of(outputs, sizes[-1]))[1]
     check_loss(how.loss, how.loss_name, outputs, targets)
     costs[-1] = profiler.with_loss(costs[-1], how.loss, how.loss_name if how.loss_name in LOSSES else None, targets)
@@ -146,6 +139,14 @@ def measure(
         _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
         input_names=names(sample(1)), evaluated=tuple(evaluated), state=state,
     )  # fmt: skip
+
+
+def _require_matrices(optimizer: str, count: int) -> None:
+    if OPTIMIZERS[optimizer].matrices is not None and not count:
+        raise UsageError(
+            f"--optimizer {optimizer} is for the matrices of hidden layers, and this model trains none: a parameter of two "
+            f"dimensions that multiplies what passes through. Use another optimizer, such as {ELSEWHERE}"
+        )
 
 
 def _cutting(how: Reading, inputs: Sequence[str]) -> Cutting:
