@@ -56,7 +56,8 @@ def plainly(name: str, model: nn.Module) -> Any:
     )
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+#: Quick with a delay; the same without it differs in one number of the recipe.
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_any_ring_gives_the_bits_of_a_plain_loop(name: str, staleness: int, tmp_path: Path) -> None:
     source = named_sources.load("pysource", 0, {"context": 12})[0]
@@ -76,7 +77,7 @@ def test_any_ring_gives_the_bits_of_a_plain_loop(name: str, staleness: int, tmp_
         assert got == (state_sha256(plain), losses), nodes
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "muon")) for name in SETTINGS])
 def test_adapters_of_a_frozen_model_have_the_bits_of_eager(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = adapted()
@@ -105,10 +106,20 @@ def digits(folder: Path, name: str, strategy: str, steps: int, **more: Any) -> a
 @pytest.mark.parametrize(
     ("name", "strategy", "staleness"),
     [
-        ("nadam", "ring", 1), ("muon", "ring", 1), ("lion", "ring", 0),
-        ("nadam", "ps:bsp", 0), ("lion", "ps:bsp", 0), ("muon", "allreduce:ring", 0), ("nadam", "allreduce:tree", 0),
+        ("muon", "ring", 1),
+        ("nadam", "ps:bsp", 0),
+        ("lion", "allreduce:ring", 0),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                ("nadam", "ring", 1),
+                ("lion", "ring", 0),
+                ("lion", "ps:bsp", 0),
+                ("muon", "allreduce:tree", 0),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
     name: str, strategy: str, staleness: int, tmp_path: Path
 ) -> None:
