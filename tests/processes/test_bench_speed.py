@@ -61,12 +61,12 @@ def test_speed_prints_a_table_per_workload_and_setting_and_keeps_figures_and_row
     pretend(monkeypatch, TIMES)
     said = run(*SPEED, "--out", tmp_path)
     assert "mlp, 2 nodes, 1 core each, one machine" in said
-    assert "one process 1000 ms; ideal 500 ms; best peer ddp" in said
+    assert "one process 1000 ms; ideal 500 ms; ceiling 1000 ms; best peer ddp" in said
     assert f"{tmp_path}/report.html, results.md, results.json, measurements/" in said
     assert "ringtmp bench speed --repeats 3 --cases ring,ddp --workloads mlp" in (tmp_path / "results.md").read_text()
     assert (tmp_path / "figures" / "speed-mlp-two.svg").stat().st_size > 1000
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [(row["case"], row["repeats"]) for row in rows] == [("one", 3), ("ring", 3), ("ddp", 3)]
+    assert [(row["case"], row["repeats"]) for row in rows] == [("one", 3), ("side-by-side", 3), ("ring", 3), ("ddp", 3)]
     assert json.loads(run(*SPEED, "--out", tmp_path, "--json"))["rows"] == rows
 
 
