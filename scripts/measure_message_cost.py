@@ -52,7 +52,7 @@ def lines(tensor: torch.Tensor) -> dict[str, tuple[Callable[..., Any], Callable[
         left._unacked.pop()
         left._next_seq -= 1
 
-    sockets = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(9)]
+    sockets: list[zmq.Socket[bytes]] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(9)]
     poller = zmq.Poller()
     for each in sockets:
         each.linger = 0

@@ -75,7 +75,7 @@ def test_experiments_of_all_kinds_go_together_in_one_command(tmp_path: Path, mon
     said = run("messages", *SPEED, "--out", tmp_path, "--json")
     found = json.loads(said)
     assert [section["name"] for section in found["page"]["sections"]] == ["speed", "messages"]
-    assert (len(found["speed"]["rows"]), found["messages"]["size_bytes"]) == (3, 1024)
+    assert (len(found["speed"]["rows"]), found["messages"]["size_bytes"]) == (4, 1024)
 
 
 def test_without_matplotlib_the_rest_is_written_and_the_extra_is_named(
@@ -86,7 +86,7 @@ def test_without_matplotlib_the_rest_is_written_and_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     verb.command.main([*map(str, SPEED), "--out", str(tmp_path)], standalone_mode=False)
     assert "ringtmp[plots]" in capsys.readouterr().err
-    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 3
+    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 4
 
 
 def test_an_option_of_another_experiment_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
 
 def laid_out(
     step: int, layer: int, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
-) -> tuple[Label, list[memoryview]]:
+) -> tuple[Label, list[memoryview | bytes]]:
     """A label, without a digest yet, and the bytes where they lie: nothing is copied unless a tensor has holes."""
     specs, views = payload([*tensors, *state.values()])
     # Whoever unpacks gets fresh memory, which begins on a boundary as everything a stage owns does.

@@ -316,4 +316,4 @@ class Link:
         self.outbox.append([header])
 
     def _packet(self, kind: str, seq: int, number: int = 0, body: bytes = b"", inline: bytes = b"") -> bytes:
-        return encode_packet(Packet(PROTOCOL, self._ring, self._generation, kind, seq, number, body, inline))
+        return encode_packet(Packet(PROTOCOL, self._ring, self._generation, kind, seq, number, body, inline=inline))

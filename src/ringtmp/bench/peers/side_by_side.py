@@ -37,7 +37,7 @@ def main() -> None:
         if last:
             task.loss(output, batch.targets[0]).backward()  # type: ignore[no-untyped-call]
         else:
-            output.backward(coming_back)  # type: ignore[no-untyped-call]
+            output.backward(coming_back)
         sgd.step()
         steps.ended(batch, 0.0)
     slowest_s = steps.mean_over_ranks()

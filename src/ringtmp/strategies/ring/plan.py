@@ -23,7 +23,7 @@ from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
 from ringtmp.plan.devices import rate_between
 from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
-from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE
+from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.plan.when_to_rebalance import Balance
@@ -193,7 +193,7 @@ def plan_options(
         batch_size,
         microbatches,
         ring.window,
-        DEFAULT_SCHEDULE.name if ring.schedule == AUTO else ring.schedule,
+        DEFAULT_SCHEDULE.name if ring.schedule == AUTO else schedule_named(ring.schedule).name,
         training.clip_norm is not None,
         wire_format(training.wire).payload_bytes(1024) / 4096,
         keep_all=keep_all,
