@@ -63,6 +63,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 def describe(tensor: torch.Tensor, copy_up_to: int = 0) -> tuple[TensorSpec, memoryview | bytes]:
     """The description and the tensor's values as bytes: a copy up to so many, else the tensor's own memory unless it has
     holes or overlaps."""
+    if not tensor.is_cpu:
+        tensor = tensor.detach().cpu()
     start = tensor.data_ptr()
     spec, nbytes = _spec(tensor.dtype, tensor.shape, tensor.stride(), start % ALIGNMENT)
     if nbytes <= copy_up_to and _packed(spec) and not (tensor.is_neg() or tensor.is_conj()):

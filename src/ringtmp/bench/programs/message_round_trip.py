@@ -24,7 +24,7 @@ import torch.distributed as dist
 import zmq
 
 from ringtmp.bench.measuring.measurement_files import Result
-from ringtmp.launch.compute_process import WAIT_S
+from ringtmp.launch.worker_loop import WAIT_S
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.transport.encryption import Gatekeeper, connect_securely, new_key_pair, serve_securely
 from ringtmp.transport.zeromq import ZeroMQTransport
