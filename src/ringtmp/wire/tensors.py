@@ -140,7 +140,6 @@ class Landing:
 
     def __init__(self, spec: TensorSpec) -> None:
         dtype = _DTYPES[spec.dtype]
-        self._dense: torch.Tensor | None = None
         extent, count = _extent_and_count(spec)
         if spec.offset == 0 and extent == count:
             self._tensor = torch.empty_strided(spec.shape, spec.strides, dtype=dtype)
@@ -148,22 +147,20 @@ class Landing:
             storage = torch.empty(spec.offset + extent, dtype=dtype)
             self._tensor = storage.as_strided(spec.shape, spec.strides, spec.offset)
         self.size = count * dtype.itemsize
-        self._packed = _packed(spec)
+        self._dense = None if _packed(spec) else torch.empty(spec.shape, dtype=dtype)
         self._bytes: memoryview | None = None
 
     def place(self, start: int, piece: memoryview | bytes) -> None:
         if self._bytes is None:
-            flat = self._tensor if self._tensor.is_contiguous() else _in_memory_order(self._tensor)
-            if not flat.is_contiguous():
-                flat = self._dense = torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
-            self._bytes = raw_bytes(flat)
+            flat = self._tensor if self._dense is None else self._dense
+            self._bytes = raw_bytes(flat if flat.is_contiguous() else _in_memory_order(flat))
         self._bytes[start : start + len(piece)] = piece
 
     def fill(self, data: bytes) -> None:
         """All of it at once."""
         if len(data) != self.size:
             raise ProtocolError("other tensor bytes than the message announced")
-        if self._packed:
+        if self._dense is None:
             ctypes.memmove(self._tensor.data_ptr(), data, self.size)
         else:
             self.place(0, data)
