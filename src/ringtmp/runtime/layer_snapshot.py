@@ -30,12 +30,12 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
 
 def laid_out(
     step: int, layer: int, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
-) -> tuple[Label, list[memoryview | bytes]]:
+) -> tuple[Label, list[memoryview]]:
     """A label, without a digest yet, and the bytes where they lie: nothing is copied unless a tensor has holes."""
     specs, views = payload([*tensors, *state.values()])
     # Whoever unpacks gets fresh memory, which begins on a boundary as everything a stage owns does.
     aligned = tuple(msgspec.structs.replace(each, offset=0) for each in specs if each is not None)
-    return Label(step, layer, tuple(state), aligned, sum(map(len, views))), views
+    return Label(step, layer, tuple(state), aligned, sum(map(len, views))), list(map(memoryview, views))
 
 
 class Writing:

@@ -37,7 +37,7 @@ class SnapshotStore:
         #: What must stay free whatever is kept. The master's checkpoints pass through its memory layer by layer.
         self.reserve_bytes = 0
 
-    def put(self, label: Label, views: Sequence[memoryview | bytes], mode: str) -> str | None:
+    def put(self, label: Label, views: Sequence[memoryview], mode: str) -> str | None:
         """Why it could not be kept; None if it is. The label that is kept has the digest."""
         trouble = self.begin(label, mode)
         for view in views:
@@ -71,7 +71,7 @@ class SnapshotStore:
         """Whether it has begun and is neither finished nor given up."""
         return (label.step, label.layer) in self._writing
 
-    def add(self, label: Label, piece: memoryview | bytes) -> str | None:
+    def add(self, label: Label, piece: memoryview) -> str | None:
         """The next piece. Returns why it cannot be kept, and then it is forgotten."""
         key = (label.step, label.layer)
         try:
