@@ -21,6 +21,8 @@ from ringtmp.metrics.summary import Summary
 from ringtmp.model.portable_layer import Layer
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.run_directory import RunDirectory
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import Sizes
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.wire.formats import wire_format
 
@@ -64,6 +66,9 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("allreduce", 3, wire="float16", long=True),
     Case("allreduce", 4, {"algorithm": "ring"}, "int8", long=True),
     Case("allreduce", 3, {"algorithm": "tree"}, "int8"),
+    Case("averaging", 5, {"tau": 2}, long=True),
+    Case("averaging", 4, {"tau": 2, "algorithm": "tree"}, "int8", long=True),
+    Case("block-momentum", 5, {"tau": 2, "momentum": 0.5}, long=True),
 ]
 
 
@@ -178,6 +183,10 @@ def check_counts(case: Case, result: api.Result) -> None:
         assert not dropped
 
 
+def settings_of(case: Case) -> Any:
+    return registry.get(case.strategy).read(case.settings)
+
+
 def layout(case: Case, result: api.Result) -> tuple[int, int, tuple[parameter_keys.Key, ...]]:
     servers = case.settings.get("servers", 1)
     count = case.nodes if servers == "workers" else int(servers)
@@ -211,6 +220,8 @@ def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -
         if case.settings.get("replicas"):
             applied = 1 if str(case.settings.get("consistency", "bsp")) == "bsp" else workers
             total += 4 * values * applied * steps
+    elif case.strategy != "ring":
+        total = round(registry.get(case.strategy).traffic(settings_of(case), Sizes(1, (), 64), n).total * each * steps)
     else:
         # Every sample crosses every cut forward, and its gradient back.
         total = 2 * sum(CUTS[case.nodes][1]) * 1437 * epochs * wire_format(case.wire).payload_bytes(256) // 256

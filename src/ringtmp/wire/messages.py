@@ -4,7 +4,7 @@ PROTOCOL number.
 The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
-Data-parallel ones       Work, Did, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; Lost
+Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; Lost
 Besides                  Report, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
 """
 
@@ -298,6 +298,15 @@ class WorkDone(NodeMessage, frozen=True, tag="did"):
     skipped: bool = False  # the others had gone on: nothing was computed
 
 
+class Lend(NodeMessage, frozen=True, tag="lend"):
+    """What to evaluate with where workers differ: a layer of the model that would be saved, holes for what is frozen. The
+    receiver goes back to its own when it trains on, or is asked for the layer."""
+
+    RULE: ClassVar = told(BULK, PLAN, WORKER)
+    layer: int
+    tensors: Specs = ()
+
+
 class Scored(NodeMessage, frozen=True, tag="scored"):
     RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     loss_sum: float
@@ -450,7 +459,7 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
     | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Sample | Timed
-    | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Scored | Store | Kept | Push | Pull | Pulled | Copy
+    | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Lend | Scored | Store | Kept | Push | Pull | Pulled | Copy
     | Copied | Lost | Squares | Total | GradientPart
 )  # fmt: skip
 
