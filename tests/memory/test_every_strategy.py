@@ -45,6 +45,10 @@ CHOICES = [
     "allreduce:tree",
     "averaging:2",
     "block-momentum:2:momentum=0.3",
+    "easgd:2",
+    "tree-easgd:2",
+    "dpsgd",
+    "gosgd:1",
     "local-means:2",
 ]
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})

@@ -4,7 +4,8 @@ PROTOCOL number.
 The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
-Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; PeerModel; Lost
+Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Lost
+                         GradientPart, PeerModel between workers
 Besides                  Report, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
 """
 

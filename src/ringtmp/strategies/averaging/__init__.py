@@ -37,6 +37,7 @@ from ringtmp.strategies.base import (
     Plan,
     PlanRequest,
     Roles,
+    Runs,
     Settings,
     Sizes,
     Strategy,
@@ -59,8 +60,9 @@ MOST_AHEAD = 16
 
 class AveragingSettings(Settings, frozen=True):
     tau: Annotated[int, described(
-        "1 or more", "steps of its own that a worker makes between two means", "SparkNet: 50; at most 10 learns best")] = 8  # fmt: skip
-    algorithm: Annotated[str, described("ring | tree", "how the mean is made, as in allreduce", "tree: SparkNet's driver")] = "ring"  # fmt: skip
+        "1 or more", "steps of its own that a worker makes between two means",
+        "SparkNet: 50; at most 10 learns best")] = 8  # fmt: skip
+    algorithm: Annotated[str, described("ring | tree", "how changes are summed, as in allreduce")] = "ring"
 
     def __post_init__(self) -> None:
         if self.tau < 1:
@@ -76,6 +78,7 @@ class Averaging(Strategy):
         "data", "decentralised, one replica each", "synchronous every tau steps", "parameters, as changes",
         "ring or tree of workers", "Moritz et al. 2016 (SparkNet); McDonald et al. 2010; Stich 2019",
     )  # fmt: skip
+    runs = (Runs("SparkNet", "averaging:tau=50:algorithm=tree"),)
     Settings = AveragingSettings
     short = "tau"
     state_from = "survivors"

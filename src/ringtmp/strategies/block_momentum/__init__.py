@@ -36,6 +36,7 @@ from ringtmp.strategies.base import (
     Plan,
     PlanRequest,
     Roles,
+    Runs,
     Settings,
     Sizes,
     Strategy,
@@ -59,7 +60,8 @@ class BlockMomentumSettings(Settings, frozen=True):
         "0 up to, not including, 1", "eta: how much of the last block's change goes on",
         "Chen and Huo, CNTK: 1 - 1/workers", "1 - 1/workers")] = None  # fmt: skip
     rate: Annotated[float, described("above 0", "zeta: how much of the mean change counts", "CNTK: 1")] = 1.0
-    nesterov: Annotated[bool, described("true | false", "begin a block where momentum will carry it", "CNTK: true")] = False  # fmt: skip
+    nesterov: Annotated[bool, described(
+        "true | false", "begin a block where momentum will carry it", "CNTK: true")] = False  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.tau < 1:
@@ -80,6 +82,7 @@ class BlockMomentum(Strategy):
         "data", "decentralised, one replica each", "synchronous every tau steps", "parameters, as changes",
         "ring of workers", "Chen and Huo 2016 (CNTK)",
     )  # fmt: skip
+    runs = (Runs("CNTK, block momentum", "block-momentum"),)
     Settings = BlockMomentumSettings
     short = "tau"
     state_from = "survivors"

@@ -408,7 +408,8 @@ class DataParallelLeader(BaseLeader):
         self._survived(
             events.Regrouped(
                 time.monotonic(), self._committed, self.endpoint.generation, str(lost), len(self.hellos),
-                self.endpoint.clock() - started, (node,), lost.notice_s, 0, "replica" if serves else "servers" if self._servers else "workers",
+                self.endpoint.clock() - started, (node,), lost.notice_s, 0,
+                "replica" if serves else "servers" if self._servers else "workers",
             )
         )  # fmt: skip
         return True

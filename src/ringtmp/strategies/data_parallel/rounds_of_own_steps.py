@@ -34,6 +34,7 @@ class RoundLength(Protocol):
 
     def begun(self, step: int) -> None:
         """The next round begins with this step."""
+        ...
 
 
 class EverySoManySteps:

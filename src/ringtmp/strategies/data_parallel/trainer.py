@@ -38,6 +38,7 @@ class Exchange(Protocol):
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
+        return
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
         """Whether the layer's parameters are good for this step; if so they are in the replica now."""
@@ -49,6 +50,7 @@ class Exchange(Protocol):
 
     def used(self, layer: int) -> None:
         """A pass through the layer is over."""
+        return
 
     def overtaken(self, step: int) -> bool:
         """Whether the others have finished this step without us."""

@@ -16,6 +16,7 @@ from ringtmp.strategies.base import (
     Plan,
     PlanRequest,
     Roles,
+    Runs,
     Settings,
     Sizes,
     Strategy,
@@ -36,9 +37,10 @@ NAMED = {"ring": graphs.ring, "complete": graphs.complete}
 
 class DpsgdSettings(Settings, frozen=True):
     graph: Annotated[str, described(
-        "ring | complete | edges such as 0-1+1-2+2-0", "who is whose neighbour", "ring: Lian et al. 2017")] = "ring"  # fmt: skip
+        "ring | complete | edges such as 0-1+1-2+2-0", "who is whose neighbour",
+        "ring: Lian et al. 2017")] = "ring"  # fmt: skip
     matrix: Annotated[str, described(
-        "rows such as 0.5_0.5/0.5_0.5", "the mixing weights W, symmetric and doubly stochastic; takes the place of the graph",
+        "rows such as 0.5_0.5/0.5_0.5", "the mixing weights W, symmetric and doubly stochastic; replaces the graph",
         "Lian et al. 2017: 1/3 for a neighbour on a ring", "Metropolis weights of the graph")] = ""  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class Dpsgd(Strategy):
         "data", "decentralised, one replica each", "synchronous between neighbours", "parameters",
         "closed ring, or a graph of one's own", "Lian et al. 2017",
     )  # fmt: skip
+    runs = (Runs("D-PSGD", "dpsgd:ring"),)
     Settings = DpsgdSettings
     short = "graph"
 
@@ -80,7 +83,7 @@ class Dpsgd(Strategy):
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.data_parallel.plan import Pace, plan
 
-        given, warnings = request.config.ring.strategy_settings, ()
+        given, warnings = request.config.ring.strategy_settings, tuple[str, ...]()
         try:
             self.read(given).mixing(request.config.ring.nodes)
         except UsageError as misfit:  # checked before the start: fewer or more are there than it was written for

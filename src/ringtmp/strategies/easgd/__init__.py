@@ -15,6 +15,7 @@ from ringtmp.strategies.base import (
     Plan,
     PlanRequest,
     Roles,
+    Runs,
     Settings,
     Sizes,
     Strategy,
@@ -37,7 +38,8 @@ BETA = 0.9
 
 class EasgdSettings(Settings, frozen=True):
     tau: Annotated[int, described(
-        "1 or more", "steps of its own that a worker makes between two exchanges", "Zhang et al. 2015: 4 to 64")] = 4  # fmt: skip
+        "1 or more", "steps of its own that a worker makes between two exchanges",
+        "Zhang et al. 2015: 4 to 64")] = 4  # fmt: skip
     alpha: Annotated[float | None, described(
         "0 to 0.5", "how far worker and centre move towards each other in an exchange", "Zhang et al. 2015: 0.9 / workers",
         "0.9 / workers, at most 0.5")] = None  # fmt: skip
@@ -61,6 +63,7 @@ class Easgd(Strategy):
         "data", "decentralised, one replica each and a centre", "asynchronous",
         "parameters down, elastic differences up", "1 centre : n workers", "Zhang et al. 2015",
     )  # fmt: skip
+    runs = (Runs("EASGD", "easgd:tau=10"),)
     Settings = EasgdSettings
     short = "tau"
 

@@ -15,6 +15,7 @@ from ringtmp.strategies.base import (
     Plan,
     PlanRequest,
     Roles,
+    Runs,
     Settings,
     Sizes,
     Strategy,
@@ -35,7 +36,8 @@ AHEAD = 16
 
 class GosgdSettings(Settings, frozen=True):
     p: Annotated[float, described(
-        "0 to 1", "how likely a worker sends its model to another after a step", "Blot et al. 2016: 0.01 to 1")] = 0.25  # fmt: skip
+        "0 to 1", "how likely a worker sends its model to another after a step",
+        "Blot et al. 2016: 0.01 to 1")] = 0.25  # fmt: skip
 
     def __post_init__(self) -> None:
         refuse_outside("p", self.p, 0.0, 1.0)
@@ -51,6 +53,7 @@ class Gosgd(Strategy):
         "data", "decentralised, one replica each", "asynchronous", "parameters, with a weight", "peers, by chance",
         "Blot et al. 2016",
     )  # fmt: skip
+    runs = (Runs("GoSGD", "gosgd:0.25"),)
     Settings = GosgdSettings
     short = "p"
 

@@ -16,6 +16,7 @@ from ringtmp.strategies.base import (
     Plan,
     PlanRequest,
     Roles,
+    Runs,
     Settings,
     Sizes,
     Strategy,
@@ -66,6 +67,7 @@ class TreeEasgd(Strategy):
         "data", "decentralised, one replica each", "asynchronous, bounded by tau up and down", "parameters", "tree of workers",
         "Zhang 2016; Langer et al. 2020",
     )  # fmt: skip
+    runs = (Runs("TreeEASGD", "tree-easgd"),)
     Settings = TreeEasgdSettings
     short = "tau_up"
 
@@ -87,7 +89,7 @@ class TreeEasgd(Strategy):
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.data_parallel.plan import Pace, plan
 
-        given, warnings = dict(request.config.ring.strategy_settings), ()
+        given, warnings = dict(request.config.ring.strategy_settings), tuple[str, ...]()
         try:
             self.read(given).parents(request.config.ring.nodes)
         except UsageError as misfit:  # checked before the start: fewer or more are there than it was written for
