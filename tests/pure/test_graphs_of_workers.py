@@ -48,6 +48,11 @@ def test_orphans_turn_to_the_nearest_one_above_that_is_there() -> None:
     assert graphs.binary_tree(6) == {1: 0, 2: 0, 3: 1, 4: 1, 5: 2}
 
 
+def checked(name: str, nodes: int) -> None:
+    choice = registry.parse(name)
+    registry.get(choice.name).read(choice.settings).check(nodes, "float32")
+
+
 @pytest.mark.parametrize(
     ("name", "nodes", "said"),
     [
@@ -77,8 +82,7 @@ def test_orphans_turn_to_the_nearest_one_above_that_is_there() -> None:
 )
 def test_bad_settings_are_refused_with_the_valid_range(name: str, nodes: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        choice = registry.parse(name)
-        registry.get(choice.name).read(choice.settings).check(nodes, "float32")
+        checked(name, nodes)
 
 
 @pytest.mark.parametrize("name", ["easgd", "tree-easgd", "dpsgd", "gosgd"])
