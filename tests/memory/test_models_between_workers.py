@@ -17,10 +17,10 @@ from ringtmp.strategies.data_parallel import replica
 from ringtmp.strategies.data_parallel.peers import PeerMember
 from ringtmp.strategies.gosgd.gossip import Gossip, merge
 from test_every_strategy import train
-from test_healing import Death, Mortal
+from test_healing import Death, Mortal, Ticking
 from test_strategies import model, weights
 
-#: Plain descent for ten steps, and then none at all.
+#: Plain descent for four steps, and then none at all.
 THEN_STILL: dict[str, Any] = {
     "optimizer": "sgd", "optimizer_settings": {"lr": 0.05}, "batch_size": 60,
     "lr_schedule": {"kind": "step", "every": 4, "factor": 0.0},
@@ -56,7 +56,7 @@ def test_on_a_complete_graph_all_have_the_mean_one_step_after_the_last_that_move
     moving, still = Watched(3), Watched(3)
     train("dpsgd:complete", tmp_path / "moving", 4, moving, **THEN_STILL)
     train("dpsgd:complete", tmp_path / "still", 5, still, **THEN_STILL)
-    assert spread(moving.models) > 1e-3
+    assert spread(moving.models) > 1e-4
     assert spread(still.models) < 1e-6
 
 
@@ -119,7 +119,7 @@ def test_an_elastic_force_of_nothing_leaves_every_worker_alone(tmp_path: Path) -
     train("easgd:1:alpha=0", tmp_path / "often", 6, often, **plain)
     train("easgd:3", tmp_path / "pulled", 6, pulled, **plain)
     assert [torch.equal(one, two) for one, two in zip(seldom.models, often.models, strict=True)] == [True, True]
-    assert spread(seldom.models) > 1e-3
+    assert spread(seldom.models) > 1e-4
     assert not torch.equal(seldom.models[0], pulled.models[0])
     torch.manual_seed(0)
     assert torch.equal(weights(result), torch.cat([each.detach().flatten() for each in model().parameters()]))
@@ -127,7 +127,7 @@ def test_an_elastic_force_of_nothing_leaves_every_worker_alone(tmp_path: Path) -
         own = alone(member.endpoint.node - 1, 6)
         for layer, layout in enumerate(member.trainer.replica.layouts):
             vector = replica.flatten(layout, list(own[layer].parameters()))
-            assert torch.allclose(member.trainer.replica.values[layer], vector, atol=1e-6)
+            assert torch.allclose(member.trainer.replica.values[layer], vector, atol=1e-5)
 
 
 def alone(rank: int, steps: int) -> nn.Sequential:
@@ -151,7 +151,7 @@ def alone(rank: int, steps: int) -> nn.Sequential:
 @pytest.mark.parametrize("name", ["easgd:2", "gosgd:0.5", "tree-easgd:2", "dpsgd"])
 def test_a_seeded_order_of_delivery_replays_exactly(name: str, tmp_path: Path) -> None:
     one, again, other = (
-        train(name, tmp_path / str(number), 10, InMemoryPool(3, seed)).summary.weights_sha256
+        train(name, tmp_path / str(number), 10, InMemoryPool(3, seed, clock=Ticking())).summary.weights_sha256
         for number, seed in enumerate((5, 5, 6))
     )
     assert one == again

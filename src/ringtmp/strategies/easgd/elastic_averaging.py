@@ -14,7 +14,7 @@
     w~        the centre, on the master, which does not work: the model of the run
 
 Departures. The optimizer of the run takes the place of plain descent (the paper has a variant with momentum on the workers,
-EAMSGD: --optimizer sgd with momentum). t counts the run's steps, and gradients are taken at w_i after the exchange, not
+EAMSGD: --optimizer sgd with momentum). t counts the run's steps from 1, and gradients are taken at w_i after the exchange, not
 before. What a worker had beyond the centre is not in a checkpoint: a resumed run begins with w~ everywhere.
 
 With alpha = 0 the centre never moves and every worker trains as if it were alone.
@@ -57,7 +57,9 @@ class EasgdMember:
         )
         table = parameter_keys.cut(plan.sizes, 1)
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
-        self.centre = Centre(endpoint, table, recorder) if serves else None
+        self.centre = Centre(endpoint, table, recorder, plan.step, works) if serves else None
+        if self.centre is not None and not works:
+            self.centre.emit = lambda event: self.emit(event)
         self.worker: ElasticWorker | None = None
         self.trainer: Trainer | None = None
         if works:
@@ -106,9 +108,12 @@ class EasgdMember:
 
 
 class Centre:
-    def __init__(self, endpoint: Endpoint, table: tuple[Key, ...], recorder: Recorder) -> None:
+    def __init__(self, endpoint: Endpoint, table: tuple[Key, ...], recorder: Recorder, step: int, works: bool) -> None:
+        """`works`: the node is a worker too, and keeps the record of its steps as such."""
         self.endpoint = endpoint
-        self.step = 0  # of the worker that asked last
+        self.emit: Callable[[events.Event], None] | None = None
+        self.step = self._first = step  # of the worker that is furthest
+        self._works = works
         self._table = table
         self._recorder = recorder
         self._values: dict[int, torch.Tensor] = {}  # w~, by key
@@ -119,7 +124,7 @@ class Centre:
     def handle(self, mail: Mail) -> bool:
         message = mail.message
         if isinstance(message, Pull):
-            self.step = max(self.step, message.step)
+            self._close(message.step)
             values = self._values[message.key].clone()  # it changes while this travels
             if mail.sender != self.endpoint.node:
                 self._recorder.count_sent(values.nbytes)
@@ -135,10 +140,18 @@ class Centre:
                     names, state = self._state[key.number]
                     tensors = [self._values[key.number].clone(), *(each.clone() for each in state)]
                     self.endpoint.post(MASTER, Kept(key.number, names), tensors)
-            return False  # on a node that works too, the worker has its part to give
+            return not self._works  # else the worker has its part to give too
         else:
             return False
         return True
+
+    def _close(self, step: int) -> None:
+        """Somebody has come to this step."""
+        self.endpoint.sent.clear()  # who waited for what to arrive is the workers' record
+        while self.step < step:
+            if self.emit is not None:
+                self.emit(self._recorder.close_step(self.step, self._first))
+            self.step += 1
 
 
 class ElasticWorker(Exchange):
@@ -165,7 +178,7 @@ class ElasticWorker(Exchange):
     def ready(self, layer: int, step: int, training: bool) -> bool:
         if not training or layer > 0:
             return True
-        if self._asked < step and (not self._begun or step % self._tau == 0):
+        if self._asked < step and (not self._begun or (step + 1) % self._tau == 0):
             self._asked = step
             self._missing = {key.number for key in self._table}
             for key in self._table:

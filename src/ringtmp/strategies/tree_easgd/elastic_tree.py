@@ -11,9 +11,9 @@
     tau_up, tau_down   the settings of these names, the same for every worker; infinite for the root, for leaves
     alpha              the setting alpha
 
-Departures. The optimizer of the run takes the place of plain descent. t counts the run's steps. What arrives while layers are
-at work is put together as if it came one after another at the next step. The model of a run is the mean of all workers'; a
-resumed run begins with it everywhere.
+Departures. The optimizer of the run takes the place of plain descent. t counts the run's steps from 1. What arrives while
+layers are at work is put together as if it came one after another at the next step. The model of a run is the mean of all
+workers'; a resumed run begins with it everywhere.
 
 Lost worker: those below it turn to the nearest one above it that is there, and that one to them.
 """
@@ -50,7 +50,6 @@ class ElasticTree(PeerExchange):
         *, me: int, settings: Intervals, parents: Mapping[int, int],
     ) -> None:  # fmt: skip
         self.step = plan.step
-        self._first = plan.step
         self._replica = replica
         self._send = send
         self._me = me
@@ -70,11 +69,9 @@ class ElasticTree(PeerExchange):
 
     def _send_what_is_due(self) -> None:
         above = living_parent(self._parents, self._me, self._lost)
-        if self.step == self._first:
-            return  # all have the same
-        if above is not None and self.step % self._settings.tau_up == 0:
+        if above is not None and (self.step + 1) % self._settings.tau_up == 0:
             self._send(above, self.step, self._settings.alpha, self._replica.values)
-        if self.step % self._settings.tau_down == 0:
+        if (self.step + 1) % self._settings.tau_down == 0:
             for child in self._below():
                 self._send(child, self.step, self._settings.alpha, self._replica.values)
 
