@@ -86,7 +86,8 @@ def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None,
 @pytest.mark.parametrize("text", CHOICES)
 def test_it_learns_and_sends_what_its_formula_says_and_repeats_the_bits_it_promises(text: str, tmp_path: Path) -> None:
     strategy, settings, _ = parts(text)
-    first = train(text, tmp_path / "a", 30).summary
+    # Where nobody waits, some work with models that lack what others have learnt: it takes longer.
+    first = train(text, tmp_path / "a", 45 if strategy.exactness(settings) == "steps" else 30).summary
     assert first.exactness == strategy.exactness(settings)
     assert first.loss.last < first.loss.first / 2
     if first.exactness in ("bits", "replay"):

@@ -59,8 +59,7 @@ def test_otherwise_it_is_all_reduce_to_rounding(tmp_path: Path) -> None:
 
 def test_block_momentum_of_nothing_is_averaging_to_the_bit(tmp_path: Path) -> None:
     mean = train("averaging:2", tmp_path / "mean", 8).summary.weights_sha256
-    for number, name in enumerate(("block-momentum:2:momentum=0", "block-momentum:2:momentum=0:nesterov=true")):
-        assert train(name, tmp_path / str(number), 8).summary.weights_sha256 == mean
+    assert train("block-momentum:2:momentum=0:nesterov=true", tmp_path / "none", 8).summary.weights_sha256 == mean
     assert train("block-momentum:2", tmp_path / "more", 8).summary.weights_sha256 != mean
 
 
