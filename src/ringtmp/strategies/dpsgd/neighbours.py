@@ -30,6 +30,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ringtmp.errors import ProtocolError
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.strategies.data_parallel.own_updates import OwnUpdates
 from ringtmp.strategies.data_parallel.peers import MakePeerExchange, Model, PeerExchange, Send
@@ -54,6 +55,7 @@ class Neighbours(PeerExchange):
             plan.step - 1
         )  # the newest step of which the model was sent, the gradient is there
         self._models: dict[int, dict[int, Model]] = {}  # by step and sender
+        self._next = {node: plan.step for node in self._weights if node != me}  # the step of which a model is due
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
         if self.step < step:
@@ -71,12 +73,15 @@ class Neighbours(PeerExchange):
             self._mix_if_all_are_there()
 
     def arrived(self, sender: int, step: int, weight: float, model: Model) -> None:
-        if step >= self.step:
-            self._models.setdefault(step, {})[sender] = model
-            self._mix_if_all_are_there()
+        if step != self._next.get(sender):
+            raise ProtocolError(f"sent its model of step {step}, and that of step {self._next.get(sender)} was due")
+        self._next[sender] += 1
+        self._models.setdefault(step, {})[sender] = model
+        self._mix_if_all_are_there()
 
     def lose(self, node: int) -> None:
         self._weights[self._me] += self._weights.pop(node, 0.0)
+        self._next.pop(node, None)
         for models in self._models.values():
             models.pop(node, None)
         self._mix_if_all_are_there()
