@@ -13,7 +13,7 @@ from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.mailbox import Endpoint, Mail
-from ringtmp.runtime.worker import farewell, report
+from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.message_checks import MOST_AHEAD, flat, is_a
 from ringtmp.strategies.data_parallel.replica import Replica
@@ -50,8 +50,9 @@ class PeerMember:
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
         power = power_of_this_device.power(plan.recipe.threads)
         self._recorder = Recorder(
-            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power
-        )
+            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
+        )  # fmt: skip
         self._plan = plan
         self._buckets = buckets(plan.sizes)
         self._parts: dict[int, list[torch.Tensor]] = {}  # by sender: what has come of a model
