@@ -44,7 +44,7 @@ def plan_with_schedule(
 
 def much_faster(made: Plan, least: int = 1) -> str:
     """A line for people where another number of microbatches would make the step much shorter; empty where none would. The
-    cuts stay, every microbatch has at least `least` samples, and layer costs go with the size of a microbatch, so this is a rough forecast."""
+    cuts stay, every microbatch has at least `least` samples, and layer costs go with its size, so this is a rough forecast."""
     count, options = made.options.ring.microbatches, made.options
     found = [made]
     for other in (2 * count, 4 * count, count // 2):
