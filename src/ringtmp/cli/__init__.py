@@ -27,6 +27,7 @@ _VERBS = {
     "generate": "Write a text on with a run's newest checkpoint.",
     "export": "Write a run's weights to files that need no ringtmp.",
     "report": "Write a page with charts of a run.",
+    "compare": "Say which of several runs was better and why.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",
     "strategies": "List the ways to train and their settings.",
     "doctor": "Check whether this device is ready for a ring.",

@@ -29,11 +29,16 @@ from ringtmp.errors import UsageError
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume the run in DIR, with the same bits."
 )
+@click.option(
+    "--log", "logs", multiple=True, metavar="KIND:WHERE",
+    help="Keep the numbers of every step for another tool: csv:FILE, jsonl:FILE, tensorboard:DIR or mlflow:EXPERIMENT.  "
+    "Repeatable.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
-    ring_name: str, start_with: int | None, wait_s: float, **given: Any,
+    ring_name: str, start_with: int | None, wait_s: float, logs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -53,11 +58,12 @@ def command(
     with loading(nothing_started=True):
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
+        from ringtmp.watchers.named import watcher_named
     from ringtmp.cli import show_results
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
-    with show_results.watcher(quiet) as watcher:
+    with show_results.watcher(quiet, [watcher_named(each) for each in logs]) as watcher:
         pool = None
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
