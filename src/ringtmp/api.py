@@ -90,6 +90,7 @@ class Ring:
         *,
         listen: str | None = None,
         ring: str = "home",
+        discovery: bool = True,
         progress: bool | None = None,
         **settings: Unpack[RingKeywords],
     ) -> None:
@@ -99,6 +100,7 @@ class Ring:
         self._progress = progress
         self._listen = listen
         self._ring = ring
+        self._discovery = discovery
 
     @shows_settings("fit")
     @_runs
@@ -217,7 +219,9 @@ class Ring:
         return None if self._listen is None else devices_for(run_dir, self._listen, self._ring, self._nodes, Telling())
 
     def _devices(self, config: RunConfig, watcher: Watcher) -> NodePool | None:
-        return None if self._listen is None else device_pool(self._listen, self._ring, config, watcher)
+        return None if self._listen is None else device_pool(
+            self._listen, self._ring, config, watcher, discovery=self._discovery
+        )  # fmt: skip
 
 
 def text_data(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class _RingEstimator(BaseEstimator):  # type: ignore[misc, unused-ignore]
         if self.model is None:
             sizes = [features, *self.hidden, outputs]
             layers: list[nn.Module] = []
-            for size, following in zip(sizes[:-1], sizes[1:], strict=True):
+            for size, following in pairwise(sizes):
                 layers += [nn.Linear(size, following), nn.ReLU()]
             return nn.Sequential(*layers[:-1])
         if not callable(self.model):
@@ -113,7 +114,9 @@ class RingClassifier(ClassifierMixin, _RingEstimator):  # type: ignore[misc, unu
         self.classes_, numbers = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"the classifier needs at least two classes; y has only one class, {self.classes_[0]!r}")
-        self._trained(_writable(inputs), torch.from_numpy(numbers.astype(np.int64)), len(self.classes_), "cross_entropy")
+        self._trained(
+            _writable(inputs), torch.from_numpy(numbers.astype(np.int64)), len(self.classes_), "cross_entropy"
+        )
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
@@ -140,7 +143,7 @@ class RingRegressor(RegressorMixin, _RingEstimator):  # type: ignore[misc, unuse
         return self
 
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
-        found: np.ndarray = self._outputs(X).numpy()
+        found: np.ndarray = self._outputs(X).double().numpy()
         return found[:, 0] if self._flat else found
 
     def __sklearn_tags__(self) -> Any:

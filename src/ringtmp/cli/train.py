@@ -25,6 +25,11 @@ from ringtmp.errors import UsageError
 @click.option(
     "--wait", "wait_s", type=float, default=60.0, show_default=True, metavar="S", help="How long --start-with waits."
 )
+@click.option(
+    "--discovery/--no-discovery", default=None,
+    help="Let devices find the ring on the network and join with a code (with --listen).  [yes, where it is installed]",
+)  # fmt: skip
+@click.option("--qr", is_flag=True, help="Show the line for devices as a QR code, too (with --listen).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the run.  [runs/TIME]")
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume the run in DIR, with the same bits."
@@ -38,7 +43,8 @@ from ringtmp.errors import UsageError
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
-    ring_name: str, start_with: int | None, wait_s: float, logs: tuple[str, ...], **given: Any,
+    ring_name: str, start_with: int | None, wait_s: float, logs: tuple[str, ...],
+    discovery: bool | None, qr: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -51,6 +57,8 @@ def command(
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
+    if listen is None and (qr or discovery):
+        raise UsageError(f"{'--qr' if qr else '--discovery'} goes with --listen: only devices need to find the ring")
     settings = build(config, chosen)
 
     from ringtmp.system.resources import loading
@@ -67,8 +75,9 @@ def command(
         pool = None
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
-                listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s
-            )
+                listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s,
+                discovery=discovery is not False, qr=qr,
+            )  # fmt: skip
         if resume is not None:
             result = api.resume(resume, chosen, watcher=watcher, pool=pool)
         else:

@@ -114,8 +114,9 @@ def devices_for(run_dir: str | Path, listen: str, ring: str, nodes: int | None, 
 
 
 def device_pool(
-    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0
-) -> NodePool:
+    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0,
+    discovery: bool = True, qr: bool = False,
+) -> NodePool:  # fmt: skip
     """Devices that join this machine's ring over the network."""
     nodes = config.ring.nodes
     if nodes == 1:
@@ -126,7 +127,7 @@ def device_pool(
     return DevicePool(
         Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
         tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
-        package=registry.package_of(config.ring.strategy),
+        package=registry.package_of(config.ring.strategy), discovery=discovery, qr=qr,
     )  # fmt: skip
 
 

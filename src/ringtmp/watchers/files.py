@@ -83,7 +83,9 @@ class JSONLinesWatcher(Watcher):
         self._epoch = 1
 
     def started(self, run_dir: Path, event: RunStarted) -> None:
-        self._write("start", run=str(run_dir), first_step=event.first_step, version=event.version, settings=event.config)
+        self._write(
+            "start", run=str(run_dir), first_step=event.first_step, version=event.version, settings=event.config
+        )
 
     def step(self, done: int, total: int | None, event: StepDone, idle: float) -> None:
         self._epoch = event.epoch + 1
@@ -103,7 +105,9 @@ class JSONLinesWatcher(Watcher):
 
     @forgiven
     def ended(self, event: RunEnded) -> None:
-        self._write("end", step=event.step, outcome=event.outcome, weights_sha256=event.weights_sha256, error=event.error)
+        self._write(
+            "end", step=event.step, outcome=event.outcome, weights_sha256=event.weights_sha256, error=event.error
+        )
         if self._closes:
             self._file.close()
 
