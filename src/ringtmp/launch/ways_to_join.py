@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -15,8 +16,9 @@ _HALVES = {(0, 0): "█", (0, 1): "▀", (1, 0): "▄", (1, 1): " "}
 
 
 def pairing_for(rings: Rings, ring: str, host: str, say: Callable[[str], None]) -> MasterSide | None:
-    """None where the ring cannot be announced: devices then need a token."""
-    if not can_announce(host):
+    """None where the ring cannot be announced: devices then need a token. The lab knows its devices, and lends them no time to
+    look around."""
+    if os.environ.get("RINGTMP_EMULATED") == "1" or not can_announce(host):
         return None
     return MasterSide(ring, rings.open(ring).public, lambda: rings.new_secret(ring, 1), say, clock=time.monotonic)
 
