@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import unknown
-from ringtmp.strategies.base import About, OnPaper, Roles, Settings, Sizes, Strategy, Task, Traffic, described
+from ringtmp.strategies.base import About, OnPaper, Roles, Runs, Settings, Sizes, Strategy, Task, Traffic, described
 
 if TYPE_CHECKING:
     from ringtmp.runtime.mailbox import Endpoint
@@ -40,6 +40,15 @@ class AllReduce(Strategy):
     Settings = AllReduceSettings
     short = "algorithm"
     state_from = "survivors"
+    sums_gradients = True
+    runs = (
+        Runs("FireCaffe", "allreduce:tree"),
+        Runs("PyTorch", "allreduce:ring"),
+        Runs("Baidu AllReduce", "allreduce:ring"),
+        Runs("Horovod", "allreduce:ring"),
+        Runs("Caffe2", "allreduce:ring", lacks="halving and doubling"),
+        Runs("CNTK, 1-bit SGD", "allreduce:ring:wire=1bit"),
+    )
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.allreduce.gradients import Gradients

@@ -76,7 +76,7 @@ class Server:
             self._recorder.received(
                 self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes
             )
-            self._pushed(mail.sender, message, self._wire.decode(mail.present()))
+            self._pushed(mail.sender, message, self._wire.decode(mail.present(), self._table[message.key].size))
         elif isinstance(message, Pull):
             self._waiting.append((mail.sender, message))
         elif isinstance(message, Store):
