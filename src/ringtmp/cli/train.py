@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.settings import build
@@ -57,7 +58,8 @@ def command(
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
-    if listen is None and (qr or discovery):
+    source = click.get_current_context().get_parameter_source
+    if listen is None and (qr or (discovery and source("discovery") is ParameterSource.COMMANDLINE)):
         raise UsageError(f"{'--qr' if qr else '--discovery'} goes with --listen: only devices need to find the ring")
     settings = build(config, chosen)
 
