@@ -43,17 +43,15 @@ class Devices:
 
     def start(self, name: str, *words: str, said: str = "") -> subprocess.Popen[str]:
         (self.folder / name).mkdir(exist_ok=True)
-        with (self.folder / f"{name}.err").open("a") as errors:
+        typed = self.folder / f"{name}.in"
+        typed.write_text(said)
+        with (self.folder / f"{name}.err").open("a") as errors, typed.open() as keyboard:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", networks.namespace(self.lab, name), *CLI, *words], cwd=self.folder / name, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                stdin=keyboard, stdout=subprocess.PIPE, stderr=errors,
                 env={**os.environ, "RINGTMP_CONFIG": str(self.folder / name / "config")},
             )  # fmt: skip
         self.processes.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(said)
-            process.stdin.close()
         return process
 
     def heard(self, name: str) -> str:

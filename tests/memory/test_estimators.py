@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,5 +116,11 @@ def test_scikit_learns_own_estimator_checks_pass(kind: type) -> None:
     assert len(found) > 45
 
 
-def test_the_names_are_public() -> None:
+def test_the_names_are_public_and_the_example_of_the_docs_works() -> None:
     assert ringtmp.RingClassifier is RingClassifier
+    text = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    (code,) = re.findall(r"<!-- tried by the tests: sklearn -->\n```python\n(.*?)```", text, re.S)
+    inputs, targets = classes()
+    names: dict[str, Any] = {"inputs": inputs, "targets": targets}
+    exec(code.replace("nodes=2", "nodes=1"), names)
+    assert names["scores"].min() > 0.8
