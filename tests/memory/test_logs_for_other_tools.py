@@ -223,9 +223,10 @@ def test_mlflow_is_asked_for_a_run_with_settings_numbers_and_an_end(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow-skinny (the extra mlflow)")
-def test_mlflow_itself_keeps_the_run(tmp_path: Path) -> None:
+def test_mlflow_itself_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what is installed without a database
     where = f"sqlite:///{tmp_path}/mlflow.db" if importlib.util.find_spec("sqlalchemy") else f"file:{tmp_path}/mlruns"
     result = fitted(tmp_path / "run", MLflowWatcher("digits", where))
     client: Any = MlflowClient(where)

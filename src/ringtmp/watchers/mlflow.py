@@ -36,7 +36,10 @@ class MLflowWatcher(Watcher):
         self.where, self.failed = f"the MLflow experiment {experiment}", False
         self._experiment = experiment
         self._entities = mlflow.entities
-        self._client: Any = MlflowClient(tracking_uri)
+        try:
+            self._client: Any = MlflowClient(tracking_uri)
+        except Exception as error:  # of its own kinds, and of its stores'
+            raise UsageError(f"MLflow does not work here: {' '.join(str(error).split())[:400]}") from error
         self._run = ""
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
