@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ringtmp.errors import ProtocolError
 from ringtmp.model.deferred_gradients import Job
 from ringtmp.model.frozen_parameters import frozen_names
+from ringtmp.model.hidden_matrices import hidden_matrices
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
@@ -167,9 +168,11 @@ class Stage:
         self._position = {each: position for position, each in enumerate(named)}
         if not named:
             return
+        hidden = {index: hidden_matrices(self._layers[index].layer) for index in self.visit.layers}
         self._optimizer = make_optimizer(
-            self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest]
-        )
+            self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest],
+            [name in hidden[index] for index, name in named],
+        )  # fmt: skip
         for index, state in self._states.items():
             for (parameter, key), value in state.items():
                 if key != PREVIOUS:
@@ -191,6 +194,11 @@ class Stage:
     @property
     def parameter_bytes(self) -> int:
         return sum(each.nbytes for each in self._parameters[self._newest])
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps after the first step."""
+        return 0 if self._optimizer is None else self._optimizer.state_bytes
 
     @property
     def held(self) -> int:

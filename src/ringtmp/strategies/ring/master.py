@@ -32,7 +32,7 @@ from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
-from ringtmp.runtime.optimizers import state_tensors
+from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
@@ -70,8 +70,12 @@ REMEMBERED_PASSES = 3
 def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
     """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
     weights, and the latter two once more as the bytes of a file."""
-    state = state_tensors(recipe.optimizer, recipe.optimizer_settings) + recipe.staleness
-    return max(4 * (layer.parameters + 2 * state * layer.trained) for layer in layers)
+
+    def state(layer: Layer) -> int:
+        kept = state_values(recipe.optimizer, recipe.optimizer_settings, layer)
+        return kept + recipe.staleness * layer.trained
+
+    return max(4 * (layer.parameters + 2 * state(layer)) for layer in layers)
 
 
 class NotFinite(Exception):  # noqa: N818
