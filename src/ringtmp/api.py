@@ -78,7 +78,8 @@ class Ring:
     """A ring of nodes; this process is the master.
 
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
-    that join with the token the watcher is shown (`ringtmp node --join ...`), as members of the ring called `ring`.
+    that join with the token or the code the watcher is shown, as members of the ring called `ring`; without `discovery` a
+    token is needed.
     `progress` is shown on a terminal and in a notebook, unless it is False or `fit` has a watcher; True shows it anywhere.
     The rest are settings of `ringtmp train`; docs/api.md lists them.
     """
@@ -216,12 +217,14 @@ class Ring:
         return generate(run_dir, asked, self._nodes, show, model=model, pool=self._devices_for(run_dir))
 
     def _devices_for(self, run_dir: str | Path) -> NodePool | None:
-        return None if self._listen is None else devices_for(run_dir, self._listen, self._ring, self._nodes, Telling())
+        if self._listen is None:
+            return None
+        return devices_for(run_dir, self._listen, self._ring, self._nodes, Telling(), discovery=self._discovery)
 
     def _devices(self, config: RunConfig, watcher: Watcher) -> NodePool | None:
-        return None if self._listen is None else device_pool(
-            self._listen, self._ring, config, watcher, discovery=self._discovery
-        )  # fmt: skip
+        if self._listen is None:
+            return None
+        return device_pool(self._listen, self._ring, config, watcher, discovery=self._discovery)
 
 
 def text_data(

@@ -100,8 +100,10 @@ def test_scikit_learns_checks_without_training(kind: type) -> None:
     assert len(tried) >= 6
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [RingClassifier, RingRegressor])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(RingClassifier, marks=pytest.mark.long), pytest.param(RingRegressor, marks=pytest.mark.nightly)],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learns_own_estimator_checks_pass(kind: type) -> None:
     found = check_estimator(kind(**{**SMALL, "epochs": 30 if kind is RingRegressor else 5}), on_fail=None, on_skip=None)

@@ -107,10 +107,13 @@ def generate(
         return writing.write(_pool_for(run, config, nodes, pool), show)
 
 
-def devices_for(run_dir: str | Path, listen: str, ring: str, nodes: int | None, watcher: Watcher) -> NodePool:
+def devices_for(
+    run_dir: str | Path, listen: str, ring: str, nodes: int | None, watcher: Watcher, *, discovery: bool = True
+) -> NodePool:
     """Devices that join to evaluate, predict or generate: as many as trained, unless told otherwise."""
     config = RunDirectory(Path(run_dir)).read_config().config
-    return device_pool(listen, ring, config if nodes is None else replaced(config, {"nodes": nodes}), watcher)
+    config = config if nodes is None else replaced(config, {"nodes": nodes})
+    return device_pool(listen, ring, config, watcher, discovery=discovery)
 
 
 def device_pool(
