@@ -107,6 +107,16 @@ def test_a_master_without_discovery_takes_tokens_only_and_one_of_another_key_hea
             pair(Found("home", master.found.address, new_key_pair().public), "123456", new_key_pair())
 
 
+def test_a_crowded_door_drops_requests_and_pairing_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests in a second than are read: the first exchange is lost, the second is not."""
+    monkeypatch.setattr("ringtmp.launch.pair_device.ANSWER_LIMIT_S", 1.2)
+    with waiting(tmp_path) as master:
+        door = master.hub._door
+        assert door is not None
+        door._recent.extend([time.monotonic()] * 10)
+        assert pair(master.found, master.pairing.code, new_key_pair()).ring == "home"
+
+
 def test_what_is_sent_again_word_for_word_is_refused(tmp_path: Path) -> None:
     """A whole recorded exchange, even with the device's own keys."""
     with waiting(tmp_path) as master:
