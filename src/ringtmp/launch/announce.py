@@ -140,7 +140,7 @@ def _service(ring: str, host: str, port: int, key: str) -> Any:
     # The name need not be the ring's: two masters in one network may both have a ring called home.
     return ServiceInfo(
         KIND, f"{ring}-{key[:4].encode().hex()}.{KIND}", port=port, addresses=[ipaddress.IPv4Address(host).packed],
-        properties={"ring": ring, "key": key}, server=f"ringtmp-{key[:6].encode().hex()}.local.",
+        properties={b"ring": ring.encode(), b"key": key.encode()}, server=f"ringtmp-{key[:6].encode().hex()}.local.",
     )  # fmt: skip
 
 
