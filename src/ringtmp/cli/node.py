@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 @click.option(
     "--memory", "memory_mb", type=click.IntRange(1), metavar="MB", help="Lend at most MB MiB.  [all free memory]"
 )
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda", "mps", "auto"]), default="cpu", show_default=True,
+    help="Where this device computes.",
+)  # fmt: skip
 @click.option("--once", is_flag=True, help="Serve one run, then exit.")
 @click.option(
     "--install", is_flag=True, help="Serve after every start of this device, too (a systemd unit of the user)."
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--uninstall", is_flag=True, help="Undo --install.")
 def command(
     join: str | None, ring: str | None, no_discovery: bool, name: str | None, listen: str | None, threads: int | None,
-    memory_mb: int | None, once: bool, install: bool, uninstall: bool,
+    memory_mb: int | None, device: str, once: bool, install: bool, uninstall: bool,
 ) -> None:  # fmt: skip
     """Join a ring and serve its runs until Ctrl-C.
 
@@ -41,7 +45,7 @@ def command(
     """
     import msgspec
 
-    from ringtmp.launch import agent, device_facts, key_store, system_service
+    from ringtmp.launch import agent, device_facts, key_store, names, system_service
 
     if uninstall:
         _tell_all(system_service.uninstall())
@@ -49,7 +53,7 @@ def command(
     if install and once:
         raise UsageError("--install serves run after run: leave out --once")
     if name is not None:
-        key_store.checked_name("device", name)
+        names.checked_name("device", name)
     given = _token(join, ring, no_discovery, listen)
     host, _, port = given.address.rpartition(":")
     address = device_facts.parse_listen(listen, 1)[0] if listen else device_facts.address_towards(host, int(port))
@@ -63,13 +67,13 @@ def command(
     own = key_store.identity()
     hub = agent.join(given, own, mine)
     if install:
-        options = {"--name": name, "--listen": listen, "--threads": threads, "--memory": memory_mb}
+        options = {"--name": name, "--listen": listen, "--threads": threads, "--memory": memory_mb, "--device": device}
         words = [word for option, value in options.items() if value is not None for word in (option, str(value))]
         _tell_all(system_service.install(given, words))
         return
     _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
 
-    serving = agent.Agent(given, hub, own, mine, address, _say, (memory_mb or 0) * 2**20)
+    serving = agent.Agent(given, hub, own, mine, address, _say, memory_bytes=(memory_mb or 0) * 2**20, device=device)
     with serving.leaves_on_signals():
         try:
             serving.run(once)

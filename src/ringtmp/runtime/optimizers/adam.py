@@ -25,7 +25,7 @@ def _adam(
     moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])]
     if first:
         for state, parameter in zip(states, changed, strict=True):
-            state[COUNTER] = torch.zeros((), dtype=torch.float32)
+            state[COUNTER] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in moments:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     steps = [state[COUNTER] for state in states]

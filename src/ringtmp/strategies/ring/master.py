@@ -23,10 +23,10 @@ from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
 from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
-from ringtmp.model.output_tree import nest
+from ringtmp.model.output_tree import map_outputs, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime import check_node_replies
+from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
@@ -251,11 +251,12 @@ class Master(BaseLeader):
         nested = nest(self._layers[-1].output, outputs, own=True)
         if not training:
             with torch.no_grad():
-                self._came_out(microbatch, nested)
+                self._came_out(microbatch, map_outputs(compute_device.taken_back, nested))
             return None
         current = self._steps[step]
         with torch.enable_grad():
-            loss = self._loss(nested, current.batch.targets[microbatch])
+            (targets,) = compute_device.brought([current.batch.targets[microbatch]])
+            loss = self._loss(nested, targets)
             weight = current.batch.weights[microbatch]
             value = float(loss.detach())
             if not math.isfinite(value):
