@@ -99,7 +99,8 @@ class _RingEstimator(BaseEstimator):  # type: ignore[misc, unused-ignore]
         check_is_fitted(self, "module_")
         checked = torch.from_numpy(_writable(validate_data(self, inputs, dtype=np.float32, reset=False)))
         with torch.no_grad():
-            return torch.cat([self.module_(some) for some in checked.split(_AT_ONCE)])
+            parts = [self.module_(checked[at : at + _AT_ONCE]) for at in range(0, len(checked), _AT_ONCE)]
+            return torch.cat(parts)
 
 
 class RingClassifier(ClassifierMixin, _RingEstimator):  # type: ignore[misc, unused-ignore]

@@ -112,7 +112,7 @@ class JSONLinesWatcher(Watcher):
             self._file.close()
 
     @forgiven
-    def _write(self, event: str, **what: Any) -> None:
+    def _write(self, event: str, /, **what: Any) -> None:
         # Python's own module writes a loss that is not a number as NaN, which no JSON has.
         finite = {name: None if value != value or value in (_HUGE, -_HUGE) else value for name, value in what.items()}
         self._file.write(json.dumps({"event": event, **finite}) + "\n")

@@ -51,7 +51,7 @@ def forgiven(method: Callable[Concatenate[L, P], Any]) -> Callable[Concatenate[L
     """A full disk or a server that is gone ends the log, never the run: one line on stderr, and silence."""
 
     @functools.wraps(method)
-    def calls(self: L, *args: P.args, **kwargs: P.kwargs) -> None:
+    def calls(self: L, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self.failed:
             return
         try:
