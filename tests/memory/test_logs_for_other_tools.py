@@ -160,11 +160,11 @@ def test_tensorboard_shows_what_the_history_has_and_what_was_done_again_once(tmp
     result = fitted(tmp_path / "run", watcher)
     read = EventAccumulator(str(tmp_path / "board/run"))
     read.Reload()
-    assert [(each.step, each.value) for each in read.Scalars("train/loss")] == pytest.approx(
-        [(row.step, row.loss) for row in result.history.steps]
-    )
-    tests = [(row.step, row.accuracy) for row in result.history.epochs]
-    assert [(each.step, each.value) for each in read.Scalars("test/accuracy")] == pytest.approx(tests)
+    steps, tests = read.Scalars("train/loss"), read.Scalars("test/accuracy")
+    assert [each.step for each in steps] == [row.step for row in result.history.steps]
+    assert [each.value for each in steps] == pytest.approx([row.loss for row in result.history.steps])
+    assert [each.step for each in tests] == [row.step for row in result.history.epochs]
+    assert [each.value for each in tests] == pytest.approx([row.accuracy for row in result.history.epochs])
     lost = TensorBoardWatcher(tmp_path / "lost")
     lost.started(tmp_path / "run", SimpleNamespace(first_step=0, config={}))  # type: ignore[arg-type]
     for number in range(3):
