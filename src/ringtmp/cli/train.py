@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from click.core import ParameterSource
 from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.ranks import as_rank, goes_on_in
 from ringtmp.cli.settings import build
+from ringtmp.dashboard.beside_training import page_beside
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,12 +46,14 @@ if TYPE_CHECKING:
     help="Keep the numbers of every step for another tool: csv:FILE, jsonl:FILE, tensorboard:DIR or mlflow:EXPERIMENT.  "
     "Repeatable.",
 )  # fmt: skip
+@click.option("--dashboard", is_flag=True, help="Serve a live page of the run, on this machine (extra `web`).")
+@click.option("--dashboard-port", type=int, metavar="PORT", help="Its port.  [8650, or the next that is free]")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
-    ring_name: str, start_with: int | None, wait_s: float, logs: tuple[str, ...],
-    discovery: bool | None, qr: bool, **given: Any,
+    ring_name: str, start_with: int | None, wait_s: float, discovery: bool | None, qr: bool, logs: tuple[str, ...],
+    dashboard: bool, dashboard_port: int | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -63,9 +67,8 @@ def command(
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
-    source = click.get_current_context().get_parameter_source
-    if listen is None and (qr or (discovery and source("discovery") is ParameterSource.COMMANDLINE)):
-        raise UsageError(f"{'--qr' if qr else '--discovery'} goes with --listen: only devices need to find the ring")
+    _refuse_without_listen(listen, qr, discovery)
+    page = _page_options(dashboard, dashboard_port)
     settings = build(config, chosen)
 
     from ringtmp.system.resources import loading
@@ -73,6 +76,7 @@ def command(
     with loading(nothing_started=True):
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
+        from ringtmp.runtime.run_directory import default_run_dir
         from ringtmp.watchers.named import watcher_named
     from ringtmp.cli import show_results
 
@@ -87,7 +91,11 @@ def command(
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
-    with show_results.watcher(quiet, [watcher_named(each) for each in logs]) as watcher:
+    with show_results.watcher(quiet, [watcher_named(each) for each in logs]) as watcher, ExitStack() as beside:
+        if page is not None:
+            folder = resume or run_dir or default_run_dir()
+            run_dir = None if resume else folder
+            beside.enter_context(page_beside(folder, page, watcher.tell))
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s,
@@ -101,3 +109,21 @@ def command(
         show_results.print_json(result.summary)
     else:
         show_results.print_summary(result.summary, sys.stdout)
+
+
+def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None) -> None:
+    source = click.get_current_context().get_parameter_source
+    if listen is None and (qr or (discovery and source("discovery") is ParameterSource.COMMANDLINE)):
+        raise UsageError(f"{'--qr' if qr else '--discovery'} goes with --listen: only devices need to find the ring")
+
+
+def _page_options(dashboard: bool, port: int | None) -> list[str] | None:
+    """Of the process that serves the page; None: nobody wants one."""
+    if not dashboard:
+        if port is not None:
+            raise UsageError("--dashboard-port goes with --dashboard")
+        return None
+    from ringtmp.dashboard.serve import require_web
+
+    require_web()
+    return [] if port is None else ["--port", str(port)]
