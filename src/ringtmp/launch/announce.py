@@ -91,7 +91,7 @@ def look(seconds: float = LOOK_S, hosts: Iterable[str] | None = None) -> list[Fo
             f"cannot look for rings here: {error.strerror or error}. Join with the line the master prints (--join TOKEN)"
         ) from error
     try:
-        ServiceBrowser(zeroconf, KIND, listener=seen)  # type: ignore[arg-type]
+        ServiceBrowser(zeroconf, KIND, listener=seen)  # type: ignore[arg-type, unused-ignore]
         time.sleep(seconds)
         limit_ms = 1000.0
         infos = [
