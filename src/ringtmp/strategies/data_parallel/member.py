@@ -40,6 +40,10 @@ class SummingExchange(Exchange, Protocol):
     #: Training steps whose updates are made.
     step: int
 
+    def whole(self) -> int:
+        """The step before which this worker has what the next generation may go on with."""
+        return self.step
+
     def summed(self, round: int, bucket: int, vector: torch.Tensor) -> None:
         """The sum of a bucket is there; the vector is this worker's to change, but for what is still on its way out."""
         ...
@@ -99,7 +103,7 @@ class WorkerMember:
 
     def leave(self) -> None:
         if self._hands_over:
-            self.trainer.leave(self._exchange.step)
+            self.trainer.leave(self._exchange.whole())
 
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)
