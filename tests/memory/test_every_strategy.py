@@ -37,7 +37,7 @@ from test_strategies import CUTS, model, sizes, weights
 from test_who_may_send_what import RECIPE, at
 
 #: Our own and the example, with settings that make them do what they are for; and whatever packages bring, as it is.
-CHOICES = ["ring", "ps:bsp", "ps:async:workers", "allreduce:ring", "allreduce:tree", "averaging:2"]
+CHOICES = ["ring", "ps:bsp", "ps:async:workers", "allreduce:ring", "allreduce:tree", "lbfgs:5", "averaging:2"]
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})
 NODES, BATCH = 3, 64
 
@@ -58,9 +58,16 @@ def parts(text: str) -> tuple[Strategy, Any, Choice]:
 
 
 def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None, **given: Any) -> api.Result:
-    split = registry.get(text.partition(":")[0]).splits_layers
+    strategy = registry.get(text.partition(":")[0])
+    split = strategy.splits_layers
     keep = {key: given.pop(key) for key in ("protect", "checkpoint_every") if key in given}
-    part = {"batch_size": BATCH, "microbatches": 6, "steps": steps, "optimizer_settings": {"lr": 4e-3}, **given}
+    part = {
+        "batch_size": 1437 if strategy.full_batch else BATCH,
+        "microbatches": 6,
+        "steps": steps,
+        "optimizer_settings": {"lr": 4e-3},
+        **given,
+    }
     config = RunConfig(
         training=TrainingPart(**part),
         ring=RingPart(strategy=text, nodes=NODES, cuts=CUTS[NODES][0] if split else None),

@@ -153,6 +153,20 @@ def _adam(
     getattr(torch, kernel)(changed, gradients, *kept, steps, maximize=False, **options)
 
 
+def _adagrad(
+    changed: list[torch.Tensor], gradients: list[torch.Tensor], states: list[State], *, first: bool, **options: Any
+) -> None:
+    import torch
+
+    if first:
+        for state, parameter in zip(states, changed, strict=True):
+            state[COUNTER] = torch.zeros((), dtype=torch.float32)
+            state["sum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    steps = [state[COUNTER] for state in states]
+    torch._foreach_add_(steps, 1)
+    torch._fused_adagrad_(changed, gradients, [state["sum"] for state in states], steps, maximize=False, **options)
+
+
 def _nesterov_alone(settings: Mapping[str, Any]) -> str:
     alone = settings.get("nesterov") and (not settings.get("momentum") or settings.get("dampening"))
     return "nesterov needs a momentum above 0 and no dampening" if alone else ""
@@ -167,11 +181,13 @@ _ADAM = {
     "weight_decay": Setting(0.0), "amsgrad": Setting(False),
 }  # fmt: skip
 _ADAMW = {**_ADAM, "weight_decay": Setting(0.01)}
+_ADAGRAD = {"lr": Setting(1e-2), "lr_decay": Setting(0.0), "weight_decay": Setting(0.0), "eps": Setting(1e-10)}
 _ADAM_STATE = {COUNTER: "", "exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"}
 _RULES = (
     UpdateRule("sgd", _SGD, {"momentum_buffer": "momentum"}, delay_limit=1.0, update=_sgd, conflict=_nesterov_alone),
     UpdateRule("adam", _ADAM, _ADAM_STATE, delay_limit=0.1, update=partial(_adam, "_fused_adam_")),
     UpdateRule("adamw", _ADAMW, _ADAM_STATE, delay_limit=0.1, update=partial(_adam, "_fused_adamw_")),
+    UpdateRule("adagrad", _ADAGRAD, {COUNTER: "", "sum": ""}, delay_limit=0.1, update=_adagrad),
 )
 OPTIMIZERS: dict[str, UpdateRule] = {rule.name: rule for rule in _RULES}
 #: Every name a state may have.

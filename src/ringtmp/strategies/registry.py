@@ -20,6 +20,7 @@ from ringtmp.config import SETTINGS, RingPart, RunConfig, parse_pairs
 from ringtmp.errors import RingError, UsageError, unknown
 from ringtmp.strategies.allreduce import STRATEGY as ALLREDUCE
 from ringtmp.strategies.base import About, Settings, Strategy
+from ringtmp.strategies.lbfgs import STRATEGY as LBFGS
 from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Message
 
 GROUP = "ringtmp.strategies"
-OURS: dict[str, Strategy] = {each.name: each for each in (RING, PS, ALLREDUCE)}
+OURS: dict[str, Strategy] = {each.name: each for each in (RING, PS, ALLREDUCE, LBFGS)}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
     "staleness": "training", "wire": "training", "microbatches": "training", "schedule": "ring", "window": "ring",
