@@ -143,7 +143,10 @@ def test_it_keeps_its_promises(case: Case, tmp_path: Path) -> None:
 
 @named(CASES, lambda case: False)  # quick: test_every_strategy
 def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path) -> None:
-    result = train(case, tmp_path)
+    # Adam divides by the size of gradients, which come in bursts where most of them is left out.
+    coarse = wire_format(case.wire).gradients_only
+    plain = {"optimizer": "sgd", "optimizer_settings": {"lr": 0.5}} if coarse else {}
+    result = train(case, tmp_path, **plain)
     summary = result.summary
     assert summary.accuracy is not None
     # All have 0.95 and more where this was written. In which order gradients come is chance, and another processor rounds
