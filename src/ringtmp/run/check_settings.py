@@ -17,7 +17,7 @@ from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.runtime.learning_rates import checked_schedule
-from ringtmp.runtime.optimizers import checked_optimizer
+from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, checked_optimizer
 from ringtmp.strategies import registry
 
 
@@ -47,7 +47,14 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--window {ring.window} is too small for {ring.schedule}, which keeps all {microbatches} microbatches in flight: "
             f"leave it out, or use --schedule {DEFAULT_SCHEDULE.name}"
         )
-    workers = len(strategy.roles(settings, ring.nodes).workers)
+    roles = strategy.roles(settings, ring.nodes)
+    optimizer_settings = checked_optimizer(training.optimizer, training.optimizer_settings)
+    if roles.servers and OPTIMIZERS[training.optimizer].matrices is not None:
+        raise UsageError(
+            f"--optimizer {training.optimizer} needs whole matrices, and {ring.strategy} cuts parameters into ranges for its "
+            f"servers: use a strategy without servers, such as {registry.splitting_layers()}, or --optimizer {ELSEWHERE}"
+        )
+    workers = len(roles.workers)
     if not strategy.splits_layers and microbatches < workers:
         raise UsageError(
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
@@ -61,7 +68,7 @@ def resolve(config: RunConfig) -> RunConfig:
         lora=lora,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
         microbatches="auto" if auto else microbatches,
-        optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
+        optimizer_settings=optimizer_settings,
     )
     return msgspec.structs.replace(config, training=training, ring=ring)
 

@@ -24,7 +24,7 @@ NO_GRADIENT = -1.0
 def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
     """One norm per parameter, in their order: a vector for each run of one dtype."""
     found = [
-        torch.linalg.vector_norm(each.grad) if each.grad is not None else torch.full((), NO_GRADIENT, dtype=each.dtype)
+        torch.linalg.vector_norm(each.grad) if each.grad is not None else each.new_full((), NO_GRADIENT)
         for each in parameters
     ]
     return [torch.stack(list(run)) for _, run in groupby(found, key=lambda each: each.dtype)]
