@@ -66,16 +66,16 @@ class Watched:
 def test_no_parameter_ever_differs_by_more_than_the_bound_from_what_a_worker_computes_with(
     settings: dict[str, Any], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, case = Watched(monkeypatch), Case("ps", 5, {"consistency": "value:0.006", **settings})
+    seen, case = Watched(monkeypatch), Case("ps", 5, {"consistency": "value:0.0015", **settings})
     result = train(case, tmp_path, seed=seed, steps=20)
     assert result.summary.steps == 20
-    assert max(seen.distances) <= 0.006
+    assert max(seen.distances) <= 0.0015
     assert seen.held, "the bound never held anything back"
     check_counts(case, result)
 
 
 def test_a_worker_lost_under_a_value_bound_holds_nobody_back(tmp_path: Path) -> None:
-    hit = train(Case("ps", 4, {"consistency": "value:0.005"}), tmp_path, steps=16, pool=Mortal(4, Death(2, 5))).summary
+    hit = train(Case("ps", 4, {"consistency": "value:0.0015"}), tmp_path, steps=16, pool=Mortal(4, Death(2, 5))).summary
     assert hit.steps >= 16
     assert [each.source for each in hit.recoveries] == ["servers"]
 
@@ -115,12 +115,12 @@ class Looking(InMemoryPool):
 
 
 def test_every_copy_is_as_near_as_the_threshold_says_with_fewer_bytes_and_the_same_bits_again(tmp_path: Path) -> None:
-    case, pool = Case("ps", 4, {"consistency": "asp:0.02"}), Looking(4)
+    case, pool = Case("ps", 4, {"consistency": "asp:0.5"}), Looking(4)
     result = train(case, tmp_path / "one", pool=pool, steps=30)
     final = torch.cat([each.flatten() for each in latest_values(result)])
     assert len(pool.copies) == 3
     for copy in pool.copies:
-        assert bool(((final - copy).abs() <= 0.02 * copy.abs() + 1e-12).all())
+        assert bool(((final - copy).abs() <= 0.5 * copy.abs() + 1e-12).all())
         assert not copy.equal(final), "nothing was withheld"
     again = train(case, tmp_path / "two", seed=7, steps=30).summary
     assert again.weights_sha256 == result.summary.weights_sha256
