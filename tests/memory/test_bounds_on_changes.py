@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness import CONSTANT
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.ps.key_on_server import Gradient, Slot
@@ -16,7 +17,7 @@ from ringtmp.wire.messages import Recipe
 from test_healing import Death, Mortal
 from test_strategies import Case, check_counts, check_promises, train
 
-RECIPE = Recipe(seed=0, threads=1, optimizer="adam", optimizer_settings={"lr": 0.1}, schedule={"kind": "constant"})
+RECIPE = Recipe(seed=0, threads=1, optimizer="adam", optimizer_settings={"lr": 0.1}, schedule=CONSTANT)
 
 
 def slot(values: list[float]) -> Slot:

@@ -62,7 +62,7 @@ def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None,
     split = strategy.splits_layers
     keep = {key: given.pop(key) for key in ("protect", "checkpoint_every") if key in given}
     part = {
-        "batch_size": 1437 if strategy.full_batch else BATCH,
+        "batch_size": 1438 if strategy.full_batch else BATCH,
         "microbatches": 6,
         "steps": steps,
         "optimizer_settings": {"lr": 4e-3},

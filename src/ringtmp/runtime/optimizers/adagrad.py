@@ -1,6 +1,6 @@
 """AdaGrad (J. Duchi et al., Adaptive Subgradient Methods for Online Learning, JMLR 2011): a rate of its own for every value.
 
-    sum <- sum + g^2;   w <- w - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps)
+sum <- sum + g^2;   w <- w - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps)
 """
 
 from __future__ import annotations

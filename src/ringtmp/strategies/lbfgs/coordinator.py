@@ -51,11 +51,11 @@ class Turn:
     forget: bool  # the pairs so far mislead
 
 
-def first(gram: torch.Tensor) -> Turn:
-    """Nothing is known but the gradient: go down, by a step of length one."""
+def first(gram: torch.Tensor, length: float = 1.0) -> Turn:
+    """Nothing is known but the gradient: go down, by a step of this length."""
     g = _unit(gram, _G)
     slope = -float(g @ gram @ g)
-    return Turn(-g, _begun(slope, 1 / math.sqrt(max(-slope, 1e-30))), keep=False, forget=False)
+    return Turn(-g, _begun(slope, length / math.sqrt(max(-slope, 1e-30))), keep=False, forget=False)
 
 
 def decide(gram: torch.Tensor, search: Search, curvature: float) -> Further | Turn:
@@ -69,7 +69,7 @@ def decide(gram: torch.Tensor, search: Search, curvature: float) -> Further | Tu
     direction = two_loops(gram, [*pairs, (step, change)] if good else pairs, g)
     down = float(direction @ gram @ g)
     if down >= 0 or not math.isfinite(down):
-        turn = first(gram)
+        turn = first(gram, search.at * math.sqrt(float(d @ gram @ d)))  # no further than the last time
         return Turn(turn.coefficients, turn.search, keep=False, forget=True)
     return Turn(direction, _begun(down, 1.0), keep=good, forget=False)
 
