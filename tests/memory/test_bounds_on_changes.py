@@ -12,7 +12,7 @@ import torch
 from harness import CONSTANT
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.strategies.data_parallel.parameter_keys import Key
-from ringtmp.strategies.ps.key_on_server import Gradient, Slot
+from ringtmp.strategies.ps.apply_gradients import Gradient, Slot
 from ringtmp.wire.messages import Recipe
 from test_healing import Death, Mortal
 from test_strategies import Case, check_counts, check_promises, train

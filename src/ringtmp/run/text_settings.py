@@ -13,7 +13,7 @@ from ringtmp.data.sources import Source, text_of
 from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading
 from ringtmp.data.tokenizer import FILES, Encoder, has_tokenizer, open_tokenizer
 from ringtmp.errors import UsageError
-from ringtmp.model.language_facts import LanguageFacts, facts_named, facts_of
+from ringtmp.model.language_model_config import LanguageFacts, facts_named, facts_of
 from ringtmp.model.layers import Model
 from ringtmp.model.pretrained import is_pretrained, path_named, pretrained
 
