@@ -15,7 +15,7 @@ from ringtmp.config import DEFAULT_EPOCHS, SETTINGS, RunConfig, checked, merge_f
 from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
-from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
+from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.runtime.learning_rates import checked_schedule
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, checked_optimizer
 from ringtmp.strategies import registry
@@ -41,7 +41,7 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--microbatches auto works with --strategy {registry.splitting_layers()} only: give a number with {ring.strategy}"
         )
     microbatches = usual_microbatches(training)
-    all_first = SCHEDULES[ring.schedule].all_forward_first
+    all_first = ring.schedule != AUTO and SCHEDULES[ring.schedule].all_forward_first
     if all_first and ring.window is not None and ring.window < microbatches and not auto:
         raise UsageError(
             f"--window {ring.window} is too small for {ring.schedule}, which keeps all {microbatches} microbatches in flight: "

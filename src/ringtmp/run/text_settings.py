@@ -29,7 +29,10 @@ def named_data(
     path = _tokenizer_path(config, model)
     if path is None:
         settings = {**config.model.settings, **({"context": training.context} if training.context else {})}
-        return config, named_sources.load(training.data, training.seed, settings)
+        data = named_sources.load(
+            training.data, training.seed, settings, batch_size=training.batch_size, columns=training.columns
+        )
+        return config, data
     facts = _facts(config, model)
     phase("reading the tokeniser")
     encoder = open_tokenizer(path)

@@ -231,9 +231,10 @@ class Strategy:
         """This node's part in a plan of `data_parallel`."""
         raise NotImplementedError
 
-    def can_lose(self, settings: Any, roles: Roles, node: int, bare: Collection[int]) -> bool:
-        """Whether the others go on within the generation when `node` is lost, without going back to an older state. `bare`:
-        servers whose keys have no replica any more."""
+    def can_lose(self, settings: Any, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
+        """Whether the others go on within the generation when `node` is lost, without going back to an older state. `roles`:
+        of those who are left, `node` among them; `bare`: servers whose keys have no replica any more; `nodes`: how many
+        there were when the generation began."""
         return False
 
     # -- on paper -----------------------------------------------------------------------------------------------------
@@ -314,6 +315,10 @@ class Leader(Protocol):
         ...
 
     def farewell(self) -> NodeEnded: ...
+    def want_detail(self, step: int) -> None:
+        """Every node records every span of a step that nobody has begun: somebody looks on."""
+        ...
+
     def try_lines(self) -> dict[int, tuple[float, float]]:
         """Bytes per second to and from other nodes, while the run is at rest; asked where a plan has a balance to keep."""
         ...

@@ -13,7 +13,7 @@ from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.member import Member
-from ringtmp.runtime.worker import farewell, report
+from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.message_checks import PartScrutiny, is_a
 from ringtmp.strategies.data_parallel.replica import Replica
@@ -40,6 +40,10 @@ class SummingExchange(Exchange, Protocol):
     #: Training steps whose updates are made.
     step: int
 
+    def whole(self) -> int:
+        """The step before which this worker has what the next generation may go on with."""
+        return self.step
+
     def summed(self, round: int, bucket: int, vector: torch.Tensor) -> None:
         """The sum of a bucket is there; the vector is this worker's to change, but for what is still on its way out."""
         ...
@@ -62,8 +66,9 @@ class WorkerMember:
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
         power = power_of_this_device.power(plan.recipe.threads)
         self._recorder = Recorder(
-            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power
-        )
+            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
+        )  # fmt: skip
         replica = Replica(plan.recipe, endpoint.node)
         self._exchange = exchange = make(plan, replica, self._recorder, lambda *vector: self._algorithm.start(*vector))
         sender = Sender(endpoint, plan.wire, self._recorder)
@@ -101,7 +106,7 @@ class WorkerMember:
 
     def leave(self) -> None:
         if self._hands_over:
-            self.trainer.leave(self._exchange.step)
+            self.trainer.leave(self._exchange.whole())
 
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)
