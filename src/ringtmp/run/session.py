@@ -54,9 +54,7 @@ class Session:
         )  # fmt: skip
         strategy, per_epoch = registry.get(job.config.ring.strategy), self._batches.steps_per_epoch
         if strategy.full_batch and per_epoch != 1:
-            whole = (
-                "a stream has no whole" if per_epoch is None else f"use --batch-size {job.train.size}, all its samples"
-            )
+            whole = "a stream has no whole" if isinstance(job.train, Stream) else f"use --batch-size {job.train.size}"
             raise UsageError(
                 f"strategy {strategy.name} takes the whole data in every step, and --batch-size {self._batch_size} is a part "
                 f"of {job.train.name}: {whole}"

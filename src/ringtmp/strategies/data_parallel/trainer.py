@@ -62,6 +62,7 @@ class Exchange(Protocol):
 
     def rest(self) -> None:
         """The run is about to be evaluated or saved: what was held back goes out now."""
+        return
 
     def oldest(self) -> int | None:
         """Every update before this step is in the parameters of the step just done; None: nobody runs ahead."""

@@ -28,7 +28,7 @@ from ringtmp.strategies.data_parallel.member import SummingExchange
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.sum_over_workers import Summed, buckets
 from ringtmp.strategies.lbfgs import LbfgsSettings
-from ringtmp.strategies.lbfgs.coordinator import Search, Turn, decide, first
+from ringtmp.strategies.lbfgs.coordinator import Further, Search, Turn, decide, first
 from ringtmp.wire.messages import Enlist
 
 
@@ -116,6 +116,7 @@ class Descent(SummingExchange):
         for rank in range(self._workers):  # in one order, on everyone
             gram += parts[rank, 0] + parts[rank, 1]
         gram = gram.view(width, width)
+        decision: Further | Turn
         if self._search is None:
             self._base = self._values()[self._first : self._stop].clone()
             decision = first(gram)
