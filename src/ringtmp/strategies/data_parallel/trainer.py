@@ -60,6 +60,10 @@ class Exchange(Protocol):
         """A layer's whole gradient of this worker's share of the batch."""
         ...
 
+    def rest(self) -> None:
+        """The run is about to be evaluated or saved: what was held back goes out now."""
+        return
+
     def oldest(self) -> int | None:
         """Every update before this step is in the parameters of the step just done; None: nobody runs ahead."""
         return None
@@ -174,6 +178,7 @@ class Trainer:
         return True
 
     def _fetched(self, fetch: Fetch) -> bool:
+        self._exchange.rest()
         if not fetch.whole:
             self.endpoint.post(MASTER, LayerState(fetch.layer, ()), self.replica.buffers(fetch.layer))
             return True
