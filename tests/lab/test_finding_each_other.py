@@ -80,7 +80,7 @@ def test_three_devices_join_by_code_without_an_address_and_wrong_codes_only_chan
         try:
             master = devices.start(
                 "master", "train", "--discovery", "--listen", "10.77.0.1", "--nodes", "4", "--steps", "2", "--threads", "1",
-                "--json", "--quiet", "--run-dir", "run",
+                "--all-devices", "--json", "--quiet", "--run-dir", "run",
             )  # fmt: skip
             code = devices.await_text("master", r"type the code (\d{3}-\d{3}) of ring home")[1]
             wrong = "000-000" if code != "000-000" else "111-111"
