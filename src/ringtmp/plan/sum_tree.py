@@ -15,6 +15,7 @@ to G, each with a run of whole parts, adds in this order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -131,6 +132,24 @@ class Adding:
         """The nodes of the tree whose parts lie with several workers, the deepest first."""
         nodes = range(self.tree.parts - 1, 0, -1)
         return tuple(each for each in nodes if len({self._holder(part) for part in self.tree.under(each)}) > 1)
+
+    def hops(self) -> list[tuple[int, int, int, int]]:
+        """(node, chunk, from, to) of every partial sum that is sent, the deepest first."""
+        found = []
+        for node in self.split():
+            for child in (2 * node, 2 * node + 1):
+                for chunk in range(self.chunks):
+                    here, there = self.owner(child, chunk), self.owner(node, chunk)
+                    if here != there:
+                        found.append((child, chunk, here, there))
+        return found
+
+    def most_sent(self) -> float:
+        """What the busiest worker sends, partial sums and totals, in vectors."""
+        chunks = Counter(here for _, _, here, _ in self.hops())
+        for chunk in range(self.chunks):
+            chunks[self.owner(ROOT, chunk)] += len(self.shares) - 1
+        return max(chunks.values(), default=0) / self.chunks
 
     def _holder(self, part: int) -> int:
         return next((worker for worker, share in enumerate(self.shares) if part in share), len(self.shares) - 1)

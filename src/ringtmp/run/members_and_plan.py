@@ -243,7 +243,8 @@ class Generations:
         if not wire_format(self.config.training.wire).exact:
             return "steps"
         strategy, settings = registry.of(self.config.ring)
-        return strategy.exactness(settings)
+        by_tree = self.config.training.sum_tree > 1 and strategy.sums_by_tree(settings)
+        return "bits" if by_tree else strategy.exactness(settings)
 
     def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:
         for text in unlike(hellos, fingerprint(self._run.pool.threads)):

@@ -56,8 +56,8 @@ def flat_sum(tensors: Sequence[torch.Tensor | None], slots: Slots, size: int) ->
 
 
 class TreeAddition:
-    """Of one vector, on the worker of this rank. `mine`: what its parts add up to, by node of the tree (`SumTree.whole`);
-    these vectors are changed. Done when `total` is not None; it lies in memory of its own."""
+    """Of one vector, on the worker of this rank. `mine`: what its parts add up to, by node of the tree (`SumTree.whole`).
+    Nothing given is changed: it may still be on its way out. Done when `total` is not None."""
 
     def __init__(self, adding: Adding, rank: int, mine: Mapping[int, Partial], slots: Slots, size: int) -> None:
         self._adding = adding
@@ -123,7 +123,7 @@ class TreeAddition:
         return self._have(node >> 1, chunk, self._added(left, right, self._adding.bounds(chunk, self._size)[0]))
 
     def _added(self, left: Partial, right: Partial, start: int) -> Partial:
-        """In memory of its own: what either was made of may still be on its way out. What is absent passes the other on."""
+        """In memory of its own. What is absent passes the other on."""
         if left.absent or right.absent:
             return right if left.absent else left
         if left.there == right.there:
@@ -137,11 +137,15 @@ class TreeAddition:
         return Partial(values, tuple(a or b for a, b in zip(left.there, right.there, strict=True)))
 
     def _settle(self, chunk: int, total: Partial) -> list[Send]:
+        self.correct(chunk, total)
+        self._there = total.there
+        self._missing -= 1
+        return []
+
+    def correct(self, chunk: int, total: Partial) -> None:
+        """A chunk of the total is this: on a lossy wire its maker has what the others get."""
         first, stop = self._adding.bounds(chunk, self._size)
         if total.absent:
             self._vector[first:stop].zero_()
         else:
             self._vector[first:stop] = total.values
-        self._there = total.there
-        self._missing -= 1
-        return []

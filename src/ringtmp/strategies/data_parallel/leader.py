@@ -22,6 +22,7 @@ from ringtmp.metrics import events
 from ringtmp.model import portable_layer
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.plan.route import MASTER
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
 from ringtmp.runtime.leader import BaseLeader, Start
@@ -31,8 +32,9 @@ from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
 from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
-from ringtmp.strategies.data_parallel.parameter_keys import Flat, Key, following
-from ringtmp.strategies.data_parallel.replica import flatten, layer_flat, views
+from ringtmp.strategies.data_parallel.parameter_keys import Key, following
+from ringtmp.strategies.data_parallel.layers_as_keys import by_range, by_tensor, from_ranges, from_tensors
+from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.data_parallel.samples_already_sent import Ledger
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import (
@@ -68,6 +70,7 @@ class DataParallelLeader(BaseLeader):
         self._unprotected: set[int] = set()  # servers whose loss would lose something
         self._laid_out = False
         self._pace = plan.pace
+        self._tree = SumTree(plan.enlist.recipe.sum_tree)
         self._ledgers = {worker: Ledger() for worker in self._workers}
         self._done = plan.request.step
         self._dids: dict[int, list[tuple[int, WorkDone]]] = {}
@@ -141,26 +144,14 @@ class DataParallelLeader(BaseLeader):
         if not layout.slots:
             return
         trainable = [tensor for each, tensor in zip(layer.tensors, tensors, strict=True) if each.trainable]
-        vector = flatten(layout, trainable)
-        names = sorted({key for _, key in state})
-        flats: dict[str, torch.Tensor] = {}
-        for name in names:
-            given = [state.get((slot.name, name)) for slot in layout.slots]
-            counter = next(each for each in given if each is not None)
-            # A counter is one for the whole layer; a parameter that never had a gradient has no state yet.
-            flats[name] = counter if counter.dim() == 0 else flatten(layout, given)
-        for key in self._plan.table:
-            if key.layer != index:
-                continue
-            parts = [vector[key.start : key.stop].clone()]
-            for name in names:
-                whole = flats[name]
-                parts.append(whole.clone() if whole.dim() == 0 else whole[key.start : key.stop].clone())
+        keys = [key for key in self._plan.table if key.layer == index]
+        cut = by_tensor if self._tree.parts > 1 else by_range
+        for key, (names, parts) in zip(keys, cut(layout, keys, trainable, state), strict=True):
             owner = self._plan.owners[key.number]
-            self.endpoint.post(owner, Store(key.number, tuple(names)), parts)
+            self.endpoint.post(owner, Store(key.number, names), parts)
             if self._pace.replicas:
                 copies = [each.clone() for each in parts]
-                self.endpoint.post(following(self._servers, owner), Store(key.number, tuple(names)), copies)
+                self.endpoint.post(following(self._servers, owner), Store(key.number, names), copies)
 
     def _settle(self, most_bytes: int) -> None:
         """Until no more than this is on its way."""
@@ -229,6 +220,9 @@ class DataParallelLeader(BaseLeader):
         """The share of the batch that was sent."""
         rank, n, count = self._workers.index(worker), len(self._workers), len(batch.targets)
         first, stop = rank * count // n, (rank + 1) * count // n
+        if training and self._tree.parts > 1:  # whole parts
+            mine = self._tree.microbatches(self._tree.share(rank, n), count)
+            first, stop = mine.start, mine.stop
         sizes = tuple(len(each) for each in batch.targets[first:stop])
         table = ""
         tensors: list[torch.Tensor | None] = []
@@ -238,7 +232,7 @@ class DataParallelLeader(BaseLeader):
             targets = torch.cat(list(batch.targets[first:stop]))
             numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
             table, tensors = self._ledgers[worker].to_send("train" if training else "test", numbers, inputs, targets)
-        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table), tensors)
+        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table, count), tensors)
         return sum(sizes) / batch.samples
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
@@ -301,7 +295,8 @@ class DataParallelLeader(BaseLeader):
             mean, count = _mean([own[worker] for worker in self._workers]), len(layer.tensors)
             return mean[:count], dict(zip(self._states[MASTER][0].state, mean[count:], strict=True))
         if self._servers:
-            trainable, state = self._unflatten(layer_flat(layer), wanted)
+            together = from_tensors if self._tree.parts > 1 else from_ranges
+            trainable, state = together(layer_flat(layer), [self._kept[key.number] for key in wanted])
         else:
             message, given = self._states[MASTER]
             flags = [each.trainable for each in layer.tensors]
@@ -316,21 +311,6 @@ class DataParallelLeader(BaseLeader):
         while owner not in self._servers:
             owner = following(self._plan.roles.servers, owner)
         return owner
-
-    def _unflatten(self, layout: Flat, wanted: Sequence[Key]) -> LayerTensors:
-        if not wanted:
-            return [], {}
-        kept = [self._kept[key.number] for key in wanted]
-        trainable = [each.clone() for each in views(layout, torch.cat([tensors[0] for _, tensors in kept]))]
-        state: dict[StateName, torch.Tensor] = {}
-        for position, name in enumerate(kept[0][0].state, start=1):
-            parts = [tensors[position] for _, tensors in kept]
-            if parts[0].dim() == 0:
-                found = [parts[0].clone() for _ in layout.slots]
-            else:
-                found = [each.clone() for each in views(layout, torch.cat(parts))]
-            state.update({(slot.name, name): each for slot, each in zip(layout.slots, found, strict=True)})
-        return trainable, state
 
     def _waiting_for(self, step: int) -> str:
         done = {worker for worker, _ in self._dids.get(step, [])}
@@ -383,6 +363,8 @@ class DataParallelLeader(BaseLeader):
         """Where the strategy allows it, the others go on: without the worker, or with the keys of the next server."""
         node, started = lost.node, self.endpoint.clock()
         if node is None or not self._laid_out:
+            return False
+        if self._tree.parts > 1 and node in self._workers:  # its share of the sums would be missing
             return False
         roles, strategy = Roles(self._servers, self._workers), self._plan.strategy
         if not strategy.can_lose(strategy.read(self._plan.enlist.settings), roles, node, self._unprotected):

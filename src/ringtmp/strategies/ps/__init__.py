@@ -27,6 +27,10 @@ class ParameterServer(Strategy):
     )  # fmt: skip
     Settings = PsSettings
     short = "consistency"
+    tree_name = "ps:bsp"
+
+    def sums_by_tree(self, settings: PsSettings) -> bool:
+        return settings.deterministic
 
     def parse_short(self, text: str) -> dict[str, Any]:
         """`ssp:3`, and behind it the servers: `ssp:3:2`, `bsp:workers`."""

@@ -24,7 +24,9 @@ are dealt by the master in the same order under every strategy. BatchNorm statis
 is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass. In bsp a
 worker pushes no more than it has answers for and a little: one that is early would fill the server's link with gradients
 that complete nothing, while answers, which need that link's other direction, wait for the gradients of the late. Nobody
-waits for a lost worker: a step's gradient is then the mean over the others' shares.
+waits for a lost worker: a step's gradient is then the mean over the others' shares. With a tree of sums (plan/sum_tree.py)
+keys are whole tensors, a worker pushes a sum for each node of the tree that is all its own, and servers add them up along it:
+the bits of one process. A lost worker then costs a new generation.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
+from ringtmp.plan.sum_tree import SumTree
+from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.worker import farewell, report
 from ringtmp.strategies.base import Roles
@@ -55,6 +59,14 @@ from ringtmp.wire.messages import Enlist, Lost, Pull, Pulled, Push
 AHEAD_BYTES = 6 * 1024**2
 
 
+def nodes_of(plan: Enlist, roles: Roles, worker: int) -> tuple[int, ...]:
+    """Of the tree of sums, those that a worker's parts add up to; none: there is no tree."""
+    tree = SumTree(plan.recipe.sum_tree)
+    if tree.parts == 1 or worker not in roles.workers:
+        return ()
+    return tree.whole(tree.share(roles.workers.index(worker), len(roles.workers)))
+
+
 class PsMember:
     """A node of a parameter-server run: a server, a worker, or both."""
 
@@ -66,7 +78,7 @@ class PsMember:
         self._recorder = recorder = Recorder(
             endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power
         )
-        table = parameter_keys.cut(plan.sizes, len(roles.servers))
+        table = parameter_keys.table(plan.sizes, plan.slots, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
         self.server = (
@@ -77,12 +89,17 @@ class PsMember:
         if works:
             replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise")
             self._client = Client(endpoint, plan, settings, replica, table=table, owners=owners, recorder=recorder)
+            self._client.nodes = nodes_of(plan, roles, endpoint.node)
             self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
             self.trainer.emit = lambda event: self.emit(event)
         elif self.server is not None:
             self.server.emit = lambda event: self.emit(event)
         endpoint.enter_plan(
-            is_a(lambda: self._everyone), KeyScrutiny(table, plan.wire, len(roles.servers), lambda: self.step)
+            is_a(lambda: self._everyone),
+            KeyScrutiny(
+                table, plan.wire, len(roles.servers), lambda: self.step,
+                nodes=lambda worker: nodes_of(plan, roles, worker), by_tree=bool(plan.slots),
+            ),  # fmt: skip
         )
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
         endpoint.connect_all(others)
@@ -209,6 +226,14 @@ class Client(Exchange):
         else:
             self._push(layer, step, share, gradient)
 
+    def sums(self, layer: int, step: int, share: float, sums: list[Sums | None]) -> None:
+        for at, key in enumerate(self._layers[layer]):  # a key is a tensor
+            for node, found in zip(self.nodes, sums, strict=True):
+                gradient = None if found is None else found[at]
+                tensors = [] if gradient is None else [gradient.reshape(-1)]
+                self._to_push.append((key, Push(key.number, step, share, self._fresh, node), tensors))
+        self._send_pushes()
+
     def oldest(self) -> int | None:
         oldest = min(self._used, default=None)
         self._used = []
@@ -296,7 +321,7 @@ class Client(Exchange):
             self.endpoint.post(owner, push, tensors)
             if self._paced:
                 ahead[owner] += nbytes
-                self._unanswered[key.number] = (owner, nbytes)
+                self._unanswered[key.number] = (owner, nbytes * max(1, len(self.nodes)))
             if self._settings.replicas:
                 self._unconfirmed[key.number].append((push, tensors))
             if not self._layerwise:

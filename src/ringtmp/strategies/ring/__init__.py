@@ -25,6 +25,10 @@ class Ring(Strategy):
     )  # fmt: skip
     splits_layers = True
     state_from = "snapshot"
+    tree_name = "ring"
+
+    def sums_by_tree(self, settings: Any) -> bool:
+        return True
 
     def exactness(self, settings: Any) -> str:
         return "bits"
