@@ -13,13 +13,17 @@ from torch import nn
 
 from oracle import plain_loop, state_sha256
 from ringtmp import api
-from ringtmp.config import RingPart, RunConfig, TrainingPart
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
+from ringtmp.errors import UsageError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model import zoo
+from ringtmp.run.check_settings import resolve
 from ringtmp.runtime.losses import next_byte
+from test_healing import Death, Mortal
 from test_same_bits_as_one_process import source
+from test_training_loop import blobs, stack
 
 SEED, CLIP, PARTS = 3, 0.3, 4
 #: 43 samples in batches of 20: the last batch has 3, in 3 microbatches instead of 8.
@@ -63,15 +67,16 @@ def plain(parts: int = PARTS) -> str:
     return state_sha256(trained)
 
 
-def train(folder: Path, nodes: int, strategy: str, **more: Any) -> api.Result:
+def train(folder: Path, nodes: int, strategy: str, steps: int = STEPS, pool: Any = None, **more: Any) -> api.Result:
     training = TrainingPart(
         batch_size=BATCH, microbatches=MICROBATCHES, optimizer="adamw", optimizer_settings=ADAMW, clip_norm=CLIP,
-        steps=STEPS, seed=SEED, sum_tree=more.pop("sum_tree", PARTS),
+        steps=steps, seed=SEED, sum_tree=PARTS,
     )  # fmt: skip
-    config = RunConfig(training=training, ring=RingPart(nodes=nodes, strategy=strategy, **more))
-    return api.start(
-        config, model(), (tensors("t", *data()), None), "next_byte", run_dir=folder / "run", pool=InMemoryPool(nodes, nodes)
-    )  # fmt: skip
+    config = RunConfig(
+        training=training, ring=RingPart(nodes=nodes, strategy=strategy, **more), keep=KeepPart(checkpoint_every=1)
+    )
+    pool = pool or InMemoryPool(nodes, nodes)
+    return api.start(config, model(), (tensors("t", *data()), None), "next_byte", run_dir=folder / "run", pool=pool)
 
 
 WAYS = [
@@ -80,9 +85,15 @@ WAYS = [
     pytest.param("allreduce:halving", 2, {}, id="halving on 2"),
     pytest.param("allreduce:halving", 4, {}, id="halving on 4"),
     pytest.param("ps:bsp", 5, {}, id="server and 4 workers"),
-    pytest.param("allreduce:halving", 3, {}, id="halving on 3"),
-    pytest.param("ps:bsp:workers", 4, {}, id="4 servers that work"),
-    pytest.param("ps:bsp", 4, {"strategy_settings": {"servers": 2, "fetch": "layerwise"}}, id="layerwise"),
+    pytest.param("allreduce:halving", 3, {}, id="halving on 3", marks=pytest.mark.long),
+    pytest.param("ps:bsp:workers", 4, {}, id="4 servers that work", marks=pytest.mark.long),
+    pytest.param(
+        "ps:bsp",
+        5,
+        {"strategy_settings": {"servers": 2, "fetch": "layerwise", "replicas": 1}},
+        id="layerwise",
+        marks=pytest.mark.long,
+    ),
 ]
 
 
@@ -94,3 +105,58 @@ def test_every_synchronous_way_ends_in_the_bits_of_one_process(
     summary = train(tmp_path, nodes, strategy, **more).summary
     assert summary.weights_sha256 == plain()
     assert summary.exactness == "bits"
+
+
+def test_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
+    """Halving goes on from what the survivors have, a server from a checkpoint."""
+    for strategy, nodes in (("allreduce:halving", 4), ("ps:bsp", 5)):
+        pool = Mortal(nodes, Death(2, 2))
+        result = train(tmp_path / strategy.replace(":", "-"), nodes, strategy, pool=pool)
+        assert result.summary.weights_sha256 == plain(), strategy
+        assert len(result.summary.recoveries) == 1, strategy
+
+
+def test_a_resumed_run_keeps_the_tree(tmp_path: Path) -> None:
+    train(tmp_path, 2, "allreduce:halving", steps=3)
+    given = (tensors("t", *data()), None)
+    result = api.resume(tmp_path / "run", {"steps": STEPS, "nodes": 4}, given, "next_byte", pool=InMemoryPool(4))
+    assert result.summary.weights_sha256 == plain()
+    assert result.summary.sum_tree == PARTS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "training", "says"),
+    [
+        ("ring", {"sum_tree": 3}, "--sum-tree 3 must be a power of two: use 2 or 4"),
+        ("ring", {"sum_tree": 16}, "needs at least 16 microbatches, and a batch has 8"),
+        ("ring", {"sum_tree": 64, "microbatches": "auto"}, "a batch has 20"),
+        ("allreduce:halving", {"sum_tree": 2}, "up to 2 workers, and there are 4: use --sum-tree 4"),
+        ("ps:bsp:workers", {"sum_tree": 2}, "up to 2 workers, and there are 4"),
+        ("allreduce:ring", {}, "which allreduce:ring cannot: use --strategy ring, ps:bsp, allreduce:halving"),
+        ("ps:async", {}, "which ps:async cannot"),
+        ("ps:bsp:quorum=2", {}, "which ps:quorum=2 cannot|which ps:bsp:quorum=2 cannot"),
+        ("ps:bsp", {"wire": "int8"}, "which --wire int8 rounds away"),
+    ],
+)
+def test_a_tree_that_would_keep_no_bits_is_refused(strategy: str, training: dict[str, Any], says: str) -> None:
+    part = TrainingPart(**{"batch_size": BATCH, "microbatches": MICROBATCHES, "sum_tree": PARTS, **training})
+    with pytest.raises(UsageError, match=says):
+        resolve(RunConfig(training=part, ring=RingPart(nodes=4, strategy=strategy)))
+
+
+def test_running_statistics_are_refused_by_name_where_workers_share_microbatches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    part = TrainingPart(batch_size=16, microbatches=4, sum_tree=4, steps=1)
+    for strategy in ("allreduce:halving", "ps:bsp:workers"):
+        config = RunConfig(training=part, ring=RingPart(nodes=2, strategy=strategy))
+        with pytest.raises(
+            UsageError, match=r"layer '3' changes running_mean in forward \(BatchNorm\?\).*2 workers.*LayerNorm"
+        ):
+            api.start(
+                config,
+                stack(),
+                (tensors("t", *blobs()), None),
+                None,
+                run_dir=tmp_path / strategy[:2],
+                pool=InMemoryPool(2),
+            )

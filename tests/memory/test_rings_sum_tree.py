@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -32,12 +31,26 @@ def plain(model: str, parts: int, delayed: bool = False) -> tuple[str, list[floa
 def test_any_ring_adds_up_as_a_plain_loop_with_the_same_tree(model: str, built_of: Callable[[str], Built]) -> None:
     """With dropout, clipping, and a last batch of fewer microbatches than parts (7 samples, 8 parts)."""
     case, built = Case(model), built_of(model)
-    cases = [(4, 1, "1f1b", "none"), (4, 3, "zero-bubble", "none"), (2, 2, "gpipe", "all"), (8, 4, "zero-bubble", "all")]
+    cases = [
+        (4, 1, "1f1b", "none"),
+        (4, 3, "zero-bubble", "none"),
+        (2, 2, "gpipe", "all"),
+        (8, 4, "zero-bubble", "all"),
+    ]
     for parts, nodes, schedule, recompute in cases:
         how = recipe("sgd", SETTINGS, seed=SEED, clip_norm=CLIP, sum_tree=parts)
         window = MICROBATCHES if schedule == "gpipe" else None
         got = ring_in_memory(
-            built, how, case.batches, MICROBATCHES, case.loss, nodes, schedule, window=window, recompute=recompute, seed=parts
+            built,
+            how,
+            case.batches,
+            MICROBATCHES,
+            case.loss,
+            nodes,
+            schedule,
+            window=window,
+            recompute=recompute,
+            seed=parts,
         )
         assert got == plain(model, parts), (parts, nodes, schedule)
     assert plain(model, 4) != plain(model, 1)

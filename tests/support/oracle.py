@@ -96,7 +96,9 @@ def plain_loop(
             (value * share).backward()
             total += float(value.detach()) * share
         sums.append(_taken(model))
-        for parameter, gradient in zip(model.parameters(), _tree([*sums, *[None] * (sum_tree - len(sums))]), strict=True):
+        for parameter, gradient in zip(
+            model.parameters(), _tree([*sums, *[None] * (sum_tree - len(sums))]), strict=True
+        ):
             parameter.grad = gradient
         if delayed:  # else a weight that a layer changes in its forward pass would be lost
             _load(model, newest)

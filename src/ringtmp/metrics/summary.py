@@ -136,6 +136,7 @@ class Summary(msgspec.Struct, frozen=True):
     #: Against eager PyTorch before the start: "model", "layers", "evaluation" alone, "traced" (docs/models.md), or not ("").
     checked: str = ""
     perplexity: float | None = None  # of the test part, if it is text
+    sum_tree: int = 1  # parts of a batch that are added up as a tree
     numeric_mode: str = USUAL_MODE  # within one mode bits repeat (docs/exactness.md)
 
     def name_of(self, node: int) -> str:
@@ -186,6 +187,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         window=facts.get("window", 0),
         schedule=config["ring"]["schedule"],
         staleness=config["training"]["staleness"],
+        sum_tree=config["training"].get("sum_tree", 1),
         wire=config["training"]["wire"],
         threads=facts["threads"],
         numeric_mode=facts.get("numeric_mode", USUAL_MODE),

@@ -80,12 +80,12 @@ class SumTree:
         return part * small + min(part, larger)
 
 
-def check_parts(parts: int, microbatches: int | None) -> None:
-    """UsageError for a number of parts that cannot be. `microbatches` None: the plan chooses them, and as many as needed."""
+def check_parts(parts: int, microbatches: int) -> None:
+    """UsageError for a number of parts that cannot be."""
     if parts & (parts - 1):
         below = 1 << (parts.bit_length() - 1)
         raise UsageError(f"--sum-tree {parts} must be a power of two: use {below} or {2 * below}")
-    if microbatches is not None and parts > microbatches:
+    if parts > microbatches:
         raise UsageError(
             f"--sum-tree {parts} needs at least {parts} microbatches, and a batch has {microbatches}: use --microbatches "
             f"{parts} or more, with a --batch-size that allows it, or --sum-tree {1 << (microbatches.bit_length() - 1)}"
@@ -125,7 +125,9 @@ class Adding:
         below = self.tree.under(node)
         if (first := self._holder(below[0])) == self._holder(below[-1]):
             return first
-        shift = self.chunks.bit_length() - 1 - node.bit_length()  # the root goes by the highest bit of the chunk's number
+        shift = (
+            self.chunks.bit_length() - 1 - node.bit_length()
+        )  # the root goes by the highest bit of the chunk's number
         return self.owner(2 * node + (chunk >> shift & 1 if shift >= 0 else 0), chunk)
 
     def split(self) -> tuple[int, ...]:

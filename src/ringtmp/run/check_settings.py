@@ -25,6 +25,7 @@ from ringtmp.config import (
 from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
+from ringtmp.plan.microbatches import MOST
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.sum_tree import check_parts, check_workers
 from ringtmp.runtime.learning_rates import checked_schedule
@@ -53,7 +54,7 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--microbatches auto works with --strategy {registry.splitting_layers()} only: give a number with {ring.strategy}"
         )
     microbatches = usual_microbatches(training)
-    check_parts(training.sum_tree, None if auto else microbatches)
+    check_parts(training.sum_tree, min(MOST, training.batch_size) if auto else microbatches)
     all_first = SCHEDULES[ring.schedule].all_forward_first
     if all_first and ring.window is not None and ring.window < microbatches and not auto:
         raise UsageError(

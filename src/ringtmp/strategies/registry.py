@@ -32,8 +32,8 @@ GROUP = "ringtmp.strategies"
 OURS: dict[str, Strategy] = {each.name: each for each in (RING, PS, ALLREDUCE)}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
-    "staleness": "training", "wire": "training", "microbatches": "training", "sum_tree": "training", "schedule": "ring", "window": "ring",
-    "laps": "ring", "route": "ring", "recompute": "ring", "protect": "keep",
+    "staleness": "training", "wire": "training", "microbatches": "training", "sum_tree": "training",
+    "schedule": "ring", "window": "ring", "laps": "ring", "route": "ring", "recompute": "ring", "protect": "keep",
 }  # fmt: skip
 _NEEDED = ("name", "about", "simulate", "traffic")
 

@@ -289,7 +289,7 @@ class Work(NodeMessage, frozen=True, tag="work"):
     first: int  # number of its first microbatch
     sizes: tuple[int, ...]  # samples per microbatch
     table: str  # where sample numbers count; empty: a stream, whose samples are not kept
-    microbatches: int  # of the whole batch
+    microbatches: int = 0  # of the whole batch
     tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
 
 

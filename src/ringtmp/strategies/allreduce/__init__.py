@@ -18,7 +18,8 @@ ALGORITHMS = ("ring", "tree", "halving")
 
 class AllReduceSettings(Settings, frozen=True):
     algorithm: Annotated[str, described(
-        "ring | tree | halving", "chunks around a ring, whole gradients up and down a binomial tree, or halves at distance 1, 2, 4",
+        "ring | tree | halving",
+        "chunks around a ring, whole gradients up and down a binomial tree, or halves at distance 1, 2, 4, …",
         "ring: Baidu, Horovod; tree: FireCaffe; halving: MPICH")] = "ring"  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -65,11 +66,13 @@ class AllReduce(Strategy):
         return WorkerMember(endpoint, plan, roles, Gradients, algorithm=around_a_ring, hands_over=True)
 
     def simulate(self, settings: AllReduceSettings, task: Task) -> OnPaper:
-        from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
+        from ringtmp.strategies.data_parallel import simulate_sum_over_workers as on_paper
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
+        ways = (on_paper.around_ring, on_paper.up_and_down_tree, on_paper.by_halving)
+        way = dict(zip(ALGORITHMS, ways, strict=True))[settings.algorithm]
         load = Workload.of(task)
-        return OnPaper(simulate_sums(load, task.devices, task.paths, way=settings.algorithm), load.memory(task))
+        return OnPaper(on_paper.simulate_sums(load, task.devices, task.paths, way=way), load.memory(task))
 
     def traffic(self, settings: AllReduceSettings, sizes: Sizes, nodes: int) -> Traffic:
         """A tree's root sends the total to every child."""

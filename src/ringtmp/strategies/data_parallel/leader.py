@@ -30,10 +30,10 @@ from ringtmp.runtime.losses import Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
+from ringtmp.strategies.data_parallel.layers_as_keys import by_range, by_tensor, from_ranges, from_tensors
 from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
-from ringtmp.strategies.data_parallel.layers_as_keys import by_range, by_tensor, from_ranges, from_tensors
 from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.data_parallel.samples_already_sent import Ledger
 from ringtmp.transport.base import Channel
@@ -232,7 +232,7 @@ class DataParallelLeader(BaseLeader):
             targets = torch.cat(list(batch.targets[first:stop]))
             numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
             table, tensors = self._ledgers[worker].to_send("train" if training else "test", numbers, inputs, targets)
-        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table, count), tensors)
+        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table, microbatches=count), tensors)
         return sum(sizes) / batch.samples
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:

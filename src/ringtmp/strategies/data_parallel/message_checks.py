@@ -36,7 +36,7 @@ class KeyScrutiny:
         self, table: Sequence[Key], wire: str, servers: int, step: Callable[[], int],
         *, nodes: Callable[[int], tuple[int, ...]], by_tree: bool,
     ) -> None:  # fmt: skip
-        """`servers`: how many there were at the beginning; `nodes` of the tree of sums that a worker pushes, if there is one."""
+        """`servers`: how many there were at the beginning; `nodes` of the tree of sums that a worker pushes, if `by_tree`."""
         self._nodes = nodes
         self._by_tree = by_tree
         self._table = table

@@ -267,7 +267,8 @@ class Trainer:
         for position, number in enumerate(task.microbatches):
             found = task.gradients[position]
             arriving = None if layer == layers - 1 else [found.pop(each, None) for each in crossings.leaving]
-            caught = stage.backward(work.step, number, arriving, self._tree.part_of(number, work.microbatches))
+            part = self._tree.part_of(number, work.microbatches) if nodes else 0
+            caught = stage.backward(work.step, number, arriving, part)
             found.update(
                 (value, each) for value, each in zip(crossings.entering, caught, strict=True) if each is not None
             )

@@ -97,9 +97,13 @@ class PsMember:
         endpoint.enter_plan(
             is_a(lambda: self._everyone),
             KeyScrutiny(
-                table, plan.wire, len(roles.servers), lambda: self.step,
-                nodes=lambda worker: nodes_of(plan, roles, worker), by_tree=bool(plan.slots),
-            ),  # fmt: skip
+                table,
+                plan.wire,
+                len(roles.servers),
+                lambda: self.step,
+                nodes=lambda worker: nodes_of(plan, roles, worker),
+                by_tree=bool(plan.slots),
+            ),
         )
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
         endpoint.connect_all(others)
