@@ -90,6 +90,12 @@ class Gradients(SummingExchange):
         self._own: dict[int, torch.Tensor] = {}
         self._sums = 0
 
+    def begin(self, fresh: bool) -> None:
+        """Every step begins alike."""
+
+    def used(self, layer: int) -> None:
+        """Parameters stay where they are."""
+
     def ready(self, layer: int, step: int, training: bool) -> bool:
         if self._buckets and self.step < step:
             return False
