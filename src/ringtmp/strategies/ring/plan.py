@@ -19,10 +19,11 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
-from ringtmp.plan import planner
+from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
 from ringtmp.plan.devices import rate_between
 from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
+from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.plan.when_to_rebalance import Balance
@@ -67,7 +68,7 @@ def plan(request: PlanRequest) -> RingPlan:
     members = kept_apart(sorted(request.addresses), request.apart)
     request = _arranged(request, members)
     config, layers, index = request.config, request.layers, request.index
-    planned = planner.plan(request.index.costs, request.devices, _options(request), request.paths)
+    planned = plan_with_schedule(request.index.costs, request.devices, _options(request), request.paths)
     route, warnings = _route(request, planned)
     route = _numbered(route, members)
     if gone := sorted(set(request.addresses) - set(members)):
@@ -82,15 +83,21 @@ def plan(request: PlanRequest) -> RingPlan:
     if request.step == 0:
         warnings += what_travels(flow, route, index.input_names)
     setup = Setup(
-        route, recipe, planned.window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
+        route, recipe, planned.window, planned.options.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.keep.protect, _lines(route, members, request),
         flow, index.aside,
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}
+    facts = {
+        "window": planned.window, "schedule": planned.options.schedule, "schedule_chosen": planned.options.any_schedule,
+        "forecast": msgspec.to_builtins(_forecast(request, planned)),
+    }  # fmt: skip
+    lines = planned.summary(request.chosen)
+    if request.step == 0 and not request.chosen and (faster := much_faster(planned)):
+        lines += (faster,)
     return RingPlan(
-        request, setup, warnings, planned.summary(request.chosen), facts, shares, planned if _movable(config.ring) else None,
+        request, setup, warnings, lines, facts, shares, planned if _movable(config.ring) else None,
         bool(planned.left_out),
     )  # fmt: skip
 
@@ -186,7 +193,7 @@ def plan_options(
         batch_size,
         microbatches,
         ring.window,
-        ring.schedule,
+        DEFAULT_SCHEDULE.name if ring.schedule == AUTO else schedule_named(ring.schedule).name,
         training.clip_norm is not None,
         wire_format(training.wire).payload_bytes(1024) / 4096,
         keep_all=keep_all,
@@ -197,6 +204,7 @@ def plan_options(
         recompute=ring.recompute,
         protect=config.keep.protect,
         sum_tree=training.sum_tree,
+        any_schedule=ring.schedule == AUTO,
     )
 
 
