@@ -94,7 +94,7 @@ def plan(request: PlanRequest) -> RingPlan:
         "forecast": msgspec.to_builtins(_forecast(request, planned)),
     }  # fmt: skip
     lines = planned.summary(request.chosen)
-    if request.step == 0 and not request.chosen and (faster := much_faster(planned)):
+    if request.step == 0 and not request.chosen and (faster := much_faster(planned, index.least_microbatch)):
         lines += (faster,)
     return RingPlan(
         request, setup, warnings, lines, facts, shares, planned if _movable(config.ring) else None,
