@@ -77,7 +77,7 @@ def arguments(way: str) -> list[str]:
 @functools.cache
 def undisturbed(way: str, folder: Path) -> dict[str, Any]:
     (folder / "mine.py").write_text(MODULE)
-    done = ringtmp("train", *arguments(way), "--json", "--quiet", "--run-dir", folder / way, cwd=folder)
+    done = ringtmp("train", *arguments(way), "--json", "--quiet", "--run-dir", folder / way, cwd=folder, timeout=300)
     summary: dict[str, Any] = json.loads(done.stdout)
     return summary
 

@@ -87,9 +87,11 @@ class Session:
             self._interrupted.deaf = True  # every wait from here has a limit
             self._node_pool.stop()
             self._tell_of_removed(record)
-            record.write(events.RunEnded(time.monotonic(), self._step, self._outcome, digest, error, self._begun))
+            end = events.RunEnded(time.monotonic(), self._step, self._outcome, digest, error, self._begun)
+            record.write(end)
             record.log.close()
             self._tell_of_unwritten(record)
+            self._watcher.ended(end)
 
     def _whole_run(self, record: Record) -> str:
         """Returns the digest of the weights."""
