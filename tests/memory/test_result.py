@@ -202,7 +202,7 @@ def test_frozen_parameters_keep_their_bits_whatever_the_strategy(strategy: str, 
     model = stack()
     for each in model[:3].parameters():
         each.requires_grad = False
-    config = settings(nodes, optimizer="adamw", steps=3)
+    config = settings(nodes, "auto", optimizer="adamw", steps=3)
     config = msgspec.structs.replace(config, ring=msgspec.structs.replace(config.ring, strategy=strategy))
     data = tensors("t", *blobs()), None
     result = api.start(config, model, data, None, run_dir=tmp_path / "run", watcher=Watcher(), pool=InMemoryPool(nodes))

@@ -99,6 +99,8 @@ def test_nothing_outside_a_strategys_folder_names_it() -> None:
         ("ps:ssp:inf", Choice("ps", {"consistency": "ssp:inf"})),
         ("ps:bsp:2", Choice("ps", {"consistency": "bsp", "servers": 2})),
         ("ps:ssp:5:2", Choice("ps", {"consistency": "ssp:5", "servers": 2})),
+        ("ps:value:0.5", Choice("ps", {"consistency": "value:0.5"})),
+        ("ps:asp:0.01:2", Choice("ps", {"consistency": "asp:0.01", "servers": 2})),
         ("ps:async:workers", Choice("ps", {"consistency": "async", "servers": "workers"})),
         ("ps:consistency=ssp:3:servers=2", Choice("ps", {"consistency": "ssp:3", "servers": 2})),
         ("ps:bsp:servers=workers:wire=int8", Choice("ps", {"consistency": "bsp", "servers": "workers"}, {"wire": "int8"})),
