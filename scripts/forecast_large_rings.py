@@ -20,7 +20,7 @@ from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import forecast, held_in, replica_forecast
 from ringtmp.plan.route import Route, Visit
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
-from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
+from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums, up_and_down_tree
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 
@@ -133,7 +133,7 @@ def exchange(count: int, link: Link, way: str) -> Cell | None:
         "ps": lambda: simulate_ps(load, there, ServerOptions(1, keys=8)).step_s,
         "ps workers": lambda: simulate_ps(load, there, ServerOptions(0, keys=1)).step_s,
         "all-reduce ring": lambda: simulate_sums(load, there).step_s,
-        "all-reduce tree": lambda: simulate_sums(load, there, tree=True).step_s,
+        "all-reduce tree": lambda: simulate_sums(load, there, way=up_and_down_tree).step_s,
     }
     return Cell(BATCH / simulate[way](), "mem" if short else "", count)
 

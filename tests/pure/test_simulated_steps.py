@@ -18,7 +18,7 @@ from ringtmp.plan.route import Route, Visit, plain_ring
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulated_step import Simulated
-from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
+from ringtmp.strategies.data_parallel.simulate_sum_over_workers import by_halving, simulate_sums, up_and_down_tree
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 from test_next_action import grid, run
@@ -239,12 +239,22 @@ def test_ring_all_reduce_meets_its_bound(count: int) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 13])
 def test_tree_all_reduce_meets_its_bound(count: int) -> None:
-    result = simulate_sums(load(), devices(count, rate=1.0), tree=True)
+    result = simulate_sums(load(), devices(count, rate=1.0), way=up_and_down_tree)
     rounds = math.ceil(math.log2(count))
     assert result.step_s <= 2 * rounds * 12 + rounds * 3 + 2 + 1e-9
     if count & (count - 1) == 0:
         assert result.step_s == pytest.approx(2 * rounds * 12 + rounds * 3 + 2)
     assert result.bytes_total == pytest.approx(2 * 12 * (count - 1))
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_halving_sends_what_a_ring_sends_in_fewer_hops(count: int) -> None:
+    result = simulate_sums(load(), devices(count, rate=1.0), way=by_halving)
+    part = (count - 1) / count
+    assert result.bytes_total == pytest.approx(2 * 12 * (count - 1))
+    assert [each.sent_bytes for each in result.nodes] == pytest.approx([2 * 12 * part] * count)
+    assert 2 * part * 12 + part * 3 + 2 <= result.step_s + 1e-9
+    assert result.step_s <= 1.5 * (2 * part * 12 + part * 3 + 2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

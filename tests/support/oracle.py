@@ -64,9 +64,11 @@ def plain_loop(
     schedule: dict[str, Any] | None = None,
     delayed: bool = False,
     randomness: str = "operator",
+    sum_tree: int = 1,
 ) -> list[float]:
     """Trains `model` in place and returns the loss of every step. `delayed`: every gradient is taken at the weights one
-    update ago, w[t+1] = w[t] - step(gradient at w[t-1]); the first at the first weights."""
+    update ago, w[t+1] = w[t] - step(gradient at w[t-1]); the first at the first weights. `sum_tree`: so many parts of a batch
+    are added up as a tree."""
     model.train()
     previous = _weights(model)
     updates = optimizer(model.parameters())
@@ -78,7 +80,11 @@ def plain_loop(
         if delayed:
             _load(model, previous)
         count = min(microbatches, len(targets))
+        sums: list[Any] = []
+        parts = [set(each.tolist()) for each in torch.arange(count).tensor_split(sum_tree)]
         for number, (x, y) in enumerate(zip(_split(inputs, count), targets.tensor_split(count), strict=True)):
+            if number not in parts[len(sums)]:
+                sums.append(_taken(model))
             if randomness == "layer":
                 assert isinstance(model, nn.Sequential)
                 x = _by_layer(model, x, (seed, step, number))
@@ -89,6 +95,11 @@ def plain_loop(
             value = loss(x, y)
             (value * share).backward()
             total += float(value.detach()) * share
+        sums.append(_taken(model))
+        for parameter, gradient in zip(
+            model.parameters(), _tree([*sums, *[None] * (sum_tree - len(sums))]), strict=True
+        ):
+            parameter.grad = gradient
         if delayed:  # else a weight that a layer changes in its forward pass would be lost
             _load(model, newest)
         previous = newest
@@ -101,6 +112,29 @@ def plain_loop(
         updates.zero_grad()
         losses.append(total)
     return losses
+
+
+def _taken(model: nn.Module) -> list[torch.Tensor | None]:
+    """The gradients, which the model has no longer."""
+    found = [each.grad for each in model.parameters()]
+    for each in model.parameters():
+        each.grad = None
+    return found
+
+
+def _tree(sums: list[Any]) -> Any:
+    """Neighbours in pairs, then pairs in pairs. Nothing is added to what has no partner."""
+    while len(sums) > 1:
+        sums = [_pair(left, right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def _pair(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return right if left is None else left
+    if isinstance(left, list):
+        return [_pair(*each) for each in zip(left, right, strict=True)]
+    return left + right
 
 
 def _split(inputs: Any, count: int) -> list[Any]:

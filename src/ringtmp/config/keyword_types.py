@@ -41,6 +41,7 @@ class FitKeywords(TypedDict, total=False):
     seed: int
     wire: str
     staleness: int
+    sum_tree: int
     early_stop: int | None
     checkpoint_every: int | None
     detailed_steps: int

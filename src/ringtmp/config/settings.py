@@ -110,6 +110,9 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staleness: Annotated[int, Is(
         "With 1, gradients are taken at the weights one update ago, so that steps overlap.", TRAINING, least=0, most=1,
         split=True, bits=True)] = 0
+    sum_tree: Annotated[int, Is(
+        "Parts of a batch whose gradients are added up as a tree, so that up to so many workers keep the bits; a power of two.",
+        TRAINING, least=1, metavar="PARTS", bits=True)] = 1
     early_stop: Annotated[int | None, Is(
         "Stop after this many epochs without a lower test loss.", TRAINING, least=1, metavar="EPOCHS",
         bits=True)] = None

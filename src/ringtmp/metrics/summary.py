@@ -137,6 +137,7 @@ class Summary(msgspec.Struct, frozen=True):
     #: Against eager PyTorch before the start: "model", "layers", "evaluation" alone, "traced" (docs/models.md), or not ("").
     checked: str = ""
     perplexity: float | None = None  # of the test part, if it is text
+    sum_tree: int = 1  # parts of a batch that are added up as a tree
     numeric_mode: str = USUAL_MODE  # within one mode bits repeat (docs/exactness.md)
 
     def name_of(self, node: int) -> str:
@@ -188,6 +189,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         schedule=facts.get("schedule", config["ring"]["schedule"]),
         schedule_chosen=facts.get("schedule_chosen", False),
         staleness=config["training"]["staleness"],
+        sum_tree=config["training"].get("sum_tree", 1),
         wire=config["training"]["wire"],
         threads=facts["threads"],
         numeric_mode=facts.get("numeric_mode", USUAL_MODE),

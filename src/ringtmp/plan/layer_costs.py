@@ -35,7 +35,7 @@ class StageCost:
 class CostTable:
     """Prefix sums over the layers at `samples` per microbatch; bytes that travel are scaled by `wire_ratio`. With
     `recompute` backward goes forward once more, and only the microbatch at work has its activations stored. Of weights
-    `versions` are kept."""
+    `versions` are kept, of gradients `sums`."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class CostTable:
         wire_ratio: float = 1.0,
         recompute: bool = False,
         versions: int = 1,
+        sums: int = 1,
     ) -> None:
         if not layers:
             raise UsageError("the model has no layers")
@@ -52,6 +53,7 @@ class CostTable:
         self.samples = samples
         self.wire_ratio = wire_ratio
         self.recompute = recompute
+        self._sums = sums
         self.count = len(layers)
         self.forward_s = _sums(each.forward_s for each in at)
         again = 1.0 if recompute else 0.0
@@ -77,7 +79,8 @@ class CostTable:
             over(self.forward_s), over(self.backward_s), over(self.update_s), self.crossing_bytes[first],
             output_bytes=self.crossing_bytes[stop], stored_bytes=over(self.stored),
             waiting_bytes=over(self.waiting), weight_bytes=over(self.weights),
-            gradient_bytes=over(self.gradients), optimizer_bytes=over(self.optimizer), weights_s=over(self.weights_s),
+            gradient_bytes=over(self.gradients) * self._sums, optimizer_bytes=over(self.optimizer),
+            weights_s=over(self.weights_s),
         )  # fmt: skip
 
     @property

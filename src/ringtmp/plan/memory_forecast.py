@@ -2,6 +2,7 @@
 
     process + weights + gradients + optimizer + stored activations + boundary tensors + working space + snapshots
 
+Gradients: with a tree of sums (`sum_tree.py`), sums of parts that wait for others are counted too.
 Stored activations are held from a microbatch's forward to its backward. With gpipe every visit holds all of them. With
 1f1b the tail holds one; visit v of p holds 2 (p-1-v) + 1 (a visit and a transfer each, there and back) where all take
 about the same time, more behind a slow link or node, and never more than the window. So cuts are searched with the

@@ -22,6 +22,7 @@ from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_step import Simulated
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.units import bytes_text, seconds_text
 
 #: Multisets of workers that are weighed one by one: 7 different workers make 128.
@@ -55,12 +56,19 @@ class PlanOptions:
     laps: int = 1
     shape: str = "ring"  # or v
     recompute: str = "none"  # or all, or auto: where it would not fit otherwise
+    sum_tree: int = 1  # parts of a batch that are added up as a tree
     any_schedule: bool = False  # the plan may choose another one (choose_schedule.py)
 
     @property
     def ring(self) -> RingOptions:
         count = min(self.microbatches, self.batch_size)
         return RingOptions(count, self.window, self.schedule, self.clip, staleness=self.staleness)
+
+    def sums_at_once(self, visits: int) -> int:
+        """Sums of gradients that a visit holds."""
+        ring = self.ring
+        window = ring.window_for(visits)
+        return SumTree(self.sum_tree).sums_at_once(ring.microbatches, ring.pipeline.places(window) - window)
 
     def holders(self, nodes: int) -> list[int]:
         """The node of every visit."""
@@ -160,8 +168,9 @@ def plan(
 def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, paths: Paths | None) -> Plan:
     ring = options.ring
     samples, again = options.batch_size / ring.microbatches, options.recompute == "all"
-    table = CostTable(layers, samples, options.wire_ratio, again, 1 + options.staleness)
     holders = options.holders(len(devices))
+    sums = options.sums_at_once(len(holders))
+    table = CostTable(layers, samples, options.wire_ratio, again, 1 + options.staleness, sums)
     if options.cuts is not None:
         _check_cuts(options.cuts, table.count, len(holders))
         made = _make(table, devices, options, ring, bounds=options.cuts, paths=paths)

@@ -11,14 +11,28 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.config import DEFAULT_EPOCHS, SETTINGS, RunConfig, checked, merge_for_resume, usual_microbatches, value_of
+from ringtmp.config import (
+    DEFAULT_EPOCHS,
+    SETTINGS,
+    RingPart,
+    RunConfig,
+    TrainingPart,
+    checked,
+    merge_for_resume,
+    usual_microbatches,
+    value_of,
+)
 from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
+from ringtmp.plan.microbatches import MOST
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, SCHEDULES
+from ringtmp.plan.sum_tree import check_parts, check_workers
 from ringtmp.runtime.learning_rates import checked_schedule
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, checked_optimizer
 from ringtmp.strategies import registry
+from ringtmp.strategies.base import Strategy
+from ringtmp.wire.formats import PLAIN, wire_format
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -41,6 +55,7 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--microbatches auto works with --strategy {registry.splitting_layers()} only: give a number with {ring.strategy}"
         )
     microbatches = usual_microbatches(training)
+    check_parts(training.sum_tree, min(MOST, training.batch_size) if auto else microbatches)
     all_first = ring.schedule != AUTO and SCHEDULES[ring.schedule].all_forward_first
     if all_first and ring.window is not None and ring.window < microbatches and not auto:
         raise UsageError(
@@ -60,6 +75,8 @@ def resolve(config: RunConfig) -> RunConfig:
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
             + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
         )
+    if training.sum_tree > 1:
+        _check_tree(strategy, settings, training, ring, workers)
     lora = training.lora
     if training.adapter is not None and lora is None:  # kept beside it: the folder may be gone when the run is exported
         lora = lora_text(lora_of(Path(training.adapter)))
@@ -80,6 +97,23 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         settings = {**choice.settings, **given.get("strategy_settings", {})}
         given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
     return resolve(merge_for_resume(saved, given))
+
+
+def _check_tree(strategy: Strategy, settings: Any, training: TrainingPart, ring: RingPart, workers: int) -> None:
+    """Refuse a tree of sums where it would keep no bits."""
+    if not strategy.sums_by_tree(settings):
+        given = registry.spelled(registry.Choice(ring.strategy, ring.strategy_settings))
+        raise UsageError(
+            f"--sum-tree {training.sum_tree} keeps the bits of one process, which {given} cannot: use --strategy "
+            f"{registry.keeping_bits_by_tree()}, or leave --sum-tree out"
+        )
+    if not strategy.splits_layers:
+        check_workers(training.sum_tree, workers, "workers")
+        if not wire_format(training.wire).exact:
+            raise UsageError(
+                f"--sum-tree {training.sum_tree} keeps the bits of one process, which --wire {training.wire} rounds away "
+                f"with {ring.strategy}: use --wire {PLAIN.name}, or leave --sum-tree out"
+            )
 
 
 def _check_split_only(config: RunConfig, splits_layers: bool) -> None:

@@ -179,6 +179,7 @@ class Generations:
         recipe = Recipe(
             training.seed, training.threads or pool.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
             clip_norm=training.clip_norm, staleness=training.staleness, randomness=run.index.randomness,
+            sum_tree=training.sum_tree,
         )  # fmt: skip
         return PlanRequest(
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
@@ -247,7 +248,8 @@ class Generations:
         strategy, settings = registry.of(self.config.ring)
         if compute_device.here().type != "cpu":
             return "replay"
-        return strategy.exactness(settings)
+        by_tree = self.config.training.sum_tree > 1 and strategy.sums_by_tree(settings)
+        return "bits" if by_tree else strategy.exactness(settings)
 
     def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:
         for text in unlike(hellos, fingerprint(self._run.pool.threads)):

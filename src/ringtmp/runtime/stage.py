@@ -19,9 +19,11 @@ from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.model.shrink_frozen_weights import check_kept
 from ringtmp.plan.route import Visit
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import compute_device
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of
+from ringtmp.runtime.gradient_sums import GradientSums, Sums
 from ringtmp.runtime.gradients_at_segment_edges import (
     Gradient,
     copied_alike,
@@ -132,8 +134,9 @@ class Stage:
         self.visit = visit
         self._recipe = recipe
         self._defer = defer
-        # oldest first: step and weight gradients still to be computed, a queue per microbatch
-        self._deferred: deque[tuple[int, deque[Job]]] = deque()
+        # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
+        self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
+        self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
         self._programs: dict[bytes, Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
@@ -171,6 +174,8 @@ class Stage:
         self._position = {each: position for position, each in enumerate(named)}
         if not named:
             return
+        if self._recipe.sum_tree > 1:
+            self._sums = [GradientSums(SumTree(self._recipe.sum_tree), each) for each in self._parameters]
         hidden = {index: hidden_matrices(self._layers[index].layer) for index in self.visit.layers}
         self._optimizer = make_optimizer(
             self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest],
@@ -309,9 +314,10 @@ class Stage:
             held.outputs, held.seeds = [loss], [torch.ones_like(loss)]
 
     def backward(
-        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None
+        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None, part: int = 0
     ) -> list[torch.Tensor | None]:
-        """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss."""
+        """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss. `part`:
+        where in the tree of sums the microbatch belongs."""
         held = self._stored.pop((step, microbatch))
         if held.outputs is None:
             self._with_graph(held, step, microbatch, once_more=True)
@@ -328,29 +334,50 @@ class Stage:
                 seeds.append(gradient.to(output.device))
         # Nothing but the graph holds on to activations now, and the graph lets go of each as it is used.
         held.entered, held.outputs = [], None
+        if self._sums:
+            self._sums[self._side(step)].turn_to(part)
         if roots:
             run_backward(roots, seeds)
         if held.later:
-            self._deferred.append((step, deque(held.later)))
+            self._deferred.append((step, part, deque(held.later)))
             held.later.clear()  # the graph holds on to this list, and would hold on to itself through the jobs in it
+        self._close_parts(step)
         return held.caught
 
     def weight_gradients(self) -> None:
         """A piece of the oldest deferred work."""
-        jobs, done = self._deferred[0][1], 0
+        (step, part, jobs), done = self._deferred[0], 0
+        if self._sums:
+            self._sums[self._side(step)].turn_to(part)
         while jobs and done < PIECE_OF_WORK:
             size, work = jobs.popleft()
             work()
             done += size
         if not jobs:
             self._deferred.popleft()
+            self._close_parts(step)
+
+    def _close_parts(self, step: int) -> None:
+        if self._sums:
+            self._sums[self._side(step)].close({part for other, part, _ in self._deferred if other == step})
+
+    def take_sums(self, step: int, nodes: Sequence[int]) -> list[Sums | None]:
+        """The sums below these nodes of the tree, as far as microbatches came here; the parameters have none now."""
+        return self._sums[self._side(step)].take(nodes) if self._sums else [None for _ in nodes]
 
     def gradient_norms(self, step: int) -> Norms:
         """What torch's own clipping begins with."""
+        self._add_up(step)
         return [compute_device.taken_back(each) for each in norms_of(self._parameters[self._side(step)])]
+
+    def _add_up(self, step: int) -> None:
+        """Every gradient of the step is there."""
+        if self._sums:
+            self._sums[self._side(step)].total()
 
     def step(self, step: int, total_norm: torch.Tensor | None) -> None:
         """The update that ends training step `step`."""
+        self._add_up(step)
         side = self._side(step)
         if self._optimizer is not None:
             parameters = self._parameters[side]

@@ -143,6 +143,9 @@ class Strategy:
     #: Published systems that this strategy runs.
     runs: ClassVar[tuple[Runs, ...]] = ()
 
+    #: As which it keeps the bits of one process with `--sum-tree`; empty: it does not.
+    tree_name: ClassVar[str] = ""
+
     # -- settings -----------------------------------------------------------------------------------------------------
 
     def parse_short(self, text: str) -> dict[str, Any]:
@@ -185,6 +188,10 @@ class Strategy:
         """With float32 on the wire. `bits`: those of one process; `replay`: the same bits every time; `steps`: the same
         batches, other rounding."""
         return "replay"
+
+    def sums_by_tree(self, settings: Any) -> bool:
+        """Whether workers add up whole parts of the tree of sums (plan/sum_tree.py), for the bits of one process."""
+        return False
 
     def delayed(self, settings: Any) -> bool:
         """Whether gradients may be of other weights than those they change."""

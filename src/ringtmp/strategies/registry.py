@@ -40,8 +40,8 @@ _OURS = (RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASG
 OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
-    "staleness": "training", "wire": "training", "microbatches": "training", "schedule": "ring", "window": "ring",
-    "laps": "ring", "route": "ring", "recompute": "ring", "protect": "keep",
+    "staleness": "training", "wire": "training", "microbatches": "training", "sum_tree": "training",
+    "schedule": "ring", "window": "ring", "laps": "ring", "route": "ring", "recompute": "ring", "protect": "keep",
 }  # fmt: skip
 _NEEDED = ("name", "about", "simulate", "traffic")
 
@@ -134,6 +134,11 @@ def of(ring: RingPart) -> tuple[Strategy, Any]:
     """The strategy of a run, and its settings."""
     strategy = get(ring.strategy)
     return strategy, strategy.read(ring.strategy_settings)
+
+
+def keeping_bits_by_tree() -> str:
+    """Names of those that keep the bits of one process with a tree of sums, for people."""
+    return ", ".join(each.tree_name for each in every().values() if each.tree_name)
 
 
 def splitting_layers() -> str:

@@ -26,6 +26,7 @@ class Recipe(msgspec.Struct, frozen=True):
     clip_norm: float | None = None
     staleness: int = 0  # 1: every gradient is taken at the weights one update ago
     randomness: Randomness = "operator"
+    sum_tree: int = 1  # parts of a batch that are added up as a tree (plan/sum_tree.py)
 
 
 #: In a crossing tensor's shape: a size that depends on the number of samples.

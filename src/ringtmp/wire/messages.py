@@ -282,6 +282,8 @@ class Enlist(NodeMessage, frozen=True, tag="enlist"):
     addresses: dict[int, Address]  # of everyone the receiver talks to
     detailed_steps: int
     package: str = ""  # with its version, that the strategy comes from; empty: ringtmp itself
+    slots: tuple[tuple[int, ...], ...] = ()  # with a tree of sums: values of every trainable tensor, by layer
+    order: tuple[int, ...] = ()  # of these tensors in the model, where layers do not go by it (runtime/clipping.py)
 
 
 class Work(NodeMessage, frozen=True, tag="work"):
@@ -295,6 +297,7 @@ class Work(NodeMessage, frozen=True, tag="work"):
     first: int  # number of its first microbatch
     sizes: tuple[int, ...]  # samples per microbatch
     table: str  # where sample numbers count; empty: a stream, whose samples are not kept
+    microbatches: int = 0  # of the whole batch
     tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
 
 
@@ -347,7 +350,8 @@ class Push(NodeMessage, frozen=True, tag="push"):
     step: int
     share: float  # of the batch this gradient is of
     fresh: bool  # no training step came directly before
-    tensors: Specs = ()
+    node: int = 0  # of the tree of sums that this is the sum below; 0: there is no tree
+    tensors: Specs = ()  # empty: with a tree, nobody below has a gradient
 
 
 class Pull(NodeMessage, frozen=True, tag="pull"):
@@ -391,12 +395,14 @@ class Lost(NodeMessage, frozen=True, tag="lost"):
 
 
 class Squares(NodeMessage, frozen=True, tag="squares"):
-    """The sum of squares of all gradients on one server, for clipping."""
+    """The sum of squares of all gradients on one server, for clipping; with a tree of sums, the norm of every key."""
 
     RULE: ClassVar = between(TENSOR, SERVER, SERVER)
     step: int
     value: float
     servers: int  # how many there are, as far as the sender knows
+    keys: tuple[int, ...] = ()
+    tensors: Specs = ()  # the norms of these keys
 
 
 class Total(NodeMessage, frozen=True, tag="total"):
@@ -424,7 +430,8 @@ class GradientPart(NodeMessage, frozen=True, tag="part"):
     chunk: int
     hop: int
     summed: bool
-    tensors: Specs = ()
+    tensors: Specs = ()  # empty: nobody below has a gradient
+    there: tuple[bool, ...] = ()  # which tensors of the bucket got a gradient; empty: all
 
 
 class Inspect(NodeMessage, frozen=True, tag="inspect"):

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
 
-ALGORITHMS = ("ring", "tree")
+ALGORITHMS = ("ring", "tree", "halving")
 
 
 class AllReduceSettings(Settings, frozen=True):
     algorithm: Annotated[str, described(
-        "ring | tree", "chunks around a ring, or whole gradients up and down a binomial tree",
-        "ring: Baidu, Horovod; tree: FireCaffe")] = "ring"  # fmt: skip
+        "ring | tree | halving",
+        "chunks around a ring, whole gradients up and down a binomial tree, or halves at distance 1, 2, 4, …",
+        "ring: Baidu, Horovod; tree: FireCaffe; halving: MPICH")] = "ring"  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -29,45 +30,62 @@ class AllReduceSettings(Settings, frozen=True):
     def tree(self) -> bool:
         return self.algorithm == "tree"
 
+    @property
+    def halving(self) -> bool:
+        return self.algorithm == "halving"
+
 
 class AllReduce(Strategy):
     name = "allreduce"
     about = About(
         "All-reduce: every node has the whole model and ends every step with the same sum of gradients",
         "data", "centralised, replicated in every worker", "synchronous", "gradients",
-        "ring or tree of workers", "Patarasuk and Yuan 2009; Iandola et al. 2016",
+        "ring, tree or pairs of workers", "Patarasuk and Yuan 2009; Iandola et al. 2016",
     )  # fmt: skip
     Settings = AllReduceSettings
     short = "algorithm"
     state_from = "survivors"
+    tree_name = "allreduce:halving"
     sums_gradients = True
     runs = (
         Runs("FireCaffe", "allreduce:tree"),
         Runs("PyTorch", "allreduce:ring"),
         Runs("Baidu AllReduce", "allreduce:ring"),
         Runs("Horovod", "allreduce:ring"),
-        Runs("Caffe2", "allreduce:ring", lacks="halving and doubling"),
+        Runs("Caffe2", "allreduce:halving"),
         Runs("CNTK, 1-bit SGD", "allreduce:ring:wire=1bit"),
     )
 
-    def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
-        from ringtmp.strategies.allreduce.gradients import Gradients
-        from ringtmp.strategies.data_parallel.member import WorkerMember
-        from ringtmp.strategies.data_parallel.sum_over_workers import RingReduce, TreeReduce
+    def sums_by_tree(self, settings: AllReduceSettings) -> bool:
+        return settings.halving
 
-        algorithm = TreeReduce if settings.tree else RingReduce
-        return WorkerMember(endpoint, plan, roles, Gradients, algorithm=algorithm, hands_over=True)
+    def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
+        from ringtmp.strategies.allreduce.gradients import Gradients, by_halving
+        from ringtmp.strategies.data_parallel.member import WorkerMember, around_a_ring, up_and_down_a_tree
+
+        if settings.halving:
+            make, algorithm = by_halving(plan, roles, endpoint.node)
+            return WorkerMember(endpoint, plan, roles, make, algorithm=algorithm, hands_over=True)
+        if settings.tree:
+            return WorkerMember(endpoint, plan, roles, Gradients, algorithm=up_and_down_a_tree, hands_over=True)
+        return WorkerMember(endpoint, plan, roles, Gradients, algorithm=around_a_ring, hands_over=True)
 
     def simulate(self, settings: AllReduceSettings, task: Task) -> OnPaper:
-        from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
+        from ringtmp.strategies.data_parallel import simulate_sum_over_workers as on_paper
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
+        ways = (on_paper.around_ring, on_paper.up_and_down_tree, on_paper.by_halving)
+        way = dict(zip(ALGORITHMS, ways, strict=True))[settings.algorithm]
         load = Workload.of(task)
-        return OnPaper(simulate_sums(load, task.devices, task.paths, tree=settings.tree), load.memory(task))
+        return OnPaper(on_paper.simulate_sums(load, task.devices, task.paths, way=way), load.memory(task))
 
     def traffic(self, settings: AllReduceSettings, sizes: Sizes, nodes: int) -> Traffic:
         """A tree's root sends the total to every child."""
         most = math.ceil(math.log2(nodes)) if settings.tree else 2 * (nodes - 1) / nodes
+        if settings.halving:
+            from ringtmp.plan.sum_tree import one_part_each
+
+            most = one_part_each(nodes).most_sent()
         return Traffic(2 * sizes.parameters * (nodes - 1), sizes.parameters * most)
 
 

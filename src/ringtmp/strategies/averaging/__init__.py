@@ -98,20 +98,23 @@ class Averaging(Strategy):
         return plan(request, self, pace=Pace(ahead=min(tau, MOST_AHEAD), alike=False))
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AveragingSettings, roles: Roles) -> WorkerMember:
-        from ringtmp.strategies.data_parallel.member import WorkerMember
+        from ringtmp.strategies.data_parallel.member import WorkerMember, around_a_ring, up_and_down_a_tree
         from ringtmp.strategies.data_parallel.rounds_of_own_steps import EverySoManySteps, rounds
-        from ringtmp.strategies.data_parallel.sum_over_workers import RingReduce, TreeReduce
 
         exchange = rounds(len(roles.workers), to_the_mean, EverySoManySteps(settings.tau))
-        algorithm = RingReduce if settings.algorithm == "ring" else TreeReduce
+        algorithm = around_a_ring if settings.algorithm == "ring" else up_and_down_a_tree
         return WorkerMember(endpoint, plan, roles, exchange, algorithm=algorithm, hands_over=True)
 
     def simulate(self, settings: AveragingSettings, task: Task) -> OnPaper:
-        from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
+        from ringtmp.strategies.data_parallel.simulate_sum_over_workers import (
+            around_ring,
+            simulate_sums,
+            up_and_down_tree,
+        )
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
-        load, tree = Workload.of(task), settings.algorithm == "tree"
-        step = simulate_sums(load, task.devices, task.paths, tree=tree, every=settings.tau)
+        load, way = Workload.of(task), up_and_down_tree if settings.algorithm == "tree" else around_ring
+        step = simulate_sums(load, task.devices, task.paths, way=way, every=settings.tau)
         return OnPaper(step, load.memory(task, vectors=1, keeps=True))
 
     def traffic(self, settings: AveragingSettings, sizes: Sizes, nodes: int) -> Traffic:

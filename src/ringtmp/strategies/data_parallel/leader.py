@@ -22,6 +22,7 @@ from ringtmp.metrics import events
 from ringtmp.model import portable_layer
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.plan.route import MASTER
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
 from ringtmp.runtime.leader import BaseLeader, Start
@@ -30,10 +31,11 @@ from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
 from ringtmp.strategies.data_parallel.collected_model import mean_loss, mean_of, of_keys, without_frozen
+from ringtmp.strategies.data_parallel.layers_as_keys import by_range, by_tensor, from_tensors
 from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
-from ringtmp.strategies.data_parallel.replica import flatten, layer_flat
+from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.data_parallel.samples_already_sent import Ledger
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import (
@@ -70,6 +72,7 @@ class DataParallelLeader(BaseLeader):
         self._unprotected: set[int] = set()  # servers whose loss would lose something
         self._laid_out = False
         self._pace = plan.pace
+        self._tree = SumTree(plan.enlist.recipe.sum_tree)
         self._ledgers = {worker: Ledger() for worker in self._workers}
         self._done = plan.request.step
         self._dids: dict[int, list[tuple[int, WorkDone]]] = {}
@@ -143,26 +146,14 @@ class DataParallelLeader(BaseLeader):
         if not layout.slots:
             return
         trainable = [tensor for each, tensor in zip(layer.tensors, tensors, strict=True) if each.trainable]
-        vector = flatten(layout, trainable)
-        names = sorted({key for _, key in state})
-        flats: dict[str, torch.Tensor] = {}
-        for name in names:
-            given = [state.get((slot.name, name)) for slot in layout.slots]
-            counter = next(each for each in given if each is not None)
-            # A counter is one for the whole layer; a parameter that never had a gradient has no state yet.
-            flats[name] = counter if counter.dim() == 0 else flatten(layout, given)
-        for key in self._plan.table:
-            if key.layer != index:
-                continue
-            parts = [vector[key.start : key.stop].clone()]
-            for name in names:
-                whole = flats[name]
-                parts.append(whole.clone() if whole.dim() == 0 else whole[key.start : key.stop].clone())
+        keys = [key for key in self._plan.table if key.layer == index]
+        cut = by_tensor if self._tree.parts > 1 else by_range
+        for key, (names, parts) in zip(keys, cut(layout, keys, trainable, state), strict=True):
             owner = self._plan.owners[key.number]
-            self.endpoint.post(owner, Store(key.number, tuple(names)), parts)
+            self.endpoint.post(owner, Store(key.number, names), parts)
             if self._pace.replicas:
                 copies = [each.clone() for each in parts]
-                self.endpoint.post(following(self._servers, owner), Store(key.number, tuple(names)), copies)
+                self.endpoint.post(following(self._servers, owner), Store(key.number, names), copies)
 
     def _settle(self, most_bytes: int) -> None:
         """Until no more than this is on its way."""
@@ -236,6 +227,9 @@ class DataParallelLeader(BaseLeader):
         """The share of the batch that was sent."""
         rank, n, count = self._workers.index(worker), len(self._workers), len(batch.targets)
         first, stop = rank * count // n, (rank + 1) * count // n
+        if training and self._tree.parts > 1:  # whole parts
+            mine = self._tree.microbatches(self._tree.share(rank, n), count)
+            first, stop = mine.start, mine.stop
         if training and step < self._pace.warm_start:
             first, stop = (0, count) if rank == 0 else (count, count)
         sizes = tuple(len(each) for each in batch.targets[first:stop])
@@ -247,7 +241,9 @@ class DataParallelLeader(BaseLeader):
             targets = torch.cat(list(batch.targets[first:stop]))
             numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
             table, tensors = self._ledgers[worker].to_send("train" if training else "test", numbers, inputs, targets)
-        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table), tensors)
+        self.endpoint.post(
+            worker, Work(step, training, fresh, batch.samples, first, sizes, table, microbatches=count), tensors
+        )
         return sum(sizes) / batch.samples
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
@@ -320,7 +316,8 @@ class DataParallelLeader(BaseLeader):
             mean, count = mean_of([own[worker] for worker in self._workers]), len(layer.tensors)
             return mean[:count], dict(zip(self._states[MASTER][0].state, mean[count:], strict=True))
         if self._servers:
-            trainable, state = of_keys(layer_flat(layer), [self._kept[key.number] for key in wanted])
+            together = from_tensors if self._tree.parts > 1 else of_keys
+            trainable, state = together(layer_flat(layer), [self._kept[key.number] for key in wanted])
         else:
             message, given = self._states[MASTER]
             flags = [each.trainable for each in layer.tensors]
@@ -387,6 +384,8 @@ class DataParallelLeader(BaseLeader):
         """Where the strategy allows it, the others go on: without the worker, or with the keys of the next server."""
         node, started = lost.node, self.endpoint.clock()
         if node is None or not self._laid_out:
+            return False
+        if self._tree.parts > 1 and node in self._workers:  # its share of the sums would be missing
             return False
         roles, strategy = Roles(self._servers, self._workers), self._plan.strategy
         settings, nodes = strategy.read(self._plan.enlist.settings), self._plan.enlist.nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.message_checks import PartScrutiny, is_a
 from ringtmp.strategies.data_parallel.replica import Replica
-from ringtmp.strategies.data_parallel.sum_over_workers import Algorithm, RingReduce, Sender, Summed, TreeReduce, buckets
+from ringtmp.strategies.data_parallel.sum_over_workers import Algorithm, RingReduce, Sender, TreeReduce, buckets
 from ringtmp.strategies.data_parallel.trainer import Exchange, Trainer
 from ringtmp.wire.messages import Enlist, GradientPart
 
@@ -48,15 +48,29 @@ class SummingExchange(Exchange, Protocol):
         """The sum of a bucket is there; the vector is this worker's to change, but for what is still on its way out."""
         ...
 
+    def summed_in_parts(self, round: int, bucket: int, vector: torch.Tensor, there: tuple[bool, ...]) -> None:
+        """The same, of a sum in which some tensors have no gradient."""
+        self.summed(round, bucket, vector)
+
 
 #: The plan, the model, who notes what takes how long, and how to start the sum of a bucket.
-MakeExchange = Callable[[Enlist, Replica, Recorder, Summed], SummingExchange]
+MakeExchange = Callable[[Enlist, Replica, Recorder, Any], SummingExchange]
+#: Who sends, all workers, and who is told of the sums.
+MakeAlgorithm = Callable[[Sender, Sequence[int], SummingExchange], Algorithm]
+
+
+def around_a_ring(sender: Sender, workers: Sequence[int], exchange: SummingExchange) -> Algorithm:
+    return RingReduce(sender, workers, exchange.summed)
+
+
+def up_and_down_a_tree(sender: Sender, workers: Sequence[int], exchange: SummingExchange) -> Algorithm:
+    return TreeReduce(sender, workers, exchange.summed)
 
 
 class WorkerMember:
     def __init__(
         self, endpoint: Endpoint, plan: Enlist, roles: Roles, make: MakeExchange,
-        *, algorithm: type[RingReduce] | type[TreeReduce] = RingReduce, hands_over: bool = False,
+        *, algorithm: MakeAlgorithm = around_a_ring, hands_over: bool = False,
         sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """`hands_over`: what it has when the generation ends, the next one goes on with. `sizes`: of all that is summed in a
@@ -72,7 +86,7 @@ class WorkerMember:
         replica = Replica(plan.recipe, endpoint.node)
         self._exchange = exchange = make(plan, replica, self._recorder, lambda *vector: self._algorithm.start(*vector))
         sender = Sender(endpoint, plan.wire, self._recorder)
-        self._algorithm: Algorithm = algorithm(sender, roles.workers, exchange.summed)
+        self._algorithm: Algorithm = algorithm(sender, roles.workers, exchange)
         if sizes is None:
             sizes = [sum(plan.sizes[layer] for layer in group) for group in buckets(plan.sizes)]
         scrutiny = PartScrutiny(

@@ -33,10 +33,13 @@ class KeyScrutiny:
 
     def __init__(
         self, table: Sequence[Key], wire: str, servers: int, step: Callable[[], int],
-        *, most_share: float = 1.0, parts: bool = False,
+        *, nodes: Callable[[int], tuple[int, ...]] = lambda worker: (), by_tree: bool = False, most_share: float = 1.0,
+        parts: bool = False,
     ) -> None:  # fmt: skip
-        """`servers`: how many there were at the beginning; `most_share`: of a batch, in one gradient; `parts`: answers may
-        be some of the values and their places."""
+        """`servers`: how many there were at the beginning; `nodes` of the tree of sums that a worker pushes, if `by_tree`;
+        `most_share`: of a batch, in one gradient; `parts`: answers may be some of the values and their places."""
+        self._nodes = nodes
+        self._by_tree = by_tree
         self._most_share = most_share
         self._parts = parts
         self._table = table
@@ -52,10 +55,14 @@ class KeyScrutiny:
         if isinstance(message, Push | Copy):
             untrusted.number(message.share, "the share of a batch", 0.0, self._most_share)
         if isinstance(message, Push):
-            self._tensor(message.key, message.tensors, self._wire)
+            if message.node not in (self._nodes(sender) or (0,)):
+                raise ProtocolError(f"sent sum {message.node}, which is not its to send")
+            if message.tensors or not message.node:
+                self._tensor(message.key, message.tensors, self._wire)
         elif isinstance(message, Copy):
             untrusted.whole(message.worker, "the number of a worker", -1)
-            self._tensor(message.key, message.tensors, PLAIN)
+            if message.tensors or not self._by_tree:
+                self._tensor(message.key, message.tensors, PLAIN)
         elif isinstance(message, Pulled):
             untrusted.whole(message.oldest, "the age of parameters", 0, self._step() + MOST_AHEAD)
             if message.change and self._parts:
@@ -70,6 +77,13 @@ class KeyScrutiny:
             untrusted.whole(message.updates, "the number of updates")
         elif isinstance(message, Squares):
             untrusted.whole(message.servers, "the number of servers", 1, self._servers)
+            wanted = [(PLAIN.name, ())] * len(message.keys)
+            if [each and (each.dtype, each.shape) for each in message.tensors] != wanted or (
+                message.keys and not self._by_tree
+            ):
+                raise ProtocolError(f"sent {message.tensors} as the norms of {len(message.keys)} keys")
+            for key in message.keys:
+                untrusted.whole(key, "the number of a key", 0, len(self._table) - 1)
             if message.value < 0:  # what is not finite comes of gradients that are not, and is found out as such
                 raise ProtocolError(f"sent {message.value:.6g} as a sum of squares")
 
@@ -124,7 +138,11 @@ class PartScrutiny:
         step = self._step()
         untrusted.whole(message.step, "the step", step, step + 1)
         untrusted.whole(message.bucket, "the number of a bucket", 0, self._buckets - 1)
-        flat(message.tensors, self._due(sender, message), self._wire)
+        size = self._due(sender, message)
+        if not message.there or any(message.there):
+            flat(message.tensors, size, self._wire)
+        elif message.tensors:
+            raise ProtocolError("sent values of a sum of which it says that there are none")
         name = (message.bucket, message.chunk, message.hop, message.summed, sender)
         if message.step != self._last.get(name, self._first - 1) + 1:
             raise ProtocolError(f"sent part {message.chunk} of step {message.step} out of turn")

@@ -74,6 +74,30 @@ def cut(sizes: Sequence[int], servers: int) -> tuple[Key, ...]:
     return tuple(keys)
 
 
+def table(sizes: Sequence[int], slots: Sequence[Sequence[int]], servers: int) -> tuple[Key, ...]:
+    """The keys of a run: whole tensors, where there are `slots`."""
+    return cut_at_tensors(slots) if slots else cut(sizes, servers)
+
+
+def cut_at_tensors(slots: Sequence[Sequence[int]]) -> tuple[Key, ...]:
+    """One for every trainable tensor, of whose values `slots` has the numbers by layer. Optimizers give a whole tensor the bits
+    that they give it in one process; of ranges that begin elsewhere they do not."""
+    keys: list[Key] = []
+    for layer, sizes in enumerate(slots):
+        for start, stop in ranges(sizes):
+            keys.append(Key(len(keys), layer, start, stop))
+    return tuple(keys)
+
+
+def ranges(sizes: Sequence[int], start: int = 0) -> list[tuple[int, int]]:
+    """Where tensors of these sizes lie in their layer's flat vector; in one that it begins at `start` of."""
+    found = []
+    for size in sizes:
+        found.append((start, start + size))
+        start += _rounded(size)
+    return found
+
+
 def deal(keys: Sequence[Key], servers: int) -> tuple[int, ...]:
     """The server of each key, balanced by bytes: the largest first, always to the one with least."""
     loads = [(0, server) for server in range(servers)]

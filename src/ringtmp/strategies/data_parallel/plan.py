@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from ringtmp.config.setting_type import listed
 from ringtmp.errors import UsageError
 from ringtmp.model.parameters_changed_in_forward import refuse_written
 from ringtmp.model.portable_layer import Layer
+from ringtmp.model.recompute import changed_buffers
 from ringtmp.plan.when_to_rebalance import Balance
+from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import Start
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry
@@ -82,10 +85,16 @@ def plan(
                     f"{layer.full_name(each)} is {each.dtype}: {name} exchanges {PLAIN.name} parameters only"
                 )
     sizes = tuple(layer_flat(layer).size for layer in request.layers)
+    slots: tuple[tuple[int, ...], ...] = ()
+    order: tuple[int, ...] = ()
+    if request.recipe.sum_tree > 1:
+        refuse_statistics(request.layers, name, len(roles.workers))
+        slots = tuple(tuple(slot.stop - slot.start for slot in layer_flat(each).slots) for each in request.layers)
+        order = parameter_order(request.layers)
     table: tuple[Key, ...] = ()
     owners: tuple[int, ...] = ()
     if roles.servers:
-        table = parameter_keys.cut(sizes, len(roles.servers))
+        table = parameter_keys.table(sizes, slots, len(roles.servers))
         if len(table) < len(roles.servers):
             raise UsageError(
                 f"servers={settings.get('servers')}: {len(roles.servers)} servers are too many, {len(table)} keys can be "
@@ -95,7 +104,7 @@ def plan(
     enlist = Enlist(
         name, settings, nodes, request.recipe,
         wire=config.training.wire, loss=request.loss_name, sizes=sizes, step=request.step, addresses=request.addresses,
-        detailed_steps=config.keep.detailed_steps, package=registry.package_of(name),
+        detailed_steps=config.keep.detailed_steps, package=registry.package_of(name), slots=slots, order=order,
     )  # fmt: skip
     facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
     shares = tuple(
@@ -105,6 +114,19 @@ def plan(
         request, strategy, pace, enlist,
         roles=roles, table=table, owners=owners, warnings=warnings, facts=facts, shares=shares, loss=loss,
     )  # fmt: skip
+
+
+def refuse_statistics(layers: Sequence[Layer], strategy: str, workers: int) -> None:
+    """Running statistics depend on the order in which microbatches pass a layer. Where workers share them there is no such
+    order, and no bits to keep."""
+    for layer in layers:
+        if workers > 1 and (changed := changed_buffers(layer.train)):
+            names = listed(tuple(sorted(changed)), "and")
+            raise UsageError(
+                f"layer {layer.name!r} changes {names} in forward (BatchNorm?), which goes by the order of microbatches, and "
+                f"with {strategy} {workers} workers share them: --sum-tree cannot keep the bits. Use LayerNorm or GroupNorm, "
+                "one node, or --strategy ring"
+            )
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:

@@ -127,10 +127,11 @@ class Replica:
         self.give_gradients(layer, vector)
         return vector
 
-    def give_gradients(self, layer: int, vector: torch.Tensor) -> None:
-        """The layer's gradients are these."""
-        for parameter, view in zip(self._parameters[layer], views(self.layouts[layer], vector), strict=True):
-            parameter.grad = view
+    def give_gradients(self, layer: int, vector: torch.Tensor, there: Sequence[bool] = ()) -> None:
+        """The layer's gradients are these; `there`: which of its parameters have one, if not all."""
+        given = views(self.layouts[layer], vector)
+        for parameter, view, has in zip(self._parameters[layer], given, there or [True] * len(given), strict=True):
+            parameter.grad = view if has else None
 
     def let_go_of_gradients(self, layer: int) -> None:
         """Whoever has the vector has them."""

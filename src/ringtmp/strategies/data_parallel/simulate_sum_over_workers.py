@@ -4,38 +4,25 @@ With T_w to transmit a model, R_w to add one, U_w to update, n equal workers and
 
     ring    2 (n-1)/n T_w + (n-1)/n R_w + U_w       n chunks travel n-1 hops to be summed and n-1 to be known
     tree    2 ceil(log2 n) T_w + ceil(log2 n) R_w + U_w       binomial: sums go to rank 0, the total comes back
+    halving as the ring, in log2 n hops and one, where n is a power of two (plan/sum_tree.py)
 
 Messages depend on each other in one fixed order, so no event queue is needed: O(n**2) for the ring, O(n) for the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.simulated_step import Simulated, per_step
+from ringtmp.plan.sum_tree import ROOT, one_part_each
 from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
 
-
-def simulate_sums(
-    load: Workload, devices: Sequence[Device], paths: Paths | None = None, *, tree: bool = False, every: int = 1
-) -> Simulated:  # fmt: skip
-    """`every`: steps that each worker makes by itself before there is a sum."""
-    count = len(devices)
-    table, microbatches = load.share(count)
-    workers = SimulatedWorkers(devices, paths)
-    compute_s = microbatches * (table.forward_s[-1] + table.backward_s[-1])
-    ready = [0.0] * count
-    for step in range(every):
-        ready = [workers.work(node, ready[node], compute_s, 0.0, "compute") for node in range(count)]
-        if count > 1 and step == every - 1:
-            ready = (_tree if tree else _ring)(workers, load, ready)
-        ready = [workers.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
-    carried = per_step(workers.lines.carried, {}, every)
-    return workers.result(0.0, max(ready), every, carried, memory_bytes=[table.stored[-1]] * count)
+#: From when each worker's vector is there to when it has the sum.
+Way = Callable[[SimulatedWorkers, Workload, list[float]], list[float]]
 
 
-def _ring(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
+def around_ring(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
     count = len(ready)
     chunk, add_s = load.exchanged_bytes / count, load.add_s / count
     for phase in range(2 * (count - 1)):
@@ -50,7 +37,7 @@ def _ring(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list
     return ready
 
 
-def _tree(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
+def up_and_down_tree(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
     count, size = len(ready), load.exchanged_bytes
     reach = 1
     while reach < count:
@@ -69,6 +56,46 @@ def _tree(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list
     return ready
 
 
+def by_halving(workers: SimulatedWorkers, load: Workload, ready: list[float]) -> list[float]:
+    adding = one_part_each(len(ready))
+    chunk, add_s = load.exchanged_bytes / adding.chunks, load.add_s / adding.chunks
+    for node in adding.split():  # the deepest first, and pairs of one depth at the same time
+        arrived = [
+            (there, _hop(workers, ready[here], here, there, chunk))
+            for child, _, here, there in adding.hops()
+            if child >> 1 == node
+        ]
+        for there, at in arrived:
+            ready[there] = workers.work(there, max(at, ready[there]), add_s, workers.message_s(there, chunk), "reduce")
+    totals = []
+    for number in range(adding.chunks):
+        here = adding.owner(ROOT, number)
+        totals += [
+            (there, _hop(workers, ready[here], here, there, chunk)) for there in range(len(ready)) if there != here
+        ]
+    for there, at in sorted(totals, key=lambda each: each[1]):
+        ready[there] = workers.work(there, max(at, ready[there]), 0.0, workers.message_s(there, chunk), "receive")
+    return ready
+
+
 def _hop(workers: SimulatedWorkers, now: float, source: int, target: int, size: float) -> float:
     sent = workers.work(source, now, 0.0, workers.message_s(source, size), "send")
     return workers.lines.arrive(workers.lines.depart(sent, source, target, size), source, target, size)
+
+
+def simulate_sums(
+    load: Workload, devices: Sequence[Device], paths: Paths | None = None, *, way: Way = around_ring, every: int = 1
+) -> Simulated:  # fmt: skip
+    """`every`: steps that each worker makes by itself before there is a sum."""
+    count = len(devices)
+    table, microbatches = load.share(count)
+    workers = SimulatedWorkers(devices, paths)
+    compute_s = microbatches * (table.forward_s[-1] + table.backward_s[-1])
+    ready = [0.0] * count
+    for step in range(every):
+        ready = [workers.work(node, ready[node], compute_s, 0.0, "compute") for node in range(count)]
+        if count > 1 and step == every - 1:
+            ready = way(workers, load, ready)
+        ready = [workers.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
+    carried = per_step(workers.lines.carried, {}, every)
+    return workers.result(0.0, max(ready), every, carried, memory_bytes=[table.stored[-1]] * count)

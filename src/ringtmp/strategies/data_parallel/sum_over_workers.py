@@ -1,4 +1,5 @@
 """Vectors summed over all workers, so that each ends with the same bits: in chunks around a ring, or whole up and down a tree.
+A third way is in `halving.py`.
 
 Whoever uses it cuts the model into `buckets`, starts a sum of each with its own vector, and is told when the sum is there.
 """
@@ -6,7 +7,7 @@ Whoever uses it cuts the model into `buckets`, starts a sum of each with its own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,7 +37,7 @@ def buckets(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class Algorithm(Protocol):
-    def start(self, step: int, bucket: int, vector: torch.Tensor) -> None: ...
+    def start(self, step: int, bucket: int, vector: Any) -> None: ...
     def part(self, mail: Mail) -> None: ...
     def due(self, sender: int, part: GradientPart, size: int) -> int:
         """How many values a part of a bucket of this size has; ProtocolError: it is not this sender's to send."""
@@ -54,7 +55,7 @@ class Sender:
         self._feedback = ErrorFeedback(self.wire)
 
     def encode(self, part: GradientPart, values: torch.Tensor) -> list[torch.Tensor]:
-        return self._feedback.encode((part.bucket, part.chunk, part.summed), values)
+        return self._feedback.encode((part.bucket, part.chunk, part.hop, part.summed), values)
 
     def decode(self, tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         return self.wire.decode(tensors, size)

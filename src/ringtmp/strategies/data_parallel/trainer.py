@@ -20,7 +20,9 @@ from ringtmp.model import portable_layer
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.plan.route import MASTER
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.checkpoint import StateName
+from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.gradients_at_segment_edges import detached
 from ringtmp.runtime.losses import LOSSES, LossFunction, Score, is_of_bytes
 from ringtmp.runtime.mailbox import Endpoint, Mail
@@ -35,6 +37,8 @@ class Exchange(Protocol):
 
     #: What a worker waits for when `ready` says no.
     cause: str
+    #: Nodes of the tree of sums that this worker's parts add up to; none: gradients are added up in plain order.
+    nodes: tuple[int, ...] = ()
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
@@ -59,6 +63,10 @@ class Exchange(Protocol):
     def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         """A layer's whole gradient of this worker's share of the batch."""
         ...
+
+    def sums(self, layer: int, step: int, share: float, sums: list[Sums | None]) -> None:
+        """Instead of `gradient`, where there is a tree of sums: a layer's gradients, for every one of `nodes`."""
+        raise ProtocolError("there is a tree of sums, which this strategy does not add up along")
 
     def rest(self) -> None:
         """The run is about to be evaluated or saved: what was held back goes out now."""
@@ -95,6 +103,7 @@ class Trainer:
         self._plan = plan
         self._exchange = exchange
         self._loss: LossFunction = LOSSES.get(plan.loss, not_there)
+        self._tree = SumTree(plan.recipe.sum_tree)
         self._rows = Rows()
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
@@ -264,20 +273,26 @@ class Trainer:
         layer, work = 2 * layers - 1 - task.position, task.work
         stage, share = self.replica.stages[layer], sum(work.sizes) / work.samples
         started = self.recorder.begin()
-        gradient = self.replica.collect_gradients(layer)
+        nodes = self._exchange.nodes
+        gradient = None if nodes else self.replica.collect_gradients(layer)
         crossings = stage.crossings(True)
         for position, number in enumerate(task.microbatches):
             found = task.gradients[position]
             arriving = None if layer == layers - 1 else [found.pop(each, None) for each in crossings.leaving]
-            caught = stage.backward(work.step, number, arriving)
+            part = self._tree.part_of(number, work.microbatches) if nodes else 0
+            caught = stage.backward(work.step, number, arriving, part)
             found.update(
                 (value, each) for value, each in zip(crossings.entering, caught, strict=True) if each is not None
             )
         task.position += 1
+        sums = stage.take_sums(work.step, nodes)
         self.replica.let_go_of_gradients(layer)
         self._exchange.used(layer)
         self.recorder.end(started, "backward", layer, -1)
-        self._exchange.gradient(layer, work.step, share, gradient)
+        if gradient is None:
+            self._exchange.sums(layer, work.step, share, sums)
+        else:
+            self._exchange.gradient(layer, work.step, share, gradient)
         if task.position == 2 * layers:
             self._task = None
             self._close(work.step)

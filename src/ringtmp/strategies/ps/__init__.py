@@ -28,6 +28,7 @@ class ParameterServer(Strategy):
     )  # fmt: skip
     Settings = PsSettings
     short = "consistency"
+    tree_name = "ps:bsp"
     sums_gradients = True
     runs = (
         Runs("BigDL", "ps:bsp:servers=workers"),
@@ -47,6 +48,10 @@ class ParameterServer(Strategy):
         Runs("DIANNE", "ps:async:servers=2:n_push=2:n_fetch=2"),
         Runs("DMTK (Multiverso)", "ps:async:servers=2"),
     )
+
+    def sums_by_tree(self, settings: PsSettings) -> bool:
+        plain = settings.n_push == settings.n_fetch == 1 and not settings.warm_start
+        return plain and settings.deterministic and not settings.significant
 
     def parse_short(self, text: str) -> dict[str, Any]:
         """`ssp:3`, and behind it the servers: `ssp:3:2`, `bsp:workers`."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ringtmp.plan.sum_tree import ROOT, SumTree
+from ringtmp.runtime import gradients_at_segment_edges as edges
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import make_optimizer
 from ringtmp.strategies.data_parallel.parameter_keys import Key
@@ -46,8 +48,9 @@ class Slot:
         self.clocks = dict.fromkeys(workers, step)  # steps of each worker that are in the values
         self.applied = 0  # updates made here, however small
         self.copied = 0  # of those, how many the replica has repeated
-        self.arrived: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}  # step -> worker -> gradient, share
-        self.summed: torch.Tensor | None = None  # of step `updates`, waiting for the norm of all gradients
+        # step -> worker, or with a tree of sums the node of it that this is the sum below -> gradient, share
+        self.arrived: dict[int, dict[int, tuple[edges.Gradient, float]]] = {}
+        self.summed: tuple[edges.Gradient] | None = None  # of step `updates`, waiting for the norm of all gradients
         self._published: tuple[int, Answer] | None = None
         self._known: dict[int, torch.Tensor] = {}  # what a worker (-1: every worker) has of the values
         self._in_use: dict[int, torch.Tensor] = {}  # what a worker read and is computing with
@@ -64,11 +67,22 @@ class Slot:
         share = 0.0
         for worker in sorted(arrived):
             gradient, part = arrived[worker]
+            assert gradient is not None
             total = gradient if total is None else total.add_(gradient)
             share += part
         assert total is not None
         # With a quorum some shares of the batch are missing: the mean is over those that came.
         return total if share > 1 - 1e-9 or share == 0 else total.div_(share)
+
+    def add_up(self, step: int, tree: SumTree, node: int = ROOT) -> edges.Gradient:
+        """The gradients of a step along the tree of sums; None: there is none."""
+        arrived = self.arrived[step]
+        if node in arrived:
+            return arrived[node][0]
+        if node >= tree.parts:
+            return None
+        left, right = self.add_up(step, tree, 2 * node), self.add_up(step, tree, 2 * node + 1)
+        return right if left is None else left if right is None else left.add_(right)
 
     def apply(self, gradient: torch.Tensor, step: int, weight: float = 1.0) -> None:
         """w <- w - rate * g, by the optimizer of the run. `weight`: the part of a batch the gradient is of."""

@@ -9,6 +9,7 @@ import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics.step_recorder import Recorder
+from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.data_parallel.parameter_keys import Key
@@ -118,6 +119,14 @@ class Client(Exchange):
             self._clip_and_push(layer, step, share, gradient)
         else:
             self._hand_over(layer, step, share, gradient)
+
+    def sums(self, layer: int, step: int, share: float, sums: list[Sums | None]) -> None:
+        for at, key in enumerate(self._layers[layer]):  # a key is a tensor
+            for node, found in zip(self.nodes, sums, strict=True):
+                gradient = None if found is None else found[at]
+                tensors = [] if gradient is None else [gradient.reshape(-1)]
+                self._to_push.append((key, Push(key.number, step, share, self._fresh, node), tensors))
+        self._send_pushes()
 
     def oldest(self) -> int | None:
         oldest = min(self._used, default=None)
@@ -241,7 +250,7 @@ class Client(Exchange):
             self.endpoint.post(owner, push, tensors)
             if self._paced:
                 ahead[owner] += nbytes
-                self._unanswered[key.number] = (owner, nbytes)
+                self._unanswered[key.number] = (owner, nbytes * max(1, len(self.nodes)))
             if self._settings.replicas:
                 self._unconfirmed[key.number].append((push, tensors))
             if self._asks_early:

@@ -33,7 +33,9 @@ are dealt by the master in the same order under every strategy. BatchNorm statis
 is saved. Answers go out first to the worker that is furthest behind, then in the order of the next forward pass. In bsp a
 worker pushes no more than it has answers for and a little: one that is early would fill the server's link with gradients
 that complete nothing, while answers, which need that link's other direction, wait for the gradients of the late. Nobody
-waits for a lost worker: a step's gradient is then the mean over the others' shares.
+waits for a lost worker: a step's gradient is then the mean over the others' shares. With a tree of sums (plan/sum_tree.py)
+keys are whole tensors, a worker pushes a sum for each node of the tree that is all its own, and servers add them up along it:
+the bits of one process. A lost worker then costs a new generation.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
@@ -58,6 +61,14 @@ from ringtmp.strategies.ps.settings import PsSettings
 from ringtmp.wire.messages import Enlist, Lost, Pulled
 
 
+def nodes_of(plan: Enlist, roles: Roles, worker: int) -> tuple[int, ...]:
+    """Of the tree of sums, those that a worker's parts add up to; none: there is no tree."""
+    tree = SumTree(plan.recipe.sum_tree)
+    if tree.parts == 1 or worker not in roles.workers:
+        return ()
+    return tree.whole(tree.share(roles.workers.index(worker), len(roles.workers)))
+
+
 class PsMember:
     """A node of a parameter-server run: a server, a worker, or both."""
 
@@ -70,7 +81,7 @@ class PsMember:
             endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
             reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
         )  # fmt: skip
-        table = parameter_keys.cut(plan.sizes, len(roles.servers))
+        table = parameter_keys.table(plan.sizes, plan.slots, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
         self.server = (
@@ -81,13 +92,14 @@ class PsMember:
         if works:
             replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise")
             self._client = Client(endpoint, plan, settings, replica, table=table, owners=owners, recorder=recorder)
+            self._client.nodes = nodes_of(plan, roles, endpoint.node)
             self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
             self.trainer.emit = lambda event: self.emit(event)
         elif self.server is not None:
             self.server.emit = lambda event: self.emit(event)
         scrutiny = KeyScrutiny(
-            table, plan.wire, len(roles.servers), lambda: self.step,
-            most_share=float(settings.n_push), parts=bool(settings.significant),
+            table, plan.wire, len(roles.servers), lambda: self.step, most_share=float(settings.n_push),
+            parts=bool(settings.significant), nodes=lambda worker: nodes_of(plan, roles, worker), by_tree=bool(plan.slots),
         )  # fmt: skip
         endpoint.enter_plan(is_a(lambda: self._everyone), scrutiny)
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}

@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
+from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
+from ringtmp.plan.sum_tree import SumTree
+from ringtmp.runtime import gradients_at_segment_edges as edges
+from ringtmp.runtime.clipping import norm_of, total_norm
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
@@ -47,6 +51,11 @@ class Server:
         self._slots: dict[int, Slot] = {}
         self._replicas: dict[int, Slot] = {}  # of the server before this one
         self._quorum = settings.quorum or len(roles.workers)
+        self._tree = SumTree(plan.recipe.sum_tree)
+        if self._tree.parts > 1:  # a sum from every worker for each node of the tree that is all its own
+            shares = [self._tree.share(rank, len(roles.workers)) for rank in range(len(roles.workers))]
+            self._quorum = sum(len(self._tree.whole(share)) for share in shares)
+        self._norms: dict[int, torch.Tensor] = {}  # with a tree, by key
         self._next = following(roles.servers, self.me) if settings.replicas else None
         self._waiting: list[tuple[int, Pull]] = []  # pulls that ask for what is not there yet
         self._copying: list[tuple[int, int, Pull, int]] = []  # (until copied, worker, pull, oldest)
@@ -76,7 +85,8 @@ class Server:
             self._recorder.received(
                 self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes
             )
-            self._pushed(mail.sender, message, self._wire.decode(mail.present(), self._table[message.key].size))
+            given, size = mail.present(), self._table[message.key].size
+            self._pushed(mail.sender, message, self._wire.decode(given, size) if given else None)
         elif isinstance(message, Pull):
             self._waiting.append((mail.sender, message))
         elif isinstance(message, Store):
@@ -86,14 +96,14 @@ class Server:
             self._changed = True
             return self.me not in self._roles.workers  # a worker on the same node has something to add
         elif isinstance(message, Copy):
-            self._repeat(message, mail.present()[0], mail.sender)
+            self._repeat(message, mail.present(), mail.sender)
         elif isinstance(message, Copied):
             slot = self._slots.get(message.key)
             if slot is None or message.updates > slot.applied:
                 raise ProtocolError(f"says that it has {message.updates} updates of key {message.key}")
             slot.copied = max(slot.copied, message.updates)
         elif isinstance(message, Squares):
-            self._add_squares(mail.sender, message)
+            self._add_squares(mail.sender, message, mail.present())
         elif isinstance(message, Total):
             self._scale(message)
         else:
@@ -106,16 +116,18 @@ class Server:
 
     # -- push ---------------------------------------------------------------------------------------------------------
 
-    def _pushed(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
+    def _pushed(self, worker: int, push: Push, gradient: edges.Gradient) -> None:
         slot = self._slots[push.key]
         if self._settings.gathered:
-            if push.step < slot.updates or worker in slot.arrived.get(push.step, {}):
+            whose = push.node or worker
+            if push.step < slot.updates or whose in slot.arrived.get(push.step, {}):
                 # Late for a quorum; or sent again because a server died, and the replica had it already.
                 self._dropped += self._settings.quorum is not None
                 return
-            slot.arrived.setdefault(push.step, {})[worker] = (gradient, push.share)
+            slot.arrived.setdefault(push.step, {})[whose] = (gradient, push.share)
             self._update_if_complete(slot)
         elif push.step >= slot.clocks[worker]:
+            assert gradient is not None
             slot.used_by(worker)
             mean = gradient.div_(push.share) if push.share else gradient
             slot.held.append(Gradient(worker, push.step, push.share, mean))
@@ -138,31 +150,40 @@ class Server:
 
     def _update_if_complete(self, slot: Slot) -> None:
         while slot.summed is None and len(slot.arrived.get(slot.updates, {})) >= self._quorum:
-            gradient = slot.sum_up(slot.updates)
+            if self._tree.parts > 1:
+                gradient = slot.add_up(slot.updates, self._tree)
+                del slot.arrived[slot.updates]
+            else:
+                gradient = slot.sum_up(slot.updates)
             if self._plan.recipe.clip_norm is None:
                 self._update(slot, gradient)
             elif self._total is not None and self._total.step == slot.updates:  # a shard taken over in mid-step
-                self._update(slot, gradient.mul_(self._factor(self._total)))
+                self._update(slot, self._clipped(gradient, self._total))
             else:
-                slot.summed = gradient
+                slot.summed = (gradient,)
                 self._offer_squares()
 
-    def _update(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def _update(self, slot: Slot, gradient: edges.Gradient) -> None:
         step = slot.updates
-        slot.apply(gradient, step)
+        if gradient is not None:
+            slot.apply(gradient, step)
         self._copy(slot, step, -1, 1.0, gradient)
         slot.updates = step + 1
 
     # -- clipping: the norm of all gradients is a sum over servers ----------------------------------------------------
 
     def _offer_squares(self) -> None:
-        summed = [slot.summed for slot in self._slots.values() if slot.summed is not None]
+        summed = [(slot.summed[0], slot.values) for slot in self._slots.values() if slot.summed is not None]
         if len(summed) == len(self._slots):
-            squares = sum(float(each.double().square().sum()) for each in summed)
-            step = next(iter(self._slots.values())).updates
-            self.endpoint.post(self._roles.servers[0], Squares(step, squares, len(self._roles.servers)))
+            step, count = next(iter(self._slots.values())).updates, len(self._roles.servers)
+            if self._tree.parts > 1:  # as torch does: the norm of every parameter's norm
+                norms = [norm_of(*each) for each in summed]
+                self.endpoint.post(self._roles.servers[0], Squares(step, 0.0, count, tuple(self._slots)), norms)
+                return
+            squares = sum(float(each.double().square().sum()) for each, _ in summed if each is not None)
+            self.endpoint.post(self._roles.servers[0], Squares(step, squares, count))
 
-    def _add_squares(self, server: int, message: Squares) -> None:
+    def _add_squares(self, server: int, message: Squares, norms: Sequence[torch.Tensor]) -> None:
         if message.servers != len(self._roles.servers):
             return  # said before a server was lost; it is said again
         if self._total is not None and message.step <= self._total.step:
@@ -172,9 +193,16 @@ class Server:
         if message.step != (self._plan.step if self._total is None else self._total.step + 1):
             raise ProtocolError(f"sent the squares of step {message.step} out of turn")
         self._squares[server] = message.value
+        self._norms.update(zip(message.keys, norms, strict=True))
         if len(self._squares) == len(self._roles.servers):
             norm = sum(self._squares[each] for each in self._roles.servers) ** 0.5
+            if self._tree.parts > 1:
+                if len(self._norms) < len(self._table):
+                    raise ProtocolError(f"sent the norms of step {message.step} without those of every key")
+                together = torch.stack([self._norms[key.number] for key in self._table])
+                norm = float(total_norm([together], self._plan.order))
             self._squares.clear()
+            self._norms.clear()
             for each in self._roles.servers:
                 self.endpoint.post(each, Total(message.step, norm))
 
@@ -183,17 +211,24 @@ class Server:
             return  # told twice
         self._total = message
         for slot in self._slots.values():
-            gradient, slot.summed = slot.summed, None
-            if gradient is not None:
-                self._update(slot, gradient.mul_(self._factor(message)))
+            summed, slot.summed = slot.summed, None
+            if summed is not None:
+                self._update(slot, self._clipped(summed[0], message))
         for slot in self._slots.values():
             self._update_if_complete(slot)
         self._close()
 
-    def _factor(self, total: Total) -> float:
+    def _clipped(self, gradient: edges.Gradient, total: Total) -> edges.Gradient:
         limit = self._plan.recipe.clip_norm
         assert limit is not None
-        return min(1.0, limit / (total.norm + 1e-6))
+        if gradient is None:
+            return None
+        if self._tree.parts > 1:  # torch's own, for its bits
+            owner = gradient.new_empty(gradient.shape)
+            owner.grad = gradient
+            clip_grads_with_norm_([owner], limit, torch.tensor(total.norm, dtype=gradient.dtype))
+            return gradient
+        return gradient.mul_(min(1.0, limit / (total.norm + 1e-6)))
 
     # -- pull ---------------------------------------------------------------------------------------------------------
 
@@ -252,17 +287,18 @@ class Server:
         """What was taken over from a lost server has no replica."""
         return self._next is not None and slot.key.number in self._owned
 
-    def _copy(self, slot: Slot, step: int, worker: int, share: float, gradient: torch.Tensor) -> None:
+    def _copy(self, slot: Slot, step: int, worker: int, share: float, gradient: edges.Gradient) -> None:
         if self._next is not None and self._is_copied(slot):
-            self._recorder.count_sent(gradient.nbytes)
-            self.endpoint.post(self._next, Copy(slot.key.number, step, worker, share), [gradient])
+            given = [] if gradient is None else [gradient]
+            self._recorder.count_sent(sum(each.nbytes for each in given))
+            self.endpoint.post(self._next, Copy(slot.key.number, step, worker, share), given)
 
-    def _repeat(self, copy: Copy, gradient: torch.Tensor, sender: int) -> None:
+    def _repeat(self, copy: Copy, given: Sequence[torch.Tensor], sender: int) -> None:
         slot = self._replicas.get(copy.key)
         if slot is None:
             raise ProtocolError(f"sent an update of key {copy.key}, which has no replica here")
-        if copy.share:
-            slot.apply(gradient, copy.step, copy.share)
+        if copy.share and given:
+            slot.apply(given[0], copy.step, copy.share)
         if copy.worker < 0:
             slot.updates = copy.step + 1
         elif copy.worker in slot.clocks:  # else it is lost

@@ -25,10 +25,14 @@ class Ring(Strategy):
     )  # fmt: skip
     splits_layers = True
     state_from = "snapshot"
+    tree_name = "ring"
     runs = (
         Runs("PyTorch", "ring", lacks="layers that are split and replicated at once"),
         Runs("DIANNE", "ring", lacks="copies of the pipeline beside each other"),
     )
+
+    def sums_by_tree(self, settings: Any) -> bool:
+        return True
 
     def exactness(self, settings: Any) -> str:
         return "bits"

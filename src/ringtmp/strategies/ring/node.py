@@ -23,6 +23,7 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.checkpoint import LayerTensors
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
@@ -93,6 +94,7 @@ class Node:
         recipe = setup.recipe
         recompute = None if setup.recompute == "none" else self._recompute
         self._clip = recipe.clip_norm is not None
+        self._tree = SumTree(recipe.sum_tree)
         self.visits = {visit.index: self._visit(visit, defer, recompute) for visit in setup.route.on(self.me)}
         self._owner = owner
         endpoint.snapshots.keep_only(setup.step)
@@ -313,8 +315,9 @@ class Node:
         gradients = [tensor for each in mail for tensor in each.tensors]
         try:
             entering = state.stage.backward(
-                message.step, message.microbatch, None if me == self._last_visit else gradients
-            )
+                message.step, message.microbatch, None if me == self._last_visit else gradients,
+                self._tree.part_of(message.microbatch, current.microbatches),
+            )  # fmt: skip
         except WrongGradient as error:
             senders = [each.sender for each in mail for _ in each.tensors]
             raise Misconduct(f"sent {error}", senders[error.position]) from None

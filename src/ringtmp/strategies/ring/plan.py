@@ -148,7 +148,7 @@ def with_best_microbatches(request: PlanRequest, batch_sizes: Collection[int]) -
     least = request.index.least_microbatch
     made = best_plan(
         request.index.costs, request.devices, _options(request),
-        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least, request.paths,
+        lambda count: min(microbatch_sizes(batch_sizes, count)) >= least and count >= request.recipe.sum_tree, request.paths,
     )  # fmt: skip
     count = made.options.ring.microbatches
     training = msgspec.structs.replace(request.config.training, microbatches=count)
@@ -203,6 +203,7 @@ def plan_options(
         shape=ring.route,
         recompute=ring.recompute,
         protect=config.keep.protect,
+        sum_tree=training.sum_tree,
         any_schedule=ring.schedule == AUTO,
     )
 

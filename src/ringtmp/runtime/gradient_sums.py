@@ -1,0 +1,94 @@
+"""Gradients of a stage's parameters on their way up the tree of sums (`plan/sum_tree.py`).
+
+Autograd, and weight gradients that were left for later, add to a parameter's `grad`. So `grad` always is the sum of one
+part, the one at work; sums of others are set aside here, and those of complete parts go up the tree as far as their
+siblings are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from ringtmp.plan.sum_tree import ROOT, SumTree
+from ringtmp.runtime.gradients_at_segment_edges import Gradient
+
+#: One for every parameter; None where there is none.
+Sums = list[Gradient]
+
+
+def added(first: Sums | None, second: Sums | None) -> Sums | None:
+    """Both, the first changed in place. What is absent passes the other on unchanged."""
+    if first is None or second is None:
+        return second if first is None else first
+    with torch.no_grad():
+        return [
+            right if left is None else left if right is None else left.add_(right)
+            for left, right in zip(first, second, strict=True)
+        ]
+
+
+class GradientSums:
+    """Of one step. Parts begin in order; each is complete when a later one has begun and nothing of it waits."""
+
+    def __init__(self, tree: SumTree, parameters: Sequence[torch.Tensor]) -> None:
+        self._tree = tree
+        self._parameters = parameters
+        self._newest = -1
+        self._at = -1  # the part whose sums the parameters' `grad` are
+        self._aside: dict[int, Sums] = {}  # of parts that are not complete
+        self._made: dict[int, Sums] = {}  # by node of the tree
+
+    def turn_to(self, part: int) -> None:
+        """From now on gradients are of this part."""
+        if part != self._at:
+            self._set_aside()
+            for parameter, gradient in zip(self._parameters, self._aside.pop(part, ()), strict=False):
+                parameter.grad = gradient
+            self._at, self._newest = part, max(part, self._newest)
+
+    def close(self, waiting: Collection[int]) -> None:
+        """Parts before the newest are complete, but for those of which something waits."""
+        if self._at != self._newest and self._at not in waiting:
+            self._set_aside()
+        for part in sorted(self._aside):
+            if part != self._newest and part not in waiting:
+                self._rise(self._tree.leaf(part), self._aside.pop(part))
+
+    def total(self) -> None:
+        """All of the step is there: the parameters' `grad` are the whole sums. Nothing happens where nothing was added."""
+        if self._newest >= 0:
+            (total,) = self.take([ROOT])
+            for parameter, gradient in zip(self._parameters, total or (), strict=False):
+                parameter.grad = gradient
+
+    def take(self, nodes: Sequence[int]) -> list[Sums | None]:
+        """All there will be is there: the sums below these nodes of the tree; the parameters have no gradients now."""
+        self._set_aside()
+        for part in sorted(self._aside):
+            self._rise(self._tree.leaf(part), self._aside.pop(part))
+        self._newest = -1
+        return [self._below(node) for node in nodes]
+
+    def _set_aside(self) -> None:
+        if self._at >= 0:
+            self._aside[self._at] = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._at = -1
+
+    def _rise(self, node: int, sums: Sums) -> None:
+        while node > ROOT and node ^ 1 in self._made:
+            other = self._made.pop(node ^ 1)
+            pair = added(other, sums) if node & 1 else added(sums, other)
+            assert pair is not None
+            node, sums = node >> 1, pair
+        self._made[node] = sums
+
+    def _below(self, node: int) -> Sums | None:
+        if node in self._made:
+            return self._made.pop(node)
+        if node >= self._tree.parts:
+            return None
+        return added(self._below(2 * node), self._below(2 * node + 1))

@@ -1,0 +1,162 @@
+"""One digest for every synchronous way to train with `sum_tree`: one process, rings, all-reduce by halving, a server."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oracle import plain_loop, state_sha256
+from ringtmp import api
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
+from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.sources import tensors
+from ringtmp.errors import UsageError
+from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.model import zoo
+from ringtmp.run.check_settings import resolve
+from ringtmp.runtime.losses import next_byte
+from test_healing import Death, Mortal
+from test_same_bits_as_one_process import source
+from test_training_loop import blobs, stack
+
+SEED, CLIP, PARTS = 3, 0.3, 4
+#: 43 samples in batches of 20: the last batch has 3, in 3 microbatches instead of 8.
+BATCH, MICROBATCHES, SAMPLES, STEPS = 20, 8, 43, 5
+ADAMW = {"lr": 0.003, "weight_decay": 0.1}
+GPT = {"depth": 2, "width": 32, "heads": 2, "context": 16, "dropout": 0.1}
+
+
+class Idle(nn.Module):
+    """It has a weight that gets no gradient: an optimizer leaves that alone, and with zeros it would not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.used(x) + self.idle(x.detach()).detach()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = source("pysource").take(torch.arange(SAMPLES))
+    return inputs, targets
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(SEED)
+    built = list(zoo.build("gpt", source("pysource").shape, GPT))
+    return nn.Sequential(OrderedDict([*built[:-1], ("idle", Idle()), built[-1]]))
+
+
+@cache
+def plain(parts: int = PARTS) -> str:
+    order = TrainingBatches(tensors("t", *data()), BATCH, MICROBATCHES, SEED)
+    found = [order.batch(step) for step in range(STEPS)]
+    batches = [(torch.cat(list(each.inputs)), torch.cat(list(each.targets))) for each in found if each is not None]
+    trained = model()
+    plain_loop(
+        trained, batches, MICROBATCHES, next_byte, lambda p: torch.optim.AdamW(p, fused=True, **ADAMW), SEED, CLIP,
+        sum_tree=parts,
+    )  # fmt: skip
+    return state_sha256(trained)
+
+
+def train(folder: Path, nodes: int, strategy: str, steps: int = STEPS, pool: Any = None, **more: Any) -> api.Result:
+    training = TrainingPart(
+        batch_size=BATCH, microbatches=MICROBATCHES, optimizer="adamw", optimizer_settings=ADAMW, clip_norm=CLIP,
+        steps=steps, seed=SEED, sum_tree=PARTS,
+    )  # fmt: skip
+    config = RunConfig(
+        training=training, ring=RingPart(nodes=nodes, strategy=strategy, **more), keep=KeepPart(checkpoint_every=1)
+    )
+    pool = pool or InMemoryPool(nodes, nodes)
+    return api.start(config, model(), (tensors("t", *data()), None), "next_byte", run_dir=folder / "run", pool=pool)
+
+
+WAYS = [
+    pytest.param("ring", 1, {}, id="one process"),
+    pytest.param("ring", 4, {"schedule": "zero-bubble"}, id="ring of 4"),
+    pytest.param("allreduce:halving", 2, {}, id="halving on 2"),
+    pytest.param("allreduce:halving", 4, {}, id="halving on 4"),
+    pytest.param("ps:bsp", 5, {}, id="server and 4 workers"),
+    pytest.param("allreduce:halving", 3, {}, id="halving on 3", marks=pytest.mark.long),
+    pytest.param("ps:bsp:workers", 4, {}, id="4 servers that work", marks=pytest.mark.long),
+    pytest.param(
+        "ps:bsp",
+        5,
+        {"strategy_settings": {"servers": 2, "fetch": "layerwise", "replicas": 1}},
+        id="layerwise",
+        marks=pytest.mark.long,
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "more"), WAYS)
+def test_every_synchronous_way_ends_in_the_bits_of_one_process(
+    strategy: str, nodes: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Dropout, adamw, clipping, a weight without a gradient, a last batch with fewer microbatches than parts."""
+    summary = train(tmp_path, nodes, strategy, **more).summary
+    assert summary.weights_sha256 == plain()
+    assert summary.exactness == "bits"
+
+
+def test_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
+    """Halving goes on from what the survivors have, a server from a checkpoint."""
+    for strategy, nodes in (("allreduce:halving", 4), ("ps:bsp", 5)):
+        pool = Mortal(nodes, Death(2, 2))
+        result = train(tmp_path / strategy.replace(":", "-"), nodes, strategy, pool=pool)
+        assert result.summary.weights_sha256 == plain(), strategy
+        assert len(result.summary.recoveries) == 1, strategy
+
+
+def test_a_resumed_run_keeps_the_tree(tmp_path: Path) -> None:
+    train(tmp_path, 2, "allreduce:halving", steps=3)
+    given = (tensors("t", *data()), None)
+    result = api.resume(tmp_path / "run", {"steps": STEPS, "nodes": 4}, given, "next_byte", pool=InMemoryPool(4))
+    assert result.summary.weights_sha256 == plain()
+    assert result.summary.sum_tree == PARTS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "training", "says"),
+    [
+        ("ring", {"sum_tree": 3}, "--sum-tree 3 must be a power of two: use 2 or 4"),
+        ("ring", {"sum_tree": 16}, "needs at least 16 microbatches, and a batch has 8"),
+        ("ring", {"sum_tree": 64, "microbatches": "auto"}, "a batch has 20"),
+        ("allreduce:halving", {"sum_tree": 2}, "up to 2 workers, and there are 4: use --sum-tree 4"),
+        ("ps:bsp:workers", {"sum_tree": 2}, "up to 2 workers, and there are 4"),
+        ("allreduce:ring", {}, "which allreduce:ring cannot: use --strategy ring, ps:bsp, allreduce:halving"),
+        ("ps:async", {}, "which ps:async cannot"),
+        ("ps:bsp:quorum=2", {}, "which ps:quorum=2 cannot|which ps:bsp:quorum=2 cannot"),
+        ("ps:bsp", {"wire": "int8"}, "which --wire int8 rounds away"),
+    ],
+)
+def test_a_tree_that_would_keep_no_bits_is_refused(strategy: str, training: dict[str, Any], says: str) -> None:
+    part = TrainingPart(**{"batch_size": BATCH, "microbatches": MICROBATCHES, "sum_tree": PARTS, **training})
+    with pytest.raises(UsageError, match=says):
+        resolve(RunConfig(training=part, ring=RingPart(nodes=4, strategy=strategy)))
+
+
+def test_running_statistics_are_refused_by_name_where_workers_share_microbatches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    part = TrainingPart(batch_size=16, microbatches=4, sum_tree=4, steps=1)
+    for strategy in ("allreduce:halving", "ps:bsp:workers"):
+        config = RunConfig(training=part, ring=RingPart(nodes=2, strategy=strategy))
+        with pytest.raises(
+            UsageError, match=r"layer '3' changes .*running_mean.*\(BatchNorm\?\).*2 workers.*LayerNorm"
+        ):
+            api.start(
+                config,
+                stack(),
+                (tensors("t", *blobs()), None),
+                None,
+                run_dir=tmp_path / strategy[:2],
+                pool=InMemoryPool(2),
+            )
