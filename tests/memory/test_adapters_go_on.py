@@ -129,7 +129,7 @@ def spoilt(folder: Path, how: str) -> None:
                 "use_what_comes_next=1",
             ),
         ),
-        ("rank", ("r must be at least 1",)),
+        ("rank", ("r must be from 1 to 65536",)),
         ("pickled", ("pickled weights alone",)),
         ("no tensors", (": adapter_model.safetensors cannot be read as safetensors",)),
         ("torn", ("is no JSON",)),
