@@ -134,6 +134,7 @@ class Stage:
         self._defer = defer
         # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
         self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
+        self._tree = SumTree(recipe.sum_tree)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
         self._programs: dict[bytes, Program] = {}
@@ -171,7 +172,7 @@ class Stage:
         if not named:
             return
         if self._recipe.sum_tree > 1:
-            self._sums = [GradientSums(SumTree(self._recipe.sum_tree), each) for each in self._parameters]
+            self._sums = [GradientSums(self._tree, each) for each in self._parameters]
         self._optimizer = make_optimizer(
             self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest]
         )
@@ -302,10 +303,10 @@ class Stage:
             held.outputs, held.seeds = [loss], [torch.ones_like(loss)]
 
     def backward(
-        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None, part: int = 0
+        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None, microbatches: int = 0
     ) -> list[torch.Tensor | None]:
-        """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss. `part`:
-        where in the tree of sums the microbatch belongs."""
+        """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss.
+        `microbatches`: of the whole batch; it matters where gradients are added up as a tree."""
         held = self._stored.pop((step, microbatch))
         if held.outputs is None:
             self._with_graph(held, step, microbatch, once_more=True)
@@ -322,8 +323,12 @@ class Stage:
                 seeds.append(gradient)
         # Nothing but the graph holds on to activations now, and the graph lets go of each as it is used.
         held.entered, held.outputs = [], None
+        part = self._tree.part_of(microbatch, microbatches) if self._sums else 0
         if self._sums:
-            self._sums[self._side(step)].turn_to(part)
+            sums = self._sums[self._side(step)]
+            sums.turn_to(part)
+            if microbatch == self._tree.microbatches(range(part, part + 1), microbatches)[-1]:
+                sums.last_of(part)
         if roots:
             run_backward(roots, seeds)
         if held.later:
@@ -352,6 +357,16 @@ class Stage:
     def take_sums(self, step: int, nodes: Sequence[int]) -> list[Sums | None]:
         """The sums below these nodes of the tree, as far as microbatches came here; the parameters have none now."""
         return self._sums[self._side(step)].take(nodes) if self._sums else [None for _ in nodes]
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Those that are trained, in their order."""
+        return self._parameters[self._newest]
+
+    def give_sums(self, step: int, first: int, gradients: Sequence[Gradient]) -> None:
+        """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
+        for parameter, gradient in zip(self._parameters[self._side(step)][first:], gradients, strict=False):
+            parameter.grad = None if gradient is None else gradient.view(parameter.shape)
 
     def gradient_norms(self, step: int) -> Norms:
         """What torch's own clipping begins with."""

@@ -1,7 +1,8 @@
 """Every message nodes exchange, and who may say it to whom and when (permissions.py). Adding a field or a kind means a new
 PROTOCOL number.
 
-The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip
+The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip;
+                         GroupSum between nodes that hold the same layers
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
 Data-parallel ones       Work, Did, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; Lost
@@ -19,7 +20,7 @@ from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
 
 from ringtmp.wire.permissions import (  # isort: skip
-    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, NodeMessage,
+    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, MEMBER, NODE, PLAN, SERVER, TENSOR, WORKER, NodeMessage,
     between, reported, told,
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
@@ -34,8 +35,8 @@ class Activations(NodeMessage, frozen=True, tag="activations"):
     turn: int  # number of the pass; passes follow one another strictly
     step: int
     visit: int  # where they arrive
-    microbatch: int
-    microbatches: int
+    microbatch: int  # -1: the receiver, one of a group, has none in this pass
+    microbatches: int  # of the whole pass
     training: bool
     fresh: bool  # no training step came directly before: waiting for this one is not idleness
     wants: tuple[bool, ...]  # which tensors need a gradient in return
@@ -69,6 +70,19 @@ class Scale(NodeMessage, frozen=True, tag="scale"):
     turn: int
     visit: int
     tensors: Specs = ()
+
+
+class GroupSum(NodeMessage, frozen=True, tag="group sum"):
+    """A chunk of a sum of gradients on its way through a group: being added up, or (the root of the tree) the total."""
+
+    RULE: ClassVar = between(TENSOR, MEMBER)
+    turn: int
+    visit: int
+    bucket: int
+    node: int  # of the tree of sums
+    chunk: int
+    there: tuple[bool, ...] = ()  # which tensors of the bucket got a gradient; empty: all
+    tensors: Specs = ()  # empty: none did
 
 
 class Hello(NodeMessage, frozen=True, tag="hello"):
@@ -455,7 +469,7 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 
 
 Message = (
-    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
+    Activations | Gradients | Norms | Scale | GroupSum | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
     | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Sample | Timed
     | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Scored | Store | Kept | Push | Pull | Pulled | Copy
     | Copied | Lost | Squares | Total | GradientPart
