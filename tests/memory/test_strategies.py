@@ -59,11 +59,15 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("ps", 3, wire="bfloat16", long=True),
     Case("ps", 3, wire="int8", long=True),
     Case("ps", 4, {"consistency": "ssp:1"}, "int8"),
+    Case("ps", 4, wire="1bit"),
+    Case("ps", 4, wire="topk", long=True),
     Case("allreduce", 3, long=True),
     Case("allreduce", 5, {"algorithm": "tree"}),
     Case("allreduce", 3, wire="float16", long=True),
     Case("allreduce", 4, {"algorithm": "ring"}, "int8", long=True),
     Case("allreduce", 3, {"algorithm": "tree"}, "int8"),
+    Case("allreduce", 4, {"algorithm": "ring"}, "1bit", long=True),
+    Case("allreduce", 4, {"algorithm": "tree"}, "topk"),
 ]
 
 

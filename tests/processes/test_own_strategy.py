@@ -31,7 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.long
 def test_an_installed_strategy_is_listed_trained_with_and_compared(environment: dict[str, str], tmp_path: Path) -> None:
-    listed = json.loads(ringtmp("strategies", "--json", cwd=tmp_path, env=environment).stdout)
+    listed = json.loads(ringtmp("strategies", "--json", cwd=tmp_path, env=environment).stdout)["strategies"]
     assert listed["averaging"]["package"] == "ringtmp-averaging 1.0"
     assert [each["name"] for each in listed["averaging"]["settings"]] == ["tau"]
     words = "train", "--strategy", "averaging:4", "--nodes", 3, "--steps", 40, "--batch-size", 64, "--json", "--quiet"

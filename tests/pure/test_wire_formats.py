@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from ringtmp.config import RunConfig, TrainingPart
-from ringtmp.errors import UsageError
+from ringtmp.config import RingPart, RunConfig, TrainingPart
+from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.run.check_settings import resolve
 from ringtmp.wire.formats import PLAIN, WIRE_FORMATS, ErrorFeedback, WireFormat, wire_format
 from ringtmp.wire.message_parts import Crossing, fits
@@ -19,7 +19,10 @@ from ringtmp.wire.tensors import describe
 INT8 = wire_format("int8")
 #: The largest error, as a part of the value; of int8 of the block's largest.
 BOUNDS = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 0.5 / 127}
-each_format = pytest.mark.parametrize("wire", WIRE_FORMATS.values(), ids=list(WIRE_FORMATS))
+each_format = pytest.mark.parametrize(
+    "wire", [each for each in WIRE_FORMATS.values() if not each.gradients_only], ids=list(BOUNDS)
+)
+COARSE = [name for name, each in WIRE_FORMATS.items() if each.gradients_only]
 
 
 @each_format
@@ -74,7 +77,7 @@ def test_with_error_feedback_what_was_rounded_away_arrives_in_the_end() -> None:
 
 def test_only_a_coarse_format_carries_its_error_along() -> None:
     tensor = torch.randn(8)
-    assert [name for name, wire in WIRE_FORMATS.items() if wire.carries_error] == ["int8"]
+    assert [name for name, wire in WIRE_FORMATS.items() if wire.carries_error] == ["int8", *COARSE]
     assert ErrorFeedback(PLAIN).encode("key", tensor)[0] is tensor
 
 
@@ -95,3 +98,102 @@ def test_a_format_in_one_entry_is_taken_from_the_settings_to_the_wire(monkeypatc
     assert fits([Crossing("float32", (3, 7), False)], specs, coarse)
     assert sum(spec.nbytes for spec in specs) == coarse.payload_bytes(21)
     assert bool((coarse.decode(coarse.encode(tensor)) - tensor).abs().max() < 0.02)
+
+
+# -- for gradients alone ------------------------------------------------------------------------------------------------------
+
+
+def random(size: int, seed: int = 0) -> torch.Tensor:
+    """Values of very different sizes, as gradients are."""
+    normal = torch.randn(2, size, generator=torch.Generator().manual_seed(seed))
+    return normal[0] * normal[1].exp()
+
+
+@pytest.mark.parametrize("size", [1, 7, 512, 513, 1040])
+@pytest.mark.parametrize("name", COARSE)
+def test_a_gradient_takes_the_bytes_and_has_the_shapes_that_are_announced(name: str, size: int) -> None:
+    wire, gradient = wire_format(name), random(size)
+    sent = wire.encode(gradient)
+    specs = [describe(each)[0] for each in sent]
+    assert [(spec.dtype, spec.shape) for spec in specs] == wire.travels("float32", (size,))
+    assert sum(spec.nbytes for spec in specs) == wire.payload_bytes(size)
+    back = wire.decode(sent, size)
+    assert (back.dtype, back.shape) == (gradient.dtype, gradient.shape)
+    assert not wire.exact
+
+
+def test_one_bit_is_a_sign_and_the_mean_of_its_block_by_hand() -> None:
+    wire = WIRE_FORMATS["1bit"]
+    assert wire.payload_bytes(1 << 20) == (1 << 17) + 8 * (1 << 11)
+    gradient = torch.tensor([1.0, 3.0, -2.0, 0.0, -4.0])
+    bits, means = wire.encode(gradient)
+    assert bits.tolist() == [0b11010000]
+    assert means.tolist() == [[-3.0, pytest.approx(4 / 3)]]
+    assert wire.decode([bits, means], 5).tolist() == pytest.approx([4 / 3, 4 / 3, -3.0, 4 / 3, -3.0])
+
+
+def test_one_bit_is_the_projection_its_bound_says_and_every_block_keeps_its_sum() -> None:
+    wire, gradient = WIRE_FORMATS["1bit"], random(2000)
+    back = wire.decode(wire.encode(gradient), 2000)
+    lost, kept, whole = ((each.double() ** 2).sum() for each in (gradient - back, back, gradient))
+    assert float(lost) == pytest.approx(float(whole - kept), rel=1e-5)
+    for start in range(0, 2000, wire.block):
+        block = slice(start, start + wire.block)
+        assert float(back[block].sum()) == pytest.approx(float(gradient[block].sum()), abs=1e-3)
+
+
+def test_topk_sends_the_largest_and_leaves_out_no_more_than_its_bound() -> None:
+    wire, gradient = WIRE_FORMATS["topk"], random(2000)
+    values, places = wire.encode(gradient)
+    kept = -(-2000 // wire.block)
+    assert len(values) == len(places) == kept
+    back = wire.decode([values, places], 2000)
+    assert back[places.long()].equal(gradient[places.long()])
+    left_out = (gradient - back).abs()
+    assert float(left_out.max()) <= float(values.abs().min())
+    assert float((left_out**2).sum()) <= (1 - kept / 2000) * float((gradient**2).sum())
+
+
+@pytest.mark.parametrize("name", COARSE)
+def test_with_error_feedback_the_sum_that_arrives_lacks_the_last_remainder_alone(name: str) -> None:
+    wire = wire_format(name)
+    feedback, arrived, meant = ErrorFeedback(wire), torch.zeros(1000).double(), torch.zeros(1000).double()
+    largest = 0.0
+    for step in range(300):
+        gradient = random(1000, step)
+        largest = max(largest, float(gradient.norm()))
+        arrived += wire.decode(feedback.encode("key", gradient), 1000).double()
+        meant += gradient.double()
+        # A k-th of a vector sent each time: what waits never grows beyond 2 n / k of the largest gradient.
+        assert float((meant - arrived).norm()) <= 2 * wire.block * largest
+    assert float((meant - arrived).norm()) < float(meant.norm())
+
+
+@pytest.mark.parametrize("name", COARSE)
+def test_what_is_not_a_number_arrives_and_a_place_that_does_not_exist_is_refused(name: str) -> None:
+    wire = wire_format(name)
+    gradient = random(600)
+    gradient[3] = math.nan
+    assert bool(wire.decode(wire.encode(gradient), 600).isnan().any())
+    zeros = torch.zeros(600)
+    assert wire.decode(wire.encode(zeros), 600).equal(zeros)
+    if name == "topk":
+        values, places = wire.encode(zeros)
+        for wrong in (-1, 600):
+            places[0] = wrong
+            with pytest.raises(ProtocolError, match="of a gradient of 600 values"):
+                wire.decode([values, places], 600)
+
+
+@pytest.mark.parametrize("name", COARSE)
+def test_what_makes_no_sense_of_activations_is_refused_with_a_clear_word(name: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"--wire {name} leaves out .* strategy ring sends activations .* Use --wire float32,"
+    ):
+        resolve(RunConfig(training=TrainingPart(wire=name)))
+    for strategy in ("allreduce", "ps"):
+        config = RunConfig(training=TrainingPart(wire=name), ring=RingPart(strategy=strategy))
+        assert resolve(config).training.wire == name
+    layerwise = RingPart(strategy="ps", strategy_settings={"fetch": "layerwise"})
+    with pytest.raises(UsageError, match="fetch=layerwise"):
+        resolve(RunConfig(training=TrainingPart(wire=name), ring=layerwise))

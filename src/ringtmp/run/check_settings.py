@@ -42,6 +42,7 @@ def resolve(config: RunConfig) -> RunConfig:
     training, ring = config.training, config.ring
     strategy, settings = registry.of(ring)
     settings.check(ring.nodes, training.wire)
+    strategy.refuse_wire(training.wire)
     _check_split_only(config, strategy.splits_layers)
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v cannot be combined with --laps")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.wire.formats import WIRE_FORMATS, wire_format
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,14 @@ class About(msgspec.Struct, frozen=True):
     exchange: str
     topology: str
     source: str
+
+
+class Runs(msgspec.Struct, frozen=True):
+    """How a published system runs here."""
+
+    system: str  # its name in `systems.py`
+    options: str  # what follows `ringtmp train --strategy`, other options of that command included
+    lacks: str = ""  # what of the published system is left out
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,7 +135,11 @@ class Strategy:
     #: Each node holds some of the layers: cuts, window, laps, route, recompute, schedule, staleness and microbatches=auto
     #: apply.
     splits_layers: ClassVar[bool] = False
+    #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
+    sums_gradients: ClassVar[bool] = False
     state_from: ClassVar[StateFrom] = "checkpoint"
+    #: Published systems that this strategy runs.
+    runs: ClassVar[tuple[Runs, ...]] = ()
 
     #: As which it keeps the bits of one process with `--sum-tree`; empty: it does not.
     tree_name: ClassVar[str] = ""
@@ -154,6 +167,15 @@ class Strategy:
         except msgspec.ValidationError as error:
             what, _, where = str(error).partition(" - at `$.")
             raise UsageError(f"{where.rstrip('`')} of strategy {self.name}: {what[0].lower()}{what[1:]}") from error
+
+    def refuse_wire(self, wire: str) -> None:
+        """UsageError for a wire format that what travels here cannot bear."""
+        if wire_format(wire).gradients_only and not self.sums_gradients:
+            others = ", ".join(name for name, each in WIRE_FORMATS.items() if not each.gradients_only)
+            raise UsageError(
+                f"--wire {wire} leaves out most of a gradient and makes up for it with the next one: strategy {self.name} "
+                f"sends {self.about.exchange}, where nothing would. Use --wire {others}, or a strategy that sums gradients"
+            )
 
     # -- what it does on the nodes ------------------------------------------------------------------------------------
 

@@ -29,7 +29,9 @@ def compare(choice: Choice, task: Task) -> Way:
     name, strategy = registry.spelled(choice), registry.get(choice.name)
     settings = strategy.read(choice.settings)
     try:
-        settings.check(len(task.devices), str(choice.run.get("wire", "float32")))
+        wire = str(choice.run.get("wire", "float32"))
+        settings.check(len(task.devices), wire)
+        strategy.refuse_wire(wire)
         made = strategy.simulate(settings, task)
     except RingError as error:
         return Way(name, None, (), str(error))

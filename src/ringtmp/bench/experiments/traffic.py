@@ -237,7 +237,7 @@ def _checked(main: Sequence[Cell], measured: Measured) -> Table:
     rows = []
     for each in main:
         wire = wire_format(each.way.wire)
-        width = None if wire.block else wire.value_bytes
+        width = None if wire.carries_error else wire.value_bytes
         for record in measured.records(each.job)[:1]:
             moved = per_step_values.sent_bytes(record, each.job.warm_up)
             seen = sum(moved) / max(1, len(moved))

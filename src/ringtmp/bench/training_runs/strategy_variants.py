@@ -93,6 +93,10 @@ class Way(msgspec.Struct, frozen=True):
         """Why it cannot run on so many nodes, in the strategy's own words; None if it can."""
         if nodes == 1:
             return None
+        try:
+            self._value.refuse_wire(self.wire)
+        except UsageError as error:
+            return str(error)
         if self.splits_layers:
             laps = int(self.flags.get("laps", 1))
             least = nodes * laps + 1

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import unknown
-from ringtmp.strategies.base import About, OnPaper, Roles, Settings, Sizes, Strategy, Task, Traffic, described
+from ringtmp.strategies.base import About, OnPaper, Roles, Runs, Settings, Sizes, Strategy, Task, Traffic, described
 
 if TYPE_CHECKING:
     from ringtmp.runtime.mailbox import Endpoint
@@ -46,6 +46,15 @@ class AllReduce(Strategy):
     short = "algorithm"
     state_from = "survivors"
     tree_name = "allreduce:halving"
+    sums_gradients = True
+    runs = (
+        Runs("FireCaffe", "allreduce:tree"),
+        Runs("PyTorch", "allreduce:ring"),
+        Runs("Baidu AllReduce", "allreduce:ring"),
+        Runs("Horovod", "allreduce:ring"),
+        Runs("Caffe2", "allreduce:halving"),
+        Runs("CNTK, 1-bit SGD", "allreduce:ring:wire=1bit"),
+    )
 
     def sums_by_tree(self, settings: AllReduceSettings) -> bool:
         return settings.halving

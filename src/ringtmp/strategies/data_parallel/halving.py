@@ -62,7 +62,8 @@ class HalvingReduce:
             self._early.setdefault((part.step, part.bucket), []).append(mail)
             return
         there = part.there or (True,) * len(self._slots[part.bucket])
-        values = self._sender.decode(mail.present()) if any(there) else torch.empty(0)
+        first, stop = self._adding.bounds(part.chunk, self._sizes[part.bucket])
+        values = self._sender.decode(mail.present(), stop - first) if any(there) else torch.empty(0)
         self._send(part.step, part.bucket, addition.take(part.hop, part.chunk, Partial(values, there)))
         self._end_if_done(part.step, part.bucket)
 
@@ -89,7 +90,7 @@ class HalvingReduce:
             if name not in encoded:
                 encoded[name] = [] if each.sum.absent else self._sender.encode(part, each.sum.values)
                 if each.node == ROOT and not self._sender.wire.exact:  # the total is what everyone else gets
-                    total = Partial(self._sender.decode(encoded[name]), each.sum.there)
+                    total = Partial(self._sender.decode(encoded[name], len(each.sum.values)), each.sum.there)
                     self._under_way[step, bucket].correct(each.chunk, total)
             self._sender.post(self._workers[each.to], part, encoded[name])
 

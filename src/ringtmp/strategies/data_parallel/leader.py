@@ -232,7 +232,9 @@ class DataParallelLeader(BaseLeader):
             targets = torch.cat(list(batch.targets[first:stop]))
             numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
             table, tensors = self._ledgers[worker].to_send("train" if training else "test", numbers, inputs, targets)
-        self.endpoint.post(worker, Work(step, training, fresh, batch.samples, first, sizes, table, microbatches=count), tensors)
+        self.endpoint.post(
+            worker, Work(step, training, fresh, batch.samples, first, sizes, table, microbatches=count), tensors
+        )
         return sum(sizes) / batch.samples
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:

@@ -12,7 +12,6 @@ from ringtmp.runtime.optimizers import STATE_KEYS
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.wire.formats import PLAIN, WireFormat, wire_format
-from ringtmp.wire.message_parts import Crossing, fits
 from ringtmp.wire.messages import Copied, Copy, GradientPart, Kept, Message, Pull, Pulled, Push, Specs, Squares, Total
 from ringtmp.wire.permissions import Who
 
@@ -87,7 +86,7 @@ class KeyScrutiny:
 
 def flat(specs: Specs, size: int, wire: WireFormat) -> None:
     """A vector of so many float32 values, as this wire carries it."""
-    if not specs or specs[0] is None or not fits((Crossing(PLAIN.name, (size,), False),), specs, wire):
+    if [each and (each.dtype, each.shape) for each in specs] != wire.travels(PLAIN.name, (size,)):
         raise ProtocolError(f"sent {specs} for {size} values")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ringtmp.config.setting_type import listed
 from ringtmp.errors import UsageError
 from ringtmp.model.parameters_changed_in_forward import refuse_written
 from ringtmp.model.portable_layer import Layer
@@ -118,9 +119,10 @@ def refuse_statistics(layers: Sequence[Layer], strategy: str, workers: int) -> N
     """Running statistics depend on the order in which microbatches pass a layer. Where workers share them there is no such
     order, and no bits to keep."""
     for layer in layers:
-        for name in sorted(changed_buffers(layer.train)) if workers > 1 else ():
+        if workers > 1 and (changed := changed_buffers(layer.train)):
+            names = listed(tuple(sorted(changed)), "and")
             raise UsageError(
-                f"layer {layer.name!r} changes {name} in forward (BatchNorm?), which depends on the order of microbatches, and "
+                f"layer {layer.name!r} changes {names} in forward (BatchNorm?), which depends on the order of microbatches, and "
                 f"with {strategy} {workers} workers share them: --sum-tree cannot keep the bits. Use LayerNorm or GroupNorm, "
                 "one node, or --strategy ring"
             )

@@ -57,8 +57,8 @@ class Sender:
     def encode(self, part: GradientPart, values: torch.Tensor) -> list[torch.Tensor]:
         return self._feedback.encode((part.bucket, part.chunk, part.hop, part.summed), values)
 
-    def decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.wire.decode(tensors)
+    def decode(self, tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        return self.wire.decode(tensors, size)
 
     def post(self, peer: int, part: GradientPart, tensors: Sequence[torch.Tensor]) -> None:
         self._recorder.count_sent(sum(each.nbytes for each in tensors))
@@ -96,20 +96,20 @@ class RingReduce:
             return
         mine, onward = self._chunk(part), part.hop < self._n - 2
         if part.summed:
-            mine.copy_(self._sender.decode(tensors))
+            mine.copy_(self._sender.decode(tensors, len(mine)))
             if onward:
                 self._sender.post(
                     self._next, GradientPart(part.step, part.bucket, part.chunk, part.hop + 1, True), tensors
                 )
             self._arrive(part)
             return
-        torch.add(self._sender.decode(tensors), mine, out=mine)
+        torch.add(self._sender.decode(tensors, len(mine)), mine, out=mine)
         following = GradientPart(part.step, part.bucket, part.chunk, part.hop + 1 if onward else 0, not onward)
         sent = self._sender.encode(following, mine)
         self._sender.post(self._next, following, sent)
         if not onward:
             if not self._sender.wire.exact:
-                mine.copy_(self._sender.decode(sent))  # the total is what everyone else gets
+                mine.copy_(self._sender.decode(sent, len(mine)))  # the total is what everyone else gets
             self._arrive(part)
 
     def due(self, sender: int, part: GradientPart, size: int) -> int:
@@ -150,7 +150,7 @@ class TreeReduce:
         self._parent = workers[rank - distance] if rank else None
         self._finished = finished
         self._vectors: dict[tuple[int, int], torch.Tensor] = {}
-        self._arrived: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        self._arrived: dict[tuple[int, int], dict[int, Sequence[torch.Tensor]]] = {}  # as they came
 
     def start(self, step: int, bucket: int, vector: torch.Tensor) -> None:
         self._vectors[step, bucket] = vector
@@ -163,7 +163,7 @@ class TreeReduce:
             self._pass_down(part.step, part.bucket, tensors)
         else:
             arrived = self._arrived.setdefault((part.step, part.bucket), {})
-            arrived[mail.sender] = self._sender.decode(tensors)
+            arrived[mail.sender] = tensors
             self._pass_up(part.step, part.bucket)
 
     def due(self, sender: int, part: GradientPart, size: int) -> int:
@@ -178,7 +178,7 @@ class TreeReduce:
         if vector is None or len(arrived) < len(self._children):
             return
         for child in self._children:
-            vector.add_(arrived[child])
+            vector.add_(self._sender.decode(arrived[child], len(vector)))
         self._arrived.pop((step, bucket), None)
         part = GradientPart(step, bucket, 0, 0, self._parent is None)
         if self._parent is not None:
@@ -191,5 +191,5 @@ class TreeReduce:
     def _pass_down(self, step: int, bucket: int, tensors: Sequence[torch.Tensor]) -> None:
         for child in reversed(self._children):  # the one with the deepest tree below it first
             self._sender.post(child, GradientPart(step, bucket, 0, 0, True), tensors)
-        self._vectors.pop((step, bucket))
-        self._finished(step, bucket, self._sender.decode(tensors))
+        size = len(self._vectors.pop((step, bucket)))
+        self._finished(step, bucket, self._sender.decode(tensors, size))

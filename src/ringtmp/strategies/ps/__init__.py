@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError
-from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Sizes, Strategy, Task, Traffic
+from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Runs, Sizes, Strategy, Task, Traffic
 from ringtmp.strategies.ps.settings import PsSettings, fitted
 
 if TYPE_CHECKING:
@@ -28,6 +28,21 @@ class ParameterServer(Strategy):
     Settings = PsSettings
     short = "consistency"
     tree_name = "ps:bsp"
+    sums_gradients = True
+    runs = (
+        Runs("BigDL", "ps:bsp:servers=workers"),
+        Runs("CaffeOnSpark", "ps:bsp:servers=workers"),
+        Runs("DistBelief", "ps:async:servers=2", lacks="a model cut over several nodes within a worker"),
+        Runs("MXNet", "ps:async:servers=workers", lacks="servers in several stages"),
+        Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1", lacks="groups of workers behind one that pushes"),
+        Runs("Petuum", "ps:ssp:3:servers=2", lacks="parameters sent before they are asked for"),
+        Runs(
+            "Project Adam", "ps:async:servers=2:replicas=1", lacks="gradients of linear layers computed in the server"
+        ),
+        Runs("TensorFlow", "ps:bsp:quorum=2", lacks="placement of single operators"),
+        Runs("DIANNE", "ps:async:servers=2"),
+        Runs("DMTK (Multiverso)", "ps:async:servers=2"),
+    )
 
     def sums_by_tree(self, settings: PsSettings) -> bool:
         return settings.deterministic

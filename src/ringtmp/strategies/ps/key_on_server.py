@@ -95,7 +95,7 @@ class Slot:
                 self._known[worker] = self.values.clone()
                 return Answer([self._known[worker].clone()], change=False)
             sent = wire.encode(self.values - known)
-            known.add_(wire.decode(sent))  # what was rounded away is part of the next change
+            known.add_(wire.decode(sent, known.numel()))  # what was rounded away is part of the next change
             return Answer(sent, change=True)
         if wire.exact:
             # Strictly in step nobody changes them before everyone has them; else a slow link would send half of each.

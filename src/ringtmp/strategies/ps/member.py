@@ -258,7 +258,7 @@ class Client(Exchange):
                 self._send_pushes()
         self._answered[key.number] = max(self._answered[key.number], message.step)
         self._versions[key.number] = max(self._versions[key.number], message.oldest)
-        tensor = self._wire.decode(mail.present())
+        tensor = self._wire.decode(mail.present(), key.size)
         queue = self._incoming.setdefault(key.number, [])
         if not message.change:
             queue.clear()

@@ -85,8 +85,8 @@ class Server:
             self._recorder.received(
                 self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes
             )
-            given = mail.present()
-            self._pushed(mail.sender, message, self._wire.decode(given) if given else None)
+            given, size = mail.present(), self._table[message.key].size
+            self._pushed(mail.sender, message, self._wire.decode(given, size) if given else None)
         elif isinstance(message, Pull):
             self._waiting.append((mail.sender, message))
         elif isinstance(message, Store):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Sizes, Strategy, Task, Traffic
+from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Runs, Sizes, Strategy, Task, Traffic
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
@@ -26,6 +26,10 @@ class Ring(Strategy):
     splits_layers = True
     state_from = "snapshot"
     tree_name = "ring"
+    runs = (
+        Runs("PyTorch", "ring", lacks="layers that are split and replicated at once"),
+        Runs("DIANNE", "ring", lacks="copies of the pipeline beside each other"),
+    )
 
     def sums_by_tree(self, settings: Any) -> bool:
         return True
