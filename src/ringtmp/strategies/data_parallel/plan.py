@@ -123,7 +123,7 @@ def refuse_statistics(layers: Sequence[Layer], strategy: str, workers: int) -> N
             names = listed(tuple(sorted(changed)), "and")
             raise UsageError(
                 f"layer {layer.name!r} changes {names} in forward (BatchNorm?), which depends on the order of microbatches, and "
-                f"with {strategy} {workers} workers share them: --sum-tree cannot keep the bits. Use LayerNorm or GroupNorm, "
+                f"with {strategy} {workers} workers share them: --sum-tree cannot keep the bits. Use LayerNorm, GroupNorm, "
                 "one node, or --strategy ring"
             )
 
