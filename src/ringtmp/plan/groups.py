@@ -34,7 +34,9 @@ def check_groups(groups: Sequence[int], nodes: int, parts: int) -> None:
     """UsageError for groups that cannot be."""
     text, needed = ",".join(map(str, groups)), 1 + sum(groups)
     if nodes != needed:
-        raise UsageError(f"--groups {text} needs {needed} nodes with the master, and there are {nodes}: use --nodes {needed}")
+        raise UsageError(
+            f"--groups {text} needs {needed} nodes with the master, and there are {nodes}: use --nodes {needed}"
+        )
     if max(groups) > parts:
         least = 1 << (max(groups) - 1).bit_length()
         raise UsageError(

@@ -198,6 +198,10 @@ class Stage:
     def parameter_bytes(self) -> int:
         return sum(each.nbytes for each in self._parameters[self._newest])
 
+    def holds(self, step: int, microbatch: int) -> bool:
+        """Whether a microbatch has gone forward and not backward."""
+        return (step, microbatch) in self._stored
+
     @property
     def held(self) -> int:
         """Microbatches whose activations are stored."""

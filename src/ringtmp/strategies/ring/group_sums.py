@@ -56,7 +56,12 @@ class GroupSums:
     """Of one visit, on one member of its group."""
 
     def __init__(
-        self, visit: Visit, me: int, tree: SumTree, stage: Stage, post: Callable[[int, GroupSum, list[torch.Tensor]], None]
+        self,
+        visit: Visit,
+        me: int,
+        tree: SumTree,
+        stage: Stage,
+        post: Callable[[int, GroupSum, list[torch.Tensor]], None],
     ) -> None:
         self._visit = visit
         self._rank = visit.members.index(me)
