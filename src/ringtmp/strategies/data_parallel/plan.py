@@ -122,8 +122,8 @@ def refuse_statistics(layers: Sequence[Layer], strategy: str, workers: int) -> N
         if workers > 1 and (changed := changed_buffers(layer.train)):
             names = listed(tuple(sorted(changed)), "and")
             raise UsageError(
-                f"layer {layer.name!r} changes {names} in forward (BatchNorm?), which depends on the order of microbatches, and "
-                f"with {strategy} {workers} workers share them: --sum-tree cannot keep the bits. Use LayerNorm, GroupNorm, "
+                f"layer {layer.name!r} changes {names} in forward (BatchNorm?), which goes by the order of microbatches, and "
+                f"with {strategy} {workers} workers share them: --sum-tree cannot keep the bits. Use LayerNorm or GroupNorm, "
                 "one node, or --strategy ring"
             )
 
