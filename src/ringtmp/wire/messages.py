@@ -469,8 +469,9 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 
 
 Message = (
-    Activations | Gradients | Norms | Scale | GroupSum | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
-    | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Sample | Timed
+    Activations | Gradients | Norms | Scale | GroupSum | Hello | Setup | Place | Placed | Fetch | LayerState | Report
+    | Inspect | Inspected | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing
+    | Sample | Timed
     | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Scored | Store | Kept | Push | Pull | Pulled | Copy
     | Copied | Lost | Squares | Total | GradientPart
 )  # fmt: skip
