@@ -36,6 +36,10 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float], tuple[float, ...]]] = {
     "sgd, momentum 0.9": ("sgd", {"momentum": 0.9}, (0.003, 0.01, 0.03, 0.1, 0.3)),
     "adam": ("adam", {}, (0.0005, 0.002, 0.008, 0.03, 0.1)),
     "adamw": ("adamw", {}, (0.0005, 0.002, 0.008, 0.03, 0.1)),
+    "nadam": ("nadam", {}, (0.0005, 0.002, 0.008, 0.03, 0.1)),
+    "nadam, beta1 0.99": ("nadam", {"beta1": 0.99}, (0.0005, 0.002, 0.008, 0.03, 0.1)),
+    "muon": ("muon", {}, (0.0005, 0.002, 0.008, 0.03, 0.1)),
+    "lion": ("lion", {}, (0.0001, 0.0003, 0.001, 0.003, 0.01)),
 }
 
 
@@ -55,9 +59,10 @@ def final_loss(model: str, optimizer: str, settings: dict[str, Any], staleness: 
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
-def row(model: str, name: str, seeds: int) -> str:
+def row(model: str, name: str, seeds: int, few: int) -> str:
     """Each rate with the test loss without delay and with; the median over seeds."""
     optimizer, settings, rates = OPTIMIZERS[name]
+    rates = rates[1 : 1 + few] if few else rates
     cells = []
     for rate in rates:
         losses = [
@@ -72,11 +77,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--models", default=",".join(WORKS))
+    parser.add_argument("--optimizers", default="", help="names of rows, with semicolons; else all")
+    parser.add_argument("--few", type=int, default=0, metavar="N", help="N rates from the second on, instead of all")
     arguments = parser.parse_args()
     print("| model | optimizer | learning rate: test loss without delay → with | | | | |\n" + "|---" * 7 + "|")
     for model in arguments.models.split(","):
-        for name in OPTIMIZERS:
-            print(row(model, name, arguments.seeds), flush=True)
+        for name in arguments.optimizers.split(";") if arguments.optimizers else OPTIMIZERS:
+            print(row(model, name, arguments.seeds, arguments.few), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from ringtmp.data.text_samples import Reading, read_text
 from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import RingError, UsageError
-from ringtmp.launch.local_processes import LocalPool
 from ringtmp.launch.node_pool import NodePool
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.processes_here import processes_here
 from ringtmp.metrics import events
 from ringtmp.model import zoo
 from ringtmp.model.language_facts import LanguageFacts
@@ -41,6 +40,7 @@ from ringtmp.run.run_data import labels_as, loss_again, named_again, without_lef
 from ringtmp.run.session import Session
 from ringtmp.run.text_settings import check_text, named_data, usual_context
 from ringtmp.run.what_to_train import Job, Watcher
+from ringtmp.runtime.compute_device import computing_on
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.system.resources import require_files
@@ -316,13 +316,12 @@ def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[eve
         for remark in text.remarks:
             (watcher or Watcher()).tell(remark)
     if pool is None:
-        nodes, threads = job.config.ring.nodes, job.config.training.threads or 1
-        keep = job.config.keep
-        if nodes == 1:
-            pool = InMemoryPool(1, threads=threads)
-        else:
-            pool = LocalPool(nodes, threads, job.run.logs, keep.notice_s, spare=keep.protect != "off")
-    with left_alone(), interruptible() as interruption:
+        keep, threads = job.config.keep, job.config.training.threads or 1
+        pool = processes_here(
+            job.config.ring.nodes, threads, job.run.logs, notice_s=keep.notice_s, spare=keep.protect != "off",
+            device=job.config.ring.device,
+        )  # fmt: skip
+    with left_alone(), computing_on(job.config.ring.device), interruptible() as interruption:
         session = Session(job, pool, watcher or Watcher(), interruption)
         session.train()
     return session.unwritten

@@ -23,7 +23,9 @@ STEPS = 5
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "LocalPool", lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads))
+    monkeypatch.setattr(
+        api, "processes_here", lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run that was stopped after three of its steps, and the digest of one that was not."""
     folder = tmp_path_factory.mktemp("parts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "LocalPool", lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads))
+        patch.setattr(
+            api, "processes_here", lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads)
+        )
         usual = ("train", "--set", "depth=8", "--set", "dropout=0.1", "--json", "--quiet")
         whole = here(*usual, "--steps", STEPS, "--run-dir", "whole", cwd=folder)
         here(*usual, "--steps", 3, "--run-dir", "half", cwd=folder)

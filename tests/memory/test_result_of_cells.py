@@ -73,7 +73,7 @@ def test_inputs_that_the_model_does_not_take_are_refused(done: Any) -> None:
 def test_evaluate_and_predict_are_the_models_own(name: str, done: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         evaluate_predict_generate,
-        "LocalPool",
+        "processes_here",
         lambda nodes, threads, *_rest, **_more: InMemoryPool(nodes, threads=threads),
     )
     begun, result = done(name)

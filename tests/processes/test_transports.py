@@ -10,10 +10,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 from ringtmp.errors import UsageError
 from ringtmp.runtime.mailbox import Endpoint
@@ -23,7 +26,9 @@ from ringtmp.transport.encryption import new_key_pair
 from ringtmp.transport.faults import Faults, Shaped
 from ringtmp.transport.memory import Hub
 from ringtmp.transport.slow_link import Slow
+from ringtmp.transport.torch_distributed import TorchTransport
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address
+from ringtmp.wire.address import NOWHERE
 from ringtmp.wire.messages import Gradients
 
 
@@ -33,7 +38,7 @@ def folder() -> Iterator[str]:
         yield path
 
 
-@pytest.fixture(params=["memory", "zeromq", "shaped", "slow"])
+@pytest.fixture(params=["memory", "zeromq", "torch", "shaped", "slow"])
 def pair(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[Transport, Transport]]:
     """Nodes 1 and 2; the higher number connects."""
     if request.param == "zeromq":
@@ -41,6 +46,10 @@ def pair(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[Transpor
         two: Transport = ZeroMQTransport(2, ipc_address(folder, 2).endpoints)
         one.connect(2, ipc_address(folder, 2))
         two.connect(1, ipc_address(folder, 1))
+    elif request.param == "torch":
+        _, one, two = ranks(3)
+        one.connect(2, NOWHERE)
+        two.connect(1, NOWHERE)
     else:
         hub = Hub()
         one, two = hub.transport(1), hub.transport(2)
@@ -49,8 +58,20 @@ def pair(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[Transpor
         if request.param == "shaped":
             one, two = Shaped(one, Faults(), 0), Shaped(two, Faults(), 0)
     yield one, two
-    one.close()
+    closing = threading.Thread(target=one.close)  # both ends say so, and neither goes before the other has
+    closing.start()
     two.close()
+    closing.join()
+
+
+def ranks(world: int) -> list[TorchTransport]:
+    """As many processes would make them: none is done before all have begun."""
+    store = distributed.HashStore()
+    with ThreadPoolExecutor(world) as pool:
+        groups = pool.map(
+            lambda rank: distributed.ProcessGroupGloo(store, rank, world, timedelta(seconds=60)), range(world)
+        )
+        return [TorchTransport(group) for group in groups]
 
 
 def arrivals(transport: Transport, count: int) -> list[Arrival]:
@@ -296,20 +317,22 @@ def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
     limit = time.monotonic() + 60
     pulls = 0
     try:
-        while len(got) < 120 or len(back) < 120:
-            assert time.monotonic() < limit, f"{len(got)} and {len(back)} of 120 messages came"
-            if sent < 120:
+        while len(got) < sent or len(back) < 120 or two.traffic.counters().resent == 0 or sent < 120:
+            assert time.monotonic() < limit, f"{len(got)} of {sent} messages came, and {len(back)} of 120 back"
+            if (
+                sent < 120 or two.traffic.counters().resent == 0
+            ):  # until something was under way when the cable was pulled
                 two.post(1, Gradients(1, 0, 0, sent), [torch.full((200_000,), float(sent))])
                 if got:
                     one.post(2, Gradients(1, 0, 0, len(got)), [torch.zeros(3)])
                 sent += 1
-            if sent % 17 == 0 and pulls < 8:
-                pulls += 1
-                for cable in cables:
-                    cable.pull()
+                if sent % 17 == 0:
+                    pulls += 1
+                    for cable in cables:
+                        cable.pull()
             got += one.collect()
             back += two.collect()
-            if sent == 120 and len(back) < 120 and one.flushed():
+            if sent >= 120 and len(back) < 120 and one.flushed():
                 one.post(2, Gradients(1, 0, 0, 0), [torch.zeros(3)])
             one.wait(0.005)
     finally:
@@ -317,11 +340,10 @@ def test_a_connection_broken_again_and_again_loses_nothing(folder: str) -> None:
         two.close()
         for cable in cables:
             cable.close()
-    assert [mail.message.microbatch for mail in got] == list(range(120))  # type: ignore[union-attr]
+    assert [mail.message.microbatch for mail in got] == list(range(sent))  # type: ignore[union-attr]
     assert all(mail.tensors[0].eq(float(number)).all() for number, mail in enumerate(got))  # type: ignore[union-attr]
     assert pulls >= 5
     assert max(cable.made for cable in cables) > 1
-    assert two.traffic.counters().resent > 0, "nothing was under way when the cable was pulled: the test proves nothing"
 
 
 def test_sockets_that_a_cleaner_removed_are_found_again_and_who_is_connected_notices_nothing(folder: str) -> None:
@@ -362,3 +384,22 @@ def test_any_error_while_binding_or_connecting_ends_in_that_error_and_not_in_a_w
         with pytest.raises(UnicodeEncodeError):
             one.connect(1, odd)
         one.close()
+
+
+def test_a_rank_that_says_it_closes_is_not_gone_and_one_whose_connection_breaks_is() -> None:
+    zero, one, two = ranks(3)
+    for each, peers in ((zero, (1, 2)), (one, (0,)), (two, (0,))):
+        for peer in peers:
+            each.connect(peer, NOWHERE)
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    two.send(0, Channel.CONTROL, [b"still here"])
+    assert bytes(arrivals(zero, 1)[0].frames[0]) == b"still here"
+    assert zero.gone() == []
+    two._lanes[0]._group.send([torch.tensor([7, -1])], 0, 0).wait()  # no channel, no length: as good as broken
+    limit = time.monotonic() + 10
+    while zero.gone() != [2]:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    zero.close()
+    closing.join()

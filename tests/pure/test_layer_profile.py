@@ -17,7 +17,7 @@ from ringtmp.plan.devices import LayerCost
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
 
 
-def adam(parameters: Sequence[torch.Tensor]) -> Optimizer:
+def adam(parameters: Sequence[torch.Tensor], matrices: Sequence[bool]) -> Optimizer:
     return make_optimizer("adam", {"lr": 0.1}, parameters)
 
 

@@ -23,7 +23,7 @@ HOMES = {
     "plan/pipeline_schedules.py",
     "runtime/learning_rates.py",
     "runtime/losses.py",
-    "runtime/optimizers.py",
+    *(f"runtime/optimizers/{each.name}" for each in (ROOT / "runtime/optimizers").glob("*.py")),
     "wire/formats.py",
 }
 #: Where such a name is the type of a tensor, which is another idea.

@@ -67,9 +67,88 @@ def test_ten_steps_give_torchs_bits(name: str, settings: dict[str, Any], theirs:
         assert set(ours.states[position]) == set(theirs_state)
 
 
+class Lion(torch.optim.Optimizer):
+    """As its authors wrote it down."""
+
+    def __init__(self, parameters: Any, lr: float, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                mean = self.state[each].setdefault("exp_avg", torch.zeros_like(each))
+                each.mul_(1 - group["lr"] * group["weight_decay"])
+                each.add_(torch.sign(mean * beta1 + each.grad * (1 - beta1)), alpha=-group["lr"])
+                mean.copy_(mean * beta2 + each.grad * (1 - beta2))
+
+
+class Both:
+    """Two optimizers of torch, each for its own parameters."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer | None) -> None:
+        self.optimizers = [each for each in optimizers if each is not None]
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.optimizers:
+            each.zero_grad()
+
+
+def theirs_of(name: str, settings: dict[str, Any], matrices: list[torch.Tensor], others: list[torch.Tensor]) -> Any:
+    if name == "nadam":
+        return torch.optim.NAdam([*matrices, *others], foreach=False, **settings)
+    if name == "lion":
+        return Lion([*matrices, *others], **settings)
+    of_adamw = {"lr": settings["lr"], "weight_decay": settings.get("weight_decay", 0.1)}
+    adjust = "original" if settings.get("match_adamw") is False else "match_rms_adamw"
+    of_muon = {key: value for key, value in settings.items() if key != "match_adamw"}
+    return Both(
+        torch.optim.Muon(matrices, adjust_lr_fn=adjust, **of_muon), torch.optim.AdamW(others, fused=True, **of_adamw)
+    )
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("nadam", {}), ("nadam", {"betas": (0.99, 0.95), "weight_decay": 0.02, "eps": 1e-6, "momentum_decay": 0.1}),
+    ("nadam", {"weight_decay": 0.02, "decoupled_weight_decay": True}),
+    ("lion", {}), ("lion", {"betas": (0.95, 0.98), "weight_decay": 0.3}),
+    ("muon", {}), ("muon", {"match_adamw": False, "momentum": 0.8, "nesterov": False, "weight_decay": 0.0}),
+])  # fmt: skip
+def test_ten_steps_give_the_bits_of_the_reference(name: str, settings: dict[str, Any]) -> None:
+    """Tall, wide and square matrices, and what is none."""
+    torch.manual_seed(0)
+    shapes = [(5, 7), (40, 24), (16, 16), (3,), (2, 3, 4), (1000,), (9, 9)]
+    hidden = [True, True, True, False, False, False, False]  # the last as a table would be
+    mine = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    other = [each.detach().clone().requires_grad_() for each in mine]
+    given = {"lr": 0.03, **settings}
+    ours = make_optimizer(name, checked_optimizer(name, given), mine, hidden)
+    reference = theirs_of(name, given, other[:3], other[3:])
+    for step in range(10):
+        for a, b in zip(mine, other, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        rate = 0.03 / (step + 1)
+        for group in reference.param_groups:
+            group["lr"] = rate
+        ours.step(rate)
+        reference.step()
+        assert all(a.equal(b) for a, b in zip(mine, other, strict=True)), step
+    kept = sum(value.nbytes for state in ours.states for value in state.values() if value.dim())
+    assert kept == ours.state_bytes
+
+
 @pytest.mark.parametrize(("name", "settings", "tensors"), [
     ("sgd", {}, 0), ("sgd", {"momentum": 0.9}, 1), ("adam", {}, 2), ("adamw", {"weight_decay": 0.1}, 2),
     ("adam", {"amsgrad": True}, 3), ("adamw", {"amsgrad": True}, 3),
+    ("nadam", {}, 2), ("lion", {}, 1),
 ])  # fmt: skip
 def test_what_every_forecast_counts_is_what_the_optimizer_keeps(
     name: str, settings: dict[str, Any], tensors: int
@@ -140,6 +219,10 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
         ("sgd", {"momentum": "high"}, "must be a number"),
         ("adam", {"beta1": 1.0}, "beta1=1.0 must be at least 0 and below 1"),
         ("adam", {"momentum": 0.9}, "unknown setting of adam 'momentum'"),
+        ("nadam", {"amsgrad": True}, "unknown setting of nadam 'amsgrad'"),
+        ("muon", {"momentum": 1.0}, "muon: momentum=1.0 must be at least 0 and below 1"),
+        ("muon", {"match_adamw": 0.2}, "match_adamw=0.2 must be yes or no"),
+        ("lion", {"eps": 1e-8}, "unknown setting of lion 'eps'"),
     ],
 )
 def test_wrong_settings_are_refused(name: str, settings: dict[str, Any], says: str) -> None:
@@ -169,8 +252,10 @@ def test_a_learning_rate_schedule_in_one_entry_is_checked_and_followed(monkeypat
 def test_a_node_does_not_load_torchs_compiler() -> None:
     check = (
         "import sys, torch, ringtmp.runtime.worker, ringtmp.transport.zeromq; from ringtmp.system.resources import set_threads;"
-        "from ringtmp.runtime.optimizers import make_optimizer; set_threads(1);"
-        "p = torch.ones(2, requires_grad=True); p.grad = torch.ones(2); make_optimizer('adam', {}, [p]).step(0.1);"
+        "from ringtmp.runtime.optimizers import OPTIMIZERS, make_optimizer; set_threads(1);"
+        "p = torch.ones(2, requires_grad=True); p.grad = torch.ones(2);"
+        "w = torch.ones(2, 2, requires_grad=True); w.grad = torch.ones(2, 2);"
+        "[make_optimizer(name, {}, [p, w], [False, True]).step(0.1) for name in OPTIMIZERS];"
         "x = torch.ones(2, requires_grad=True); from ringtmp.runtime.gradients_at_segment_edges import run_backward;"
         "run_backward([x * p], [p]);"
         "assert torch.are_deterministic_algorithms_enabled();"
@@ -201,6 +286,7 @@ def test_a_rate_at_which_delayed_training_collapsed_is_warned_of() -> None:
     assert "lr 0.1 and momentum 0.9, which act as 1" in said
     assert "smaller --lr or momentum, or --staleness 0" in said
     assert "lr 3:" in (delay_warning("sgd", {"lr": 3.0}, staleness=1) or "")
+    assert delay_warning("muon", {"lr": 0.03, "momentum": 0.95}, staleness=1) is None  # a mean, not a sum
     assert "adamw, lr 0.1" in (delay_warning("adamw", {"lr": 0.1}, staleness=1) or "")
 
 

@@ -15,9 +15,19 @@ import click
 @click.option(
     "--memory", "memory_mb", type=click.IntRange(1), metavar="MB", help="Lend at most MB MiB.  [all free memory]"
 )
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda", "mps", "auto"]), default="cpu", show_default=True,
+    help="Where this device computes.",
+)  # fmt: skip
 @click.option("--once", is_flag=True, help="Serve one run, then exit.")
 def command(
-    join: str | None, name: str | None, listen: str | None, threads: int | None, memory_mb: int | None, once: bool
+    join: str | None,
+    name: str | None,
+    listen: str | None,
+    threads: int | None,
+    memory_mb: int | None,
+    device: str,
+    once: bool,
 ) -> None:
     """Join a ring and serve its runs until Ctrl-C.
 
@@ -26,11 +36,11 @@ def command(
     """
     import msgspec
 
-    from ringtmp.launch import agent, device_facts, join_token, key_store
+    from ringtmp.launch import agent, device_facts, join_token, key_store, names
 
     given = join_token.given(join)
     if name is not None:
-        key_store.checked_name("device", name)
+        names.checked_name("device", name)
     host, _, port = given.address.rpartition(":")
     address = device_facts.parse_listen(listen, 1)[0] if listen else device_facts.address_towards(host, int(port))
     found = device_facts.device_facts(name)
@@ -44,7 +54,7 @@ def command(
     hub = agent.join(given, own, mine)
     _say(f"joined ring {given.ring} at {given.address} as {mine.name}; links on {address}; Ctrl-C leaves")
 
-    serving = agent.Agent(given, hub, own, mine, address, _say, (memory_mb or 0) * 2**20)
+    serving = agent.Agent(given, hub, own, mine, address, _say, memory_bytes=(memory_mb or 0) * 2**20, device=device)
     with serving.leaves_on_signals():
         try:
             serving.run(once)

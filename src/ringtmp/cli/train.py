@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ringtmp.cli.options import RunCommand, flags, run_options
+from ringtmp.cli.ranks import as_rank, goes_on_in
 from ringtmp.cli.settings import build
 from ringtmp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ringtmp.launch.node_pool import NodePool
 
 
 @run_options
@@ -42,6 +46,7 @@ def command(
     RINGTMP_TRAIN_NODES=4. Options win over the environment, and the environment wins over the file.
     """
     chosen = flags(given)
+    rank = as_rank(chosen, listen)
     if resume is not None and (run_dir is not None or config is not None):
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
@@ -55,10 +60,18 @@ def command(
         from ringtmp.run import evaluate_predict_generate
     from ringtmp.cli import show_results
 
+    pool: NodePool | None = None
+    if rank is not None:
+        from ringtmp.launch.torchrun_ranks import RankPool, serve
+
+        if not rank.leads:
+            sys.exit(serve(rank))
+        pool = RankPool(rank, device=settings.ring.device)
+        run_dir, resume = goes_on_in(rank, run_dir, resume)
+
     if resume is not None:
         settings = api.settings_of(resume, chosen)
     with show_results.watcher(quiet) as watcher:
-        pool = None
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s

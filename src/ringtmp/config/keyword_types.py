@@ -11,6 +11,7 @@ class RingKeywords(TypedDict, total=False):
     strategy: str
     settings: Mapping[str, Any] | None
     all_devices: bool
+    device: Literal["cpu", "cuda", "mps", "auto"]
     cuts: str | None
     blocks: str | None
     window: int | None

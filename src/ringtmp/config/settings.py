@@ -22,6 +22,7 @@ DEFAULT_EPOCHS = 10
 Protect = Literal["auto", "memory", "disk", "checkpoint", "off"]
 StreamKeep = Literal["memory", "disk", "none"]
 Shape = Literal["ring", "v"]
+ComputeDevice = Literal["cpu", "cuda", "mps", "auto"]
 Recompute = Literal["none", "all", "auto"]
 
 # Headings in --help.
@@ -85,7 +86,7 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microbatches: Annotated[int | Literal["auto"] | None, Is(
         "Slices each batch is cut into; auto picks what the plan finds fastest.", TRAINING, least=1, metavar="N|auto",
         usual=f"{DEFAULT_MICROBATCHES}, or the batch size if smaller", bits=True)] = None
-    optimizer: Annotated[str, Is("Optimizer: sgd, adam or adamw.", TRAINING, bits=True, own=True)] = "adam"
+    optimizer: Annotated[str, Is("Optimizer: sgd, adam, adamw, nadam, muon or lion.", TRAINING, bits=True, own=True)] = "adam"
     optimizer_settings: Annotated[dict[str, Any], Is(
         "Settings of the optimizer, such as momentum=0.9.", TRAINING, option="opt", bits=True,
         own=True)] = {}
@@ -126,6 +127,9 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Settings of the strategy; ringtmp strategies lists them.", NODES, option="with", variable="with_",
         keyword="settings", bits=True)] = {}
     all_devices: Annotated[bool, Is("Use every device, even one that slows the ring down.", NODES)] = False
+    device: Annotated[ComputeDevice, Is(
+        "Where the nodes of this machine compute: {choices}. Devices that join say so themselves.", NODES, split=True,
+        bits=True, resume=True)] = "cpu"
     cuts: Annotated[str | None, Is(
         "Layers of each visit, such as 0-2,3-5,6-7; '-' for a last visit with the loss alone.", PIPELINE,
         split=True, usual=_PLAN)] = None

@@ -104,11 +104,13 @@ class Agent:
         listen: str | None,
         say: Callable[[str], None],
         memory_bytes: int = 0,
+        device: str = "cpu",
     ) -> None:
         remove_leftovers()
         self._keys = keys
         self._say = say
         self._memory_bytes = memory_bytes
+        self._device = device
         self._facts = facts
         self._incarnation = secrets.token_hex(8)
         host, _, port = token.address.rpartition(":")
@@ -198,6 +200,7 @@ class Agent:
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
             message.threads, secure=True, memory_bytes=self._memory_bytes, snapshots=str(self._folder.path / "snapshots"),
+            device=self._device,
         )  # fmt: skip
         self._log = self._folder.path / "log"
         self._child = spawn(orders, self._log)

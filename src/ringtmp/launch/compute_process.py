@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -29,6 +28,7 @@ class Orders(msgspec.Struct, frozen=True):
     secure: bool = False
     memory_bytes: int = 0  # what this device lends; 0: what is free
     snapshots: str = ""  # a folder for snapshots; whoever gives the orders removes it
+    device: str = "cpu"  # where it computes, as --device says
     log: str = ""  # a file to write to from here on; empty: as it was started
 
 
@@ -40,8 +40,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 #: On the command line: load everything before orders come.
 SPARE = "spare"
-WAIT_S = 0.2
-FAREWELL_LIMIT_S = 1.0
+GRACE_S = 1.0
 
 
 def main() -> int:
@@ -68,42 +67,21 @@ def main() -> int:
         sys.stdout.buffer.flush()
 
     _load()
-    from ringtmp.launch.watchdog import Watchdog
-    from ringtmp.plan.route import MASTER
+    from ringtmp.launch.worker_loop import work
+    from ringtmp.runtime import compute_device
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.snapshot_store import SnapshotStore
-    from ringtmp.runtime.worker import Worker
-    from ringtmp.strategies.registry import member
-    from ringtmp.strategies.ring.device_trials import Answers
     from ringtmp.system.resources import free_memory_bytes, limit_memory, set_threads
-    from ringtmp.wire.messages import Failed
 
     set_threads(orders.threads)
+    compute_device.use(compute_device.find(orders.device, orders.node))
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
     snapshots = SnapshotStore(Path(orders.snapshots)) if orders.snapshots else SnapshotStore()
     endpoint = Endpoint(
         slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, snapshots=snapshots
     )
-    worker = Worker(endpoint, orders.master, member, Answers())
-    code = 0
-    try:
-        watchdog = Watchdog(lambda: worker.step)
-        while worker.stopped is None:
-            with watchdog:
-                worked = worker.turn()
-            if not worked:
-                endpoint.wait(WAIT_S)
-    except Exception as error:  # whatever it is, the master must hear of it
-        traceback.print_exc()
-        endpoint.post(MASTER, Failed(worker.step, f"{type(error).__name__}: {error}", traceback.format_exc()))
-        code = 1
-    limit = endpoint.clock() + FAREWELL_LIMIT_S
-    while not endpoint.flushed() and endpoint.clock() < limit:
-        endpoint.collect()
-        endpoint.wait(0.02)
-    endpoint.close()
-    return code
+    return work(endpoint, orders.master)
 
 
 def _load() -> None:
@@ -111,8 +89,7 @@ def _load() -> None:
     from ringtmp.system.resources import loading
 
     with loading():
-        import ringtmp.strategies.registry
-        import ringtmp.strategies.ring.device_trials
+        import ringtmp.launch.worker_loop
         import ringtmp.transport.zeromq  # noqa: F401
     gc.freeze()  # all of it stays as long as the process
 
@@ -131,7 +108,7 @@ def _follow_parent() -> None:
     """The pipe closes when the parent is gone or wants us gone. The moment's grace lets a farewell through."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    threading.Event().wait(FAREWELL_LIMIT_S)
+    threading.Event().wait(GRACE_S)
     os._exit(0)
 
 

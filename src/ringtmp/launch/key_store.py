@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import hmac
 import os
-import re
 import secrets
 import shlex
 import time
@@ -24,11 +23,11 @@ from typing import TypeVar
 import msgspec
 
 from ringtmp.errors import UsageError
+from ringtmp.launch.names import checked_name
 from ringtmp.system.files import write_atomic
 from ringtmp.transport.encryption import KeyPair, new_key_pair
 
 T = TypeVar("T")
-NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 TOKEN_LIFE_S = 3600.0
 SECRET_BYTES = 16
 
@@ -37,12 +36,6 @@ def config_dir() -> Path:
     if given := os.environ.get("RINGTMP_CONFIG"):
         return Path(given)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ringtmp"
-
-
-def checked_name(kind: str, name: str) -> str:
-    if not NAME.fullmatch(name):
-        raise UsageError(f"{kind} name {name!r}: use 1 to 32 of a-z, 0-9 and '-', not beginning with '-'")
-    return name
 
 
 class Admitted(msgspec.Struct, frozen=True):

@@ -37,10 +37,12 @@ STEPS_BEFORE_SPARE = 3
 class LocalPool:
     same_machine = True
 
-    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False, keeps: bool = True
+    def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False, keeps: bool = True,
+        device: str = "cpu"
     ) -> None:  # fmt: skip
         """`spare`: have a process ready for the place of one that dies; `keeps`: snapshots in the run's own folder, which has
-        one pool that trains and any number that look."""
+        one pool that trains and any number that look; `device`: where they compute."""
+        self._device = device
         self.nodes = nodes
         self.threads = threads
         self._logs = logs
@@ -85,7 +87,7 @@ class LocalPool:
             replace(other, memory_bytes=min(other.memory_bytes + has, limit))
             for other, has in zip(others, taken, strict=True)
         )
-        return planned_devices.as_this_process(master), *each
+        return planned_devices.on_accelerator((planned_devices.as_this_process(master), *each))
 
     def pids(self) -> dict[int, int]:
         return {node: child.pid for node, child in self._children.items()}
@@ -129,7 +131,7 @@ class LocalPool:
         shutil.rmtree(self._snapshots(node), ignore_errors=True)  # of the one before
         orders = Orders(
             ring, generation, node, addresses[node].endpoints, addresses[0], self.threads,
-            snapshots=str(self._snapshots(node)),
+            snapshots=str(self._snapshots(node)), device=self._device,
         )  # fmt: skip
         ready = self._spare.take(orders, self._log(node)) if self._spare is not None else None
         self._children[node] = ready or spawn(orders, self._log(node))

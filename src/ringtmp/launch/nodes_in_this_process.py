@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 
 from ringtmp.errors import NodeLost
-from ringtmp.launch.planned_devices import as_this_process
+from ringtmp.launch.planned_devices import as_this_process, on_accelerator
 from ringtmp.plan.devices import Device, quota_of
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
@@ -93,7 +93,7 @@ class InMemoryPool:
         if self.nodes == 1:
             limits = group_limits()
             quota = quota_of(limits.cores, limits.period_s, 1) if self.threads == 1 else None
-            return (as_this_process(Device("master", quota=quota)),)
+            return on_accelerator([as_this_process(Device("master", quota=quota))])
         return tuple(Device("master" if node == 0 else f"node {node}") for node in range(self.nodes))
 
     def pids(self) -> dict[int, int]:

@@ -22,6 +22,7 @@ from ringtmp.plan.devices import (
     quota_of,
 )
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
+from ringtmp.runtime import compute_device
 from ringtmp.system.container_limits import Limits
 from ringtmp.system.resources import own_memory_bytes, peak_rss_bytes, rss_bytes
 
@@ -65,6 +66,14 @@ def as_this_process(device: Device) -> Device:
     taken = rss_bytes()
     memory = min(device.memory_bytes + taken, own_memory_bytes())
     return replace(device, memory_bytes=memory, extra_bytes=max(0, taken - PROCESS_BYTES))
+
+
+def on_accelerator(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Nodes of this machine: where they compute on an accelerator, they share what it has left."""
+    free = compute_device.free_bytes()
+    if free is None:
+        return tuple(devices)
+    return tuple(replace(each, memory_bytes=free / len(devices), extra_bytes=0.0) for each in devices)
 
 
 def with_master_here(devices: Sequence[Device], counted_bytes: int) -> tuple[Device, ...]:

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ import torch
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
+from ringtmp.model.hidden_matrices import hidden_matrices
 from ringtmp.model.layers import SMALLER
 from ringtmp.model.output_tree import leaves_of, map_outputs
 from ringtmp.model.portable_layer import HidesInputs
@@ -61,7 +62,8 @@ class Optimizer(Protocol):
     def step(self, lr: float) -> None: ...
 
 
-MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]
+#: Of parameters, and whether each is a hidden matrix.
+MakeOptimizer = Callable[[Sequence[torch.Tensor], Sequence[bool]], Optimizer]
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -139,7 +141,7 @@ class Profiler:
         key = signature((each.layer.train, alike), leaves, wants, self._here)
         found = self._seen.get(key) or self._cache.get(key, self._sizes)
         if missing := found.missing(self._sizes):
-            _refuse_what_cannot_be_tried(each, self._make_optimizer(()).state_tensors)
+            _refuse_what_cannot_be_tried(each, self._make_optimizer((), ()).state_tensors)
             fresh = _measure(each, leaves, wants, missing, make_optimizer=self._make_optimizer, clock=self._clock)
             # An update has no size: the first one measured stays.
             found = msgspec.structs.replace(found if found.points else fresh, points=(*found.points, *fresh.points))
@@ -261,8 +263,8 @@ def _measure(
             forward_s, backward_s = runner.times(clock)
             weights_s = max(0.0, backward_s - runner.input_gradient_s(clock))
             points.append(Measured(size, forward_s, backward_s, stored, runner.output_bytes, weights_s))
-    trained = [owned[each.name] for each in layer.tensors if each.trainable]
-    return Profile(tuple(points), *_update(trained, make_optimizer, clock))
+    trained = {each.name: owned[each.name] for each in layer.tensors if each.trainable}
+    return Profile(tuple(points), *_update(trained, hidden_matrices(layer), make_optimizer, clock))
 
 
 def _own(tensor: torch.Tensor, changes: bool) -> torch.Tensor:
@@ -366,12 +368,14 @@ class _Runner:
         return statistics.median(took[1:])
 
 
-def _update(trained: list[torch.Tensor], make_optimizer: MakeOptimizer, clock: Clock) -> tuple[float, int]:
+def _update(
+    trained: Mapping[str, torch.Tensor], hidden: Collection[str], make_optimizer: MakeOptimizer, clock: Clock
+) -> tuple[float, int]:
     """Seconds of one optimizer step, and the bytes of its state."""
-    trained = [each for each in trained if each.grad is not None]
+    trained = {name: each for name, each in trained.items() if each.grad is not None}
     if not trained:
         return 0.0, 0
-    optimizer = make_optimizer(trained)
+    optimizer = make_optimizer(list(trained.values()), [name in hidden for name in trained])
     took = []
     for _ in range(LEAST_RUNS + 1):
         began = clock()

@@ -91,8 +91,8 @@ class Program:
                 self._random.append((index, numbered, function if isinstance(function, _CustomCall) else None))
                 numbered += drawn
             pack = _packer(args, slot, where, {each: small[each] for each in small if each != table})
-            if device == "meta" and _takes_device(function):
-                # A tensor made from nothing would otherwise be made in real memory.
+            if device != "cpu" and _takes_device(function):
+                # A tensor made from nothing would otherwise be made in the processor's memory.
                 kwargs["device"] = lambda values: where
             function = under_contract(op.target, function)
             if table in small:

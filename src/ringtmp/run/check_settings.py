@@ -29,7 +29,7 @@ from ringtmp.plan.microbatches import MOST
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.sum_tree import check_parts, check_workers
 from ringtmp.runtime.learning_rates import checked_schedule
-from ringtmp.runtime.optimizers import checked_optimizer
+from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, checked_optimizer
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Strategy
 from ringtmp.wire.formats import PLAIN, wire_format
@@ -62,7 +62,14 @@ def resolve(config: RunConfig) -> RunConfig:
             f"--window {ring.window} is too small for {ring.schedule}, which keeps all {microbatches} microbatches in flight: "
             f"leave it out, or use --schedule {DEFAULT_SCHEDULE.name}"
         )
-    workers = len(strategy.roles(settings, ring.nodes).workers)
+    roles = strategy.roles(settings, ring.nodes)
+    optimizer_settings = checked_optimizer(training.optimizer, training.optimizer_settings)
+    if roles.servers and OPTIMIZERS[training.optimizer].matrices is not None:
+        raise UsageError(
+            f"--optimizer {training.optimizer} needs whole matrices, and {ring.strategy} cuts parameters into ranges for its "
+            f"servers: use a strategy without servers, such as {registry.splitting_layers()}, or --optimizer {ELSEWHERE}"
+        )
+    workers = len(roles.workers)
     if not strategy.splits_layers and microbatches < workers:
         raise UsageError(
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
@@ -78,7 +85,7 @@ def resolve(config: RunConfig) -> RunConfig:
         lora=lora,
         epochs=training.epochs if training.steps or training.epochs else DEFAULT_EPOCHS,
         microbatches="auto" if auto else microbatches,
-        optimizer_settings=checked_optimizer(training.optimizer, training.optimizer_settings),
+        optimizer_settings=optimizer_settings,
     )
     return msgspec.structs.replace(config, training=training, ring=ring)
 

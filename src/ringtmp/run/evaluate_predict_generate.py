@@ -20,11 +20,9 @@ from ringtmp.data.user_factories import call_factory, is_factory
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
 from ringtmp.launch.device_facts import parse_listen
-from ringtmp.launch.joined_devices import DevicePool
-from ringtmp.launch.key_store import Rings, checked_name
-from ringtmp.launch.local_processes import LocalPool
+from ringtmp.launch.names import checked_name
 from ringtmp.launch.node_pool import NodePool
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.processes_here import processes_here
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import joined
 from ringtmp.model.pretrained import is_pretrained, pretrained
@@ -123,6 +121,9 @@ def device_pool(
     if start_with is not None and not 2 <= start_with <= nodes:
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
+    from ringtmp.launch.joined_devices import DevicePool  # and ZeroMQ with it
+    from ringtmp.launch.key_store import Rings
+
     return DevicePool(
         Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
         tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
@@ -143,5 +144,4 @@ def _pool_for(run: RunDirectory, config: RunConfig, nodes: int, given: NodePool 
     if given is not None:
         return given
     require_files(nodes)
-    threads = config.training.threads or 1
-    return InMemoryPool(1, threads=threads) if nodes == 1 else LocalPool(nodes, threads, run.logs, keeps=False)
+    return processes_here(nodes, config.training.threads or 1, run.logs, keeps=False)

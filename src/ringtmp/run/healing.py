@@ -19,7 +19,7 @@ from ringtmp.run.members_and_plan import Generation, Generations, Origin, Run
 from ringtmp.run.rebalancing import Ready
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.leader import BaseLeader, Start
-from ringtmp.runtime.optimizers import state_tensors
+from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
 from ringtmp.strategies.base import Leader
 from ringtmp.wire.messages import Renew
@@ -33,7 +33,7 @@ def memory_need(layers: Sequence[Layer], optimizer: str, settings: Mapping[str, 
     activations are not counted: what is short of this cannot go on, what is above it is tried."""
     if nodes == 1:
         return 0
-    trained = sum(layer.trained for layer in layers) * (1 + state_tensors(optimizer, settings))
+    trained = sum(layer.trained + state_values(optimizer, settings, layer) for layer in layers)
     return 4 * (sum(layer.parameters for layer in layers) + trained)
 
 

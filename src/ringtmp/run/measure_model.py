@@ -17,11 +17,13 @@ from ringtmp.data.leave_out_inputs import leave_out, names_of
 from ringtmp.data.nested_inputs import names
 from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.data.sources import Source, Stream, with_loss
+from ringtmp.errors import UsageError
 from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.blocks import patterns_of
 from ringtmp.model.build import BuiltLayer, Known, build_layers
 from ringtmp.model.build_cells import Cutting
 from ringtmp.model.frozen_formats import FROZEN_AS
+from ringtmp.model.hidden_matrices import hidden_matrices
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.prepare_weights import Preparation
@@ -31,7 +33,7 @@ from ringtmp.plan import planner
 from ringtmp.plan.devices import Device, LayerCost
 from ringtmp.plan.planner import Plan
 from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
-from ringtmp.runtime.optimizers import make_optimizer
+from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, make_optimizer
 from ringtmp.strategies.ring.plan import plan_options
 from ringtmp.system.resources import set_threads
 from ringtmp.wire.message_parts import FREE, Crossing
@@ -101,17 +103,14 @@ def measure(
     training, sizes = how.training, sorted({*how.sizes, *how.others})
     optimizer, settings = training.optimizer, training.optimizer_settings
     profiler = Profiler(
-        sample(sizes[-1]),
-        sorted({*how.measured, *how.others}),
-        training.threads or 1,
-        lambda parameters: make_optimizer(optimizer, settings, parameters),
-        optimizer_name=f"{optimizer} {sorted(settings.items())}",
-        cache=ProfileCache(),
-    )
+        sample(sizes[-1]), sorted({*how.measured, *how.others}), training.threads or 1,
+        lambda parameters, matrices: make_optimizer(optimizer, settings, parameters, matrices),
+        optimizer_name=f"{optimizer} {sorted(settings.items())}", cache=ProfileCache(),
+    )  # fmt: skip
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
     evaluated: list[tuple[Crossing, ...]] = []
-    outputs, one_sample, checked = None, True, ""
+    outputs, one_sample, checked, matrices = None, True, "", 0
     state: tuple[tuple[str, str], ...] = ()
     cutting = _cutting(how, names(sample(1)))
     built_layers = build_layers(
@@ -121,6 +120,7 @@ def measure(
     for index, built in enumerate(built_layers):
         take(index, built)
         costs.append(profiler.cost(built))
+        matrices += len(hidden_matrices(built.layer))
         if built.cell is None:
             leaving.append(_crossings(built.sample_outputs, sizes[-1]))
         else:
@@ -130,6 +130,7 @@ def measure(
         outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
         phase(f"reading the model: layer {index + 1}, {built.layer.name}")
         del built  # one layer in memory, not two
+    _require_matrices(optimizer, matrices)
     targets = train.example(_samples_of(outputs, sizes[-1]))[1]
     check_loss(how.loss, how.loss_name, outputs, targets)
     costs[-1] = profiler.with_loss(costs[-1], how.loss, how.loss_name if how.loss_name in LOSSES else None, targets)
@@ -138,6 +139,14 @@ def measure(
         _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
         input_names=names(sample(1)), evaluated=tuple(evaluated), state=state,
     )  # fmt: skip
+
+
+def _require_matrices(optimizer: str, count: int) -> None:
+    if OPTIMIZERS[optimizer].matrices is not None and not count:
+        raise UsageError(
+            f"--optimizer {optimizer} is for the matrices of hidden layers, and this model trains none: a parameter of two "
+            f"dimensions that multiplies what passes through. Use another optimizer, such as {ELSEWHERE}"
+        )
 
 
 def _cutting(how: Reading, inputs: Sequence[str]) -> Cutting:

@@ -25,6 +25,7 @@ from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record_events import Record, unlike
 from ringtmp.run.save_checkpoints import Saving
 from ringtmp.run.what_to_train import Job
+from ringtmp.runtime import compute_device
 from ringtmp.runtime.checkpoint import Checkpoint, Progress
 from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.mailbox import Endpoint
@@ -230,6 +231,7 @@ class Generations:
                 version=__version__, config=msgspec.to_builtins(self.config),
                 facts={**fingerprint(run.pool.threads), **plan.facts, "microbatches": self._microbatches,
                  "microbatches_chosen": chosen, "checked": run.index.checked,
+                 "device": compute_device.name(),
                  "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
                  "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress),
                  "numeric_mode": self.config.training.numeric_mode},
@@ -243,6 +245,8 @@ class Generations:
         if not wire_format(self.config.training.wire).exact:
             return "steps"
         strategy, settings = registry.of(self.config.ring)
+        if compute_device.here().type != "cpu":
+            return "replay"
         by_tree = self.config.training.sum_tree > 1 and strategy.sums_by_tree(settings)
         return "bits" if by_tree else strategy.exactness(settings)
 

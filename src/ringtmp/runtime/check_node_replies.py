@@ -16,7 +16,7 @@ from ringtmp.metrics.energy import Power
 from ringtmp.metrics.events import NodeEnded, NodeStep
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER, Route, holder_of
-from ringtmp.runtime.optimizers import COUNTER, STATE_KEYS
+from ringtmp.runtime.optimizers import NUMBERS, STATE_KEYS
 from ringtmp.runtime.stage import PREVIOUS
 from ringtmp.wire.messages import Held, Hello, Inspected, LayerState, Missing, Timed
 from ringtmp.wire.tensors import TensorSpec, check
@@ -169,8 +169,8 @@ def layer_state(
 
 
 def state_tensor(key: str, spec: TensorSpec | None, shape: Sequence[int]) -> None:
-    """Optimizer state has the shape of its parameter, a counter none."""
-    wanted = () if key == COUNTER else tuple(shape)
+    """Optimizer state has the shape of its parameter, a single number none."""
+    wanted = () if key in NUMBERS else tuple(shape)
     if spec is None or spec.shape != wanted or not spec.dtype.startswith(("float", "bfloat")):
         raise ProtocolError(f"sent {spec} as {key}")
     _one_by_one(spec)

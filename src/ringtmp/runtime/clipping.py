@@ -21,14 +21,13 @@ Norms = list[torch.Tensor]
 NO_GRADIENT = -1.0
 
 
-def norm_of(gradient: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """`dtype` of a parameter that got no gradient."""
-    return torch.full((), NO_GRADIENT, dtype=dtype) if gradient is None else torch.linalg.vector_norm(gradient)
+def norm_of(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.new_full((), NO_GRADIENT) if gradient is None else torch.linalg.vector_norm(gradient)
 
 
 def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
     """One norm per parameter, in their order: a vector for each run of one dtype."""
-    found = [norm_of(each.grad, each.dtype) for each in parameters]
+    found = [norm_of(each.grad, each) for each in parameters]
     return [torch.stack(list(run)) for _, run in groupby(found, key=lambda each: each.dtype)]
 
 

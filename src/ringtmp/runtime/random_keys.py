@@ -12,10 +12,9 @@ import struct
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Reseed
+from ringtmp.runtime import compute_device
 from ringtmp.wire.messages import Randomness
 
 #: The loss comes after all operators of the model, however many there are.
@@ -30,7 +29,7 @@ def random_key(seed: int, step: int, microbatch: int, ordinal: int) -> int:
 
 def seed_generator(seed: int, step: int, microbatch: int, before: int, ordinal: int = 0) -> None:
     """For the random operator number `before + ordinal`."""
-    torch.default_generator.manual_seed(random_key(seed, step, microbatch, before + ordinal))
+    compute_device.seed(random_key(seed, step, microbatch, before + ordinal))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from torch.nn.utils import clip_grads_with_norm_
 from ringtmp.errors import ProtocolError
 from ringtmp.model.deferred_gradients import Job
 from ringtmp.model.frozen_parameters import frozen_names
+from ringtmp.model.hidden_matrices import hidden_matrices
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.model.shrink_frozen_weights import check_kept
 from ringtmp.plan.route import Visit
 from ringtmp.plan.sum_tree import SumTree
+from ringtmp.runtime import compute_device
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of
 from ringtmp.runtime.gradient_sums import GradientSums, Sums
@@ -150,6 +152,8 @@ class Stage:
         self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
     ) -> None:
         """A layer moves in, with its optimizer state if it has one."""
+        tensors = compute_device.brought(tensors)
+        state = dict(zip(state, compute_device.brought(list(state.values())), strict=True))
         staged = StagedLayer(layer, tensors, self._program(layer.train), self._program(layer.evaluate))
         self._layers[index] = staged
         if state:
@@ -173,9 +177,11 @@ class Stage:
             return
         if self._recipe.sum_tree > 1:
             self._sums = [GradientSums(self._tree, each) for each in self._parameters]
+        hidden = {index: hidden_matrices(self._layers[index].layer) for index in self.visit.layers}
         self._optimizer = make_optimizer(
-            self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest]
-        )
+            self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest],
+            [name in hidden[index] for index, name in named],
+        )  # fmt: skip
         for index, state in self._states.items():
             for (parameter, key), value in state.items():
                 if key != PREVIOUS:
@@ -203,6 +209,11 @@ class Stage:
         return (step, microbatch) in self._stored
 
     @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps after the first step."""
+        return 0 if self._optimizer is None else self._optimizer.state_bytes
+
+    @property
     def held(self) -> int:
         """Microbatches whose activations are stored."""
         return len(self._stored)
@@ -225,6 +236,7 @@ class Stage:
     ) -> list[torch.Tensor]:
         """What leaves the segment. In training what `backward` needs is kept: the graph, or to compute it again, only
         what entered."""
+        inputs = compute_device.brought(inputs)
         if not training:
             with torch.no_grad():
                 values, _ = enter(inputs, [False] * len(inputs), self._runs[False].written)
@@ -324,7 +336,7 @@ class Stage:
                 if gradient.shape != output.shape:
                     raise WrongGradient(position, tuple(gradient.shape), tuple(output.shape))
                 roots.append(output)
-                seeds.append(gradient)
+                seeds.append(gradient.to(output.device))
         # Nothing but the graph holds on to activations now, and the graph lets go of each as it is used.
         held.entered, held.outputs = [], None
         part = self._tree.part_of(microbatch, microbatches) if self._sums else 0
@@ -370,12 +382,12 @@ class Stage:
     def give_sums(self, step: int, first: int, gradients: Sequence[Gradient]) -> None:
         """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
         for parameter, gradient in zip(self._parameters[self._side(step)][first:], gradients, strict=False):
-            parameter.grad = None if gradient is None else gradient.view(parameter.shape)
+            parameter.grad = None if gradient is None else gradient.view(parameter.shape).to(parameter.device)
 
     def gradient_norms(self, step: int) -> Norms:
         """What torch's own clipping begins with."""
         self._add_up(step)
-        return norms_of(self._parameters[self._side(step)])
+        return [compute_device.taken_back(each) for each in norms_of(self._parameters[self._side(step)])]
 
     def _add_up(self, step: int) -> None:
         """Every gradient of the step is there."""
@@ -389,7 +401,8 @@ class Stage:
         if self._optimizer is not None:
             parameters = self._parameters[side]
             if total_norm is not None and self._recipe.clip_norm is not None:
-                clip_grads_with_norm_(parameters, self._recipe.clip_norm, total_norm)
+                (norm,) = compute_device.brought([total_norm])
+                clip_grads_with_norm_(parameters, self._recipe.clip_norm, norm)
             if side != self._newest:
                 with torch.no_grad():
                     torch._foreach_copy_(parameters, self._parameters[self._newest])
@@ -406,16 +419,17 @@ class Stage:
         if self._optimizer is not None:
             for name in layer.trainable:
                 for key, value in sorted(self._optimizer.states[self._position[index, name]].items()):
-                    state[name, key] = value
+                    state[name, key] = compute_device.taken_back(value)
                 if self._sides > 1:
-                    state[name, PREVIOUS] = layer.sides[1 - self._newest][name].detach()
+                    state[name, PREVIOUS] = compute_device.taken_back(layer.sides[1 - self._newest][name].detach())
         own = layer.sides[self._newest % len(layer.sides)]
-        return [own[each.name].detach() for each in layer.layer.tensors if each.name not in without], state
+        kept = [own[each.name].detach() for each in layer.layer.tensors if each.name not in without]
+        return [compute_device.taken_back(each) for each in kept], state
 
     def frozen(self, index: int) -> dict[str, torch.Tensor]:
         """The layer's parameters that nothing changes."""
         layer = self._layers[index]
-        return {name: layer.sides[0][name] for name in layer.frozen}
+        return {name: compute_device.taken_back(layer.sides[0][name]) for name in layer.frozen}
 
     def frozen_of(self, index: int) -> frozenset[str]:
         return self._layers[index].frozen
@@ -432,5 +446,5 @@ class Stage:
     def _program(self, graph: Graph) -> Program:
         key = msgspec.msgpack.encode(graph)
         if key not in self._programs:
-            self._programs[key] = Program(graph)
+            self._programs[key] = Program(graph, str(compute_device.here()))
         return self._programs[key]

@@ -61,7 +61,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 def describe(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview]:
     """The description and the tensor's values as bytes. No copy unless the tensor has holes or overlaps."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
     name = _NAMES.get(tensor.dtype)
     if name is None:
         raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")

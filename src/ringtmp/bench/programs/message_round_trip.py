@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ringtmp.bench.measuring.measurement_files import Result
-from ringtmp.launch.compute_process import WAIT_S
+from ringtmp.launch.worker_loop import WAIT_S
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.transport.encryption import new_key_pair
 from ringtmp.transport.zeromq import ZeroMQTransport

@@ -158,14 +158,14 @@ class Server:
     # -- clipping: the norm of all gradients is a sum over servers ----------------------------------------------------
 
     def _offer_squares(self) -> None:
-        summed = [slot.summed[0] for slot in self._slots.values() if slot.summed is not None]
+        summed = [(slot.summed[0], slot.values) for slot in self._slots.values() if slot.summed is not None]
         if len(summed) == len(self._slots):
             step, count = next(iter(self._slots.values())).updates, len(self._roles.servers)
             if self._tree.parts > 1:  # as torch does: the norm of every parameter's norm
-                norms = [norm_of(each) for each in summed]
+                norms = [norm_of(*each) for each in summed]
                 self.endpoint.post(self._roles.servers[0], Squares(step, 0.0, count, tuple(self._slots)), norms)
                 return
-            squares = sum(float(each.double().square().sum()) for each in summed if each is not None)
+            squares = sum(float(each.double().square().sum()) for each, _ in summed if each is not None)
             self.endpoint.post(self._roles.servers[0], Squares(step, squares, count))
 
     def _add_squares(self, server: int, message: Squares, norms: Sequence[torch.Tensor]) -> None:

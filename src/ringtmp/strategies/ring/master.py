@@ -23,18 +23,18 @@ from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
 from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
-from ringtmp.model.output_tree import nest
+from ringtmp.model.output_tree import map_outputs, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.groups import admission
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.sum_tree import SumTree
-from ringtmp.runtime import check_node_replies
+from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
-from ringtmp.runtime.optimizers import state_tensors
+from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
@@ -72,8 +72,12 @@ REMEMBERED_PASSES = 3
 def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
     """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
     weights, and the latter two once more as the bytes of a file."""
-    state = state_tensors(recipe.optimizer, recipe.optimizer_settings) + recipe.staleness
-    return max(4 * (layer.parameters + 2 * state * layer.trained) for layer in layers)
+
+    def state(layer: Layer) -> int:
+        kept = state_values(recipe.optimizer, recipe.optimizer_settings, layer)
+        return kept + recipe.staleness * layer.trained
+
+    return max(4 * (layer.parameters + 2 * state(layer)) for layer in layers)
 
 
 class NotFinite(Exception):  # noqa: N818
@@ -254,11 +258,12 @@ class Master(BaseLeader):
         nested = nest(self._layers[-1].output, outputs, own=True)
         if not training:
             with torch.no_grad():
-                self._came_out(microbatch, nested)
+                self._came_out(microbatch, map_outputs(compute_device.taken_back, nested))
             return None
         current = self._steps[step]
         with torch.enable_grad():
-            loss = self._loss(nested, current.batch.targets[microbatch])
+            (targets,) = compute_device.brought([current.batch.targets[microbatch]])
+            loss = self._loss(nested, targets)
             weight = current.batch.weights[microbatch]
             value = float(loss.detach())
             if not math.isfinite(value):

@@ -30,7 +30,6 @@ from ringtmp.runtime.checkpoint import LayerTensors
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
 from ringtmp.runtime.mailbox import Endpoint, Mail
-from ringtmp.runtime.optimizers import state_tensors
 from ringtmp.runtime.stage import Stage, WrongGradient
 from ringtmp.runtime.worker import farewell, report
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
@@ -485,8 +484,8 @@ class Node:
         if self.setup.recompute != "auto":
             return self.setup.recompute == "all"
         parameters = sum(state.stage.parameter_bytes for state in self.visits.values())
-        recipe = self.setup.recipe  # gradients and optimizer state are still to come
-        room = free_memory_bytes() - (1 + state_tensors(recipe.optimizer, recipe.optimizer_settings)) * parameters
+        state = sum(each.stage.state_bytes for each in self.visits.values())
+        room = free_memory_bytes() - parameters - state  # gradients and optimizer state are still to come
         return saved_bytes * (self._places - 1) * len(self.visits) > room // 2
 
     # -- small things -------------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""Where the stages of this process compute: the processor, or an accelerator that torch knows. One for the whole process.
+
+Only stages know of it: what enters one is brought there, and what leaves a node comes back into the processor's memory,
+because messages, snapshots and checkpoints are made of that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ringtmp.errors import UsageError
+
+PROCESSOR = torch.device("cpu")
+_current = PROCESSOR
+
+
+def find(name: str, number: int = 0) -> torch.device:
+    """A device by its setting. Where a machine has several of them, node `number` gets one after the other."""
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if has_cuda else "mps" if has_mps else "cpu"
+    if name == "cuda":
+        if not has_cuda:
+            raise UsageError(f"--device cuda: {_why_no_cuda()}; use --device cpu, or auto")
+        return torch.device("cuda", number % torch.cuda.device_count())
+    if name == "mps" and not has_mps:
+        raise UsageError("--device mps: this machine has no Metal device that torch can use; use --device cpu, or auto")
+    return torch.device(name)
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    return "torch finds no NVIDIA GPU on this machine"
+
+
+def use(device: torch.device) -> None:
+    """From here on. With full float32 products, and the same bits for the same work on one kind of device."""
+    global _current
+    _current = device
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it matrix products are not deterministic
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        torch.cuda.set_device(device)
+
+
+@contextmanager
+def computing_on(name: str) -> Iterator[None]:
+    """A run's own setting, for as long as it lasts."""
+    before = _current
+    use(find(name))
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def here() -> torch.device:
+    return _current
+
+
+def name() -> str:
+    """For people and for the record: cpu, or what the accelerator is called."""
+    return torch.cuda.get_device_name(_current) if _current.type == "cuda" else _current.type
+
+
+def seed(key: int) -> None:
+    """The generators that random operators draw from here."""
+    torch.default_generator.manual_seed(key)
+    if _current.type == "cuda":
+        torch.cuda.default_generators[_current.index or 0].manual_seed(key)
+    elif _current.type == "mps":
+        torch.mps.manual_seed(key)
+
+
+def brought(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in the memory of this process's device; one that comes several times is still one."""
+    if _current.type == "cpu":
+        return list(tensors)
+    moved = {id(tensor): tensor.to(_current) for tensor in tensors}
+    return [moved[id(tensor)] for tensor in tensors]
+
+
+def taken_back(tensor: torch.Tensor) -> torch.Tensor:
+    """In the processor's memory."""
+    return tensor.cpu() if _current.type != "cpu" else tensor
+
+
+def free_bytes() -> int | None:
+    """What the accelerator has left; None: stages use the processor's memory."""
+    return int(torch.cuda.mem_get_info(_current)[0]) if _current.type == "cuda" else None

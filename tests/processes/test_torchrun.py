@@ -1,0 +1,152 @@
+"""Ranks that torchrun starts: the same bits as a ring of our own processes, without ZeroMQ; restarts; refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from commands import assert_all_gone, here, wait_for_step
+from ringtmp.cli.ranks import as_rank, goes_on_in
+from ringtmp.errors import UsageError
+from ringtmp.launch.rank_environment import Rank, this_rank
+
+#: What a rank runs: the command line, which must not need ZeroMQ.
+PROGRAM = """
+import sys
+from ringtmp.__main__ import main
+try:
+    main()
+finally:
+    assert "zmq" not in sys.modules and "ringtmp.launch.agent" not in sys.modules
+"""
+ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def torchrun(ranks: int, *args: object, cwd: Path, more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    (cwd / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *more]
+    return subprocess.Popen(
+        [*command, "program.py", "train", *map(str, args)],
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def summary(process: subprocess.Popen[str]) -> dict[str, object]:
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    found: dict[str, object] = json.loads(out)
+    return found
+
+
+def digest(*args: object, cwd: Path) -> str:
+    return str(json.loads(here("train", *args, "--json", "--quiet", cwd=cwd).stdout)["weights_sha256"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, ("--schedule", "zero-bubble")),
+        pytest.param(4, ("--schedule", "1f1b"), marks=pytest.mark.long),
+        pytest.param(2, ("--model", "convnet", "--optimizer", "adamw", "--clip-norm", 1), marks=pytest.mark.long),
+    ],
+)
+def test_ranks_have_the_bits_of_one_process_and_need_no_zeromq(
+    ranks: int, settings: tuple[object, ...], tmp_path: Path
+) -> None:
+    given = ("--steps", 6, *settings)
+    told = summary(torchrun(ranks, *given, "--json", cwd=tmp_path))
+    assert told["nodes"] == ranks
+    assert told["weights_sha256"] == digest(*given, "--nodes", 1, cwd=tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_train_by_all_reduce_with_the_bits_of_our_own_processes(ranks: int, tmp_path: Path) -> None:
+    given = ("--steps", 6, "--strategy", "allreduce")
+    told = summary(torchrun(ranks, *given, "--json", cwd=tmp_path))
+    assert told["weights_sha256"] == digest(*given, "--nodes", ranks, cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_a_killed_rank_is_restarted_with_all_others_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Its quick twin is `test_after_a_restart_the_run_of_the_ranks_before_goes_on`."""
+    given = ("--steps", 400, "--checkpoint-every", 20)
+    started = torchrun(2, *given, "--json", "--run-dir", "run", cwd=tmp_path, more=("--max-restarts", "1"))
+    wait_for_step(tmp_path / "run", 45, started)
+    ranks = [each for each in psutil.Process(started.pid).children() if "program.py" in each.cmdline()]
+    (victim,) = [each for each in ranks if each.environ()["RANK"] == "1"]
+    victim.kill()
+    told = summary(started)
+    assert told["weights_sha256"] == digest(*given, "--nodes", 1, cwd=tmp_path)
+    assert_all_gone(ranks)
+
+
+@pytest.mark.long
+def test_an_interrupted_torchrun_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
+    started = torchrun(2, "--steps", 5000, "--run-dir", "run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 5, started)
+    ranks = psutil.Process(started.pid).children()
+    started.send_signal(signal.SIGINT)
+    started.communicate(timeout=60)
+    assert_all_gone(ranks)
+    saved = sorted(int(each.name.removeprefix("step-")) for each in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved[-1] >= 5
+    assert digest("--resume", "run", "--steps", saved[-1] + 2, cwd=tmp_path) == digest(
+        "--steps", saved[-1] + 2, "--nodes", 1, cwd=tmp_path
+    )
+
+
+def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = (
+        "from ringtmp.launch.rank_environment import this_rank\nfrom ringtmp.launch.torchrun_ranks import RankPool\n"
+        "RankPool(this_rank(), 1.0).start('ring', 1)"
+    )
+    environment = dict(os.environ, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "rank 1, rank 2 of 3 did not come within 1 s" in done.stderr, done.stderr
+
+
+def test_a_rank_is_read_from_the_environment() -> None:
+    assert this_rank({}) is None
+    assert this_rank({**ENVIRONMENT, "WORLD_SIZE": "1", "RANK": "0"}) is None
+    assert this_rank({**ENVIRONMENT, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"}) == Rank(1, 4, 2, 3)
+    with pytest.raises(UsageError, match="RANK=4 is not one of 0 to 3"):
+        this_rank({**ENVIRONMENT, "RANK": "4"})
+    with pytest.raises(UsageError, match="must be numbers"):
+        this_rank({**ENVIRONMENT, "RANK": "first"})
+
+
+def test_what_contradicts_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="--nodes 3, but there are 4 ranks"):
+        as_rank({"nodes": 3}, None)
+    with pytest.raises(UsageError, match="--listen is for devices that join"):
+        as_rank({}, "127.0.0.1")
+    chosen: dict[str, object] = {}
+    assert as_rank(chosen, None) == Rank(1, 4)
+    assert chosen == {"nodes": 4}
+
+
+def test_after_a_restart_the_run_of_the_ranks_before_goes_on(tmp_path: Path) -> None:
+    here("train", "--steps", 2, "--nodes", 1, "--quiet", "--run-dir", "run", cwd=tmp_path)
+    first, again = Rank(0, 2, 2), Rank(0, 2, 2, restarts=1)
+    assert goes_on_in(first, tmp_path / "other", None) == (tmp_path / "other", None)
+    assert goes_on_in(again, tmp_path / "run", None) == (None, tmp_path / "run")
+    assert goes_on_in(again, tmp_path / "other", None) == (tmp_path / "other-restart-1", None), (
+        "nothing was begun there"
+    )
+    assert goes_on_in(again, None, tmp_path / "run") == (None, tmp_path / "run")
