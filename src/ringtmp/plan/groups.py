@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
+from typing import TypeVar
 
 from ringtmp.errors import UsageError
+from ringtmp.plan.devices import Device
 from ringtmp.plan.route import MASTER, Route, Visit
 from ringtmp.plan.sum_tree import SumTree
 
@@ -57,13 +60,21 @@ def fitted(groups: Sequence[int], workers: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def members_of(groups: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Who is in which visit: `nodes`, the master first, in their order."""
-    found, first = [(MASTER,)], 1
+T = TypeVar("T")
+
+
+def by_group(groups: Sequence[int], members: Sequence[T]) -> list[tuple[T, ...]]:
+    """The master, and every group: `members`, the master first, in their order."""
+    found, first = [(members[0],)], 1
     for size in groups:
-        found.append(tuple(nodes[first : first + size]))
+        found.append(tuple(members[first : first + size]))
         first += size
-    return [*found, (MASTER,)]
+    return found
+
+
+def members_of(groups: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Who is in which visit."""
+    return [*by_group(groups, nodes), (MASTER,)]
 
 
 def grouped(members: Sequence[tuple[int, ...]], bounds: Sequence[tuple[int, int]]) -> Route:
@@ -73,6 +84,37 @@ def grouped(members: Sequence[tuple[int, ...]], bounds: Sequence[tuple[int, int]
             Visit(at, who[0], *bound, others=who[1:]) for at, (who, bound) in enumerate(visits)
         )
     )  # fmt: skip
+
+
+def as_one_device(members: Sequence[Device]) -> Device:
+    """What a group is to the planner: as fast as all of them together, with the memory of the smallest, and every link."""
+    if len(members) == 1:
+        return members[0]
+    first, links = members[0], [each.link for each in members]
+    link = replace(
+        first.link,
+        up_bytes_per_s=sum(each.up_bytes_per_s for each in links),
+        down_bytes_per_s=sum(each.down_bytes_per_s for each in links),
+        latency_s=max(each.latency_s for each in links),
+    )
+    return replace(
+        first,
+        name="+".join(each.name for each in members),
+        speed=sum(each.pace for each in members),
+        quota=None,
+        cores=sum(each.cores for each in members),
+        memory_bytes=min(each.memory_bytes for each in members),
+        extra_bytes=max(each.extra_bytes for each in members),
+        link=link,
+        takes_turns=any(each.takes_turns for each in members),
+        identity="",
+    )
+
+
+def exchange_s(members: Sequence[Device], gradient_bytes: float) -> float:
+    """Adding up over a group: each sends its gradients once while sums are made and once at the end, but for its own share."""
+    rate = min(min(each.link.up_bytes_per_s, each.link.down_bytes_per_s) for each in members)
+    return 2 * gradient_bytes * (len(members) - 1) / len(members) / rate
 
 
 def member_for(visit: Visit, part: int, tree: SumTree) -> int:

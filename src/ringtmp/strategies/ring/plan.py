@@ -19,8 +19,10 @@ from ringtmp.metrics.events import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
+from ringtmp.model.running_statistics import refuse_statistics
 from ringtmp.plan import planner
 from ringtmp.plan.devices import rate_between
+from ringtmp.plan.groups import as_one_device, exchange_s, fitted, grouped, members_of, parse_groups
 from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.planner import Plan, PlanOptions
@@ -36,7 +38,7 @@ from ringtmp.strategies.ring.master import Master
 from ringtmp.strategies.ring.tensor_routes import flow_of, what_travels
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
 from ringtmp.system.resources import peak_rss_bytes
-from ringtmp.units import bytes_text
+from ringtmp.units import bytes_text, seconds_text
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Setup
 
@@ -64,35 +66,77 @@ class RingPlan:
 
 
 def plan(request: PlanRequest) -> RingPlan:
+    if request.config.ring.groups is not None:
+        return _plan_groups(request, request.config.ring.groups)
     members = kept_apart(sorted(request.addresses), request.apart)
     request = _arranged(request, members)
-    config, layers, index = request.config, request.layers, request.index
     planned = planner.plan(request.index.costs, request.devices, _options(request), request.paths)
     route, warnings = _route(request, planned)
     route = _numbered(route, members)
     if gone := sorted(set(request.addresses) - set(members)):
         who = ", ".join(f"node {node}" for node in gone)
         warnings += (f"{who} is left out: no order of the ring lets every node reach its neighbours",)
-    recipe = request.recipe
+    if request.step == 0:
+        warnings += _slow_ways(planned)
+    made = _laid_out(request, route, warnings, planned.window, _lines(route, members, request))
+    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}
+    movable = planned if _movable(request.config.ring) else None
+    return replace(
+        made, lines=planned.summary(request.chosen), facts=facts, planned=movable, left_out=bool(planned.left_out)
+    )
+
+
+def _plan_groups(request: PlanRequest, text: str) -> RingPlan:
+    """Every group is one device to the planner; the window is as much wider as the largest group has members."""
+    nodes = sorted(request.addresses)
+    groups = fitted(parse_groups(text), len(nodes) - 1)
+    refuse_statistics(request.layers, "with --groups microbatches pass it in another order", "a ring without --groups")
+    members = members_of(groups, nodes)
+    there = dict(zip(nodes, request.devices, strict=True))
+    stages = [[there[node] for node in each] for each in members[:-1]]
+    ring = request.config.ring
+    if len(groups) != len(parse_groups(text)):  # cuts were meant for as many stages as there were
+        ring = msgspec.structs.replace(ring, cuts=None)
+    config = msgspec.structs.replace(request.config, ring=ring)
+    options = plan_options(
+        config, request.batch_size, request.microbatches, len(request.layers), len(stages), keep_all=True
+    )  # fmt: skip
+    planned = planner.plan(request.index.costs, [as_one_device(each) for each in stages], options, None)
+    count = options.ring.microbatches
+    window = ring.window or min(count, planned.window * max(groups))
+    route = grouped(members, planned.bounds)
+    made = _laid_out(request, route, _exposed(request, planned.bounds), window, {})
+    sums_s = max(
+        exchange_s(stage, sum(cost.gradient_bytes for cost in request.index.costs[slice(*bound)]))
+        for stage, bound in zip(stages, planned.bounds, strict=False)
+    )
+    shape = "-".join(["M", *map(str, groups), "M"])
+    lines = (
+        f"plan: groups {shape}, {count} microbatches, about {seconds_text(planned.step_s + sums_s)} a step, of which groups "
+        f"add up their gradients for {seconds_text(sums_s)}",
+        *planned.summary(request.chosen)[1:],
+    )
+    return replace(made, lines=lines, facts={"window": window, "groups": shape})
+
+
+def _laid_out(
+    request: PlanRequest, route: Route, warnings: tuple[str, ...], window: int, lines: dict[int, float]
+) -> RingPlan:
+    config, layers, index, recipe = request.config, request.layers, request.index, request.recipe
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
     if request.step == 0:  # once: not again when a ring heals or a run is resumed
         warnings += (danger,) if danger is not None else ()
-        warnings += _slow_ways(planned)
     flow = flow_of(layers, route, index.crossing)
     if request.step == 0:
         warnings += what_travels(flow, route, index.input_names)
     setup = Setup(
-        route, recipe, planned.window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
+        route, recipe, window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.keep.protect, _lines(route, members, request),
+        config.training.wire, config.keep.protect, lines,
         flow, index.aside,
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}
-    return RingPlan(
-        request, setup, warnings, planned.summary(request.chosen), facts, shares, planned if _movable(config.ring) else None,
-        bool(planned.left_out),
-    )  # fmt: skip
+    return RingPlan(request, setup, warnings, (), {}, shares)
 
 
 def tried(
@@ -162,6 +206,8 @@ def refuse_too_few(
     """What the number of layers, and which of them have parameters, tells before they are compared and measured. `why`:
     what keeps a module from being cut into more; empty for a list of layers."""
     ring, layers, ends = config.ring, len(has_parameters), Ends.of(has_parameters)
+    if ring.groups is not None:
+        nodes = 1 + len(fitted(parse_groups(ring.groups), nodes - 1))
     visits = len(holders_of(nodes, ring.laps, ring.route))
     if ring.cuts is not None:
         parse_cuts(ring.cuts, layers, nodes, visits)
@@ -202,7 +248,7 @@ def plan_options(
 
 def _movable(ring: RingPart) -> bool:
     """Whether the cuts are the plan's own, on a plain ring."""
-    return ring.cuts is None and ring.laps == 1 and ring.route == "ring"
+    return ring.cuts is None and ring.groups is None and ring.laps == 1 and ring.route == "ring"
 
 
 def _forecast(request: PlanRequest, planned: Plan) -> Forecast:
@@ -237,13 +283,17 @@ def _members(request: PlanRequest, planned: Plan) -> list[int]:
 
 
 def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]:
+    members = _members(request, planned)
+    holders = [members[holder] for holder in planned.options.holders(len(members))]
+    return route_over(holders, planned.bounds), _exposed(request, planned.bounds)
+
+
+def _exposed(request: PlanRequest, bounds: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """What leaves the master that a user may want to keep there."""
     nodes = request.config.ring.nodes
     if request.config.ring.recompute == "all":
         refuse_unrepeatable(request.layers)
     has_parameters = hides_inputs(request.layers)
-    members = _members(request, planned)
-    holders = [members[holder] for holder in planned.options.holders(len(members))]
-    bounds = planned.bounds
     warnings = []
     if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
         warnings.append(
@@ -251,7 +301,7 @@ def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]
         )
     if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
         warnings.append("the front has no layer with parameters: the raw inputs leave the master")
-    return route_over(holders, bounds), tuple(warnings)
+    return tuple(warnings)
 
 
 def _numbered(route: Route, members: Sequence[int]) -> Route:
