@@ -171,6 +171,6 @@ def test_running_statistics_are_refused_by_name_where_workers_share_microbatches
              ({"nodes": 3, "groups": "2"}, "--groups")]  # fmt: skip
     for number, (how, why) in enumerate(cases):
         config = RunConfig(training=part, ring=RingPart(**{"nodes": 2, **how}))
+        run_dir, pool = tmp_path / str(number), InMemoryPool(config.ring.nodes)
         with pytest.raises(UsageError, match=rf"layer '3' changes .*running_mean.*\(BatchNorm\?\).*{why}.*LayerNorm"):
-            run_dir, pool = tmp_path / str(number), InMemoryPool(config.ring.nodes)
             api.start(config, stack(), (tensors("t", *blobs()), None), None, run_dir=run_dir, pool=pool)

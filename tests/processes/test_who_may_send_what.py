@@ -48,7 +48,8 @@ EXAMPLES: dict[type, Message] = {
     type(each): each
     for each in (
         messages.Activations(1, 0, 1, 0, 2, True, True, ()), messages.Gradients(1, 0, 1, 0), messages.Norms(1, 1),
-        messages.Scale(1, 1), messages.Hello(1, "2", "x"), SETUP, messages.Place(1, b"", ()), messages.Placed(1),
+        messages.Scale(1, 1), messages.GroupSum(1, 1, 0, 2, 0),
+        messages.Hello(1, "2", "x"), SETUP, messages.Place(1, b"", ()), messages.Placed(1),
         messages.Fetch(1, 0), messages.LayerState(1, ()), messages.Report(()), messages.Inspect(0),
         messages.Inspected(()), messages.Failed(0, "", ""), messages.Accused(2, ""), messages.Stop(""), messages.Bye(b""),
         messages.Renew(2), messages.Keep(0, 1, 0, 0.0, b""), messages.Held(0, 1, 1, 0.0, 0.0), messages.Whole(0),
@@ -104,7 +105,7 @@ def may(message: Message, by: int, to: int, strategy: str | None, phase: Phase) 
     for group, node, other in ((rule.by, by, to), (rule.to, to, by)):
         known = ROLES[strategy or "ring"][node]
         if strategy is None:  # who will be a neighbour, a server or a worker is not known yet
-            known = known | {Who.BEFORE, Who.AFTER, Who.SERVER, Who.WORKER}
+            known = known | {Who.BEFORE, Who.AFTER, Who.MEMBER, Who.SERVER, Who.WORKER}
         elif strategy == "ring":
             known = known | {who for who, there in ABOUT_VISIT_1.items() if node == there and other == 1}
             if isinstance(message, messages.Keep):  # of node 1 to node 2, of node 2 to the master
