@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -24,6 +25,8 @@ from ringtmp.wire.tensors import ALIGNMENT
 
 #: Tensors travel together until they have this many values.
 BUCKET = 1 << 16
+#: Whose sums may be under way: this one, and the next of a member that has this one's already.
+MOST_PASSES = 2
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,7 @@ class GroupSums:
         self._turn = 0  # the pass whose sums are under way; 0: none
         self._step = 0
         self._early: list[Mail] = []  # of the next pass
-        self._seen: set[tuple[int, int, int, int]] = set()  # turn, bucket, node and chunk of what came
-        self._last_turn = 0
+        self._seen: dict[int, set[tuple[int, int, int]]] = {}  # by pass: bucket, node and chunk of what came
 
     def begin(self, turn: int, step: int) -> bool:
         """Every gradient of the pass that this member has is there. True: so is the sum over all members."""
@@ -92,7 +94,8 @@ class GroupSums:
             addition = TreeAddition(self._adding, self._rank, mine, bucket.slots, bucket.size, bucket.dtype)
             self._additions.append(addition)
             self._send(number, addition.begin())
-        early, self._early = self._early, []
+        early = [mail for mail in self._early if cast(GroupSum, mail.message).turn == turn]
+        self._early = [mail for mail in self._early if mail not in early]
         for mail in early:
             self._take(mail)
         return self._ended()
@@ -142,7 +145,7 @@ class GroupSums:
     def check(self, sender: int, message: GroupSum, done_turn: int) -> None:
         """ProtocolError: not this member's to send, not now, or not as large as it must be."""
         rank, known = self._visit.members.index(sender), self._known_buckets()
-        if message.turn <= done_turn or (self._turn and message.turn != self._turn):
+        if message.turn <= done_turn:
             raise ProtocolError(f"sent a sum of pass {message.turn} out of turn")
         if not (0 <= message.bucket < len(known) and 0 <= message.chunk < self._adding.chunks):
             raise ProtocolError(f"sent chunk {message.chunk} of bucket {message.bucket}, which there is not")
@@ -156,12 +159,11 @@ class GroupSums:
             raise ProtocolError(f"sent {len(message.there)} tensors of {len(bucket.slots)}")
         first, stop = self._adding.bounds(message.chunk, bucket.size)
         _check_values(message.tensors, not message.there or any(message.there), stop - first, bucket.dtype)
-        if message.turn > self._last_turn:
-            self._last_turn, self._seen = message.turn, set()
-        name = message.turn, message.bucket, message.node, message.chunk
-        if message.turn < self._last_turn or name in self._seen:
-            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node} in pass {message.turn} twice")
-        self._seen.add(name)
+        self._seen = {turn: seen for turn, seen in self._seen.items() if turn > done_turn}
+        seen, name = self._seen.setdefault(message.turn, set()), (message.bucket, message.node, message.chunk)
+        if name in seen or len(self._seen) > MOST_PASSES:
+            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node} in pass {message.turn} out of turn")
+        seen.add(name)
 
 
 def _check_values(specs: Specs, wanted: bool, size: int, dtype: torch.dtype) -> None:

@@ -238,7 +238,7 @@ class Node:
             current = state.current
             if current is not None and current.training:
                 if current.backwarded == current.microbatches:
-                    return "clipping"
+                    return "clipping" if current.summed else "sums"
                 if state.visit.index == 0 and state.activations:
                     return "window"
                 if current.forwarded == current.microbatches:

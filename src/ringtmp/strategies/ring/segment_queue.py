@@ -107,11 +107,11 @@ class VisitState:
         return self.passes[-1]
 
     def arrived(self, mail: Mail) -> None:
-        """Something to go forward with. To a member of a group several may send, and passes of one that is ahead wait."""
+        """Something to go forward with. Among groups several may send, and a pass of one that is ahead waits."""
         message = cast(Activations, mail.message)
         queue = self.activations if message.source < 0 else self.skipped.setdefault(message.source, deque())
         place = len(queue)
-        while place and self.share is not None and cast(Activations, queue[place - 1].message).turn > message.turn:
+        while place and self.grouped and cast(Activations, queue[place - 1].message).turn > message.turn:
             place -= 1
         queue.insert(place, mail)
 
