@@ -4,6 +4,7 @@
 # make long    what takes longer (at most 45 minutes)
 # make nightly what takes hours, in parts: a part is a test file (make nightly PART="seeded_faults bench_speed"). A part that
 #              has passed leaves a stamp in runs/nightly and is not run again unless asked: make nightly AGAIN=1
+# make screenshots   pictures of the live page for docs/ (needs chromium)
 # make bench   every experiment, as root on Linux, into runs/bench (hours; it goes on where it was stopped)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ AGAIN ?=
 # pytest says 5 where it finds no test.
 OR_NONE := || test $$? -eq 5
 
-.PHONY: setup demo test lint quick long nightly bench clean
+.PHONY: setup demo test lint quick long nightly bench screenshots clean
 
 setup: $(STAMP)
 
@@ -57,6 +58,9 @@ runs/nightly/%: | setup
 
 bench: setup
 	$(BIN)/ringtmp bench all --out runs/bench
+
+screenshots: setup
+	$(BIN)/python scripts/make_screenshots.py
 
 clean:
 	rm -rf $(VENV) dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,7 @@
 
     python scripts/compare_weight_digests.py record docs/digests.json     run every case and write its digest
     python scripts/compare_weight_digests.py compare docs/digests.json    run every case again and name those that differ
+    python scripts/compare_weight_digests.py ... --only resume,killed     only cases whose name has one of these words
 
 Models, strategies, schedules, routes, wires, optimizers, healing after a kill, resuming. Digests hold for one fingerprint
 (torch build, CPU capability), which is recorded with them; with another one `compare` says so and compares nothing.
@@ -81,8 +82,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
+    parser.add_argument("--only", metavar="WORDS", default="", help="words of the cases to run, separated by commas")
     asked = parser.parse_args()
-    found = {"fingerprint": fingerprint(), "digests": measure()}
+    words = asked.only.split(",")
+    found = {"fingerprint": fingerprint(), "digests": measure(words)}
     if asked.verb == "record":
         asked.file.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{len(found['digests'])} digests in {asked.file}")
@@ -90,7 +93,7 @@ def main() -> None:
     before = json.loads(asked.file.read_text())
     if before["fingerprint"] != found["fingerprint"]:
         sys.exit(f"recorded with {before['fingerprint']}, this machine is {found['fingerprint']}: nothing to compare")
-    names = before["digests"].keys() | found["digests"].keys()
+    names = {name for name in before["digests"] if wanted(name, words)} | found["digests"].keys()
     unlike = sorted(name for name in names if before["digests"].get(name) != found["digests"].get(name))
     for name in unlike:
         print(f"DIFFERS {name}: {before['digests'].get(name)} -> {found['digests'].get(name)}")
@@ -98,7 +101,11 @@ def main() -> None:
     sys.exit(1 if unlike else 0)
 
 
-def measure() -> dict[str, str]:
+def wanted(name: str, words: list[str]) -> bool:
+    return any(word in name for word in words)
+
+
+def measure(words: list[str]) -> dict[str, str]:
     cases: dict[str, tuple[str, ...]] = {
         f"{model}, {ring}": (f"{MODELS[model]} {RINGS[ring]}",) for model in MODELS for ring in RINGS
     }
@@ -106,6 +113,8 @@ def measure() -> dict[str, str]:
     cases |= RESUMED
     found = {}
     for name, parts in cases.items():
+        if not wanted(name, words):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
             found[name] = train(["--run-dir", str(run), *parts[0].split()])
@@ -113,6 +122,8 @@ def measure() -> dict[str, str]:
                 found[name] = train(["--resume", str(run), *parts[1].split()])
         print(f"{found[name][:16]}  {name}", flush=True)
     for name, (args, step) in KILLED.items():
+        if not wanted(name, words):
+            continue
         found[name] = killed(args, step)
         print(f"{found[name][:16]}  {name}", flush=True)
     return found

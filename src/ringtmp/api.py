@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, replaced
-from ringtmp.config.as_keywords import as_keywords
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.keywords import checked_keywords, fields, shows_settings
+from ringtmp.config.options_to_keywords import as_keywords
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, Stream, Table, from_python, text_of, with_loss
 from ringtmp.data.text_samples import Reading, read_text
@@ -25,7 +25,7 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.launch.processes_here import processes_here
 from ringtmp.metrics import events
 from ringtmp.model import zoo
-from ringtmp.model.language_facts import LanguageFacts
+from ringtmp.model.language_model_config import LanguageFacts
 from ringtmp.model.layers import Model
 from ringtmp.model.next_token import Choice
 from ringtmp.model.pretrained import is_pretrained, pretrained

@@ -184,7 +184,7 @@ def test_a_pulled_cable_then_an_owner_lost_with_its_holder(labs: Callable[..., L
     lab.assert_same_bits()
 
 
-@pytest.mark.long
+@pytest.mark.nightly  # in memory: test_unreachable_neighbours
 def test_a_lost_route_to_the_master_and_one_between_two_neighbours(labs: Callable[..., Lab]) -> None:
     lab = labs(4)
     lab.ip("attic", "route", "add", "blackhole", f"{ADDRESSES['desk']}/32")  # one direction

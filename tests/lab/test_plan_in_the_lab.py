@@ -27,7 +27,7 @@ def trial(folder: Path, width: int, protect: str = "off", steps: int = 2) -> tup
 
 
 @needs_isolation
-@pytest.mark.long
+@pytest.mark.nightly  # a wider one is refused below
 @pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_widest_model_a_plan_accepts_runs_under_its_cap_and_a_little_wider_is_refused(tmp_path: Path) -> None:

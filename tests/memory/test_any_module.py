@@ -44,10 +44,11 @@ def _rows(value: Any, step: int) -> Any:
 
 
 def _tier(name: str, nodes: int, schedule: str) -> list[pytest.MarkDecorator]:
-    """Every model on two rings in `make long`; what is left at night."""
+    """Every model on one ring in `make long`; what is left at night."""
     if (name, nodes) in QUICK:
         return [] if schedule == "zero-bubble" or nodes != 3 else [pytest.mark.long]
-    return [pytest.mark.long if (nodes, schedule) in {(2, "1f1b"), (4, "zero-bubble")} else pytest.mark.nightly]
+    ring = ((2, "1f1b"), (4, "zero-bubble"))[list(ORDINARY).index(name) % 2]
+    return [pytest.mark.long if (nodes, schedule) == ring else pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

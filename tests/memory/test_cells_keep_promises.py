@@ -58,11 +58,16 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 QUICK = {("unet", "recompute all, laps"), ("tied", "delayed, v, clipped")}
 
 
+def _tier(number: int, way: str) -> pytest.MarkDecorator:
+    """Every way with one model in `make long`, with the other at night."""
+    return pytest.mark.nightly if (list(WAYS).index(way) + number) % 2 else pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=[] if (name, way) in QUICK else [pytest.mark.long])
-        for name in NAMES
+        pytest.param(name, way, marks=[] if (name, way) in QUICK else _tier(number, way))
+        for number, name in enumerate(NAMES)
         for way in WAYS
     ],
 )

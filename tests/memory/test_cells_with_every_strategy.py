@@ -68,7 +68,7 @@ def test_synchronous_strategies_agree_with_the_plain_loop(name: str, strategy: s
 
 @both(OTHERS)
 def test_other_strategies_learn(name: str, strategy: str, begun: Any) -> None:
-    done = begun(name).run(InMemoryPool(3), ring_part(strategy), steps=20)
+    done = begun(name).run(InMemoryPool(3), ring_part(strategy), steps=10)
     found = losses(done)
     assert found[-1] < found[0]
 

@@ -48,9 +48,13 @@ def _saved(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "recompute")) for name in CHANGES]
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[pytest.mark.long] * (name == "recompute" or (number + other) % 2))
+        for number, name in enumerate(CHANGES)
+        for other, way in enumerate(("command line", "Python"))
+    ],
 )
-@pytest.mark.parametrize("way", ["command line", "Python"])
 def test_a_resumed_run_may_change_it_and_keeps_its_bits(
     name: str, way: str, parts: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -175,7 +175,7 @@ def test_survivors_of_an_allreduce_give_the_new_one_what_they_have_and_no_bit_ch
     assert all(int(each) == 4 + STEPS - 1 for each in tracked), "a forward pass that was done again counts once"
 
 
-@pytest.mark.parametrize("victim", [1, 3])
+@pytest.mark.parametrize("victim", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_an_allreduce_goes_on_without_the_lost_worker_from_the_same_step(
     victim: int, base: Base, calm: dict[str, api.Result]
 ) -> None:
@@ -263,7 +263,9 @@ def test_gradients_of_one_step_are_of_every_worker_or_of_those_that_are_left(
     assert set(seen[0, STEPS - 1]) == {1, 3}
 
 
-@pytest.mark.parametrize("consistency", ["async", "ssp:2", "ssp:0"])
+@pytest.mark.parametrize(
+    "consistency", ["ssp:2", *(pytest.param(each, marks=pytest.mark.long) for each in ("async", "ssp:0"))]
+)
 def test_whoever_waits_for_a_clock_does_not_wait_for_a_lost_one(consistency: str, base: Base) -> None:
     hit = base.run(Mortal(4, Death(2, 6, 3)), "ps", {"consistency": consistency}, steps=30)
     (healed,) = hit.summary.recoveries
@@ -281,7 +283,7 @@ def test_a_lost_server_is_told_of_too_and_a_worker_may_go_after_it(base: Base) -
 
 
 @pytest.mark.parametrize("turns", [3, *rarer(range(4, 30))])
-@pytest.mark.parametrize("consistency", ["bsp", "ssp:1"])
+@pytest.mark.parametrize("consistency", ["ssp:1", pytest.param("bsp", marks=pytest.mark.long)])
 def test_a_node_that_serves_and_works_may_go_where_there_are_replicas(consistency: str, turns: int, base: Base) -> None:
     settings = {"servers": "workers", "replicas": 1, "consistency": consistency}
     hit = base.run(Mortal(4, Death(2, 5, turns), seed=turns), "ps", settings, clip_norm=1.0)

@@ -20,7 +20,7 @@ from ringtmp.model.tensor_file import Described, TensorFile
 from ringtmp.run import saved_model
 from ringtmp.run.export_weights import export_weights
 from ringtmp.run.saved_model import SavedModel
-from ringtmp.system.staged_files import staged
+from ringtmp.system.write_files_together import staged
 
 
 def trained(model: nn.Module | str, data: Any, folder: Path, **more: Any) -> Any:

@@ -169,11 +169,16 @@ def test_what_else_runs_a_layer_gives_the_same(ring: dict[str, Any], tmp_path: P
     assert all(torch.equal(one.model.get_parameter(name), other.model.get_parameter(name)) for name in frozen)
 
 
-def test_a_lost_node_and_a_resumed_run_keep_the_bits(tmp_path: Path) -> None:
+def test_a_lost_node_keeps_the_bits(tmp_path: Path) -> None:
     calm = run(adapted, tmp_path / "calm", InMemoryPool(3), "int8", steps=8, keep=KeepPart(protect="off"))
     hit = run(adapted, tmp_path / "hit", Mortal(3, Death(1, 5, 3)), "int8", steps=8, keep=KeepPart(protect="memory"))
     assert hit.summary.recoveries
     assert hit.summary.weights_sha256 == calm.summary.weights_sha256
+
+
+@pytest.mark.long  # resumed with other kinds of frozen weights: test_frozen_parts_kept_once
+def test_a_resumed_run_keeps_the_bits(tmp_path: Path) -> None:
+    calm = run(adapted, tmp_path / "calm", InMemoryPool(3), "int8", steps=8, keep=KeepPart(protect="off"))
     run(adapted, tmp_path / "half", InMemoryPool(2), "int8", steps=3)
     rest = api.resume(
         tmp_path / "half", {"steps": 8}, (data(adapted), None), loss, watcher=api.Watcher(), pool=InMemoryPool(3)

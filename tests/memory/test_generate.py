@@ -57,7 +57,7 @@ def best(model: nn.Module, prompt: list[int], count: int, length: int = CONTEXT)
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [3, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 2))])
 def test_gpt_writes_what_the_plain_model_writes(gpt: Result, nodes: int) -> None:
     found = written(gpt, Prompt(SAID, 15), nodes)
     assert found.tokens == best(gpt.model, list(SAID.encode()), 15)
@@ -147,7 +147,7 @@ def test_a_lost_node_ends_it_with_its_name(gpt: Result) -> None:
     assert lost.value.exit_code == 4
 
 
-@pytest.mark.parametrize("frozen_as", ["int8", "bfloat16"])
+@pytest.mark.parametrize("frozen_as", ["int8", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_frozen_weights_that_are_kept_small_are_read_as_the_run_reads_them(frozen_as: str, tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     here(

@@ -101,7 +101,9 @@ class Departing(InMemoryPool):
         return super().advance()
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case == "delayed")) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in ("clipped", "delayed"))) for case in CASES]
+)
 def test_two_nodes_die_and_the_bits_are_those_of_an_undisturbed_run(case: str, tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", InMemoryPool(4), **CASES[case])
     pool = Mortal(4, Death(2, 3, 5), Death(1, 7, 1))

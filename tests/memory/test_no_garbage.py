@@ -46,12 +46,12 @@ def collecting() -> Iterator[Collecting]:
 @pytest.mark.parametrize(
     ("ring", "training"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.long),
         ({"schedule": "zero-bubble"}, {"clip_norm": 1.0}),
         ({"recompute": "all"}, {"staleness": 1}),
         ({"laps": 2}, {"wire": "int8"}),
         ({"strategy": "ps"}, {}),
-        ({"strategy": "ps:async"}, {"wire": "bfloat16"}),
+        pytest.param({"strategy": "ps:async"}, {"wire": "bfloat16"}, marks=pytest.mark.long),
         ({"strategy": "allreduce"}, {}),
     ],
     ids=str,

@@ -160,7 +160,7 @@ def test_a_loss_that_draws_has_a_seed_of_its_own(tail: bool, tmp_path: Path) -> 
 
 def test_where_one_layer_ends_and_the_next_begins_changes_no_bit(tmp_path: Path) -> None:
     digests = set()
-    for ends in ((1, 2, 3, 4, 5, 6), (2, 6), (3, 4, 6)):
+    for ends in ((1, 2, 3, 4, 5, 6), (3, 4, 6)):
 
         def build(ends: tuple[int, ...] = ends) -> list[nn.Module]:
             parts = MODELS["rrelu"]()

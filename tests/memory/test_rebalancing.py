@@ -333,7 +333,11 @@ def train(
 
 @pytest.mark.parametrize(
     ("source", "how"),
-    [("snapshot", {}), ("snapshot", {"staleness": 1}), ("checkpoint", {"keep": KeepPart(protect="off")})],
+    [
+        ("snapshot", {}),
+        pytest.param("snapshot", {"staleness": 1}, marks=pytest.mark.long),
+        ("checkpoint", {"keep": KeepPart(protect="off")}),
+    ],
 )
 def test_a_throttled_node_gets_fewer_layers_and_the_bits_stay(
     source: str, how: dict[str, Any], throttled: Throttled, tmp_path: Folder
@@ -449,9 +453,9 @@ class Lab:
 
 
 @needs_isolation
-@pytest.mark.long
+@pytest.mark.nightly  # in memory: test_a_throttled_node_gets_fewer_layers_and_the_bits_stay
 @pytest.mark.alone
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(1200)
 def test_a_device_throttled_four_times_is_rebalanced_within_90_s_to_85_percent_of_the_best(tmp_path: Folder) -> None:
     slowed = Lab(tmp_path / "slowed", 0.4)
     try:

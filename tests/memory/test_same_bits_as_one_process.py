@@ -58,6 +58,10 @@ def batches_of(data: str, steps: int) -> list[Any]:
     return pairs
 
 
+EVERY_RING = list(itertools.product((1, 2, 3, 5), ("1f1b", "gpipe")))
+QUICK_RINGS = [(1, "1f1b"), (3, "gpipe"), (5, "1f1b")]
+
+
 def every_combination() -> list[Any]:
     """Some are quick, with every optimizer and every extra among them."""
     quick = {
@@ -67,11 +71,17 @@ def every_combination() -> list[Any]:
         ("gpt", "sgd momentum", "clipping"),
     }
     found = itertools.product(MODELS, OPTIMIZERS, ("dropout", "clipping"))
-    return [pytest.param(*each, marks=[pytest.mark.long] * (each not in quick)) for each in found]
+    every = [
+        pytest.param(*each, EVERY_RING, marks=pytest.mark.nightly if number % 2 else pytest.mark.long)
+        for number, each in enumerate(found)
+    ]
+    return [*(pytest.param(*each, QUICK_RINGS) for each in sorted(quick)), *every]
 
 
-@pytest.mark.parametrize(("model", "optimizer", "extra"), every_combination())
-def test_any_ring_gives_the_bits_of_a_plain_loop(model: str, optimizer: str, extra: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "optimizer", "extra", "rings"), every_combination())
+def test_any_ring_gives_the_bits_of_a_plain_loop(
+    model: str, optimizer: str, extra: str, rings: list[tuple[int, str]], tmp_path: Path
+) -> None:
     data, settings = MODELS[model]
     settings = {**settings, "dropout": 0.2 if extra == "dropout" else 0.0}
     loss = next_byte if model == "gpt" else cross_entropy
@@ -93,16 +103,13 @@ def test_any_ring_gives_the_bits_of_a_plain_loop(model: str, optimizer: str, ext
         seed=5,
     )
     how = recipe(name, values, seed=5, clip_norm=clip, schedule=schedule)
-    for nodes in (1, 2, 3, 5):
-        for rule in ("1f1b", "gpipe"):
-            window = MICROBATCHES if rule == "gpipe" else None
-            got = ring_in_memory(built, how, batches, MICROBATCHES, loss, nodes, rule, window=window, seed=nodes)
-            assert got == (expected, losses), f"{nodes} nodes, {rule}"
+    for nodes, rule in rings:
+        window = MICROBATCHES if rule == "gpipe" else None
+        got = ring_in_memory(built, how, batches, MICROBATCHES, loss, nodes, rule, window=window, seed=nodes)
+        assert got == (expected, losses), f"{nodes} nodes, {rule}"
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long), 3]
-)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 2, 3))])
 def test_lost_doubled_and_disordered_packets_change_nothing(seed: int, tmp_path: Path) -> None:
     batches = batches_of("digits", 3)
     built = Built(

@@ -151,9 +151,20 @@ def rings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rings())
 def test_random_stacks_cuts_and_windows_give_the_bits_of_a_plain_loop(case: dict[str, Any]) -> None:
+    compare(case)
+
+
+@pytest.mark.long
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rings())
+def test_more_random_stacks_cuts_and_windows_give_the_bits_of_a_plain_loop(case: dict[str, Any]) -> None:
+    compare(case)
+
+
+def compare(case: dict[str, Any]) -> None:
     def build() -> list[nn.Module]:
         return [KINDS[kind]() for kind in case["stack"]]
 

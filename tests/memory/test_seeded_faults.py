@@ -48,7 +48,7 @@ from ringtmp.wire.messages import Held
 STEPS = 4
 QUICK_SEEDS = 90
 #: 20,000 in all: 3,000 in `make long`, the rest in `make nightly`.
-PART_SEEDS, LONG_PARTS, NIGHTLY_PARTS = 500, 2, 40
+PART_SEEDS, LONG_PARTS, NIGHTLY_PARTS = 500, 1, 40
 MEMORY_BYTES = 2**30
 #: Front, workers and tail; the third layer is a Dropout, of which there is nothing to keep.
 CUTS = {2: ("0,1-3,4", "0-1,2-3,4"), 3: ("0,1,2-3,4", "0,1-2,3,4"), 4: ("0,1,2,3,4",)}

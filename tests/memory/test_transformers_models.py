@@ -159,10 +159,18 @@ def fitted(folder: Path, model: nn.Module, batches: Any, nodes: int, schedule: A
 
 
 @pytest.mark.timeout(600)
+def _tier(name: str, nodes: int, schedule: str) -> list[pytest.MarkDecorator]:
+    """Every model on one ring in `make long`; what is left at night."""
+    if (name, nodes, schedule) in QUICK:
+        return []
+    ring = ((2, "1f1b"), (4, "zero-bubble"))[list(MODELS).index(name) % 2]
+    return [pytest.mark.long if (nodes, schedule) == ring else pytest.mark.nightly]
+
+
 @pytest.mark.parametrize(
     ("name", "nodes", "schedule"),
     [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.long])
+        pytest.param(*case, marks=_tier(*case))
         for case in itertools.product(MODELS, (1, 2, 3, 4), ("1f1b", "zero-bubble"))
     ],
 )

@@ -56,7 +56,7 @@ def test_wrong_usage_gets_one_line_and_exit_2(tmp_path: Path, args: list[str], s
     [
         (["train", "--model", "mlpp"], "unknown model 'mlpp': did you mean 'mlp'"),
         (["train", "--strategy", "rign"], "unknown strategy 'rign': did you mean 'ring'"),
-        (["train", "--quiet", "--nodes", "9"], "9 nodes need at least 10 layers"),
+        (["train", "--quiet", "--nodes", "3", "--set", "depth=1"], "3 nodes need at least 4 layers"),
         (["train", "--schedule", "gpipe", "--window", "2"], "too small for gpipe"),
         (["train", "--run-dir", "file/run"], "cannot be written"),
         (["evaluate", "nowhere"], "nowhere is not a run directory"),

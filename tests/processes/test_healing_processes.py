@@ -1,7 +1,7 @@
 """Real processes stopped, or killed again and again, and those that take their place; a killed master resumed: the bits
 are those of an undisturbed run.
 
-Kills at named moments are in test_failpoints.py.
+Kills at named moments are in test_killed_at_named_moments.py, at random ones in test_killed_at_random_moments.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ringtmp.metrics import events
 
 MODEL = remembering_model(128)
 FLAGS = (*REMEMBERING, "--steps", 160)
-KILLS = 30
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +137,19 @@ def test_a_spare_process_takes_the_place_of_a_killed_one_within_two_seconds(tmp_
     assert json.loads(gone_on.stdout)["weights_sha256"] == json.loads(calm.stdout)["weights_sha256"]
 
 
-@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-def test_the_same_node_killed_thirty_times_costs_neither_memory_nor_open_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [pytest.param(10, marks=pytest.mark.long), pytest.param(30, marks=pytest.mark.nightly)]
+)
+def test_the_same_node_killed_again_and_again_costs_neither_memory_nor_open_files(kills: int, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    flags = [*REMEMBERING, "--steps", 25 * (KILLS + 2)]
+    flags = [*REMEMBERING, "--steps", 25 * (kills + 2)]
     process = begin("train", *flags, "--nodes", 3, "--run-dir", tmp_path / "run", cwd=tmp_path)
     master = psutil.Process(process.pid)
     used: list[tuple[int, int]] = []
     survivor = None
-    for kill in range(KILLS):
+    for kill in range(kills):
         wait_for_step(tmp_path / "run", 25 * (kill + 1), process)
         log = [
             event for event in events.read(tmp_path / "run" / "events.jsonl") if isinstance(event, events.NodeStarted)
@@ -158,7 +159,7 @@ def test_the_same_node_killed_thirty_times_costs_neither_memory_nor_open_files(t
         used.append((master.num_fds() + survivor.num_fds(), master.memory_info().rss + survivor.memory_info().rss))
         newest.kill()
     summary = ended(process)
-    assert len(summary["recoveries"]) == KILLS
+    assert len(summary["recoveries"]) == kills
     alone = here("train", *flags, "--nodes", 1, cwd=tmp_path)
     assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
     files, memory = zip(*used, strict=True)
@@ -166,13 +167,26 @@ def test_the_same_node_killed_thirty_times_costs_neither_memory_nor_open_files(t
     assert memory[-1] <= memory[2] * 1.1, memory
 
 
+def wait_for_regrouping(run: Path, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 100
+    while not any(isinstance(each, events.Regrouped) for each in events.read(run / "events.jsonl")):
+        assert process.poll() is None
+        assert time.monotonic() < limit, "nobody was missed"
+        time.sleep(0.2)
+    wait_for_step(
+        run, sum(isinstance(each, events.StepDone) for each in events.read(run / "events.jsonl")) + 5, process
+    )
+
+
 @pytest.mark.long
 @pytest.mark.timeout(500)
 def test_workers_killed_together_after_a_cleaner_came_by_are_replaced_and_all_named(tmp_path: Path) -> None:
     """Sockets, logs and the spare process are gone or stopped: each is made again, and nobody is waited for."""
     (tmp_path / "mine.py").write_text(MODEL)
-    flags = (*REMEMBERING, "--steps", 1000)  # on a fast machine a spare process takes hundreds to come
-    process = begin("train", *flags, "--nodes", 4, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    # Until it is told to stop: on a fast machine a spare process takes hundreds of steps to come. No schedule, which would
+    # depend on their number.
+    flags = ("--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1, "--json", "--quiet")
+    process = begin("train", *flags, "--steps", 10**6, "--nodes", 4, "--run-dir", tmp_path / "run", cwd=tmp_path)
     wait_for_step(tmp_path / "run", 20, process)
     workers = workers_of(process)
     psutil.Process(waiting_spare(process, set())).suspend()
@@ -181,9 +195,17 @@ def test_workers_killed_together_after_a_cleaner_came_by_are_replaced_and_all_na
     shutil.rmtree(tmp_path / "run" / "logs")
     workers[2].kill()
     workers[3].kill()
-    summary = ended(process, limit_s=300)
-    alone = here("train", *flags, "--nodes", 1, cwd=tmp_path)
-    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    wait_for_regrouping(tmp_path / "run", process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    steps = max(
+        each.step for each in events.read(tmp_path / "run" / "events.jsonl") if isinstance(each, events.StepDone)
+    )
+    more = ("--nodes", 1, "--steps", steps + 2)
+    summary = json.loads(here("train", "--resume", tmp_path / "run", *more, "--json", "--quiet", cwd=tmp_path).stdout)
+    calm = here("train", *flags, *more, cwd=tmp_path)
+    assert summary["weights_sha256"] == json.loads(calm.stdout)["weights_sha256"]
     (healed,) = [each for each in summary["recoveries"] if each["kind"] != "rebalanced"]
     assert sorted(healed["lost"]) == [2, 3]
     assert sorted(each.name for each in (tmp_path / "run" / "logs").iterdir()) == ["node-2.log", "node-3.log"]

@@ -24,6 +24,15 @@ FLAGS = (*REMEMBERING, "--steps", 60, "--checkpoint-every", 50)
 pytestmark = pytest.mark.timeout(300)
 
 
+def some_at_night(points: dict[str, Any]) -> pytest.MarkDecorator:
+    """Every third moment in `make long`, the others at night."""
+    found = [
+        pytest.param(name, marks=pytest.mark.nightly if number % 3 else pytest.mark.long)
+        for number, name in enumerate(points)
+    ]
+    return pytest.mark.parametrize("name", found)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose master died before the first step: every other goes on from here, and none has to build the model."""
@@ -87,8 +96,7 @@ class Run:
         return (after[0] if after else healed[-1]) - killed
 
 
-@pytest.mark.long  # a lost process in test_healing_processes and test_joining; in memory: test_seeded_faults
-@pytest.mark.parametrize("name", ONCE)
+@some_at_night(ONCE)  # a lost process in test_healing_processes and test_joining; in memory: test_seeded_faults
 def test_a_worker_killed_is_replaced_and_no_bit_changes(
     name: str, tmp_path: Path, base: Path, expected: str, told: list[tuple[float, float, float]]
 ) -> None:
@@ -100,8 +108,7 @@ def test_a_worker_killed_is_replaced_and_no_bit_changes(
     told.append((healed["notice_s"], healed["seconds"], run.back_after_s()))
 
 
-@pytest.mark.long  # in memory: test_healing, test_seeded_faults
-@pytest.mark.parametrize("name", WHILE_HEALING)
+@some_at_night(WHILE_HEALING)  # in memory: test_healing, test_seeded_faults
 def test_another_killed_while_the_ring_heals_changes_no_bit(
     name: str, tmp_path: Path, base: Path, expected: str
 ) -> None:
@@ -113,8 +120,7 @@ def test_another_killed_while_the_ring_heals_changes_no_bit(
     assert lost == {ONCE[first].node, point.node}
 
 
-@pytest.mark.long  # a killed master is resumed in test_healing_processes
-@pytest.mark.parametrize("name", MASTERS)
+@some_at_night(MASTERS)  # a killed master is resumed in test_healing_processes
 def test_a_master_killed_is_resumed_with_the_same_bits(name: str, tmp_path: Path, base: Path, expected: str) -> None:
     run = Run(tmp_path, base, name)
     run.train("--resume", "run", "--nodes", 3, "--cuts", CUTS, "--quiet", code=-9)

@@ -25,7 +25,7 @@ WITHIN = 0.15
     ("work", "how"),
     [
         pytest.param(GPT, "--schedule 1f1b --protect off", marks=pytest.mark.nightly),
-        pytest.param(GPT, "--schedule zero-bubble --protect off", marks=pytest.mark.long),
+        pytest.param(GPT, "--schedule zero-bubble --protect off", marks=pytest.mark.nightly),
         pytest.param(GPT, "--recompute all --protect off", marks=pytest.mark.nightly),
         pytest.param(GPT, PROTECTED, marks=pytest.mark.nightly),
         pytest.param(CONVNET, "--protect off", marks=pytest.mark.nightly),

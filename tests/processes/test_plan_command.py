@@ -117,7 +117,7 @@ def test_a_plan_for_a_devices_file_as_json_as_a_picture_and_for_people(
         "Wh",
     ):
         assert word in text
-    run("plan", "--nodes", "2", "--quiet")
+    run("plan", *MODEL, "--nodes", "2", "--quiet")
     text = capsys.readouterr().out
     assert "master" in text
     assert "node 1" in text
@@ -143,7 +143,11 @@ def sizes_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("first", "microbatches", "sizes", "then"),
-    [("plan", "7", {4, 8, 16}, set()), ("train", "7", {8}, {4, 16}), ("plan", "auto", {1, 3, 6, 12, 25}, set())],
+    [
+        ("plan", "7", {4, 8, 16}, set()),
+        ("train", "7", {8}, {4, 16}),
+        pytest.param("plan", "auto", {1, 3, 6, 12, 25}, set(), marks=pytest.mark.long),
+    ],
 )
 def test_a_plan_and_a_run_are_the_same_plan_and_whoever_comes_second_measures_nothing_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

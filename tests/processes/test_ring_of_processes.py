@@ -18,10 +18,10 @@ from commands import assert_all_gone, begin, here, ringtmp, wait_for_step, worke
 from ringtmp import Ring
 
 
-def test_one_digest_for_one_two_and_four_processes(tmp_path: Path) -> None:
+def test_one_digest_for_one_and_four_processes(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(Path(__file__).read_bytes())
     digests = set()
-    for nodes in (1, 2, 4):
+    for nodes in (1, 4):  # two: test_python_gives_the_same_bits_with_processes_as_without
         done = here(
             "train", "--model", "gpt", "--set", "width=32", "--set", "context=32", "--set", "dropout=0.1", "--data",
             "text:text", "--clip-norm", "1", "--nodes", nodes, "--steps", "5", "--json", "--quiet", cwd=tmp_path,

@@ -77,7 +77,7 @@ def test_a_pass_that_stores_nothing_has_the_bits_of_one_that_does() -> None:
     assert not differ
 
 
-@pytest.mark.long
+@pytest.mark.nightly  # some of them above
 @pytest.mark.timeout(900)
 def test_so_has_every_operator_and_those_that_return_an_argument_are_known() -> None:
     took, differ, shared = findings(ATEN_OVERLOADS, range(60))

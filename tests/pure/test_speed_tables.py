@@ -14,7 +14,6 @@ from ringtmp.bench.analysis.traffic_formulas import busiest_sent
 from ringtmp.bench.experiments import speed
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement, Result
-from ringtmp.bench.peers.pipelining import even_ends
 from ringtmp.bench.training_runs.device_setups import SETTINGS
 from ringtmp.bench.training_runs.speed_cases import CASES, job, stage_ranks
 from ringtmp.bench.training_runs.workloads import WORKLOADS
@@ -146,6 +145,10 @@ def test_ideal_and_limits_by_hand() -> None:
 
 
 def test_stages_are_cut_so_that_the_dearest_is_cheapest() -> None:
+    from ringtmp.bench.peers.pipelining import (
+        even_ends,  # loads torch's pipelines: seconds, in every process that collects
+    )
+
     assert even_ends([1, 1, 1, 3], 2) == [3, 4]
     assert even_ends([1, 2, 3, 4, 5, 6], 3) == [3, 5, 6]  # 6, 9, 6
     assert even_ends([1, 1, 1, 1], 4) == [1, 2, 3, 4]

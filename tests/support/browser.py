@@ -81,15 +81,15 @@ class Browser:
                 return dict(answer["result"])
             self._notice(answer)
 
-    def open(self, path: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Load a file at this size and in this colour scheme, and wait until it is there."""
+    def open(self, path: Path | str, width: int, height: int = 900, dark: bool = False) -> None:
+        """Load a file, or an address, at this size and in this colour scheme, and wait until it is there."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self._events.clear()
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.send("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         limit = time.monotonic() + LIMIT_S
         while not any(each["method"] == "Page.loadEventFired" for each in self._events):
             self._notice(self._receive(limit))

@@ -26,6 +26,7 @@ _VERBS = {
     "predict": "Predict from a file with a run's newest checkpoint.",
     "generate": "Write a text on with a run's newest checkpoint.",
     "export": "Write a run's weights to files that need no ringtmp.",
+    "watch": "Show runs in a browser, while they last or afterwards.",
     "report": "Write a page with charts of a run.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",
     "strategies": "List the ways to train and their settings.",

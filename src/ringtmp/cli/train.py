@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.ranks import as_rank, goes_on_in
 from ringtmp.cli.settings import build
+from ringtmp.dashboard.beside_training import page_beside
 from ringtmp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,11 +35,13 @@ if TYPE_CHECKING:
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume the run in DIR, with the same bits."
 )
+@click.option("--dashboard", is_flag=True, help="Serve a live page of the run, on this machine (extra `web`).")
+@click.option("--dashboard-port", type=int, metavar="PORT", help="Its port.  [8650, or the next that is free]")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
-    ring_name: str, start_with: int | None, wait_s: float, **given: Any,
+    ring_name: str, start_with: int | None, wait_s: float, dashboard: bool, dashboard_port: int | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -51,6 +55,7 @@ def command(
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
+    page = _page_options(dashboard, dashboard_port)
     settings = build(config, chosen)
 
     from ringtmp.system.resources import loading
@@ -58,6 +63,7 @@ def command(
     with loading(nothing_started=True):
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
+        from ringtmp.runtime.run_directory import default_run_dir
     from ringtmp.cli import show_results
 
     pool: NodePool | None = None
@@ -71,7 +77,11 @@ def command(
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
-    with show_results.watcher(quiet) as watcher:
+    with show_results.watcher(quiet) as watcher, ExitStack() as beside:
+        if page is not None:
+            folder = resume or run_dir or default_run_dir()
+            run_dir = None if resume else folder
+            beside.enter_context(page_beside(folder, page, watcher.tell))
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s
@@ -84,3 +94,15 @@ def command(
         show_results.print_json(result.summary)
     else:
         show_results.print_summary(result.summary, sys.stdout)
+
+
+def _page_options(dashboard: bool, port: int | None) -> list[str] | None:
+    """Of the process that serves the page; None: nobody wants one."""
+    if not dashboard:
+        if port is not None:
+            raise UsageError("--dashboard-port goes with --dashboard")
+        return None
+    from ringtmp.dashboard.serve import require_web
+
+    require_web()
+    return [] if port is None else ["--port", str(port)]

@@ -24,6 +24,7 @@ class RingKeywords(TypedDict, total=False):
 
 
 class FitKeywords(TypedDict, total=False):
+    columns: str | None
     tokenizer: str | None
     context: int | None
     attention_mask: bool

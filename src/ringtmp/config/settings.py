@@ -47,8 +47,12 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything here decides the bits."""
 
     data: Annotated[str, Is(
-        "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource or FILE.py:factory.",
+        "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource, parquet:PATH, tar:PATH, "
+        "- for standard input, or FILE.py:factory.",
         DATA, bits=True, own=True)] = "digits"
+    columns: Annotated[str | None, Is(
+        "Columns of Parquet files: the inputs, and last the target.", DATA, metavar="NAME,…", usual="inputs,targets",
+        bits=True)] = None
     tokenizer: Annotated[str | None, Is(
         "Tokeniser that reads text: a directory with a tokenizer.json, or a .gguf file.", DATA, metavar="PATH",
         usual="the one beside --model hf:PATH", bits=True)] = None

@@ -1,5 +1,5 @@
-"""Data by name, for the command line: digits, random:IxO, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource,
-FILE.py:factory."""
+"""Data by name, for the command line: digits, random:IxO, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource, parquet:PATH,
+tar:PATH, - for standard input, FILE.py:factory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sysconfig
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringtmp.data import standard_input
+from ringtmp.data.shards import USUAL_COLUMNS, open_shards
 from ringtmp.data.sources import Shape, Source, Table, from_python, split, subset, tensors
 from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading, read_files, read_text, tested
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import UsageError, unknown
 
-KNOWN = ("digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "jsonl:PATH", "pysource", "FILE.py:factory")
+KNOWN = (
+    "digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "jsonl:PATH", "pysource", "parquet:PATH", "tar:PATH", "-",
+    "FILE.py:factory",
+)  # fmt: skip
+#: Without a colon and more behind it.
+ALONE = ("digits", "pysource", standard_input.NAME)
 TEST_SHARE = 0.2
 RANDOM_SAMPLES = 8192
 
@@ -35,8 +43,9 @@ def is_text(name: str) -> bool:
 
 
 def load(
-    name: str, seed: int, settings: Mapping[str, Any], tokens: Reading | None = None
-) -> tuple[Source, Source | None]:
+    name: str, seed: int, settings: Mapping[str, Any], tokens: Reading | None = None, *, batch_size: int = 32,
+    columns: str | None = None,
+) -> tuple[Source, Source | None]:  # fmt: skip
     """(train, test) for a name. `settings` are the model's: a byte model's `context` is the length of a sample. With
     `tokens` text is read by a tokeniser; without, as bytes."""
     kind, _, rest = name.partition(":")
@@ -54,14 +63,30 @@ def load(
             read_files(name, _python_sources(), tokens) if tokens else _bytes_of(name, _python_source(), context)
         ),
     }
+    for shards in ("parquet", "tar"):
+        makers[shards] = partial(open_shards, kind, Path(rest), seed, batch_size, _named(name, columns))
+    makers[standard_input.NAME] = lambda: (standard_input.standard_input(batch_size), None)
     if is_factory(name):
         return _factory(name, seed)
     refuse_file_alone("data", name)
     if kind not in makers:
         raise unknown("data", name, KNOWN)
-    if bool(rest) != (kind not in ("digits", "pysource")):
+    if bool(rest) != (kind not in ALONE):
         raise UsageError(f"data {name!r}: write it as one of {', '.join(KNOWN)}")
     return makers[kind]()
+
+
+def _named(name: str, columns: str | None) -> tuple[str, ...]:
+    if columns is None:
+        return USUAL_COLUMNS
+    found = tuple(each.strip() for each in columns.split(","))
+    if not name.startswith("parquet:"):
+        raise UsageError(f"--columns is for --data parquet:PATH, not for data {name}")
+    if len(found) < 2 or not all(found):
+        raise UsageError(
+            f"--columns {columns}: name at least one input and, last, the target, such as height,weight,label"
+        )
+    return found
 
 
 def _digits(seed: int) -> tuple[Table, Table]:

@@ -220,11 +220,15 @@ def _of_user(kind: type) -> bool:
     return root == "__main__" or (root not in sys.stdlib_module_names and root not in ("torch", "numpy"))
 
 
+class Repeatable:
+    """Batches whose order depends on nothing but the random numbers drawn while they are read."""
+
+
 def not_ours(data: Any) -> str | None:
     """Why nobody can promise that these batches come again in this order; None where they do."""
     from torch.utils.data import DataLoader, IterableDataset
 
-    if isinstance(data, list | tuple):
+    if isinstance(data, list | tuple | Repeatable):
         return None
     if not isinstance(data, DataLoader):
         return f"batches come as a {type(data).__name__} gives them"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import zmq
 
-from ringtmp.errors import DoesNotFit, NodeLost, WaitTimeout
+from ringtmp.errors import DoesNotFit, NodeLost, UsageError, WaitTimeout
 from ringtmp.launch import join_token as tokens
 from ringtmp.launch.admit_devices import REOPEN_S, Device, Hub
 from ringtmp.launch.agent_messages import SILENCE_LIMIT_S, Died, End, Prepare
@@ -125,6 +125,11 @@ class DevicePool:
         if self._rekey:
             words.append("fresh keys for the remaining nodes")
         return " and ".join(words) or None
+
+    def release(self, node: int) -> None:
+        if node not in self._devices:
+            raise UsageError("no device has that number")
+        self._rings.release(self._ring, self._devices[node].key)
 
     def all_anew(self) -> bool:
         return bool(self._revoked) or self._rekey

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ringtmp.errors import NodeLost
+from ringtmp.errors import NodeLost, UsageError
 from ringtmp.launch import planned_devices
 from ringtmp.launch.compute_process import Orders
 from ringtmp.launch.device_facts import usable_cores
@@ -94,6 +94,9 @@ class LocalPool:
 
     def advance(self) -> bool:
         return False
+
+    def release(self, node: int) -> None:
+        raise UsageError("it is a process on this machine, not a device that joined; only devices are released")
 
     def changed(self) -> str | None:
         """A run that went on without a node gets a fresh process for it at the next step boundary."""

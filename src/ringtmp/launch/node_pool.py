@@ -43,6 +43,10 @@ class NodePool(leader.NodePool, Protocol):
         """Why the ring must be rebuilt at the next step boundary; None while it need not."""
         ...
 
+    def release(self, node: int) -> None:
+        """Ask one to leave at the next step boundary. UsageError where nobody can."""
+        ...
+
     def all_anew(self) -> bool:
         """Whether every process must be restarted, so that nobody holds an old key."""
         ...

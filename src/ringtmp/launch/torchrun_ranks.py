@@ -180,6 +180,9 @@ class RankPool:
     def expel(self, node: int, sure: bool) -> None:
         self.drop(node)
 
+    def release(self, node: int) -> None:
+        raise UsageError("it is a rank that torchrun started, not a device that joined; only devices are released")
+
     def changed(self) -> str | None:
         return None
 

@@ -73,6 +73,15 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     unprotected: bool = False  # snapshots are wanted, and there is none of this generation
 
 
+class Reading(msgspec.Struct, frozen=True):
+    """Of one node at the end of a step, about once a second: the memory it has, and what it has sent to each peer since its
+    process began (tensor payload, evaluations included)."""
+
+    at: float
+    rss_bytes: int
+    sent_to: dict[int, int] = {}
+
+
 class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
     """One node's share of one step. busy_s + idle_s is the whole of end - start; `busy` and `idle` say what each was."""
 
@@ -93,6 +102,7 @@ class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
     joules: float | None = None
     #: What is known of its device, with the first step it records: it may be cut off before it says so at its end.
     power: Power | None = None
+    reading: Reading | None = None  # for whoever looks on; None: there was one less than a second ago
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag="evaluation"):
@@ -131,6 +141,15 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
     source: str = ""
     #: "rebalanced": nobody came or went, but devices were not as fast as planned.
     kind: str = ""
+
+
+class NodeGone(msgspec.Struct, frozen=True, tag="gone"):
+    """A node was lost and the ring begins to heal; a Regrouped follows when it has."""
+
+    at: float
+    step: int
+    node: int | None  # None: a link
+    reason: str
 
 
 class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -201,6 +220,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | Regrouped
+    | NodeGone
     | SnapshotWhole
     | LineTried
     | StreamStrayed
@@ -233,6 +253,12 @@ _decoder = msgspec.json.Decoder(Event)
 
 def encode(event: Event) -> bytes:
     return _encoder.encode(event)
+
+
+def decode(line: bytes) -> Event:
+    """msgspec.DecodeError or UnicodeDecodeError: it is none, or of a kind from a later version."""
+    event: Event = _decoder.decode(line)
+    return event
 
 
 class EventLog:
@@ -437,7 +463,7 @@ def of_run(run: Path) -> Iterator[Event]:
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
-            event: Event = _decoder.decode(line)
+            event = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         yield event

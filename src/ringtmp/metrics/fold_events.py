@@ -72,36 +72,69 @@ def work_in(done: Sequence[events.NodeStep]) -> tuple[tuple[int, str, float, flo
 
 def parts_of(stream: Iterable[events.Event]) -> tuple[Part, ...]:
     """In order; none where nothing was started."""
-    tallies: list[_Tally] = []
-    waiting: list[str] = []  # warnings that come before the start they belong to
+    fold = Fold()
     for event in stream:
+        fold.take(event)
+    return fold.parts()
+
+
+class Fold:
+    """Events in, one at a time; parts out, whenever they are asked for.
+
+    `recent`: for who follows a run that lasts for days. Of what a node did, only so many of its last steps are kept apart;
+    those before are added up in one. A loss that undoes more than that is not in these sums: `undone_too_far` says so, and
+    the events must be read again from their beginning.
+    """
+
+    def __init__(self, recent: int | None = None) -> None:
+        self.recent = recent
+        self._tallies: list[_Tally] = []
+        self._waiting: list[str] = []  # warnings that come before the start they belong to
+
+    @property
+    def undone_too_far(self) -> bool:
+        return any(each.undone_too_far for each in self._tallies)
+
+    def run_s(self, at: float) -> float:
+        """A moment of the master's clock, in the part that was begun last, as seconds since the run first began."""
+        if not self._tallies:
+            return 0.0
+        return sum(each.seconds for each in self._tallies[:-1]) + at - self._tallies[-1].began
+
+    def take(self, event: events.Event) -> None:
+        tallies = self._tallies
         if isinstance(event, events.RunStarted):
             for earlier in tallies:
                 earlier.resume_from(event.first_step)
-            tallies.append(_Tally(event, waiting))
-            waiting = []
+            tallies.append(_Tally(event, self._waiting, self.recent))
+            self._waiting = []
         elif isinstance(event, events.Warned) and (not tallies or tallies[-1].ended):
-            waiting.append(event.text)
+            self._waiting.append(event.text)
         elif isinstance(event, events.RunEnded) and (not event.begun or not tallies or tallies[-1].ended):
-            waiting.append(f"an attempt to go on with the run failed: {event.error or event.outcome}")
+            self._waiting.append(f"an attempt to go on with the run failed: {event.error or event.outcome}")
         elif tallies:
             tallies[-1].take(event)
             if isinstance(event, events.Evaluated):
                 for earlier in tallies[:-1]:
                     earlier.evaluations.pop(event.step, None)
-    found: list[Part] = []
-    for tally in tallies:
-        found.append(tally.part(sum(each.seconds for each in found)))
-    if found and waiting:
-        found[-1] = msgspec.structs.replace(found[-1], warnings=(*found[-1].warnings, *waiting))
-    return tuple(found)
+
+    def parts(self) -> tuple[Part, ...]:
+        found: list[Part] = []
+        for tally in self._tallies:
+            found.append(tally.part(sum(each.seconds for each in found)))
+        if found and self._waiting:
+            found[-1] = msgspec.structs.replace(found[-1], warnings=(*found[-1].warnings, *self._waiting))
+        return tuple(found)
 
 
 class _Tally:
     """One part while its events come."""
 
-    def __init__(self, started: events.RunStarted, warnings: list[str]) -> None:
+    def __init__(self, started: events.RunStarted, warnings: list[str], recent: int | None) -> None:
         self._started = started
+        self._recent = recent
+        self._added_up: dict[int, int] = {}  # by node: the last step that is no longer apart
+        self.undone_too_far = False
         self._warnings = warnings
         self._last_at = started.at
         self._nodes: dict[int, events.NodeStarted] = {}
@@ -126,6 +159,7 @@ class _Tally:
             self._ends[event.node] = event
         elif isinstance(event, events.NodeStep):
             self._node_steps.setdefault(event.node, []).append(event)
+            self._add_up(event.node)
         elif isinstance(event, events.StepDone):
             self._steps.append(event)
             self._every_step.append(event)
@@ -142,13 +176,27 @@ class _Tally:
         elif isinstance(event, events.Warned):
             self._warnings.append(event.text)
         else:
-            assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried)
+            assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried | events.NodeGone)
         if isinstance(
             event, events.StepDone | events.Evaluated | events.CheckpointSaved | events.Regrouped | events.RunEnded
         ):
             self._last_at = event.at
         if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped):
             self._pauses.append(event.at)
+
+    @property
+    def began(self) -> float:
+        return self._started.at
+
+    @property
+    def seconds(self) -> float:
+        return self._last_at - self._started.at
+
+    def _add_up(self, node: int) -> None:
+        done = self._node_steps[node]
+        if self._recent is not None and len(done) > 2 * self._recent + 1:
+            self._added_up[node] = done[-self._recent - 1].step
+            self._node_steps[node] = [_together(done[: -self._recent]), *done[-self._recent :]]
 
     def resume_from(self, step: int) -> None:
         """A later part begins with this step."""
@@ -158,6 +206,7 @@ class _Tally:
 
     def _keep_before(self, step: int) -> None:
         """What is done again counts once. An evaluation's step is the one that follows it."""
+        self.undone_too_far = self.undone_too_far or any(last >= step for last in self._added_up.values())
         self._steps = [each for each in self._steps if each.step < step]
         self._node_steps = {
             node: [each for each in done if each.step < step] for node, done in self._node_steps.items()
@@ -170,6 +219,34 @@ class _Tally:
             steps=tuple(self._steps), every_step=tuple(self._every_step),
             node_steps={node: tuple(done) for node, done in self._node_steps.items()},
             evaluations=tuple(self.evaluations.values()), recoveries=tuple(self._recoveries),
-            warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self._last_at - self._started.at,
+            warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self.seconds,
             before_s=before_s, strayed=tuple(self._strayed), pauses=tuple(self._pauses),
         )  # fmt: skip
+
+
+def _together(done: Sequence[events.NodeStep]) -> events.NodeStep:
+    """Several steps of a node as one, added from the first to the last."""
+    joules = [each.joules for each in done if each.joules is not None]
+    return msgspec.structs.replace(
+        done[-1],
+        start=done[0].start,
+        busy_s=sum(each.busy_s for each in done),
+        idle_s=sum(each.idle_s for each in done),
+        idle=_sums(each.idle for each in done),
+        busy=_sums(each.busy for each in done),
+        sent_bytes=sum(each.sent_bytes for each in done),
+        received_bytes=sum(each.received_bytes for each in done),
+        spans=(),
+        oldest=None,
+        joules=sum(joules) if len(joules) == len(done) else None,
+        power=None,
+        reading=None,
+    )
+
+
+def _sums(several: Iterable[dict[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in several:
+        for name, value in each.items():
+            found[name] = found.get(name, 0.0) + value
+    return found

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringtmp.metrics.energy import Power
-from ringtmp.metrics.events import NodeStep, Span
+from ringtmp.metrics.events import NodeStep, Reading, Span
 
 #: Of one step; what is done beyond is counted and not shown.
 MOST_SPANS = 8192
+#: At most one reading of memory and traffic in so long.
+READING_S = 1.0
 
 
 def is_detailed(step: int, first_step: int, detailed_steps: int) -> bool:
@@ -29,9 +31,14 @@ def is_detailed(step: int, first_step: int, detailed_steps: int) -> bool:
 class Recorder:
     def __init__(
         self, node: int, clock: Callable[[], float], detailed_steps: int, joules: Callable[[], float] | None = None,
-        power: Power | None = None,
+        power: Power | None = None, *, reading: Callable[[float], Reading] | None = None,
+        asked: Callable[[], int] = lambda: -1,
     ) -> None:  # fmt: skip
-        """`joules`: of the device's meter, since some moment. `power`: of the device, told with the first step."""
+        """`joules`: of the device's meter, since some moment. `power`: of the device, told with the first step. `reading`: of
+        memory and traffic, at a moment. `asked`: the step that somebody wants to see in full."""
+        self._asked = asked
+        self._reading = reading
+        self._read_at = -READING_S
         self._node = node
         self._power = power
         self._joules = joules
@@ -118,16 +125,18 @@ class Recorder:
     def close_step(self, step: int, first_step: int, oldest: int | None = None) -> NodeStep:
         """The step is over for this node."""
         start = self._start if self._start is not None else self._last_end
-        kept = is_detailed(step, first_step, self._detailed_steps)
+        kept = self._keep_spans and (is_detailed(step, first_step, self._detailed_steps) or step == self._asked())
         joules = self._joules() if self._joules is not None else None
         record = NodeStep(
             node=self._node, step=step, start=start, end=self._last_end, busy_s=sum(self._busy.values()),
             idle_s=sum(self._idle.values()), idle=dict(self._idle), sent_bytes=self._sent,
             received_bytes=self._received, spans=tuple(self._spans) if kept else (), busy=dict(self._busy),
             oldest=oldest, joules=joules - self._joules_before if joules is not None else None, power=self._power,
+            reading=self._read(),
         )  # fmt: skip
         self._power = None
-        self._keep_spans = is_detailed(step + 1, first_step, self._detailed_steps)
+        # What is asked for while a step is under way is too late for it: its first spans are gone.
+        self._keep_spans = is_detailed(step + 1, first_step, self._detailed_steps) or step + 1 == self._asked()
         self._start = self._last_end
         self._joules_before = joules or 0.0
         self._busy.clear()
@@ -135,6 +144,12 @@ class Recorder:
         self._spans.clear()
         self._sent = self._received = 0
         return record
+
+    def _read(self) -> Reading | None:
+        if self._reading is None or self._last_end - self._read_at < READING_S:
+            return None
+        self._read_at = self._last_end
+        return self._reading(self._last_end)
 
     def _room(self) -> bool:
         """For another span."""

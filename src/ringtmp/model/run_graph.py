@@ -19,7 +19,7 @@ from ringtmp.model.allowed_operators import GRAD_MODE, resolve
 from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
-from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Named, Op, Ref, slots
+from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Layer, Named, Op, Ref, count, slots
 from ringtmp.model.random_operators import draws, random_count
 from ringtmp.model.small_frozen_weights import Converted, KeptSmall, of_owned
 from ringtmp.units import bytes_text
@@ -53,6 +53,11 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ProtocolError(f"unknown dtype {name!r}")
     return _DTYPES[name]
+
+
+def layer_bytes(layer: Layer) -> int:
+    """Of its parameters and buffers."""
+    return sum(count(each.shape) * dtype_of(each.dtype).itemsize for each in layer.tensors)
 
 
 class Program:

@@ -20,9 +20,10 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.model.decoder_cells import DecoderCells
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.portable_layer import Layer, Value
+from ringtmp.model.run_graph import layer_bytes
 from ringtmp.model.shrink_frozen_weights import enlarged
 from ringtmp.plan.route import Route
-from ringtmp.run.inference import Inference, Layout, inference, laid_out, layer_bytes
+from ringtmp.run.inference import Inference, Layout, inference, laid_out
 from ringtmp.run.measure_model import described
 from ringtmp.runtime.checkpoint import Checkpoint, LayerTensors
 from ringtmp.runtime.losses import loss_named

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringtmp.errors import RingError, UsageError
+from ringtmp.errors import RingError, UsageError, told_as_usage
 from ringtmp.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ringtmp.model.pretrained import is_pretrained, library_of, path_named
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
@@ -130,15 +130,13 @@ def _from_gguf(model: SavedModel, folder: Path, file: Path) -> None:
     """The configuration and the tokeniser as transformers reads them from the file."""
     library = library_of(f"--to {folder.name}")
     where: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False, "local_files_only": True}
-    try:
+    with told_as_usage(f"the configuration in {file}"):
         config = library.AutoConfig.from_pretrained(str(file.parent), **where)
         kind = library.AutoModelForCausalLM._model_mapping[type(config)]
-    except Exception as error:  # the library has many kinds
-        raise UsageError(f"the configuration in {file} cannot be read: {error}") from error
     config.architectures, config.dtype = [kind.__name__], "float32"
     config.tie_word_embeddings = any(name != first for name, first in model.state)
     config.save_pretrained(str(folder))
-    try:
+    with told_as_usage(
+        f"the tokeniser in {file}"
+    ):  # a file without one, or one of a kind that the library does not read
         library.AutoTokenizer.from_pretrained(str(file.parent), **where).save_pretrained(str(folder))
-    except Exception as error:  # a file without one, or one of a kind that the library does not read
-        raise UsageError(f"the tokeniser in {file} cannot be read: {error}") from error

@@ -25,7 +25,7 @@ from ringtmp.run.export_folder import (
 from ringtmp.run.export_graphs import beside, require_packages, write_onnx, write_program
 from ringtmp.run.saved_model import SavedModel
 from ringtmp.run.write_weights import all_names, compare_weights, require_mergeable, write_weights
-from ringtmp.system.staged_files import refuse_existing, staged
+from ringtmp.system.write_files_together import refuse_existing, staged
 
 SUFFIXES = (".safetensors", ".onnx", ".pt2")
 

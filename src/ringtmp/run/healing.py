@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, SnapshotUnusable
-from ringtmp.metrics.events import Regrouped
+from ringtmp.metrics.events import NodeGone, Regrouped
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.members_and_plan import Generation, Generations, Origin, Run
 from ringtmp.run.rebalancing import Ready
@@ -101,6 +101,8 @@ class Healing:
             else:  # whoever takes its place may have other links
                 self._apart = frozenset(pair for pair in self._apart if lost.node not in pair)
             self.record.warn(f"{lost}; healing")
+            self.record.write(NodeGone(time.monotonic(), reached.step, lost.node, str(lost)))
+            self.record.log.flush()  # for those who look on: the next step may be a while off
             try:
                 generation, source = self._revive(reached)
                 break

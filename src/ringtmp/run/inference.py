@@ -18,8 +18,8 @@ from ringtmp.data.nested_inputs import leaves
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics.events import EventLog
-from ringtmp.model.portable_layer import Layer, Value, count, hides_inputs
-from ringtmp.model.run_graph import dtype_of
+from ringtmp.model.portable_layer import Layer, Value, hides_inputs
+from ringtmp.model.run_graph import layer_bytes
 from ringtmp.model.whole_graph import rows_of
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.partition import equal_cost
@@ -163,7 +163,3 @@ def _require_room(pool: NodePool, route: Route, layers: Sequence[Layer]) -> None
                 f"{device.name} is to hold {bytes_text(held)} of the model beside the {bytes_text(process)} of its process, "
                 f"and has {bytes_text(device.memory_bytes)} free: add devices (--nodes)"
             )
-
-
-def layer_bytes(layer: Layer) -> int:
-    return sum(count(each.shape) * dtype_of(each.dtype).itemsize for each in layer.tensors)

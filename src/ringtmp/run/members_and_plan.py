@@ -230,7 +230,7 @@ class Generations:
                 time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, run.index.run,
                 version=__version__, config=msgspec.to_builtins(self.config),
                 facts={**fingerprint(run.pool.threads), **plan.facts, "microbatches": self._microbatches,
-                 "microbatches_chosen": chosen, "checked": run.index.checked,
+                 "microbatches_chosen": chosen, "checked": run.index.checked, "total_steps": run.total_steps,
                  "device": compute_device.name(),
                  "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
                  "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress),

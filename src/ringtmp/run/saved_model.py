@@ -14,10 +14,10 @@ from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.errors import RingError, UsageError
 from ringtmp.model.lora import Lora, parse_lora
 from ringtmp.model.output_tree import named_tensors
-from ringtmp.model.portable_layer import Graph, count
+from ringtmp.model.portable_layer import Graph
 from ringtmp.model.portable_model import PortableModel, is_cut
 from ringtmp.model.random_operators import random_count
-from ringtmp.model.run_graph import dtype_of
+from ringtmp.model.run_graph import dtype_of, layer_bytes
 from ringtmp.model.shrink_frozen_weights import enlarged, whole_layer
 from ringtmp.model.to_module import revive
 from ringtmp.model.whole_graph import Adapted, adapted_weights, depends_on, rows_of, whole_graph
@@ -49,8 +49,7 @@ class SavedModel:
 
     @property
     def weight_bytes(self) -> int:
-        every = (each for layer in self.layers for each in layer.tensors)
-        return sum(count(each.shape) * dtype_of(each.dtype).itemsize for each in every)
+        return sum(map(layer_bytes, self.layers))
 
     @property
     def state(self) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from ringtmp.data.sources import Source, text_of
 from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading
 from ringtmp.data.tokenizer import FILES, Encoder, has_tokenizer, open_tokenizer
 from ringtmp.errors import UsageError
-from ringtmp.model.language_facts import LanguageFacts, facts_named, facts_of
+from ringtmp.model.language_model_config import LanguageFacts, facts_named, facts_of
 from ringtmp.model.layers import Model
 from ringtmp.model.pretrained import is_pretrained, path_named, pretrained
 
@@ -29,7 +29,10 @@ def named_data(
     path = _tokenizer_path(config, model)
     if path is None:
         settings = {**config.model.settings, **({"context": training.context} if training.context else {})}
-        return config, named_sources.load(training.data, training.seed, settings)
+        data = named_sources.load(
+            training.data, training.seed, settings, batch_size=training.batch_size, columns=training.columns
+        )
+        return config, data
     facts = _facts(config, model)
     phase("reading the tokeniser")
     encoder = open_tokenizer(path)

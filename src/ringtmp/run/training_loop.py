@@ -14,6 +14,7 @@ from ringtmp.run.healing import Healing
 from ringtmp.run.members_and_plan import Generation, Run
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.losses import is_of_bytes
+from ringtmp.runtime.run_requests import CHECKPOINT, STOP, Requests, released
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0
@@ -33,6 +34,8 @@ class TrainingLoop:
         self._generation = first
         self.progress = first.progress
         self._fresh = True  # the next step begins after a pause
+        self._requests = Requests(run.job.run.path)
+        self._asked: set[str] = set()  # by somebody who looks on, and not done yet
         self._not_before = 0.0  # when a checkpoint, or what needs one, is tried again that found the disk full
 
     def to_the_end(self) -> str:
@@ -112,6 +115,20 @@ class TrainingLoop:
         self._watcher.step(step, run.total_steps, done, log.idle_share)
         left = step if run.total_steps is None else run.total_steps - step  # of a stream: as many again
         run.rebalancing.step_done(done.wall_s, left, run.protection)
+        self._mind_requests()
+
+    def _mind_requests(self) -> None:
+        """What viewers of the run's page ask for."""
+        for request in self._requests.taken():
+            if (node := released(request)) is None:
+                self._asked.add(request)
+                continue
+            try:
+                self._run.pool.release(node)
+            except UsageError as no:
+                self._record.warn(f"node {node} was to be released: {no}")
+        if self._requests.wants_detail:
+            self._generation.leader.want_detail(self.progress.step + 1)
 
     def _protect(self, step_s: float) -> None:
         """What a finished step means for the snapshots."""
@@ -133,7 +150,7 @@ class TrainingLoop:
             return None
         if run.protection.due(step) or run.rebalancing.ready(run.protection):
             return None
-        leaving = run.interrupted() or self._change() is not None
+        leaving = run.interrupted() or bool(self._asked) or self._change() is not None
         early = None if leaving else run.batches.early(step)
         return None if early is None else run.index.in_order(early, f"the batch of step {step}")
 
@@ -142,7 +159,9 @@ class TrainingLoop:
     def _at_rest(self) -> None:
         """Nothing is under way: a checkpoint may be taken, the ring rebuilt, the run interrupted."""
         run, healing, every = self._run, self._healing, self._run.job.config.keep.checkpoint_every
-        if (every is not None and self.progress.step % every == 0) or (run.batches.full and self._may_try()):
+        due = every is not None and self.progress.step % every == 0
+        if due or CHECKPOINT in self._asked or (run.batches.full and self._may_try()):
+            self._asked.discard(CHECKPOINT)
             if not self._save():
                 self._not_before = time.monotonic() + RETRY_S
             self._fresh = True
@@ -155,7 +174,7 @@ class TrainingLoop:
         self._fresh = run.rebalancing.at_rest(self._generation.leader, run.protection) or self._fresh
         if (ready := run.rebalancing.ready(run.protection)) is not None:
             self._go_on_with(healing.rebalance(self._generation.leader, self.progress, ready))
-        if run.interrupted():
+        if run.interrupted() or STOP in self._asked:
             self._watcher.phase("interrupted: saving")
             self._save(needed=True)
             raise Interrupted(

@@ -14,7 +14,7 @@ from ringtmp.model.adapter_folder import PEFT_PREFIX
 from ringtmp.model.tensor_file import Described, TensorFile
 from ringtmp.model.whole_graph import ADAPTER_A, ADAPTER_B, name_before
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
-from ringtmp.system.staged_files import require_room
+from ringtmp.system.write_files_together import require_room
 
 #: By a tensor's first name in the model: the names it has in the file.
 Names = Mapping[str, tuple[str, ...]]

@@ -13,7 +13,7 @@ from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power
-from ringtmp.metrics.events import NodeEnded, NodeStep
+from ringtmp.metrics.events import NodeEnded, NodeStep, Reading
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER, Route, holder_of
 from ringtmp.runtime.optimizers import NUMBERS, STATE_KEYS
@@ -24,6 +24,7 @@ from ringtmp.wire.tensors import TensorSpec, check
 #: Room for the spans of a detailed step.
 MOST_EVENT_BYTES = 2**20
 MOST_KEPT = 100_000
+MOST_PEERS = 100_000
 MOST_S = 1e9
 #: Differences of times are rounded: a little less than nothing is nothing.
 LEAST_S = -1e-3
@@ -59,6 +60,7 @@ def node_step(data: bytes, sender: int) -> NodeStep:
         untrusted.whole(event.oldest, "the oldest update it worked with", -1)
     if event.joules is not None:
         untrusted.number(event.joules, "its energy")
+    _check_reading(event.reading)
     return msgspec.structs.replace(
         event,
         busy_s=max(0.0, event.busy_s),
@@ -78,10 +80,23 @@ def last_event(data: bytes, sender: int) -> bytes:
         value = getattr(event, name.name)
         if isinstance(value, int):
             untrusted.whole(value, name.name)
-    for peer, count in event.sent_to.items():
+    _check_receivers(event.sent_to)
+    return events.encode(msgspec.structs.replace(event, power=_power(event.power)))
+
+
+def _check_reading(reading: Reading | None) -> None:
+    if reading is not None:
+        untrusted.number(reading.at, "the time of a reading", -float(untrusted.MOST))
+        untrusted.whole(reading.rss_bytes, "the memory it has")
+        _check_receivers(reading.sent_to)
+
+
+def _check_receivers(sent_to: dict[int, int]) -> None:
+    if len(sent_to) > MOST_PEERS:
+        raise ProtocolError(f"names {len(sent_to)} receivers, over the limit of {MOST_PEERS}")
+    for peer, count in sent_to.items():
         untrusted.whole(peer, "a receiver")
         untrusted.whole(count, "what was sent to it")
-    return events.encode(msgspec.structs.replace(event, power=_power(event.power)))
 
 
 def _power(power: Power | None) -> Power | None:

@@ -19,7 +19,7 @@ from ringtmp.runtime.member import Member
 from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.runtime.worker import farewell
-from ringtmp.wire.messages import Accused, Bye, Failed, Hello, LayerState, Placed, Report, Stop
+from ringtmp.wire.messages import Accused, Bye, Detail, Failed, Hello, LayerState, Placed, Report, Stop
 
 HELLO_LIMIT_S = 60.0
 STALL_LIMIT_S = 60.0
@@ -112,6 +112,13 @@ class BaseLeader:
     def committed(self) -> int:
         """The first step whose batch has not been given to the nodes: everything before must be finished."""
         return self._committed
+
+    def want_detail(self, step: int) -> None:
+        """Every node records every span of this step, once: somebody looks on."""
+        self._reports.asked = step
+        self.endpoint.detailed_step = step
+        for node in self.hellos.keys() - self._gone:
+            self.endpoint.post(node, Detail(step))
 
     def gather(self, nodes: Iterable[int]) -> None:
         """Wait until each of these has said hello; the master need not."""

@@ -107,6 +107,7 @@ class Endpoint:
         #: Links of ended generations to peers not heard in this one: what was said last may not have reached them.
         self._parting: dict[int, list[Link]] = {}
         self.traffic = Traffic(self._links)
+        self.detailed_step = -1  # which somebody wants to see in full
         self._looked_at = 0.0
         #: What peers are to this node under its plan; None: there is none yet.
         self._is_a: IsA | None = None

@@ -33,6 +33,7 @@ class Reports:
         self._detailed_steps = detailed_steps
         self._clock = clock
         self._since = clock()
+        self.asked = -1  # a step that somebody wants to see in full
         self._next: dict[int, int] = {}  # by node: the first step it has not reported
 
     def line(self, data: bytes, sender: int, committed: int) -> bytes:
@@ -45,7 +46,8 @@ class Reports:
                 f"{committed - 1} it may"
             )
         self._next[sender] = event.step + 1
-        if event.spans and not is_detailed(event.step, self._first_step, self._detailed_steps):
+        asked = event.step == self.asked or is_detailed(event.step, self._first_step, self._detailed_steps)
+        if event.spans and not asked:
             raise ProtocolError(f"reports every span of step {event.step}, which nobody asked for")
         for what, count, most in (
             ("spans", len(event.spans), MOST_SPANS),

@@ -9,14 +9,14 @@ import torch
 
 from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.metrics import events, power_of_this_device
-from ringtmp.metrics.events import NodeEnded
+from ringtmp.metrics.events import NodeEnded, Reading
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.member import MakeMember, Member
-from ringtmp.system.resources import peak_rss_bytes
+from ringtmp.system.resources import peak_rss_bytes, rss_bytes
 from ringtmp.transport.base import Channel
 from ringtmp.wire.address import Address
-from ringtmp.wire.messages import Accused, Bye, Hello, Renew, Report, Stop
+from ringtmp.wire.messages import Accused, Bye, Detail, Hello, Renew, Report, Stop
 
 
 class Worker:
@@ -59,6 +59,9 @@ class Worker:
 
     def _take(self, mail: Mail, early: bool) -> None:
         """`early`: it was judged before there was a plan."""
+        if isinstance(mail.message, Detail):
+            self.endpoint.detailed_step = mail.message.step
+            return
         if self.member is not None:
             self._handle(self.member, mail, early)
             return
@@ -125,6 +128,11 @@ class Worker:
 def report(endpoint: Endpoint, event: events.Event) -> None:
     """An event of this node, for the master's log."""
     endpoint.post(MASTER, Report((events.encode(event),)))
+
+
+def reading_of(endpoint: Endpoint) -> Callable[[float], Reading]:
+    """What this node's process has, and has sent, for those who look on."""
+    return lambda at: Reading(at, rss_bytes(), endpoint.traffic.sent_to())
 
 
 def farewell(endpoint: Endpoint) -> NodeEnded:

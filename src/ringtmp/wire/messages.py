@@ -6,7 +6,7 @@ The ring's passes        Activations clockwise, Gradients anticlockwise, one per
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
 Data-parallel ones       Work, Did, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; Lost
-Besides                  Report, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
+Besides                  Report, Detail, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
 """
 
 from __future__ import annotations
@@ -209,6 +209,13 @@ class Report(NodeMessage, frozen=True, tag="report"):
 
     RULE: ClassVar = reported(CONTROL, PLAN)
     events: tuple[bytes, ...]
+
+
+class Detail(NodeMessage, frozen=True, tag="detail"):
+    """Report every span of this step: somebody looks on. One step at a time; it may come too late, and is then forgotten."""
+
+    RULE: ClassVar = told(CONTROL, PLAN)
+    step: int
 
 
 class Sample(NodeMessage, frozen=True, tag="sample"):
@@ -471,7 +478,7 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 Message = (
     Activations | Gradients | Norms | Scale | GroupSum | Hello | Setup | Place | Placed | Fetch | LayerState | Report
     | Inspect | Inspected | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing
-    | Sample | Timed
+    | Detail | Sample | Timed
     | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Scored | Store | Kept | Push | Pull | Pulled | Copy
     | Copied | Lost | Squares | Total | GradientPart
 )  # fmt: skip

@@ -13,7 +13,7 @@ from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.member import Member
-from ringtmp.runtime.worker import farewell, report
+from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.message_checks import PartScrutiny, is_a
 from ringtmp.strategies.data_parallel.replica import Replica
@@ -70,8 +70,9 @@ class WorkerMember:
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
         power = power_of_this_device.power(plan.recipe.threads)
         self._recorder = Recorder(
-            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power
-        )
+            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
+        )  # fmt: skip
         replica = Replica(plan.recipe, endpoint.node)
         self._exchange = exchange = make(plan, replica, self._recorder, lambda *vector: self._algorithm.start(*vector))
         sender = Sender(endpoint, plan.wire, self._recorder)

@@ -43,7 +43,7 @@ from ringtmp.plan.route import MASTER
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.mailbox import Endpoint, Mail
-from ringtmp.runtime.worker import farewell, report
+from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.strategies.data_parallel.message_checks import KeyScrutiny, is_a
@@ -76,8 +76,9 @@ class PsMember:
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
         power = power_of_this_device.power(plan.recipe.threads)
         self._recorder = recorder = Recorder(
-            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power
-        )
+            endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
+        )  # fmt: skip
         table = parameter_keys.table(plan.sizes, plan.slots, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers

@@ -20,7 +20,7 @@ from ringtmp.runtime.gradients_at_segment_edges import Gradient
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
-from ringtmp.strategies.ps.key_on_server import Slot
+from ringtmp.strategies.ps.apply_gradients import Slot
 from ringtmp.strategies.ps.settings import PsSettings
 from ringtmp.transport.base import Channel
 from ringtmp.wire.formats import wire_format

@@ -31,7 +31,7 @@ from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage, WrongGradient
-from ringtmp.runtime.worker import farewell, report
+from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.link_trials import echo
@@ -87,7 +87,10 @@ class Node:
         self.route = setup.route
         self.step = setup.step  # steps done by every visit here
         power = power_of_this_device.power(setup.recipe.threads)
-        self.recorder = Recorder(self.me, endpoint.clock, setup.detailed_steps, power_of_this_device.meter(), power)
+        self.recorder = Recorder(
+            self.me, endpoint.clock, setup.detailed_steps, power_of_this_device.meter(), power,
+            reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
+        )  # fmt: skip
         self._wire = wire_format(setup.wire)
         self._schedule = schedule_named(setup.rule)
         self._places = self._schedule.places(setup.window)

@@ -1,4 +1,4 @@
-"""One key on a server: its values, its optimizer, the clock of every worker, and what is still to be answered."""
+"""Where a server applies gradients: the values of one key, their optimizer, each worker's clock, who waits for an answer."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringtmp.config import SETTINGS
-from ringtmp.config.as_keywords import as_keywords
+from ringtmp.config.options_to_keywords import as_keywords
 
 
 @pytest.mark.parametrize(

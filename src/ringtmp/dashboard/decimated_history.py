@@ -1,0 +1,210 @@
+"""How a run went, thin enough to send: the loss and speed of steps, and what every node did in each stretch of time.
+
+Both grow until they are full; then every two neighbours become one and from there on twice as much goes into each. So a day
+is as long as a minute, and the newest is always there. Pure: steps in, rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ringtmp.metrics.events import NodeStep, Reading, StepDone
+
+MOST_POINTS = 1600
+#: Stretches of time, and numbers of nodes times stretches.
+MOST_FRAMES, MOST_NODE_FRAMES = 480, 16_000
+FIRST_FRAME_S = 0.25
+IDLE = "idle: "
+
+
+@dataclass
+class Point:
+    """Steps in a row, as one."""
+
+    first: int
+    last: int
+    at_s: float
+    loss: float  # of the last
+    low: float
+    high: float
+    samples: int
+    wall_s: float
+
+    @property
+    def row(self) -> list[float]:
+        return [
+            self.last + 1, _short(self.at_s), _short(self.loss), _short(self.low), _short(self.high), self.samples,
+            _short(self.wall_s),
+        ]  # fmt: skip
+
+
+class Points:
+    """`changed_from`: rows from this place on are other than those told last."""
+
+    def __init__(self) -> None:
+        self.rows: list[Point] = []
+        self._steps_each = 1
+        self.changed_from = 0
+
+    def take(self, step: StepDone, at_s: float) -> None:
+        loss = step.loss
+        new = Point(
+            step.step, step.step, at_s, loss, low=loss, high=loss, samples=step.samples, wall_s=step.wall_s
+        )  # fmt: skip
+        last = self.rows[-1] if self.rows else None
+        if last is not None and last.last - last.first + 1 < self._steps_each and step.step == last.last + 1:
+            self.rows[-1] = _joined(last, new)
+            self.changed_from = min(self.changed_from, len(self.rows) - 1)
+        else:
+            self.rows.append(new)
+        if len(self.rows) > MOST_POINTS:
+            self._halve()
+
+    def keep_before(self, step: int) -> None:
+        """What is done again is drawn once. A point that is half undone goes."""
+        while self.rows and self.rows[-1].last >= step:
+            self.rows.pop()
+        self.changed_from = min(self.changed_from, len(self.rows))
+
+    def _halve(self) -> None:
+        self._steps_each *= 2
+        rows, self.rows = self.rows, []
+        for row in rows:
+            last = self.rows[-1] if self.rows else None
+            if last is not None and row.last - last.first < self._steps_each and row.first == last.last + 1:
+                self.rows[-1] = _joined(last, row)
+            else:
+                self.rows.append(row)
+        self.changed_from = 0
+
+
+def _joined(one: Point, two: Point) -> Point:
+    return Point(
+        first=one.first, last=two.last, at_s=two.at_s, loss=two.loss, low=min(one.low, two.low),
+        high=max(one.high, two.high), samples=one.samples + two.samples, wall_s=one.wall_s + two.wall_s,
+    )  # fmt: skip
+
+
+@dataclass
+class NodeShare:
+    """What one node did in a stretch of time."""
+
+    work: dict[str, float] = field(default_factory=dict)  # seconds by kind of work, and of waiting by cause
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    rss_bytes: int = 0
+    sent_to: dict[int, int] = field(default_factory=dict)  # by reading
+    read_s: float = 0.0  # that these readings cover
+
+    def take(self, step: NodeStep) -> None:
+        for kind, seconds in step.busy.items():
+            self.work[kind] = self.work.get(kind, 0.0) + seconds
+        for cause, seconds in step.idle.items():
+            self.work[IDLE + cause] = self.work.get(IDLE + cause, 0.0) + seconds
+        self.sent_bytes += step.sent_bytes
+        self.received_bytes += step.received_bytes
+
+    def read(self, before: Reading | None, now: Reading) -> None:
+        self.rss_bytes = now.rss_bytes
+        if before is not None and now.at > before.at:
+            self.read_s += now.at - before.at
+            for peer, count in now.sent_to.items():
+                more = count - before.sent_to.get(peer, 0)
+                if more > 0:
+                    self.sent_to[peer] = self.sent_to.get(peer, 0) + more
+
+    def add(self, later: NodeShare) -> None:
+        _add(self.work, later.work)
+        _add(self.sent_to, later.sent_to)
+        self.sent_bytes += later.sent_bytes
+        self.received_bytes += later.received_bytes
+        self.rss_bytes = later.rss_bytes or self.rss_bytes
+        self.read_s += later.read_s
+
+    def row(self, node: int, kinds: Mapping[str, int]) -> list[object]:
+        """[node, [kind, seconds, kind, seconds, ...], sent, received, memory, [peer, bytes per second, ...]]"""
+        work = [each for kind, seconds in self.work.items() for each in (kinds[kind], _short(seconds))]
+        links = [each for peer, count in self.sent_to.items() for each in (peer, round(count / self.read_s))]
+        return [node, work, self.sent_bytes, self.received_bytes, self.rss_bytes, links if self.read_s else []]
+
+
+def _add(to: dict[str, float] | dict[int, int], more: Mapping[str, float] | Mapping[int, int]) -> None:
+    for key, value in more.items():
+        to[key] = to.get(key, 0) + value  # type: ignore[index, assignment, arg-type]
+
+
+@dataclass
+class Frame:
+    """A stretch of time. Its number times its length is where it begins."""
+
+    place: int
+    at_s: float  # the last moment told of in it
+    step: int
+    nodes: dict[int, NodeShare] = field(default_factory=dict)
+
+
+class Frames:
+    """`kinds` names what nodes do, in the order of first sight; rows refer to it by number."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.frame_s = FIRST_FRAME_S
+        self.kinds: dict[str, int] = {}
+        self.changed_from = 0
+        self._nodes = 1
+        self._readings: dict[int, Reading] = {}
+
+    def take(self, steps: Iterable[NodeStep], step: int, at_s: float) -> None:
+        """What all nodes reported until a moment."""
+        place = max(int(at_s / self.frame_s), self.frames[-1].place if self.frames else 0)
+        if not self.frames or self.frames[-1].place != place:
+            self.frames.append(Frame(place, at_s, step))
+        frame = self.frames[-1]
+        frame.at_s, frame.step = at_s, step
+        self.changed_from = min(self.changed_from, len(self.frames) - 1)
+        for each in steps:
+            for kind in (*each.busy, *(IDLE + cause for cause in each.idle)):
+                self.kinds.setdefault(kind, len(self.kinds))
+            share = frame.nodes.setdefault(each.node, NodeShare())
+            share.take(each)
+            if each.reading is not None:
+                share.read(self._readings.get(each.node), each.reading)
+                self._readings[each.node] = each.reading
+        self._nodes = max(self._nodes, len(frame.nodes))
+        if len(self.frames) > max(60, min(MOST_FRAMES, MOST_NODE_FRAMES // self._nodes)):
+            self._halve()
+
+    def forget_readings(self, nodes: Iterable[int]) -> None:
+        """Other processes take their places, and begin to count anew."""
+        for node in nodes:
+            self._readings.pop(node, None)
+
+    def _halve(self) -> None:
+        self.frame_s *= 2
+        frames, self.frames = self.frames, []
+        for frame in frames:
+            frame.place = int(frame.at_s / self.frame_s)
+            last = self.frames[-1] if self.frames else None
+            if last is None or last.place != frame.place:
+                self.frames.append(frame)
+                continue
+            last.at_s, last.step = frame.at_s, frame.step
+            for node, share in frame.nodes.items():
+                if node in last.nodes:
+                    last.nodes[node].add(share)
+                else:
+                    last.nodes[node] = share
+        self.changed_from = 0
+
+    def rows(self, since: int) -> list[list[object]]:
+        """[at_s, steps done, [what each node did]]"""
+        return [
+            [_short(each.at_s), each.step + 1, [share.row(node, self.kinds) for node, share in each.nodes.items()]]
+            for each in self.frames[since:]
+        ]
+
+
+def _short(value: float) -> float:
+    """Five digits are enough to draw."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,93 @@
+"""What happened in a run, in sentences: one line of the page's log for each event that a person wants to know of."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ringtmp.metrics import events
+from ringtmp.units import bytes_text, count_text, seconds_text
+
+#: The first and the last are kept of more than these.
+MOST_ENTRIES, FIRST_ENTRIES = 600, 100
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """`kind` chooses the sign beside it: start, join, lost, healed, moved, kept, tested, warning, end."""
+
+    at_s: float
+    kind: str
+    text: str
+    step: int | None = None
+
+
+class Happenings:
+    """`changed_from`: entries from this place on are other than those told last."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.left_out = 0
+        self.changed_from = 0
+        self._protected = False
+        self._starts = 0
+
+    def take(self, event: events.Event, at_s: float) -> None:
+        found = self._told(event)
+        if found is None:
+            return
+        kind, text = found
+        step = getattr(event, "step", None)
+        self.entries.append(Entry(round(at_s, 3), kind, text, step))
+        if len(self.entries) > MOST_ENTRIES:
+            del self.entries[FIRST_ENTRIES]
+            self.left_out += 1
+            self.changed_from = min(self.changed_from, FIRST_ENTRIES)
+
+    def _told(self, event: events.Event) -> tuple[str, str] | None:
+        if isinstance(event, events.RunStarted):
+            self._starts += 1
+            if self._starts == 1:
+                return "start", "The run began"
+            return "start", f"The run was resumed after step {event.first_step}"
+        if isinstance(event, events.NodeStarted):
+            name = event.device or ("the master" if event.node == 0 else f"node {event.node}")
+            held = ", ".join(event.segments)
+            what = f" with {held} ({count_text(event.parameters)} parameters)" if held else ""
+            return "join", f"{name[0].upper()}{name[1:]} works{what}"
+        if isinstance(event, events.NodeGone):
+            return "lost", f"{event.reason}. The ring is healing"
+        if isinstance(event, events.Regrouped):
+            return _regrouped(event)
+        if isinstance(event, events.CheckpointSaved):
+            size, took = bytes_text(event.bytes), seconds_text(event.seconds)
+            return "kept", f"Checkpoint of step {event.step} saved: {size} in {took}"
+        if isinstance(event, events.Evaluated):
+            return "tested", f"Test after step {event.step}: {score(event)}"
+        if isinstance(event, events.SnapshotWhole):
+            told, self._protected = self._protected, True
+            return None if told else ("kept", "The first snapshot is whole: from here on a node may vanish")
+        if isinstance(event, events.StreamStrayed | events.Warned):
+            return "warning", event.text
+        if isinstance(event, events.RunEnded):
+            return "end", f"The run ended: {event.outcome}" + (f". {event.error}" if event.error else "")
+        return None
+
+
+def score(event: events.Evaluated) -> str:
+    parts = [f"loss {event.loss:.4f}"]
+    if event.bits_per_byte is not None:
+        parts.append(f"{event.bits_per_byte:.3f} bits per byte")
+    elif event.accuracy is not None:
+        parts.append(f"{event.accuracy:.1%} right")
+    if event.perplexity is not None:
+        parts.append(f"perplexity {event.perplexity:.4g}")
+    return ", ".join(parts)
+
+
+def _regrouped(event: events.Regrouped) -> tuple[str, str]:
+    took = seconds_text(event.seconds)
+    again = "no step is repeated" if not event.repeated else f"{event.repeated} steps are repeated"
+    if event.kind == "rebalanced":
+        return "moved", f"Layers were moved: {event.reason} ({took})"
+    if event.lost:
+        return "healed", f"Healed in {took} from the {event.source or 'survivors'}: {event.nodes} nodes go on, {again}"
+    return "moved", f"{event.reason}: the ring was rebuilt in {took}, {event.nodes} nodes"

@@ -1,0 +1,26 @@
+// Several runs side by side, in numbers. The best of a row is marked in words too, not by weight of type alone.
+
+import { bytes, count, joules, loss, make, percent, seconds } from "./text.js";
+
+const sum = (values) => (values.length && values.every((v) => v != null) ? values.reduce((a, b) => a + b, 0) : null);
+const idle = (s) => { const busy = sum(s.per_node.map((n) => n.busy_s)), waits = sum(s.per_node.map((n) => n.idle_s)); return busy + waits ? waits / (busy + waits) : null; };
+const ROWS = [
+  ["strategy", (s) => s.strategy], ["nodes", (s) => s.nodes, String], ["steps", (s) => s.steps, count],
+  ["time", (s) => s.wall_s, seconds], ["samples per second", (s) => s.samples_per_s, count, "high"], ["a step (median)", (s) => s.step_s?.median, seconds, "low"],
+  ["last loss", (s) => s.loss.last, loss, "low"], ["test accuracy", (s) => s.accuracy, (v) => percent(v, 1), "high"], ["idle", idle, percent, "low"],
+  ["bytes sent", (s) => s.bytes_total, bytes, "low"], ["energy", (s) => sum(s.per_node.map((n) => n.energy_j)), joules, "low"], ["losses healed", (s) => s.recoveries.length, String], ["outcome", (s) => s.outcome],
+];
+
+export function compare(section, table, runs) {
+  section.hidden = runs.length < 2;
+  if (section.hidden) return;
+  const key = JSON.stringify(runs.map((run) => [run.name, run.summary?.steps, run.status, run.summary?.wall_s]));
+  if (table.dataset.key === key) return;
+  table.dataset.key = key;
+  table.tHead.replaceChildren(make("tr", {}, make("th", { scope: "col" }, ""), ...runs.map((run) => make("th", { scope: "col" }, run.name))));
+  table.tBodies[0].replaceChildren(...ROWS.map(([name, of, show, better]) => {
+    const values = runs.map((run) => (run.summary ? of(run.summary) : null)), numbers = values.filter((v) => typeof v === "number");
+    const best = better && numbers.length > 1 && new Set(numbers).size > 1 ? (better === "low" ? Math.min : Math.max)(...numbers) : null;
+    return make("tr", {}, make("th", { scope: "row" }, name), ...values.map((v) => make("td", {}, v == null ? "–" : show ? show(v) : String(v), v === best && best !== null ? make("b", {}, " ✓ best") : "")));
+  }));
+}

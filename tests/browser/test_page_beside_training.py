@@ -1,0 +1,206 @@
+"""`ringtmp train --dashboard` with a browser: it follows, shows a loss and its healing, acts, has the numbers of --json."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from browser import Browser, chromium
+from commands import REMEMBERING, begin, remembering_model, ringtmp, wait_for_step, workers_of
+from ringtmp.metrics import events
+from ringtmp.metrics.summary import Summary
+from watched import shown, state, until
+
+needs_browser = pytest.mark.skipif(
+    chromium() is None, reason="there is no chromium here (Debian: apt-get install chromium)"
+)
+
+
+def started(folder: Path, steps: int, *more: object) -> tuple[subprocess.Popen[str], dict[str, str]]:
+    (folder / "mine.py").write_text(remembering_model(128))
+    process = begin(
+        "train",
+        *REMEMBERING,
+        "--nodes",
+        3,
+        "--steps",
+        steps,
+        "--run-dir",
+        folder / "run",
+        "--dashboard",
+        *more,
+        cwd=folder,
+    )
+    assert process.stderr is not None
+    found: dict[str, str] = {}
+    while "act" not in found:
+        line = process.stderr.readline()
+        assert line, process.wait(5)
+        if match := re.match(r"(watch|and act) +(https?://\S+)", line):
+            found["look" if match[1] == "watch" else "act"] = match[2]
+    return process, found
+
+
+def page_of(process: subprocess.Popen[str]) -> psutil.Process:
+    return next(each for each in psutil.Process(process.pid).children() if "watch" in each.cmdline())
+
+
+def click(browser: Browser, *ids: str) -> None:
+    for each in ids:
+        browser.evaluate(f"document.getElementById('{each}').click()")
+
+
+@pytest.mark.long
+@needs_browser
+@pytest.mark.timeout(180)
+def test_a_killed_worker_appears_and_heals_on_screen_and_the_end_has_the_numbers_of_json(tmp_path: Path) -> None:
+    """Quick twins: test_followed_events.py has the losses, test_live_page.py the numbers."""
+    process, addresses = started(tmp_path, 240)
+    try:
+        with Browser(tmp_path / "browser") as browser:
+            shown(browser, addresses["look"])
+            wait_for_step(tmp_path / "run", 60, process)
+            until(browser, "ringtmp.state().status === 'running' && ringtmp.state().step > 5")
+            assert browser.evaluate("document.getElementById('acts').hidden"), "with this address nobody acts"
+            browser.evaluate("window.seen = []; setInterval(() => seen.push(ringtmp.state().status), 20)")
+            victim = next(each for each in workers_of(process).values() if "watch" not in each.cmdline())
+            victim.kill()
+            until(browser, "document.querySelector('#log').textContent.includes('Healed in')", 60)
+            assert "lost" in browser.evaluate("document.querySelector('#log').innerHTML")
+            click(browser, "gantt-detail")
+            until(browser, "ringtmp.state().status === 'done'", 120)
+            told = msgspec.convert(state(browser)["summary"], Summary, str_keys=True)
+            assert browser.problems == []
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+        summary = msgspec.json.decode(out, type=Summary)
+        assert told == msgspec.structs.replace(summary, run_dir=told.run_dir)
+        assert any(isinstance(each, events.NodeGone) for each in events.of_run(tmp_path / "run"))
+        detailed = {
+            each.step for each in events.of_run(tmp_path / "run") if isinstance(each, events.NodeStep) and each.spans
+        }
+        assert {each for each in detailed if each > 40 and each % 100} - set(range(33)), "a viewer wanted detail"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+@needs_browser
+@pytest.mark.timeout(120)
+def test_who_has_the_address_to_act_saves_a_checkpoint_and_stops_the_run_after_being_asked(tmp_path: Path) -> None:
+    """Quick twin: test_asked_of_a_run.py."""
+    process, addresses = started(tmp_path, 100_000)
+    try:
+        page = page_of(process)
+        with Browser(tmp_path / "browser") as browser:
+            shown(browser, addresses["act"])
+            until(browser, "!document.getElementById('acts').hidden && !!document.getElementById('act-stop')", 60)
+            click(browser, "act-checkpoint")
+            assert browser.evaluate("document.getElementById('ask').open"), "it asks first"
+            click(browser, "ask-yes")
+            until(browser, "document.querySelector('#log').textContent.includes('Checkpoint of step')", 60)
+            click(browser, "act-stop", "ask-no")
+            time.sleep(1.5)
+            assert state(browser)["status"] == "running", "nothing was asked"
+            click(browser, "act-stop", "ask-yes")
+            until(browser, "ringtmp.state().status === 'interrupted'", 60)
+            until(browser, "document.getElementById('notice').textContent.includes('ended with the run')", 20)
+            assert browser.problems == []
+        assert process.wait(20) == 130
+        assert page.wait(10) in (0, None), "the page ends a moment after the run"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+    """Quick twin: test_followed_events.py."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = ringtmp(
+            "train", "--dashboard", "--dashboard-port", port, "--run-dir", "run", cwd=tmp_path, code=2
+        ).stderr
+    assert f"port {port} is in use by process" in said
+    assert not (tmp_path / "run").exists()
+
+
+VIEWERS = 50
+#: Connects so many viewers that never read.
+STUCK = """
+import http.cookiejar, socket, sys, time, urllib.request
+address, count = sys.argv[1], int(sys.argv[2])
+host = address.split('/')[2]
+jar = http.cookiejar.CookieJar()
+urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar)).open(address).read()
+cookie = '; '.join(f'{each.name}={each.value}' for each in jar)
+held = []
+for _ in range(count):
+    made = socket.create_connection(host.split(':'))
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.sendall(f'GET /stream HTTP/1.1\\r\\nHost: {host}\\r\\nCookie: {cookie}\\r\\n\\r\\n'.encode())
+    held.append(made)
+print('there', flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+def test_fifty_viewers_that_never_read_do_not_slow_training(tmp_path: Path) -> None:
+    """Interleaved; what is compared is the median of samples per second. Quick twin: test_viewers.py."""
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    shares = []
+    for turn in range(8):
+        watched = turn % 2 == 0
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        process, addresses = started(folder, 400)
+        page = page_of(process)
+        stuck = None
+        if watched:
+            stuck = subprocess.Popen(
+                [sys.executable, "-c", STUCK, addresses["look"], str(VIEWERS)], stdout=subprocess.PIPE, text=True
+            )
+            assert stuck.stdout is not None
+            assert stuck.stdout.readline() == "there\n"
+        before, since = page.cpu_times(), time.monotonic()
+        used: Any = before
+        while process.poll() is None:
+            try:
+                used = page.cpu_times()
+            except psutil.Error:
+                break
+            time.sleep(0.2)
+        out, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        speeds[watched].append(json.loads(out)["samples_per_s"])
+        if stuck is not None:
+            shares.append((used.user + used.system - before.user - before.system) / (time.monotonic() - since))
+            stuck.kill()
+            stuck.wait()
+            assert stuck.stdout is not None
+            stuck.stdout.close()
+    medians = {watched: sorted(found)[len(found) // 2] for watched, found in speeds.items()}
+    print(
+        f"samples/s with {VIEWERS} viewers {speeds[True]}, without {speeds[False]}; share of a core {shares}",
+        file=sys.stderr,
+    )
+    assert medians[True] >= 0.98 * medians[False], speeds
