@@ -10,8 +10,10 @@ import pytest
 from commands import here
 
 GPT = (
-    "--model", "gpt", "--set", "depth=2", "--set", "width=32", "--set", "heads=2", "--set", "dropout=0.1", "--data", "pysource",
-    "--context", "16", "--steps", "6", "--batch-size", "22", "--microbatches", "8", "--optimizer", "adamw", "--clip-norm", "0.5",
+    "--model", "gpt", "--set", "depth=3", "--set", "width=32", "--set", "heads=2", "--set", "dropout=0.1",
+    "--data", "pysource",
+    "--context", "16", "--steps", "6", "--batch-size", "22", "--microbatches", "8", "--optimizer", "adamw",
+    "--clip-norm", "0.5",
     "--sum-tree", "4", "--json", "--quiet",
 )  # fmt: skip
 WAYS = {

@@ -65,7 +65,8 @@ T = TypeVar("T")
 
 def by_group(groups: Sequence[int], members: Sequence[T]) -> list[tuple[T, ...]]:
     """The master, and every group: `members`, the master first, in their order."""
-    found, first = [(members[0],)], 1
+    found: list[tuple[T, ...]] = [(members[0],)]
+    first = 1
     for size in groups:
         found.append(tuple(members[first : first + size]))
         first += size

@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 
 from ringtmp.config import RingPart, RunConfig
+from ringtmp.errors import DoesNotFit
 from ringtmp.metrics.events import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.model.running_statistics import refuse_statistics
 from ringtmp.plan import planner
-from ringtmp.plan.devices import rate_between
+from ringtmp.plan.devices import Device, rate_between
 from ringtmp.plan.groups import as_one_device, exchange_s, fitted, grouped, members_of, parse_groups
 from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
@@ -66,7 +67,7 @@ class RingPlan:
 
 
 def plan(request: PlanRequest) -> RingPlan:
-    if request.config.ring.groups is not None:
+    if request.config.ring.groups is not None and len(request.addresses) > 1:
         return _plan_groups(request, request.config.ring.groups)
     members = kept_apart(sorted(request.addresses), request.apart)
     request = _arranged(request, members)
@@ -88,35 +89,72 @@ def plan(request: PlanRequest) -> RingPlan:
 
 def _plan_groups(request: PlanRequest, text: str) -> RingPlan:
     """Every group is one device to the planner; the window is as much wider as the largest group has members."""
-    nodes = sorted(request.addresses)
-    groups = fitted(parse_groups(text), len(nodes) - 1)
     refuse_statistics(request.layers, "with --groups microbatches pass it in another order", "a ring without --groups")
-    members = members_of(groups, nodes)
-    there = dict(zip(nodes, request.devices, strict=True))
+    there = dict(zip(sorted(request.addresses), request.devices, strict=True))
+    groups, members = _reaching(request, parse_groups(text))
     stages = [[there[node] for node in each] for each in members[:-1]]
-    ring = request.config.ring
-    if len(groups) != len(parse_groups(text)):  # cuts were meant for as many stages as there were
-        ring = msgspec.structs.replace(ring, cuts=None)
-    config = msgspec.structs.replace(request.config, ring=ring)
-    options = plan_options(
-        config, request.batch_size, request.microbatches, len(request.layers), len(stages), keep_all=True
-    )  # fmt: skip
-    planned = planner.plan(request.index.costs, [as_one_device(each) for each in stages], options, None)
-    count = options.ring.microbatches
-    window = ring.window or min(count, planned.window * max(groups))
+    planned = _planned_as_one(request, groups, stages, text)
     route = grouped(members, planned.bounds)
-    made = _laid_out(request, route, _exposed(request, planned.bounds), window, {})
+    warnings = _exposed(request, planned.bounds)
+    if gone := sorted(set(there) - set(route.nodes())):
+        who = ", ".join(f"node {node}" for node in gone)
+        warnings += (f"{who} is left out: it cannot reach everyone it would work with",)
+    made = _laid_out(request, route, warnings, planned.window, {})
+    costs = request.index.costs
     sums_s = max(
-        exchange_s(stage, sum(cost.gradient_bytes for cost in request.index.costs[slice(*bound)]))
+        exchange_s(stage, sum(cost.gradient_bytes for cost in costs[slice(*bound)]))
         for stage, bound in zip(stages, planned.bounds, strict=False)
     )
     shape = "-".join(["M", *map(str, groups), "M"])
     lines = (
-        f"plan: groups {shape}, {count} microbatches, about {seconds_text(planned.step_s + sums_s)} a step, of which groups "
-        f"add up their gradients for {seconds_text(sums_s)}",
+        f"plan: groups {shape}, {planned.options.ring.microbatches} microbatches, about "
+        f"{seconds_text(planned.step_s + sums_s)} a step, of which groups add up their gradients for {seconds_text(sums_s)}",
         *planned.summary(request.chosen)[1:],
     )
-    return replace(made, lines=lines, facts={"window": window, "groups": shape})
+    found = zip(members[:-1], planned.memory, planned.simulated.nodes, strict=True)
+    forecast = Forecast(
+        planned.step_s + sums_s, planned.simulated.idle_fraction,
+        tuple(
+            NodeForecast(node, there[node].name, memory.total_bytes, _known(there[node].memory_bytes), step.busy_s)
+            for who, memory, step in found
+            for node in who
+        ),
+        (), "",
+    )  # fmt: skip
+    facts = {"window": planned.window, "groups": shape, "forecast": msgspec.to_builtins(forecast)}
+    return replace(made, lines=lines, facts=facts, left_out=bool(gone))
+
+
+def _reaching(request: PlanRequest, wanted: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Groups and their members, without those that cannot reach a neighbour or another member."""
+    nodes = sorted(request.addresses)
+    while True:
+        groups = fitted(wanted, len(nodes) - 1)
+        members = members_of(groups, nodes)
+        route = grouped(members, [(0, 0)] * len(members))
+        apart = [each for each in request.apart if max(each) in nodes and min(each) in route.neighbours(max(each))]
+        if not apart:
+            return groups, members
+        nodes.remove(max(apart[0]))
+
+
+def _planned_as_one(request: PlanRequest, groups: Sequence[int], stages: Sequence[Sequence[Device]], text: str) -> Plan:
+    ring = request.config.ring
+    if len(groups) != len(parse_groups(text)):  # cuts were meant for as many stages as there were
+        ring = msgspec.structs.replace(ring, cuts=None)
+    options = plan_options(
+        msgspec.structs.replace(request.config, ring=ring), request.batch_size, request.microbatches, len(request.layers),
+        len(stages), keep_all=True,
+    )  # fmt: skip
+    devices = [as_one_device(each) for each in stages]
+    if options.window is not None:
+        return planner.plan(request.index.costs, devices, options, None)
+    wide = options.ring.window_for(len(stages) + 1) * max(groups)
+    wider = replace(options, window=min(wide, options.ring.microbatches))
+    try:
+        return planner.plan(request.index.costs, devices, wider, None)
+    except DoesNotFit:
+        return planner.plan(request.index.costs, devices, options, None)
 
 
 def _laid_out(
