@@ -18,8 +18,8 @@ from test_strategies import logged, weights
 
 NAMES = ("unet", "tied")
 #: Strategies whose sums of gradients are those of the plain loop, added up in another order.
-SYNCHRONOUS = ["ps:bsp", "ps:bsp:layerwise", "allreduce:ring", "allreduce:tree", "averaging:1"]
-OTHERS = ["ps:async", "ps:ssp:1", "ps:async:workers", "averaging:2"]
+SYNCHRONOUS = ["ps:bsp", "ps:bsp:layerwise", "allreduce:ring", "allreduce:tree", "local-means:1"]
+OTHERS = ["ps:async", "ps:ssp:1", "ps:async:workers", "local-means:2"]
 SETTINGS: dict[str, dict[str, Any]] = {"ps:bsp:layerwise": {"consistency": "bsp", "fetch": "layerwise"}}
 QUICK = {("tied", "ps:bsp:layerwise"), ("unet", "allreduce:ring"), ("tied", "ps:async")}
 
@@ -57,7 +57,7 @@ def losses(result: Any) -> list[float]:
 
 @both(SYNCHRONOUS)
 def test_synchronous_strategies_agree_with_the_plain_loop(name: str, strategy: str, begun: Any) -> None:
-    here, nodes = begun(name), 2 if strategy == "averaging:1" else 3  # a mean of workers with equal shares
+    here, nodes = begun(name), 2 if strategy == "local-means:1" else 3  # a mean of workers with equal shares
     done = here.run(InMemoryPool(nodes), ring_part(strategy), optimizer="sgd", optimizer_settings={"lr": 0.05})
     plain, expected = here.plain(optimizer=lambda each: torch.optim.SGD(each, lr=0.05))
     assert len(losses(done)) == STEPS

@@ -37,7 +37,20 @@ from test_strategies import CUTS, model, sizes, weights
 from test_who_may_send_what import RECIPE, at
 
 #: Our own and the example, with settings that make them do what they are for; and whatever packages bring, as it is.
-CHOICES = ["ring", "ps:bsp", "ps:async:workers", "allreduce:ring", "allreduce:tree", "averaging:2"]
+CHOICES = [
+    "ring",
+    "ps:bsp",
+    "ps:async:workers",
+    "allreduce:ring",
+    "allreduce:tree",
+    "averaging:2",
+    "block-momentum:2:momentum=0.3",
+    "easgd:2",
+    "tree-easgd:2",
+    "dpsgd",
+    "gosgd:1",
+    "local-means:2",
+]
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})
 NODES, BATCH = 3, 64
 
@@ -73,7 +86,8 @@ def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None,
 @pytest.mark.parametrize("text", CHOICES)
 def test_it_learns_and_sends_what_its_formula_says_and_repeats_the_bits_it_promises(text: str, tmp_path: Path) -> None:
     strategy, settings, _ = parts(text)
-    first = train(text, tmp_path / "a", 30).summary
+    # Where nobody waits, some work with models that lack what others have learnt: it takes longer.
+    first = train(text, tmp_path / "a", 45 if strategy.exactness(settings) == "steps" else 30).summary
     assert first.exactness == strategy.exactness(settings)
     assert first.loss.last < first.loss.first / 2
     if first.exactness in ("bits", "replay"):
@@ -139,9 +153,9 @@ def test_it_heals_after_a_loss_and_without_protection_says_who_was_lost(text: st
     hit = train(text, tmp_path / "hit", 10, Mortal(NODES, Death(2, 4)), checkpoint_every=2).summary
     assert hit.steps >= 10
     assert len(hit.recoveries) == 1
-    stays = strategy.can_lose(settings, strategy.roles(settings, NODES), 2, ())
+    stays = strategy.can_lose(settings, strategy.roles(settings, NODES), 2, (), NODES)
     source = hit.recoveries[0].source
-    assert (source == "servers") == stays
+    assert (source in ("servers", "workers")) == stays
     if not stays:
         assert source in ("checkpoint", strategy.state_from)
         with pytest.raises(NodeLost, match="node 2"):
@@ -165,37 +179,41 @@ def test_the_bench_measures_it(text: str) -> None:
 
 def test_means_of_every_step_of_plain_descent_are_plain_descent(tmp_path: Path) -> None:
     plain = {"optimizer": "sgd", "optimizer_settings": {"lr": 0.05}, "batch_size": 60}  # equal shares
-    one = train("averaging:1", tmp_path / "one", 12, **plain)
+    one = train("local-means:1", tmp_path / "one", 12, **plain)
     every = weights(train("allreduce", tmp_path / "sum", 12, **plain))
-    seldom = weights(train("averaging:3", tmp_path / "seldom", 12, **plain))
+    seldom = weights(train("local-means:3", tmp_path / "seldom", 12, **plain))
     assert float((weights(one) - every).norm() / every.norm()) < 1e-5
     assert float((seldom - every).norm() / every.norm()) > 1e-5
     with pytest.raises(UsageError, match="use --wire float32"):
-        train("averaging:3:wire=int8", tmp_path / "rounded", 1)
+        train("local-means:3:wire=int8", tmp_path / "rounded", 1)
 
 
 def test_a_device_without_the_package_or_with_another_version_is_named_and_left_out(tmp_path: Path) -> None:
     rings, said = Rings(tmp_path), list[str]()
     rings.open("home", create=True)
-    hub = Hub("home", rings, "127.0.0.1", free_port(), package=registry.package_of("averaging:4"), tell=said.append)
+    hub = Hub("home", rings, "127.0.0.1", free_port(), package=registry.package_of("local-means:4"), tell=said.append)
     try:
-        for name, packages in (("bare", ()), ("old", ("ringtmp-averaging 0.9",)), ("good", ("ringtmp-averaging 1.0",))):
+        for name, packages in (
+            ("bare", ()),
+            ("old", ("ringtmp-local-means 0.9",)),
+            ("good", ("ringtmp-local-means 1.0",)),
+        ):
             facts = msgspec.structs.replace(device_facts(name), packages=packages)
             hub.devices[name] = Device(name, "1", facts, b"", time.monotonic())
         assert [each.facts.name for each in hub.present()] == ["good"] == [each.facts.name for each in hub.present()]
     finally:
         hub.close()
     assert said == [
-        "bare lacks ringtmp-averaging 1.0, which the strategy comes from: it is left out",
-        "old lacks ringtmp-averaging 1.0, which the strategy comes from (it has ringtmp-averaging 0.9): it is left out",
+        "bare lacks ringtmp-local-means 1.0, which the strategy comes from: it is left out",
+        "old lacks ringtmp-local-means 1.0, which the strategy comes from (it has ringtmp-local-means 0.9): it is left out",
     ]
-    assert device_facts("here").packages == ("ringtmp-averaging 1.0",)
+    assert device_facts("here").packages == ("ringtmp-local-means 1.0",)
 
 
 def test_a_node_without_the_package_or_with_another_version_refuses_the_plan() -> None:
-    plan = Enlist("averaging", {}, 2, RECIPE, "float32", "mse", (4,), 0, {}, 0, "ringtmp-averaging 0.9")
+    plan = Enlist("local-means", {}, 2, RECIPE, "float32", "mse", (4,), 0, {}, 0, "ringtmp-local-means 0.9")
     with pytest.raises(
-        RingError, match="comes from ringtmp-averaging 1.0 here and from ringtmp-averaging 0.9 on the master"
+        RingError, match="comes from ringtmp-local-means 1.0 here and from ringtmp-local-means 0.9 on the master"
     ):
         registry.member(at(1, None), plan)
     with pytest.raises(RingError, match="unknown strategy 'gossip'.*the master has it from talk 2: install that here"):

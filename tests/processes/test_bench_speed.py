@@ -61,21 +61,21 @@ def test_speed_prints_a_table_per_workload_and_setting_and_keeps_figures_and_row
     pretend(monkeypatch, TIMES)
     said = run(*SPEED, "--out", tmp_path)
     assert "mlp, 2 nodes, 1 core each, one machine" in said
-    assert "one process 1000 ms; ideal 500 ms; best peer ddp" in said
+    assert "one process 1000 ms; ideal 500 ms; ceiling 1000 ms; best peer ddp" in said
     assert f"{tmp_path}/report.html, results.md, results.json, measurements/" in said
     assert "ringtmp bench speed --repeats 3 --cases ring,ddp --workloads mlp" in (tmp_path / "results.md").read_text()
     assert (tmp_path / "figures" / "speed-mlp-two.svg").stat().st_size > 1000
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [(row["case"], row["repeats"]) for row in rows] == [("one", 3), ("ring", 3), ("ddp", 3)]
+    assert [(row["case"], row["repeats"]) for row in rows] == [("one", 3), ("side-by-side", 3), ("ring", 3), ("ddp", 3)]
     assert json.loads(run(*SPEED, "--out", tmp_path, "--json"))["rows"] == rows
 
 
 def test_experiments_of_all_kinds_go_together_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, msgspec.structs.replace(TIMES, facts=TIMES.facts | {"gloo_s": [2e-4]}))
+    pretend(monkeypatch, msgspec.structs.replace(TIMES, facts=TIMES.facts | {"gloo_s": [2e-4], "bare_s": [1e-4]}))
     said = run("messages", *SPEED, "--out", tmp_path, "--json")
     found = json.loads(said)
     assert [section["name"] for section in found["page"]["sections"]] == ["speed", "messages"]
-    assert (len(found["speed"]["rows"]), found["messages"]["size_bytes"]) == (3, 1024)
+    assert (len(found["speed"]["rows"]), found["messages"]["size_bytes"]) == (4, 1024)
 
 
 def test_without_matplotlib_the_rest_is_written_and_the_extra_is_named(
@@ -86,7 +86,7 @@ def test_without_matplotlib_the_rest_is_written_and_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     verb.command.main([*map(str, SPEED), "--out", str(tmp_path)], standalone_mode=False)
     assert "ringtmp[plots]" in capsys.readouterr().err
-    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 3
+    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 4
 
 
 def test_an_option_of_another_experiment_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def broken():
         ("--stream-keep flash", "unknown stream-keep 'flash': choose from disk, memory, none"),
         (
             "--schedule zerobubble",
-            "unknown schedule 'zerobubble': did you mean 'zero-bubble'? choose from 1f1b, gpipe,",
+            "unknown schedule 'zerobubble': did you mean 'zero-bubble'? choose from 1f1b, auto, gpipe,",
         ),
         ("--learning-rate 0.1", "no option --learning-rate: did you mean --lr?"),
         ("--momentum 0.9", "did you mean --opt momentum=…?"),

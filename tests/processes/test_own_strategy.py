@@ -32,22 +32,22 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.long
 def test_an_installed_strategy_is_listed_trained_with_and_compared(environment: dict[str, str], tmp_path: Path) -> None:
     listed = json.loads(ringtmp("strategies", "--json", cwd=tmp_path, env=environment).stdout)["strategies"]
-    assert listed["averaging"]["package"] == "ringtmp-averaging 1.0"
-    assert [each["name"] for each in listed["averaging"]["settings"]] == ["tau"]
-    words = "train", "--strategy", "averaging:4", "--nodes", 3, "--steps", 40, "--batch-size", 64, "--json", "--quiet"
+    assert listed["local-means"]["package"] == "ringtmp-local-means 1.0"
+    assert [each["name"] for each in listed["local-means"]["settings"]] == ["tau"]
+    words = "train", "--strategy", "local-means:4", "--nodes", 3, "--steps", 40, "--batch-size", 64, "--json", "--quiet"
     summary = json.loads(ringtmp(*words, cwd=tmp_path, env=environment).stdout)
-    assert (summary["strategy"], summary["exactness"]) == ("averaging", "replay")
+    assert (summary["strategy"], summary["exactness"]) == ("local-means", "replay")
     assert [each["role"] for each in summary["per_node"]] == ["worker"] * 3
     assert summary["loss"]["last"] < summary["loss"]["first"] / 2
-    words = "plan", "--nodes", 3, "--compare", "averaging:4,averaging:tau=1", "--json", "--quiet"
+    words = "plan", "--nodes", 3, "--compare", "local-means:4,local-means:tau=1", "--json", "--quiet"
     page = json.loads(ringtmp(*words, cwd=tmp_path, env=environment).stdout)
     own, seldom, often = page["ways"]
-    assert (own["strategy"], seldom["strategy"], often["strategy"]) == ("ring", "averaging:4", "averaging:1")
+    assert (own["strategy"], seldom["strategy"], often["strategy"]) == ("ring", "local-means:4", "local-means:1")
     assert 4 * seldom["bytes_total"] == pytest.approx(often["bytes_total"])
     assert 0 < seldom["step_s"] < often["step_s"]
-    refused = ringtmp("train", "--strategy", "averaging:0", cwd=tmp_path, code=2, env=environment)
+    refused = ringtmp("train", "--strategy", "local-means:0", cwd=tmp_path, code=2, env=environment)
     assert "tau=0 must be at least 1" in refused.stderr
-    assert "unknown strategy 'averaging'" in here("train", "--strategy", "averaging", cwd=tmp_path, code=2).stderr
+    assert "unknown strategy 'local-means'" in here("train", "--strategy", "local-means", cwd=tmp_path, code=2).stderr
 
 
 class Equipped(Ring):
@@ -67,9 +67,9 @@ def test_a_device_without_the_package_is_left_out_and_one_that_has_it_takes_part
 ) -> None:
     ring = Equipped(tmp_path, environment)
     try:
-        ring.master(3, "--strategy", "averaging:2", "--steps", 4, "--start-with", 2, "--wait", 1)
+        ring.master(3, "--strategy", "local-means:2", "--steps", 4, "--start-with", 2, "--wait", 1)
         ring.device("bare")
-        ring.until("master", "bare lacks ringtmp-averaging 1.0, which the strategy comes from: it is left out")
+        ring.until("master", "bare lacks ringtmp-local-means 1.0, which the strategy comes from: it is left out")
         ring.device("good")
         assert ring.result()["steps"] == 4
     finally:

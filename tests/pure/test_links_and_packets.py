@@ -6,6 +6,7 @@ import random
 import resource
 from collections import deque
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from ringtmp.errors import ProtocolError
 from ringtmp.system.resources import set_threads
 from ringtmp.wire.messages import PROTOCOL, Crossing, Gradients, Message
-from ringtmp.wire.packets import PIECE_BYTES, Packet, encode_packet
+from ringtmp.wire.packets import INLINE_BYTES, PIECE_BYTES, Packet, decode_packet, encode_packet
 from ringtmp.wire.reliable_link import ACK_AFTER_BYTES, ACK_AFTER_S, PROBE_AFTER_S, Delivery, Link
 from ringtmp.wire.tensors import Landing, TensorSpec, check, describe
 
@@ -30,6 +31,25 @@ def round_trip(tensor: torch.Tensor) -> torch.Tensor:
     return landing.finish()
 
 
+def in_one_frame(tensor: torch.Tensor) -> torch.Tensor:
+    """Between a hole and another tensor, as a small message travels."""
+    sender, receiver = Link("ring", 1), Link("ring", 1)
+    sender.send(Gradients(1, 0, 0, 0), [None, tensor, torch.arange(3)], 0.0)
+    (frame,) = sender.outbox.popleft()
+    delivery = receiver.receive([bytes(frame)], 0.0)
+    assert delivery is not None
+    hole, got, behind = delivery.tensors
+    assert hole is None
+    assert got is not None
+    assert behind is not None
+    assert behind.tolist() == [0, 1, 2]
+    for counters, other in ((sender.counters, receiver.counters),):
+        assert counters.payload_sent == other.payload_received == tensor.numel() * tensor.element_size() + 24
+        assert counters.overhead_sent == other.overhead_received == len(frame) - counters.payload_sent
+    return got
+
+
+@pytest.mark.parametrize("way", [round_trip, in_one_frame])
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -46,10 +66,11 @@ def round_trip(tensor: torch.Tensor) -> torch.Tensor:
         torch.tensor([True, False]),
         torch.arange(5),
         torch.tensor([float("nan"), float("inf"), -0.0]),
+        torch.randn(3, dtype=torch.complex64).conj().imag,  # its sign is not in its memory
     ],
 )
-def test_a_tensor_arrives_with_its_bits_strides_and_alignment(tensor: torch.Tensor) -> None:
-    got = round_trip(tensor)
+def test_a_tensor_arrives_with_its_bits_strides_and_alignment(tensor: torch.Tensor, way: Any) -> None:
+    got = way(tensor)
     assert got.dtype == tensor.dtype
     assert got.stride() == tensor.stride()
     assert (
@@ -151,10 +172,38 @@ def test_another_protocol_is_refused_with_both_numbers() -> None:
 
 def test_more_bytes_than_announced_are_refused() -> None:
     sender, receiver = Link("ring", 1), Link("ring", 1)
-    sender.send(Gradients(1, 0, 0, 0), [torch.zeros(2)], 0.0)
+    sender.send(Gradients(1, 0, 0, 0), [torch.zeros(INLINE_BYTES)], 0.0)
     header, piece = sender.outbox.popleft()
     with pytest.raises(ProtocolError, match="more tensor bytes"):
         receiver.receive([header, bytes(piece) + b"!"], 0.0)
+
+
+def test_small_messages_travel_in_one_frame_and_others_do_not() -> None:
+    link = Link("ring", 1)
+    for size in (0, 1, INLINE_BYTES, INLINE_BYTES + 1, PIECE_BYTES):
+        link.send(Gradients(1, 0, 0, 0), [torch.zeros(size, dtype=torch.uint8)], 0.0)
+    assert [len(frames) for frames in link.outbox] == [1, 1, 1, 2, 2]
+
+
+def test_what_was_sent_small_may_change_at_once() -> None:
+    sender, receiver, tensor = Link("ring", 1), Link("ring", 1), torch.ones(4)
+    sender.send(Gradients(1, 0, 0, 0), [tensor], 0.0)
+    tensor.zero_()
+    delivery = receiver.receive(sender.outbox.popleft(), 0.0)
+    assert delivery is not None
+    assert delivery.tensors[0].tolist() == [1.0] * 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("inline", [b"", b"x" * 7, b"x" * 9, b"x" * 800])
+def test_other_bytes_in_a_header_than_announced_are_refused(inline: bytes) -> None:
+    sender = Link("ring", 1)
+    sender.send(Gradients(1, 0, 0, 0), [torch.zeros(1), torch.zeros(1)], 0.0)
+    packet = decode_packet(sender.outbox.popleft()[0])
+    bent = encode_packet(msgspec.structs.replace(packet, inline=inline))
+    with pytest.raises(ProtocolError, match="tensor bytes than the message announced"):
+        Link("ring", 1).receive([bent], 0.0)
+    with pytest.raises(ProtocolError, match=r"tensor bytes in a header and behind it|more tensor bytes"):
+        Link("ring", 1).receive([bent, b"x" * 9], 0.0)
 
 
 @settings(max_examples=400, deadline=None)

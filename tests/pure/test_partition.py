@@ -407,7 +407,7 @@ def test_a_plan_tells_itself_in_three_lines() -> None:
     there = [replace(each, memory_bytes=2.0**30, quota=Quota(0.005, 0.01)) for each in devices(3)]
     lines = plan(layers(8, forward_s=0.01, backward_s=0.02), there, PlanOptions(32, 8)).summary()
     assert len(lines) == 3
-    assert lines[0].startswith("plan: 3 devices, 8 microbatches, about ")
+    assert lines[0].startswith("plan: 3 devices, 8 microbatches, 1f1b, about ")
     assert lines[1].startswith("layers by number: device0 0")
     assert "is tightest" in lines[2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from invented import choices, page
 from invented import measurement as measured_job
-from ringtmp.bench.analysis.step_time_bounds import Sizes, ideal_s, limit_s
+from ringtmp.bench.analysis.step_time_bounds import Sizes, ceiling_s, ideal_s, limit_s
 from ringtmp.bench.analysis.traffic_formulas import busiest_sent
 from ringtmp.bench.experiments import speed
 from ringtmp.bench.measuring.jobs import Job
@@ -64,26 +64,26 @@ def cases(**changes: Any) -> list[str]:
 def test_one_process_is_always_measured_and_only_once_per_workload() -> None:
     made = speed.jobs(asked(workloads="", settings="", cases="ring,ddp"))
     assert [each.case for each in made].count("one") == len(WORKLOADS)
-    assert len(made) == len(WORKLOADS) * (1 + len(SETTINGS) * 2)
+    assert len(made) == len(WORKLOADS) * (1 + len(SETTINGS) * 3), "and all devices side by side, once per setting"
     assert len({each.file_stem for each in made}) == len(made)
 
 
 def test_several_microbatch_counts_make_several_cases_of_a_pipeline_alone() -> None:
     found = cases(cases="ring,ddp,pipelining:1f1b", microbatches="4,16")
-    assert found == ["one", "ring:m4", "ring:m16", "ddp", "pipelining:1f1b:m4", "pipelining:1f1b:m16"]
+    assert found == ["one", "side-by-side", "ring:m4", "ring:m16", "ddp", "pipelining:1f1b:m4", "pipelining:1f1b:m16"]
 
 
 def test_a_strategy_that_is_no_listed_case_is_measured_by_its_name() -> None:
     found = cases(cases="ps:ssp:7,ps:bsp")
-    assert set(found) == {"one", "ps:bsp", "ps:ssp:7"}
+    assert set(found) == {"one", "side-by-side", "ps:bsp", "ps:ssp:7"}
 
 
 def test_a_ring_that_chooses_its_microbatches_is_told_so_and_is_one_case_whatever_is_asked_for() -> None:
     made = speed.jobs(asked(cases="ring:*", microbatches="4,16"))
     assert [each.case for each in made] == [
-        "one", "ring:auto", "ring:zero-bubble", "ring:staleness=1", "ring:protected:m4", "ring:protected:m16",
+        "one", "side-by-side", "ring:auto", "ring:zero-bubble", "ring:staleness=1", "ring:protected:m4", "ring:protected:m16",
     ]  # fmt: skip
-    assert all("--microbatches auto" in each.text for each in made[1:4])
+    assert all("--microbatches auto" in each.text for each in made[2:5])
 
 
 def test_the_devices_file_is_one_the_lab_takes() -> None:
@@ -134,6 +134,8 @@ def test_ideal_and_limits_by_hand() -> None:
     """784-1024x9-10, batch 512, on 4 x 0.45 core: 0.32 s alone; 2 MiB per cut, 168 ms at 100 Mbit/s."""
     parameters = 784 * 1024 + 8 * 1024 * 1024 + 1024 * 10 + 9 * 1024 + 10
     sizes, slow, fast = Sizes(0.32, parameters, 1024, 512), SETTINGS["lab-100"], SETTINGS["lab-fast"]
+    assert ceiling_s(sizes, slow, 0.2) == 0.2  # slower than the link
+    assert ceiling_s(sizes, slow, 0.1) == pytest.approx(512 * 1024 * 4 / 12.5e6)
     assert ideal_s(sizes, SETTINGS["two"]) == pytest.approx(0.16)
     assert ideal_s(sizes, slow) == pytest.approx(0.32 / 1.8)  # 178 ms, just above the 168 of the link
     assert limit_s(BY_NAME["ring"], sizes, slow) == pytest.approx(2 * 512 * 1024 * 4 / 12.5e6)
@@ -170,8 +172,8 @@ def measurement(made: Job, step_s: float | None, busy: float = 0.02, **facts: An
 
 
 def synthetic() -> list[Measurement]:
-    """Alone 2 s, the ring 1.2, the peers 1.5 and 1.6, a server that fails."""
-    took = {"one": 2.0, "ring": 1.2, "pipelining:1f1b": 1.6, "ps:bsp": None, "ddp": 1.5}
+    """Alone 2 s, side by side 1.1, the ring 1.2, the peers 1.5 and 1.6, a server that fails."""
+    took = {"one": 2.0, "side-by-side": 1.1, "ring": 1.2, "pipelining:1f1b": 1.6, "ps:bsp": None, "ddp": 1.5}
     sizes = {"parameters": 7_000_000, "cut_values": 128 * 256}
     return [measurement(each, took[each.case], **sizes) for each in speed.jobs(asked(cases=SEEN))]
 
@@ -182,31 +184,36 @@ def rows(taken: list[Measurement]) -> list[speed.Row]:
 
 def test_rows_compare_with_the_ideal_and_with_the_best_peer() -> None:
     found = rows(synthetic()[::-1])
-    assert [row.case for row in found] == ["one", "ring", "ps:bsp", "ddp", "pipelining:1f1b"], (
+    assert [row.case for row in found] == ["one", "side-by-side", "ring", "ps:bsp", "ddp", "pipelining:1f1b"], (
         "in any order of measuring"
     )
-    ring, server = found[1], found[2]
+    ring, server = found[2], found[3]
     assert ring.over_ideal == pytest.approx(1.2)
+    assert ring.over_ceiling == pytest.approx(1.2 / 1.1)
     assert ring.best_peer == "ddp"
     assert ring.over_best_peer is not None
     assert ring.over_best_peer.middle == pytest.approx(0.8)
     assert ring.stolen_share == pytest.approx(0.02)  # 0.4 s of 10 s on two cores
     assert (server.step_s, server.failed) == (None, 1)
-    assert found[3].over_best_peer is None, "a peer is not compared with itself"
+    assert found[4].over_best_peer is None, "a peer is not compared with itself"
 
 
 def test_without_one_process_there_are_times_and_no_ratio() -> None:
     found = rows([each for each in synthetic() if each.job.case != "one"])
     assert found[0].step_s is not None
-    assert found[0].over_ideal is None
+    assert (found[0].over_ideal, found[0].over_ceiling) == (None, None)
+    without = rows([each for each in synthetic() if each.job.case != "side-by-side"])
+    assert (without[1].over_ideal, without[1].over_ceiling) == (pytest.approx(1.2), None)
 
 
 def test_the_page_has_command_date_table_and_failures() -> None:
     made = markdown(page(asked(cases=SEEN), synthetic()))
     assert "- command: ringtmp bench\n- date: 2026-01-01\n- machine: a processor, 2 cores" in made
-    assert "| ring | 8 | 1200 | 1200–1200 | 1.20 | 1.67 | 1000 | 1.20 |  |  |  | 0.80 (0.80–0.80) | 2.0% |" in made
+    assert (
+        "| ring | 8 | 1200 | 1200–1200 | 1.20 | 1.09 | 1.67 | 1000 | 1.20 |  |  |  | 0.80 (0.80–0.80) | 2.0% |" in made
+    )
     assert "- gpt two ps:bsp: failed: ringtmp: unknown strategy 'ps'" in made
-    assert "one process 2000 ms; ideal 1000 ms; best peer ddp" in made
+    assert "one process 2000 ms; ideal 1000 ms; ceiling 1100 ms; best peer ddp" in made
 
 
 def test_a_machine_that_was_not_quiet_is_said_to_be_so() -> None:
@@ -221,6 +228,6 @@ def test_a_machine_that_was_not_quiet_is_said_to_be_so() -> None:
 def test_a_figure_names_every_case_with_its_interval_and_the_ideal() -> None:
     (figure,) = speed.section(asked(cases=SEEN), Measured(synthetic())).figures
     assert figure.name == "speed-gpt-two"
-    assert figure.series[0].x == ("ring", "ddp", "pipelining:1f1b")
-    assert figure.series[0].y == figure.series[0].low == pytest.approx((1200.0, 1500.0, 1600.0))
+    assert figure.series[0].x == ("side-by-side", "ring", "ddp", "pipelining:1f1b")
+    assert figure.series[0].y == figure.series[0].low == pytest.approx((1100.0, 1200.0, 1500.0, 1600.0))
     assert (figure.line, figure.line_label) == (pytest.approx(1000.0), "ideal: max(c, T)")

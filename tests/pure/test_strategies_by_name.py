@@ -35,6 +35,8 @@ ALLOWED = {
     "plan/route.py": "the shape of a route",
     "plan/planner.py": "the shape of a route",
     "strategies/allreduce/__init__.py": "an algorithm that sums up",
+    "strategies/averaging/__init__.py": "an algorithm that sums up",
+    "strategies/dpsgd/__init__.py": "a graph",
     "cli/__init__.py": "the verb `ringtmp ring`, which is about members",
     "cli/ring.py": "the verb `ringtmp ring`, which is about members",
     "launch/admit_devices.py": "the name of a domain of keys",

@@ -29,7 +29,7 @@ def install(
 
 def install_example(folder: Path, version: str = "1.0") -> Path:
     files = {each.name: each.read_text() for each in EXAMPLE.glob("*.py")}
-    return install(folder, "ringtmp-averaging", files, {"averaging": "averaging:STRATEGY"}, version)
+    return install(folder, "ringtmp-local-means", files, {"local-means": "local_means:STRATEGY"}, version)
 
 
 @contextmanager

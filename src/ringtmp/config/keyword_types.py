@@ -16,7 +16,7 @@ class RingKeywords(TypedDict, total=False):
     blocks: str | None
     groups: str | None
     window: int | None
-    schedule: Literal["1f1b", "gpipe", "zero-bubble"]
+    schedule: Literal["auto", "1f1b", "gpipe", "zero-bubble"]
     laps: int
     route: Literal["ring", "v"]
     recompute: Literal["none", "all", "auto"]

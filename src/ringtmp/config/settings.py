@@ -13,7 +13,7 @@ import msgspec
 from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_type import Declaration as Is
 from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
-from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
+from ringtmp.plan.pipeline_schedules import AUTO, ScheduleChoice
 from ringtmp.wire.formats import WIRE_FORMATS
 
 DEFAULT_MICROBATCHES = 8
@@ -145,7 +145,8 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         split=True, metavar="N,…", usual="one each")] = None
     window: Annotated[int | None, Is(
         "Microbatches in flight at most.", PIPELINE, split=True, least=1, usual=_PLAN)] = None
-    schedule: Annotated[ScheduleName, Is("Order of work in a step: {choices}.", PIPELINE, split=True)] = DEFAULT_SCHEDULE.name
+    schedule: Annotated[ScheduleChoice, Is(
+        "Order of work in a step: {choices}; auto is what the plan finds fastest.", PIPELINE, split=True)] = AUTO
     laps: Annotated[int, Is(
         "Times the activations go round; every node holds that many segments.", PIPELINE, split=True, least=1)] = 1
     route: Annotated[Shape, Is(

@@ -130,6 +130,7 @@ class Summary(msgspec.Struct, frozen=True):
     run_dir: str
     per_node: tuple[NodeSummary, ...]
     microbatches_chosen: bool = False  # by the plan, with --microbatches auto
+    schedule_chosen: bool = False  # by the plan, with --schedule auto
     forecast: Forecast | None = None
     parts: tuple[PartSummary, ...] = ()
     skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
@@ -185,7 +186,8 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         batch_size=facts["batch_size"],
         microbatches=facts["microbatches"],
         window=facts.get("window", 0),
-        schedule=config["ring"]["schedule"],
+        schedule=facts.get("schedule", config["ring"]["schedule"]),
+        schedule_chosen=facts.get("schedule_chosen", False),
         staleness=config["training"]["staleness"],
         sum_tree=config["training"].get("sum_tree", 1),
         wire=config["training"]["wire"],

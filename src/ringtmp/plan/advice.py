@@ -140,7 +140,7 @@ def gains(made: Plan, everyone: tuple[Device, ...], may_grow: bool = True) -> tu
             attempt(f"{2 * count} microbatches", everyone, replace(free, microbatches=2 * count))
         if count > 1:
             attempt(f"{count // 2} microbatches", everyone, replace(free, microbatches=count // 2))
-        if options.schedule == DEFAULT_SCHEDULE.name:
+        if options.schedule == DEFAULT_SCHEDULE.name and not options.any_schedule:
             for name in (each.name for each in SCHEDULES.values() if each.defers_weights):
                 attempt(f"the {name} schedule", everyone, replace(free, schedule=name))
         if made.window < count * (1 + options.staleness):

@@ -57,6 +57,15 @@ class MemoryForecast:
             + self.boundary_bytes + self.working_bytes + self.snapshot_bytes
         )  # fmt: skip
 
+    def with_more(self, vectors: float, keeps: bool) -> MemoryForecast:
+        """As many more vectors of what is trained, and a kept copy of weights and optimizer state."""
+        kept = self.weight_bytes + self.optimizer_bytes if keeps else 0.0
+        return replace(
+            self,
+            boundary_bytes=self.boundary_bytes + vectors * self.gradient_bytes,
+            snapshot_bytes=self.snapshot_bytes + kept,
+        )
+
     @property
     def missing_bytes(self) -> float:
         return max(0.0, self.total_bytes - self.free_bytes)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ringtmp.errors import DoesNotFit
+from ringtmp.plan.choose_schedule import plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost, Paths
-from ringtmp.plan.planner import Plan, PlanOptions, plan
+from ringtmp.plan.planner import Plan, PlanOptions
 
 MOST = 64
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST)
@@ -65,7 +66,7 @@ def best_plan(
         count = counts[place]
         if count not in made:
             try:
-                made[count] = plan(layers, devices, replace(options, microbatches=count), paths)
+                made[count] = plan_with_schedule(layers, devices, replace(options, microbatches=count), paths)
             except DoesNotFit as problem:
                 problems.append(problem)
                 return math.inf

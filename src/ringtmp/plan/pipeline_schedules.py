@@ -11,6 +11,9 @@ from typing import Literal
 from ringtmp.errors import unknown
 
 ScheduleName = Literal["1f1b", "gpipe", "zero-bubble"]
+#: A schedule, or that the plan chooses one.
+ScheduleChoice = Literal["auto", "1f1b", "gpipe", "zero-bubble"]
+AUTO: ScheduleChoice = "auto"
 
 
 @dataclass(frozen=True, slots=True)

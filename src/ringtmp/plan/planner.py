@@ -57,6 +57,7 @@ class PlanOptions:
     shape: str = "ring"  # or v
     recompute: str = "none"  # or all, or auto: where it would not fit otherwise
     sum_tree: int = 1  # parts of a batch that are added up as a tree
+    any_schedule: bool = False  # the plan may choose another one (choose_schedule.py)
 
     @property
     def ring(self) -> RingOptions:
@@ -130,7 +131,7 @@ class Plan:
         held = " | ".join(f"{device.name} {self.layers_text(node)}" for node, device in enumerate(self.devices))
         return (
             f"plan: {_count(len(self.devices), 'device')}, {_count(self.options.ring.microbatches, 'microbatch')}"
-            f"{' (auto)' if chosen else ''}, about {seconds_text(self.step_s)} a step "
+            f"{' (auto)' if chosen else ''}, {self.options.schedule}, about {seconds_text(self.step_s)} a step "
             f"({self.samples_per_s:.3g} samples/s), idle {self.simulated.idle_fraction:.0%}",
             f"layers by number: {held}",
             f"memory: {tightest.device} is tightest, {bytes_text(tightest.total_bytes)} of "

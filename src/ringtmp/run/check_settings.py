@@ -27,7 +27,7 @@ from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
 from ringtmp.plan.groups import check_groups, parse_groups
 from ringtmp.plan.microbatches import MOST
-from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
+from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.sum_tree import check_parts, check_workers
 from ringtmp.runtime.learning_rates import checked_schedule
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, checked_optimizer
@@ -57,7 +57,7 @@ def resolve(config: RunConfig) -> RunConfig:
         )
     microbatches = usual_microbatches(training)
     check_parts(training.sum_tree, min(MOST, training.batch_size) if auto else microbatches)
-    all_first = SCHEDULES[ring.schedule].all_forward_first
+    all_first = ring.schedule != AUTO and SCHEDULES[ring.schedule].all_forward_first
     if all_first and ring.window is not None and ring.window < microbatches and not auto:
         raise UsageError(
             f"--window {ring.window} is too small for {ring.schedule}, which keeps all {microbatches} microbatches in flight: "

@@ -29,7 +29,7 @@ from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
-from ringtmp.plan import planner
+from ringtmp.plan.choose_schedule import plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost
 from ringtmp.plan.groups import as_one_device, by_group, fitted, parse_groups
 from ringtmp.plan.planner import Plan
@@ -226,4 +226,4 @@ def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: boo
     options = plan_options(config, work.batch_size, work.microbatches, len(costs), len(devices), keep_all)
     if config.training.microbatches == "auto":
         return counts.best_plan(costs, devices, options, work.allows)
-    return planner.plan(costs, devices, options)
+    return plan_with_schedule(costs, devices, options)

@@ -52,6 +52,8 @@ def lost_text(event: Regrouped) -> str:
     after = f"{event.nodes} nodes continue after {event.seconds:.1f} s (generation {event.generation})"
     if event.source == "servers":
         return f"{lost}; the servers have the parameters, so no step is repeated; {after}"
+    if event.source == "workers":
+        return f"{lost}; every other worker has its own parameters, so no step is repeated; {after}"
     if event.source == "replica":
         return f"{lost}; the next server has its keys, so no step is repeated; {after}"
     if event.source == "survivors":

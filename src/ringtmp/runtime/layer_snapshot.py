@@ -35,7 +35,7 @@ def laid_out(
     specs, views = payload([*tensors, *state.values()])
     # Whoever unpacks gets fresh memory, which begins on a boundary as everything a stage owns does.
     aligned = tuple(msgspec.structs.replace(each, offset=0) for each in specs if each is not None)
-    return Label(step, layer, tuple(state), aligned, sum(map(len, views))), views
+    return Label(step, layer, tuple(state), aligned, sum(map(len, views))), [memoryview(each) for each in views]
 
 
 class Writing:

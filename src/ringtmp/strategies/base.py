@@ -236,9 +236,10 @@ class Strategy:
         """This node's part in a plan of `data_parallel`."""
         raise NotImplementedError
 
-    def can_lose(self, settings: Any, roles: Roles, node: int, bare: Collection[int]) -> bool:
-        """Whether the others go on within the generation when `node` is lost, without going back to an older state. `bare`:
-        servers whose keys have no replica any more."""
+    def can_lose(self, settings: Any, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
+        """Whether the others go on within the generation when `node` is lost, without going back to an older state. `roles`:
+        of those who are left, `node` among them; `bare`: servers whose keys have no replica any more; `nodes`: how many
+        there were when the generation began."""
         return False
 
     # -- on paper -----------------------------------------------------------------------------------------------------

@@ -19,9 +19,15 @@ import msgspec
 from ringtmp.config import SETTINGS, RingPart, RunConfig, parse_pairs
 from ringtmp.errors import RingError, UsageError, unknown
 from ringtmp.strategies.allreduce import STRATEGY as ALLREDUCE
+from ringtmp.strategies.averaging import STRATEGY as AVERAGING
 from ringtmp.strategies.base import About, Settings, Strategy
+from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
+from ringtmp.strategies.dpsgd import STRATEGY as DPSGD
+from ringtmp.strategies.easgd import STRATEGY as EASGD
+from ringtmp.strategies.gosgd import STRATEGY as GOSGD
 from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
+from ringtmp.strategies.tree_easgd import STRATEGY as TREE_EASGD
 
 if TYPE_CHECKING:
     from ringtmp.runtime.mailbox import Endpoint
@@ -29,7 +35,8 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Message
 
 GROUP = "ringtmp.strategies"
-OURS: dict[str, Strategy] = {each.name: each for each in (RING, PS, ALLREDUCE)}
+_OURS = (RING, PS, ALLREDUCE, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD)
+OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
     "staleness": "training", "wire": "training", "microbatches": "training", "sum_tree": "training",

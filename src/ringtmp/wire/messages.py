@@ -5,7 +5,8 @@ The ring's passes        Activations clockwise, Gradients anticlockwise, one per
                          GroupSum between nodes that hold the same layers
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
-Data-parallel ones       Work, Did, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Part; Lost
+Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Lost
+                         GradientPart, PeerModel between workers
 Besides                  Report, Detail, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
 """
 
@@ -322,6 +323,15 @@ class WorkDone(NodeMessage, frozen=True, tag="did"):
     skipped: bool = False  # the others had gone on: nothing was computed
 
 
+class Lend(NodeMessage, frozen=True, tag="lend"):
+    """What to evaluate with where workers differ: a layer of the model that would be saved, holes for what is frozen. The
+    receiver goes back to its own when it trains on, or is asked for the layer."""
+
+    RULE: ClassVar = told(BULK, PLAN, WORKER)
+    layer: int
+    tensors: Specs = ()
+
+
 class Scored(NodeMessage, frozen=True, tag="scored"):
     RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     loss_sum: float
@@ -415,6 +425,16 @@ class Total(NodeMessage, frozen=True, tag="total"):
     norm: float
 
 
+class PeerModel(NodeMessage, frozen=True, tag="peer"):
+    """Some layers of the sender's parameters, or of what its strategy makes of them, for one other worker."""
+
+    RULE: ClassVar = between(TENSOR, WORKER, WORKER)
+    step: int  # of the sender
+    bucket: int  # which layers; they come in order
+    weight: float  # how much it counts, where that is the sender's to say
+    tensors: Specs = ()
+
+
 class GradientPart(NodeMessage, frozen=True, tag="part"):
     """A chunk of a gradient on its way: being summed up, or summed up and on its way to everyone."""
 
@@ -476,11 +496,10 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 
 
 Message = (
-    Activations | Gradients | Norms | Scale | GroupSum | Hello | Setup | Place | Placed | Fetch | LayerState | Report
-    | Inspect | Inspected | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing
-    | Detail | Sample | Timed
-    | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Scored | Store | Kept | Push | Pull | Pulled | Copy
-    | Copied | Lost | Squares | Total | GradientPart
+    Activations | Gradients | Norms | Scale | GroupSum | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
+    | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Detail | Sample | Timed
+    | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Lend | Scored | Store | Kept | Push | Pull | Pulled | Copy
+    | Copied | Lost | Squares | Total | GradientPart | PeerModel
 )  # fmt: skip
 
 #: Every class a message may be of.

@@ -1,4 +1,5 @@
-"""Packets <-> frames. A packet is one header frame and up to 256 KiB of tensor bytes in further frames.
+"""Packets <-> frames. A packet is one header frame and up to 256 KiB of tensor bytes in further frames. Tensors that are small
+lie in the header itself: a frame costs the same whatever it carries.
 
     Data   begins a message: its header, then the first tensor bytes
     More   continues it
@@ -19,6 +20,8 @@ from ringtmp.errors import ProtocolError
 from ringtmp.wire.messages import PROTOCOL, Message
 
 PIECE_BYTES = 256 * 1024
+#: Messages with no more tensor bytes travel in one frame. Copying them costs less than a second frame.
+INLINE_BYTES = 16 * 1024
 #: A header never comes near this; a layer's graph travels inside one.
 MAX_HEADER_BYTES = 20 * 1024 * 1024
 Frame = bytes | memoryview
@@ -32,6 +35,7 @@ class Packet(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     number: int = 0  # of a probe and its answer; on data: everything up to it has arrived from the other side
     body: bytes = b""
+    inline: bytes = b""  # all tensor bytes of a small message, one tensor after the other
 
 
 DATA, MORE, ACK, NACK, PROBE, ANSWER = KINDS = ("d", "m", "a", "n", "p", "w")
@@ -62,11 +66,11 @@ def decode_message(data: bytes) -> Message:
     return untrusted.decode(_messages, data, "a message", MAX_HEADER_BYTES)
 
 
-def pieces(views: Sequence[memoryview]) -> list[list[memoryview]]:
+def pieces(views: Sequence[memoryview | bytes]) -> list[list[memoryview | bytes]]:
     """Tensor bytes grouped into packets of at most 256 KiB. A piece never reaches over the end of a tensor."""
     if sum(map(len, views)) <= PIECE_BYTES:
         return [[view for view in views if len(view)]]
-    groups: list[list[memoryview]] = [[]]
+    groups: list[list[memoryview | bytes]] = [[]]
     room = PIECE_BYTES
     for view in views:
         start = 0

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-PROTOCOL = 12
+PROTOCOL = 13

@@ -29,6 +29,7 @@ from ringtmp.wire.packets import (
     ACK,
     ANSWER,
     DATA,
+    INLINE_BYTES,
     MORE,
     NACK,
     PROBE,
@@ -131,32 +132,43 @@ class Link:
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor | None], now: float) -> None:
         """Queue a message. The tensors must not change until it is acknowledged."""
-        specs, views = payload(tensors)
+        specs, views = payload(tensors, INLINE_BYTES)
         if specs:
             message = msgspec.structs.replace(message, tensors=specs)
-        groups = pieces(views)
-        total = sum(len(view) for view in views)
-        for position, group in enumerate(groups):
-            last = position == len(groups) - 1
-            body = encode_message(message) if position == 0 else b""
-            header = self._packet(DATA if position == 0 else MORE, self._next_seq, self._expected - 1, body)
-            out = _Outgoing(self._next_seq, [header, *group], (now, total) if last else None)
-            self._next_seq += 1
-            self._unacked.append(out)
-            self.outbox.append(out.frames)
-            self.counters.overhead_sent += len(header)
+        total = sum(map(len, views))
+        if total <= INLINE_BYTES:
+            inline = bytes(views[0]) if len(views) == 1 else b"".join(views)
+            header = self._packet(DATA, self._next_seq, self._expected - 1, encode_message(message), inline)
+            self._queue([header], (now, total), len(header) - total)
+        else:
+            self._send_pieces(message, pieces(views), (now, total))
         self._acknowledged()
         self.counters.payload_sent += total
         self.in_flight_bytes += total
         if self._last_news is None:
             self._last_news = self._settled_at = now
 
+    def _send_pieces(
+        self, message: Message, groups: Sequence[Sequence[Frame]], on_delivered: tuple[float, int]
+    ) -> None:
+        for position, group in enumerate(groups):
+            last = position == len(groups) - 1
+            body = encode_message(message) if position == 0 else b""
+            header = self._packet(DATA if position == 0 else MORE, self._next_seq, self._expected - 1, body)
+            self._queue([header, *group], on_delivered if last else None, len(header))
+
+    def _queue(self, frames: list[Frame], on_delivered: tuple[float, int] | None, overhead: int) -> None:
+        self._unacked.append(_Outgoing(self._next_seq, frames, on_delivered))
+        self._next_seq += 1
+        self.outbox.append(frames)
+        self.counters.overhead_sent += overhead
+
     def receive(self, frames: Sequence[Frame], now: float) -> Delivery | None:
         """Take one packet. Returns a message when this packet completes it."""
         if not frames:
             raise ProtocolError("a packet without frames")
         packet = decode_packet(frames[0])
-        self.counters.overhead_received += len(frames[0])
+        self.counters.overhead_received += len(frames[0]) - len(packet.inline)
         if packet.ring != self._ring or packet.generation != self._generation:
             self.counters.foreign += 1
             return None
@@ -213,10 +225,12 @@ class Link:
         if self._expected - 1 == self._acked:
             self._owed_since = now
         self._expected += 1
-        self._owed_bytes += sum(map(len, data))
+        self._owed_bytes += len(packet.inline) + sum(map(len, data))
         if packet.kind == DATA:
             if self._arriving is not None:
                 raise ProtocolError("a message began before the one before it ended")
+            if not data:
+                return self._whole(packet, now)
             self._arriving = self._begin(packet, now)
         arriving = self._arriving
         if arriving is None:
@@ -230,7 +244,29 @@ class Link:
         self.counters.payload_received += arriving.payload_bytes
         return Delivery(arriving.message, tensors, arriving.first_at, arriving.payload_bytes)
 
+    def _whole(self, packet: Packet, now: float) -> Delivery:
+        """A message in one frame."""
+        message, landings = self._room_for(packet)
+        start, inline = 0, packet.inline
+        tensors: list[torch.Tensor | None] = []
+        for landing in landings:
+            if landing is not None:
+                landing.fill(inline if landing.size == len(inline) else inline[start : start + landing.size])
+                start += landing.size
+            tensors.append(landing.finish() if landing is not None else None)
+        if start != len(inline):
+            raise ProtocolError("more tensor bytes than the message announced")
+        self.counters.payload_received += start
+        return Delivery(message, tensors, now, start)
+
     def _begin(self, packet: Packet, now: float) -> _Arriving:
+        if packet.inline:
+            raise ProtocolError("tensor bytes in a header and behind it")
+        message, landings = self._room_for(packet)
+        queue = deque(landing for landing in landings if landing is not None and landing.size)
+        return _Arriving(message, now, landings, queue)
+
+    def _room_for(self, packet: Packet) -> tuple[Message, list[Landing | None]]:
         message = decode_message(packet.body)
         self._inspect(message)
         specs: Specs = getattr(message, "tensors", ())
@@ -239,11 +275,9 @@ class Link:
             if spec is not None:
                 total += check(spec, self._limit - total)
         try:
-            landings = [Landing(spec) if spec is not None else None for spec in specs]
+            return message, [Landing(spec) if spec is not None else None for spec in specs]
         except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former
             raise DoesNotFit(f"no memory for {type(message).__name__} with {bytes_text(total)} of tensors") from error
-        queue = deque(landing for landing in landings if landing is not None and landing.size)
-        return _Arriving(message, now, landings, queue)
 
     def _land(self, arriving: _Arriving, piece: Frame) -> None:
         if not arriving.queue or arriving.offset + len(piece) > arriving.queue[0].size or not len(piece):
@@ -281,5 +315,5 @@ class Link:
         self.counters.overhead_sent += len(header)
         self.outbox.append([header])
 
-    def _packet(self, kind: str, seq: int, number: int = 0, body: bytes = b"") -> bytes:
-        return encode_packet(Packet(PROTOCOL, self._ring, self._generation, kind, seq, number, body))
+    def _packet(self, kind: str, seq: int, number: int = 0, body: bytes = b"", inline: bytes = b"") -> bytes:
+        return encode_packet(Packet(PROTOCOL, self._ring, self._generation, kind, seq, number, body, inline=inline))

@@ -6,6 +6,7 @@ distance from a 64-byte boundary too; a received tensor lies in memory as it lay
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -59,18 +60,43 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
-def describe(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview]:
-    """The description and the tensor's values as bytes. No copy unless the tensor has holes or overlaps."""
-    tensor = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
-    name = _NAMES.get(tensor.dtype)
-    if name is None:
-        raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")
-    offset = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
-    spec = TensorSpec(name, tuple(tensor.shape), tuple(tensor.stride()), offset)
+def describe(tensor: torch.Tensor, copy_up_to: int = 0) -> tuple[TensorSpec, memoryview | bytes]:
+    """The description and the tensor's values as bytes: a copy up to so many, else the tensor's own memory unless it has
+    holes or overlaps."""
+    if not tensor.is_cpu:
+        tensor = tensor.detach().cpu()
+    start = tensor.data_ptr()
+    spec, nbytes = _spec(tensor.dtype, tensor.shape, tensor.stride(), start % ALIGNMENT)
+    if nbytes <= copy_up_to and _packed(spec) and not (tensor.is_neg() or tensor.is_conj()):
+        return spec, ctypes.string_at(start, nbytes) if nbytes else b""
+    tensor = tensor.detach()
     if tensor.is_contiguous():
         return spec, raw_bytes(tensor)
-    flat = _in_memory_order(tensor) if spec.extent == spec.count else tensor
+    flat = _in_memory_order(tensor) if _packed(spec) else tensor
     return spec, raw_bytes(flat.contiguous())
+
+
+@lru_cache(maxsize=256)  # the same few tensors leave with every microbatch
+def _spec(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], past: int) -> tuple[TensorSpec, int]:
+    """The description of a tensor that begins so many bytes past a boundary, and its bytes."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise ProtocolError(f"tensors of {dtype} cannot travel")
+    spec = TensorSpec(name, tuple(shape), tuple(strides), past // dtype.itemsize)
+    return spec, spec.nbytes
+
+
+@lru_cache(maxsize=256)
+def _packed(spec: TensorSpec) -> bool:
+    """Whether its bytes are those of its memory from the first element on: no holes, no overlaps."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(spec.strides, spec.shape, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return spec.count == 0
+        expected *= size
+    return True
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -114,21 +140,30 @@ class Landing:
 
     def __init__(self, spec: TensorSpec) -> None:
         dtype = _DTYPES[spec.dtype]
-        self._dense: torch.Tensor | None = None
         extent, count = _extent_and_count(spec)
         if spec.offset == 0 and extent == count:
             self._tensor = torch.empty_strided(spec.shape, spec.strides, dtype=dtype)
         else:
             storage = torch.empty(spec.offset + extent, dtype=dtype)
             self._tensor = storage.as_strided(spec.shape, spec.strides, spec.offset)
-        flat = self._tensor if self._tensor.is_contiguous() else _in_memory_order(self._tensor)
-        if not flat.is_contiguous():
-            flat = self._dense = torch.empty(spec.shape, dtype=dtype)
-        self._bytes = raw_bytes(flat)
         self.size = count * dtype.itemsize
+        self._dense = None if _packed(spec) else torch.empty(spec.shape, dtype=dtype)
+        self._bytes: memoryview | None = None
 
     def place(self, start: int, piece: memoryview | bytes) -> None:
+        if self._bytes is None:
+            flat = self._tensor if self._dense is None else self._dense
+            self._bytes = raw_bytes(flat if flat.is_contiguous() else _in_memory_order(flat))
         self._bytes[start : start + len(piece)] = piece
+
+    def fill(self, data: bytes) -> None:
+        """All of it at once."""
+        if len(data) != self.size:
+            raise ProtocolError("other tensor bytes than the message announced")
+        if self._dense is None:
+            ctypes.memmove(self._tensor.data_ptr(), data, self.size)
+        else:
+            self.place(0, data)
 
     def finish(self) -> torch.Tensor:
         if self._dense is not None:
@@ -147,15 +182,18 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order)
 
 
-def payload(tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[TensorSpec | None, ...], list[memoryview]]:
-    """Descriptions (None for a hole, such as a gradient nobody needs) and the bytes of those that are there."""
+def payload(
+    tensors: Sequence[torch.Tensor | None], copy_up_to: int = 0
+) -> tuple[tuple[TensorSpec | None, ...], list[memoryview | bytes]]:
+    """Descriptions (None for a hole, such as a gradient nobody needs) and the bytes of those that are there; small ones are
+    copied."""
     specs: list[TensorSpec | None] = []
-    views: list[memoryview] = []
+    views: list[memoryview | bytes] = []
     for tensor in tensors:
         if tensor is None:
             specs.append(None)
         else:
-            spec, view = describe(tensor)
+            spec, view = describe(tensor, copy_up_to)
             specs.append(spec)
             views.append(view)
     return tuple(specs), views

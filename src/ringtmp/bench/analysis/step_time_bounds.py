@@ -2,6 +2,7 @@
 
     ideal   max(c, T)   T = one process, one thread, whole batch / cores in all
                         c = b * w / rate: one cut's activations through a link of its own
+    ceiling max(c, S)   S = all devices at once, each with its share of the layers, which do not talk: measured
     limit   max(c, T)   of the case itself: T over the nodes that compute, c what its busiest device sends or receives.
                         A device has one link, full duplex, for all its neighbours.
 
@@ -32,9 +33,18 @@ class Sizes(msgspec.Struct, frozen=True):
     batch_size: int
 
 
+def transfer_s(sizes: Sizes, setting: Setting) -> float:
+    """c of the ideal: one cut's activations."""
+    return sizes.batch_size * sizes.cut_values * VALUE_BYTES / setting.link_bytes_per_s
+
+
 def ideal_s(sizes: Sizes, setting: Setting) -> float:
-    transfer_s = sizes.batch_size * sizes.cut_values * VALUE_BYTES / setting.link_bytes_per_s
-    return max(transfer_s, sizes.one_s / setting.cores)
+    return max(transfer_s(sizes, setting), sizes.one_s / setting.cores)
+
+
+def ceiling_s(sizes: Sizes, setting: Setting, side_by_side_s: float) -> float:
+    """The ideal with what the devices were measured to reach at the same time in the place of T."""
+    return max(transfer_s(sizes, setting), side_by_side_s)
 
 
 def limit_s(case: Case, sizes: Sizes, setting: Setting) -> float:
@@ -44,7 +54,7 @@ def limit_s(case: Case, sizes: Sizes, setting: Setting) -> float:
 
 def busiest_values(case: Case, sizes: Sizes, nodes: int) -> float:
     """Values per step that the busiest device sends, or receives: the two are alike in every case here."""
-    if nodes == 1 or case.family == "one":
+    if nodes == 1 or case.group == "base":
         return 0.0
     if case.splits_layers:
         # The ring's master holds the front and the tail.

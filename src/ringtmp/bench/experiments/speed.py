@@ -16,25 +16,27 @@ from ringtmp.bench.analysis import intervals
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.analysis.page_drawings import bars, slug
 from ringtmp.bench.analysis.per_step_values import idle_times
-from ringtmp.bench.analysis.step_time_bounds import Sizes, ideal_s, limit_s
+from ringtmp.bench.analysis.step_time_bounds import Sizes, ceiling_s, ideal_s, limit_s
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.machine import QUIET
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement
 from ringtmp.bench.measuring.run_record import from_facts
 from ringtmp.bench.training_runs.device_setups import SETTINGS, Setting
-from ringtmp.bench.training_runs.speed_cases import ALONE, CASES, Case, chosen_cases, job, pipelined
+from ringtmp.bench.training_runs.speed_cases import ALONE, ONE, SIDE_BY_SIDE, Case, chosen_cases, job, pipelined
 from ringtmp.bench.training_runs.workloads import QUICK, WORKLOADS, Workload
 from ringtmp.bench.user_choices import Choices
 from ringtmp.errors import UsageError, unknown
 from ringtmp.report.page_content import Figure, Section, Table
 
 COLUMNS = (
-    "case", "microbatches", "ms per step", "95 % interval", "x ideal", "x one device", "own limit", "x limit", "stage",
-    "simulated", "idle", "x best peer", "stolen",
+    "case", "microbatches", "ms per step", "95 % interval", "x ideal", "x ceiling", "x one device", "own limit", "x limit",
+    "stage", "simulated", "idle", "x best peer", "stolen",
 )  # fmt: skip
 LEGEND = (
     "Ideal: max(c, T), with T one process, one thread, whole batch, divided by all cores, and c one cut's activations over "
-    "the link. One device: the step of one such device alone over this one; above 1 is faster. Own limit: max(c, T) for "
+    "the link. Ceiling: the same with what the devices reach side by side in the place of T: each does its share of the "
+    "layers at the same time as the others, with the same quotas, and nobody talks. One device: the step of one such device "
+    "alone over this one; above 1 is faster. Own limit: max(c, T) for "
     "what this case computes on and sends through its busiest device. Stage, simulated: the ring's own forecast before its "
     "first step, for the slowest stage alone and for the whole step with fill and drain. Idle: share of the time of all "
     "nodes that compute, without warm-up. Best peer: the fastest of torch's own in the same setting; below 1 is faster. "
@@ -64,6 +66,7 @@ class Row(msgspec.Struct, frozen=True):
     error: str | None  # of the first that failed
     step_s: Interval | None
     ideal_s: float | None
+    ceiling_s: float | None
     limit_s: float | None
     one_device_s: float | None  # the whole model on one such device
     stage_s: float | None  # of the ring, as its plan forecast it: the slowest stage alone
@@ -77,6 +80,10 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def over_ideal(self) -> float | None:
         return self.step_s.middle / self.ideal_s if self.step_s and self.ideal_s else None
+
+    @property
+    def over_ceiling(self) -> float | None:
+        return self.step_s.middle / self.ceiling_s if self.step_s and self.ceiling_s else None
 
     @property
     def speed_up(self) -> float | None:
@@ -95,7 +102,7 @@ def jobs(choices: Choices) -> list[Job]:
 
 
 def trials(choices: Choices) -> list[Trial]:
-    """One process alone is always among them: nothing can be said of a step without it."""
+    """One process alone, and all devices side by side, are always among them: nothing can be said of a step without."""
     settings = [SETTINGS[name] for name in _chosen("setting", choices.settings, SETTINGS)]
     _require_room(settings, choices)
     cases = chosen_cases(choices.cases)
@@ -104,9 +111,9 @@ def trials(choices: Choices) -> list[Trial]:
         work = msgspec.structs.replace(
             (QUICK if choices.quick else WORKLOADS)[name], seed=choices.seed, steps=choices.warm_up + choices.steps
         )
-        found.append(Trial(CASES[0], work, ALONE, job(CASES[0], work, ALONE, choices.warm_up)))
+        found.append(Trial(ONE, work, ALONE, job(ONE, work, ALONE, choices.warm_up)))
         for setting in settings:
-            for case in cases:
+            for case in (SIDE_BY_SIDE, *cases):
                 found += [
                     Trial(case, work, setting, job(case, work, setting, choices.warm_up, count))
                     for count in (_counts(choices.microbatches) if pipelined(case) else [None])
@@ -159,7 +166,9 @@ def rows(choices: Choices, measured: Measured) -> list[Row]:
     found = []
     for each, group in known:
         here = [other for trial, other in known if (trial.work, trial.setting) == (each.work, each.setting)]
-        found.append(_row(each, group, sizes.get(each.work.name), _best_peer(here), choices.seed))
+        known_s = next((_samples(other) for other in here if other[0].job.case == SIDE_BY_SIDE.name), [])
+        apart_s = intervals.middle(known_s, "median") if known_s else None
+        found.append(_row(each, group, sizes.get(each.work.name), _best_peer(here), choices.seed, apart_s=apart_s))
     return found
 
 
@@ -179,8 +188,9 @@ def section(choices: Choices, measured: Measured) -> Section:
 
 
 def _row(
-    trial: Trial, group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measurement], seed: int
-) -> Row:
+    trial: Trial, group: Sequence[Measurement], sizes: Sizes | None, peer: Sequence[Measurement], seed: int,
+    *, apart_s: float | None,
+) -> Row:  # fmt: skip
     taken, bad = _samples(group), [each for each in group if each.result is None]
     centre = trial.job.centre
     known = sizes if trial.setting is not ALONE else None
@@ -196,6 +206,7 @@ def _row(
         error=bad[0].error if bad else None,
         step_s=intervals.interval(taken, centre, seed) if taken else None,
         ideal_s=ideal_s(known, trial.setting) if known else None,
+        ceiling_s=ceiling_s(known, trial.setting, apart_s) if known and apart_s else None,
         limit_s=limit_s(trial.case, known, trial.setting) if known else None,
         one_device_s=known.one_s / trial.setting.share if known else None,
         stage_s=_forecast(group, lambda said: max(node["busy_s"] for node in said["per_node"])),
@@ -260,6 +271,8 @@ def _note(group: Sequence[Row], alone: Interval | None) -> str:
     parts = [f"one process {_ms(alone.middle)} ms" if alone else "one process: not measured"]
     if group[0].ideal_s is not None:
         parts.append(f"ideal {_ms(group[0].ideal_s)} ms")
+    if group[0].ceiling_s is not None:
+        parts.append(f"ceiling {_ms(group[0].ceiling_s)} ms")
     if group[0].best_peer is not None:
         parts.append(f"best peer {group[0].best_peer}")
     busy = max(row.busy_before for row in group)
@@ -288,6 +301,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _ms(row.step_s.middle),
         f"{_ms(row.step_s.low)}–{_ms(row.step_s.high)}",
         _ratio(row.over_ideal),
+        _ratio(row.over_ceiling),
         _ratio(row.speed_up),
         _ms(row.limit_s),
         _ratio(row.over_limit),

@@ -119,6 +119,16 @@ class Steps:
         dist.all_reduce(parts)
         self._losses = parts.tolist()
 
+    def mean_over_ranks(self) -> float:
+        """From here on a step ends at the mean of the moments it ended on all ranks, which share a clock. The mean step of the
+        slowest rank, in seconds."""
+        ended = torch.tensor(self._ended_s, dtype=torch.float64)
+        slowest = (ended[-1] - ended[0]) / max(1, len(ended) - 1)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(ended)
+        self._ended_s = (ended / dist.get_world_size()).tolist()
+        return float(slowest)
+
     def print(self, **facts: Any) -> None:
         facts["loss"] = {"first": self._losses[0], "last": self._losses[-1]}
         facts |= {"peak_rss_bytes": peak_rss_bytes(), "torch": str(torch.__version__)}

@@ -25,7 +25,7 @@ def main() -> None:
     rank, ranks = join(given.meet)
     task = Task(given.work)
     holders = stage_ranks(given.layout, ranks)
-    bounds = _agreed_bounds(task, len(holders), given.microbatches)
+    bounds = agreed_bounds(task, len(holders), given.microbatches)
     stages = [
         PipelineStage(
             nn.Sequential(OrderedDict(task.layers[slice(*bounds[index])])), index, len(holders), torch.device("cpu")
@@ -60,7 +60,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, required=True)
 
 
-def _agreed_bounds(task: Task, stages: int, microbatches: int) -> list[tuple[int, int]]:
+def agreed_bounds(task: Task, stages: int, microbatches: int) -> list[tuple[int, int]]:
     """Rank 0 measures, all cut alike."""
     ends = torch.zeros(stages, dtype=torch.long)
     if dist.get_rank() == 0:

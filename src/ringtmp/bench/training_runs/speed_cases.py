@@ -27,7 +27,7 @@ ALONE = Setting("alone", 1, 1.0, None, emulated=False)
 
 class Case(msgspec.Struct, frozen=True):
     name: str
-    family: str  # a strategy, or whose it is otherwise: one, ddp, pipelining
+    family: str  # a strategy, or whose it is otherwise: one, side_by_side, ddp, pipelining
     flags: tuple[str, ...] = ()  # of `ringtmp train`
     servers: Literal["none", "one", "workers"] = "none"
     schedule: str = ""  # of torch.distributed.pipelining
@@ -38,15 +38,18 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        return {"one": "base", "ddp": "peer", "pipelining": "peer"}.get(self.family, "ours")
+        return {"one": "base", "side_by_side": "base", "ddp": "peer", "pipelining": "peer"}.get(self.family, "ours")
 
     @property
     def splits_layers(self) -> bool:
         return registry.get(self.family).splits_layers if self.group == "ours" else self.family == "pipelining"
 
 
+#: What all are compared with: one process; and all devices at once, each with its share, which do not talk.
+ONE, SIDE_BY_SIDE = Case("one", "one"), Case("side-by-side", "side_by_side")
 CASES = (
-    Case("one", "one"),
+    ONE,
+    SIDE_BY_SIDE,
     Case("ring", "ring", ("--strategy", "ring")),
     Case("ring:auto", "ring", ("--strategy", "ring"), auto=True),
     Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), auto=True),
@@ -99,7 +102,7 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
     count = _microbatches(case, work, setting, microbatches)
     if case.family == "one":
         command = list(program("peers.one_process", work))
-    elif case.group == "peer":
+    elif case.group != "ours":
         schedule = ["--schedule", case.schedule, "--layout", case.layout, "--microbatches", str(count)]
         peer = program(
             f"peers.{case.family}", work, "--meet", "meet", *(schedule if case.family == "pipelining" else [])
@@ -152,7 +155,7 @@ def stage_ranks(layout: Literal["straight", "looped", "v"], nodes: int) -> list[
 
 
 def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | None) -> int | str:
-    if case.family == "one":
+    if case.group == "base":
         return 1
     if case.auto:
         return "auto"

@@ -61,17 +61,13 @@ class AllReduce(Strategy):
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.allreduce.gradients import Gradients, by_halving
-        from ringtmp.strategies.data_parallel.member import WorkerMember, around_a_ring
-        from ringtmp.strategies.data_parallel.sum_over_workers import TreeReduce
+        from ringtmp.strategies.data_parallel.member import WorkerMember, around_a_ring, up_and_down_a_tree
 
         if settings.halving:
             make, algorithm = by_halving(plan, roles, endpoint.node)
             return WorkerMember(endpoint, plan, roles, make, algorithm=algorithm, hands_over=True)
         if settings.tree:
-            return WorkerMember(
-                endpoint, plan, roles, Gradients, hands_over=True,
-                algorithm=lambda sender, workers, exchange: TreeReduce(sender, workers, exchange.summed),
-            )  # fmt: skip
+            return WorkerMember(endpoint, plan, roles, Gradients, algorithm=up_and_down_a_tree, hands_over=True)
         return WorkerMember(endpoint, plan, roles, Gradients, algorithm=around_a_ring, hands_over=True)
 
     def simulate(self, settings: AllReduceSettings, task: Task) -> OnPaper:

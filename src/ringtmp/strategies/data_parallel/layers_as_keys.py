@@ -1,4 +1,5 @@
-"""A layer's tensors and optimizer state as keys on servers, and back: by ranges of the flat vector, or by whole tensors."""
+"""A layer's tensors and optimizer state as keys on servers: by ranges of the flat vector (back: `collected_model.py`), or by
+whole tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.strategies.data_parallel.parameter_keys import Flat, Key
-from ringtmp.strategies.data_parallel.replica import flatten, views
+from ringtmp.strategies.data_parallel.replica import flatten
 from ringtmp.wire.messages import Kept
 
 #: Names of a key's optimizer state; its values, then that state.
@@ -32,21 +33,6 @@ def by_range(
             whole = flats[name]
             parts.append(whole.clone() if whole.dim() == 0 else whole[key.start : key.stop].clone())
         yield tuple(names), parts
-
-
-def from_ranges(layout: Flat, kept: Sequence[tuple[Kept, list[torch.Tensor]]]) -> LayerTensors:
-    if not kept:
-        return [], {}
-    trainable = [each.clone() for each in views(layout, torch.cat([tensors[0] for _, tensors in kept]))]
-    state: dict[StateName, torch.Tensor] = {}
-    for position, name in enumerate(kept[0][0].state, start=1):
-        parts = [tensors[position] for _, tensors in kept]
-        if parts[0].dim() == 0:
-            found = [parts[0].clone() for _ in layout.slots]
-        else:
-            found = [each.clone() for each in views(layout, torch.cat(parts))]
-        state.update({(slot.name, name): each for slot, each in zip(layout.slots, found, strict=True)})
-    return trainable, state
 
 
 def by_tensor(

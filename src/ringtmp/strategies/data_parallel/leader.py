@@ -30,7 +30,8 @@ from ringtmp.runtime.losses import Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
-from ringtmp.strategies.data_parallel.layers_as_keys import by_range, by_tensor, from_ranges, from_tensors
+from ringtmp.strategies.data_parallel.collected_model import mean_loss, mean_of, of_keys, without_frozen
+from ringtmp.strategies.data_parallel.layers_as_keys import by_range, by_tensor, from_tensors
 from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
@@ -41,6 +42,7 @@ from ringtmp.wire.messages import (
     Fetch,
     Kept,
     LayerState,
+    Lend,
     Lost,
     Message,
     Place,
@@ -201,14 +203,14 @@ class DataParallelLeader(BaseLeader):
         else:
             taken = [did for _, did in sorted(self._dids.pop(step, []), key=lambda each: each[0])]
             self._done = step + 1
-        self._last_loss = _mean_loss(taken, self._last_loss)
+        self._last_loss = mean_loss(taken, self._last_loss)
         return self._last_loss
 
     def leave(self) -> dict[int, float]:
         for mail in self.endpoint.collect():  # what the last steps came to may be among it
             self._take(mail)
         super().leave()
-        heard = {step: _mean_loss([did for _, did in dids], math.nan) for step, dids in self._dids.items()}
+        heard = {step: mean_loss([did for _, did in dids], math.nan) for step, dids in self._dids.items()}
         return {**self._told, **{step: loss for step, loss in heard.items() if math.isfinite(loss)}}
 
     def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
@@ -239,6 +241,8 @@ class DataParallelLeader(BaseLeader):
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
         score = Score(bytes_model=bytes_model)
+        if not self._pace.alike:
+            self._lend()
         for batch in batches:
             self._scores.clear()
             self._most_samples = batch.samples
@@ -264,6 +268,14 @@ class DataParallelLeader(BaseLeader):
                 score.tokens += part.tokens
         return score
 
+    def _lend(self) -> None:
+        """Workers differ from one another: what is evaluated is the model that would be saved."""
+        for index, layer in enumerate(self._layers):
+            tensors = without_frozen(layer, self._layer_state(index)[0])
+            for worker in self._workers:
+                self.endpoint.post(worker, Lend(index), tensors)
+            self._settle(PLACING_BYTES)
+
     def _silent(self, asked: int) -> list[int]:
         """Workers that have not answered every time they were asked."""
         return [worker for worker in self._workers if len(self._scores.get(worker, ())) < asked]
@@ -282,9 +294,9 @@ class DataParallelLeader(BaseLeader):
         self._kept.clear()
         self._awaited = index
         self._fetch = Fetch(index, self._committed, False)
-        self._asked_whole = not self._pace.alike
+        self._asked_whole = apart = not self._servers and not self._pace.alike
         for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
-            whole = not self._servers and (node == MASTER or not self._pace.alike)
+            whole = apart or (node == MASTER and not self._servers)
             self.endpoint.post(node, Fetch(index, self._committed, whole))
         self._until(
             lambda: len(self._kept) == len(wanted) and all(worker in self._states for worker in self._workers),
@@ -293,11 +305,11 @@ class DataParallelLeader(BaseLeader):
         )
         self._fetch = None
         own = {worker: tensors for worker, (_, tensors) in self._states.items()}
-        if not self._pace.alike:
-            mean, count = _mean([own[worker] for worker in self._workers]), len(layer.tensors)
+        if apart:
+            mean, count = mean_of([own[worker] for worker in self._workers]), len(layer.tensors)
             return mean[:count], dict(zip(self._states[MASTER][0].state, mean[count:], strict=True))
         if self._servers:
-            together = from_tensors if self._tree.parts > 1 else from_ranges
+            together = from_tensors if self._tree.parts > 1 else of_keys
             trainable, state = together(layer_flat(layer), [self._kept[key.number] for key in wanted])
         else:
             message, given = self._states[MASTER]
@@ -305,7 +317,7 @@ class DataParallelLeader(BaseLeader):
             trainable = [tensor for tensor, flag in zip(given, flags, strict=False) if flag]
             own[MASTER] = [tensor for tensor, flag in zip(given, flags, strict=False) if not flag]
             state = dict(zip(message.state, given[len(flags) :], strict=True))
-        parameters, rest = iter(trainable), iter(_mean([own[worker] for worker in self._workers]))
+        parameters, rest = iter(trainable), iter(mean_of([own[worker] for worker in self._workers]))
         return [next(parameters) if each.trainable else next(rest) for each in layer.tensors], state
 
     def _owner(self, key: Key) -> int:
@@ -369,14 +381,16 @@ class DataParallelLeader(BaseLeader):
         if self._tree.parts > 1 and node in self._workers:  # its share of the sums would be missing
             return False
         roles, strategy = Roles(self._servers, self._workers), self._plan.strategy
-        if not strategy.can_lose(strategy.read(self._plan.enlist.settings), roles, node, self._unprotected):
+        settings, nodes = strategy.read(self._plan.enlist.settings), self._plan.enlist.nodes
+        if not strategy.can_lose(settings, roles, node, self._unprotected, nodes):
             return False
         serves, works = node in self._servers, node in self._workers
         done = []
         if works:
             self._workers = tuple(each for each in self._workers if each != node)
             self._carried += sum(self._dealt.pop(node).values())  # nobody will do it any more
-            done.append(f"{len(self._workers)} workers go on, the servers keep the parameters")
+            keepers = "the servers keep the parameters" if self._servers else "each with its own parameters"
+            done.append(f"{len(self._workers)} workers go on, {keepers}")
         heir = node
         if serves:
             heir = following(self._servers, node)
@@ -393,24 +407,8 @@ class DataParallelLeader(BaseLeader):
         self._survived(
             events.Regrouped(
                 time.monotonic(), self._committed, self.endpoint.generation, str(lost), len(self.hellos),
-                self.endpoint.clock() - started, (node,), lost.notice_s, 0, "replica" if serves else "servers",
+                self.endpoint.clock() - started, (node,), lost.notice_s, 0,
+                "replica" if serves else "servers" if self._servers else "workers",
             )
         )  # fmt: skip
         return True
-
-
-def _mean_loss(dids: Sequence[WorkDone], otherwise: float) -> float:
-    done = [did for did in dids if not did.skipped]
-    share = sum(did.share for did in done)
-    return sum(did.loss * did.share for did in done) / share if share else otherwise
-
-
-def _mean(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """What is not trained: statistics are each worker's own, and their mean is as good as one gets; counters are the
-    first's. Where all have the same, frozen parameters above all, that is it: the mean of three equal numbers is another."""
-    found = []
-    for position, tensor in enumerate(lists[0]):
-        others = [each[position] for each in lists[1:]]
-        alike = not tensor.is_floating_point() or all(each.equal(tensor) for each in others)
-        found.append(tensor if alike else torch.stack([tensor, *others]).mean(0))
-    return found

@@ -17,7 +17,7 @@ from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.message_checks import PartScrutiny, is_a
 from ringtmp.strategies.data_parallel.replica import Replica
-from ringtmp.strategies.data_parallel.sum_over_workers import Algorithm, RingReduce, Sender, buckets
+from ringtmp.strategies.data_parallel.sum_over_workers import Algorithm, RingReduce, Sender, TreeReduce, buckets
 from ringtmp.strategies.data_parallel.trainer import Exchange, Trainer
 from ringtmp.wire.messages import Enlist, GradientPart
 
@@ -40,6 +40,10 @@ class SummingExchange(Exchange, Protocol):
     #: Training steps whose updates are made.
     step: int
 
+    def whole(self) -> int:
+        """The step before which this worker has what the next generation may go on with."""
+        return self.step
+
     def summed(self, round: int, bucket: int, vector: torch.Tensor) -> None:
         """The sum of a bucket is there; the vector is this worker's to change, but for what is still on its way out."""
         ...
@@ -57,6 +61,10 @@ MakeAlgorithm = Callable[[Sender, Sequence[int], SummingExchange], Algorithm]
 
 def around_a_ring(sender: Sender, workers: Sequence[int], exchange: SummingExchange) -> Algorithm:
     return RingReduce(sender, workers, exchange.summed)
+
+
+def up_and_down_a_tree(sender: Sender, workers: Sequence[int], exchange: SummingExchange) -> Algorithm:
+    return TreeReduce(sender, workers, exchange.summed)
 
 
 class WorkerMember:
@@ -109,7 +117,7 @@ class WorkerMember:
 
     def leave(self) -> None:
         if self._hands_over:
-            self.trainer.leave(self._exchange.step)
+            self.trainer.leave(self._exchange.whole())
 
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)

@@ -33,7 +33,7 @@ class KeyScrutiny:
 
     def __init__(
         self, table: Sequence[Key], wire: str, servers: int, step: Callable[[], int],
-        *, nodes: Callable[[int], tuple[int, ...]], by_tree: bool,
+        *, nodes: Callable[[int], tuple[int, ...]] = lambda worker: (), by_tree: bool = False,
     ) -> None:  # fmt: skip
         """`servers`: how many there were at the beginning; `nodes` of the tree of sums that a worker pushes, if `by_tree`."""
         self._nodes = nodes

@@ -59,6 +59,8 @@ class Replica:
         self._changing: list[tuple[int, ...]] = []  # positions of the tensors a forward pass changes: statistics
         self._needed: dict[tuple[int, bool], frozenset[Value]] = {}
         self._marked: tuple[int, list[dict[int, torch.Tensor]]] = (-1, [])
+        self._kept: tuple[int, list[LayerTensors]] = (-1, [])
+        self._own: dict[int, dict[int, torch.Tensor]] = {}  # by layer: what is there again when the evaluation is over
 
     def place(
         self, index: int, layer: Layer, tensors: Sequence[torch.Tensor | None], state: dict[StateName, torch.Tensor]
@@ -144,16 +146,52 @@ class Replica:
             marked.append({at: tensors[at].clone() for at in changing})
         self._marked = (step, marked)
 
+    def keep(self, step: int) -> None:
+        """Remember everything as it is before this step, for as long as nothing newer is kept."""
+        kept = []
+        for layer, stage in enumerate(self.stages):
+            tensors, state = stage.layer_state(layer)
+            kept.append(
+                ([each.detach().clone() for each in tensors], {name: each.clone() for name, each in state.items()})
+            )
+        self._kept = (step, kept)
+
     def before(self, step: int, layer: int) -> LayerTensors:
-        """The layer as it was before a step: the newest whose update has been made, or the one under way."""
+        """The layer as it was before a step: the newest whose update has been made, the one under way, or the one kept."""
+        if self._kept[0] == step:
+            return self._kept[1][layer]
+        self.take_back(layer)
         tensors, state = self.stages[layer].layer_state(layer)
         if self._marked[0] == step:
             for at, tensor in self._marked[1][layer].items():
                 tensors[at] = tensor
         return tensors, state
 
+    def lend(self, layer: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Evaluate the layer with these; what is its own is there again after `take_back`."""
+        self.take_back(layer)
+        mine, _ = self.stages[layer].layer_state(layer)
+        self._own[layer] = {}
+        with torch.no_grad():
+            for at, (own, lent) in enumerate(zip(mine, tensors, strict=True)):
+                if lent is not None:
+                    self._own[layer][at] = own.clone()
+                    own.copy_(lent)
+
+    def lent(self, layer: int) -> bool:
+        return layer in self._own
+
+    def take_back(self, layer: int | None = None) -> None:
+        """The layer's own values; without a number, those of every layer."""
+        for each in list(self._own) if layer is None else [layer]:
+            mine, _ = self.stages[each].layer_state(each)
+            with torch.no_grad():
+                for at, own in self._own.pop(each, {}).items():
+                    mine[at].copy_(own)
+
     def buffers(self, layer: int) -> list[torch.Tensor | None]:
         """The layer's tensors in its own order, without the trainable ones."""
+        self.take_back(layer)
         tensors, _ = self.stages[layer].layer_state(layer)
         return [
             None if each.trainable else tensor for each, tensor in zip(self.layers[layer].tensors, tensors, strict=True)

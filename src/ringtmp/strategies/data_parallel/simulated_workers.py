@@ -35,11 +35,16 @@ class Workload:
         options = task.options
         return cls(task.layers, options.batch_size, options.ring.microbatches, options.wire_ratio)
 
-    def memory(self, task: Task, servers: int = 0) -> tuple[MemoryForecast, ...]:
-        """Of every node; the first `servers` only serve."""
+    def memory(
+        self, task: Task, servers: int = 0, vectors: float = 0, keeps: bool = False
+    ) -> tuple[MemoryForecast, ...]:
+        """Of every node; the first `servers` only serve. A worker has this many more `vectors` of the model's size, and
+        `keeps` a copy of its weights and optimizer state."""
         table, _ = self.share(len(task.devices) - servers)
         return tuple(
-            replica_forecast(table, device, node >= servers, task.options.process_bytes)
+            replica_forecast(table, device, node >= servers, task.options.process_bytes).with_more(
+                vectors * (node >= servers), keeps and node >= servers
+            )
             for node, device in enumerate(task.devices)
         )
 

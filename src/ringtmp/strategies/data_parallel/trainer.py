@@ -28,7 +28,7 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.samples_already_sent import Rows
-from ringtmp.wire.messages import Enlist, Fetch, LayerState, Place, Placed, Restore, Scored, Work, WorkDone
+from ringtmp.wire.messages import Enlist, Fetch, LayerState, Lend, Place, Placed, Restore, Scored, Work, WorkDone
 
 
 class Exchange(Protocol):
@@ -41,6 +41,7 @@ class Exchange(Protocol):
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
+        return
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
         """Whether the layer's parameters are good for this step; if so they are in the replica now."""
@@ -52,6 +53,7 @@ class Exchange(Protocol):
 
     def used(self, layer: int) -> None:
         """A pass through the layer is over."""
+        return
 
     def overtaken(self, step: int) -> bool:
         """Whether the others have finished this step without us."""
@@ -121,6 +123,8 @@ class Trainer:
             if kept is None:
                 raise ProtocolError(f"node {self.endpoint.node} has no layer {message.layer} of step {message.step}")
             self._move_in(message.layer, portable_layer.decode(message.graph), *kept)
+        elif isinstance(message, Lend):
+            self.replica.lend(message.layer, mail.tensors)
         elif isinstance(message, Fetch):
             self._fetches.append(message)
         else:
@@ -169,7 +173,8 @@ class Trainer:
                 return False
             self._backward(task)
             return True
-        if not self._exchange.ready(task.position, task.work.step, task.work.training):
+        lent = not task.work.training and self.replica.lent(task.position)
+        if not lent and not self._exchange.ready(task.position, task.work.step, task.work.training):
             self.recorder.waiting_for(self._exchange.cause)
             return False
         self._forward(task)
@@ -181,6 +186,7 @@ class Trainer:
             return True
         if not self._exchange.ready(fetch.layer, fetch.step, training=False):
             return False
+        self.replica.take_back(fetch.layer)
         tensors, state = self.replica.stages[fetch.layer].layer_state(fetch.layer)
         self.endpoint.post(MASTER, LayerState(fetch.layer, tuple(state)), [*tensors, *state.values()])
         return True
@@ -195,6 +201,7 @@ class Trainer:
                 continue
             self._task = task
             if task.work.training:
+                self.replica.take_back()
                 self._exchange.begin(task.work.fresh)
                 if task.work.fresh:
                     self.recorder.fresh()

@@ -94,7 +94,7 @@ class ParameterServer(Strategy):
 
         return PsMember(endpoint, plan, settings, roles)
 
-    def can_lose(self, settings: PsSettings, roles: Roles, node: int, bare: Collection[int]) -> bool:
+    def can_lose(self, settings: PsSettings, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
         """A worker that is not the last; a server with a replica."""
         served = node not in roles.servers or (settings.replicas and node not in bare)
         return bool(served) and roles.workers != (node,)

@@ -77,9 +77,9 @@ class Ring(Strategy):
         return Node(endpoint, message)
 
     def simulate(self, settings: Any, task: Task) -> OnPaper:
-        from ringtmp.plan.planner import plan
+        from ringtmp.plan.choose_schedule import plan_with_schedule
 
-        made = plan(task.layers, task.devices, task.options, task.paths)
+        made = plan_with_schedule(task.layers, task.devices, task.options, task.paths)
         return OnPaper(made.simulated, made.memory)
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:

@@ -21,11 +21,12 @@ from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.model.running_statistics import refuse_statistics
-from ringtmp.plan import planner
+from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
 from ringtmp.plan.devices import Device, rate_between
 from ringtmp.plan.groups import as_one_device, exchange_s, fitted, grouped, members_of, parse_groups
 from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
+from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.plan.when_to_rebalance import Balance
@@ -71,7 +72,7 @@ def plan(request: PlanRequest) -> RingPlan:
         return _plan_groups(request, request.config.ring.groups)
     members = kept_apart(sorted(request.addresses), request.apart)
     request = _arranged(request, members)
-    planned = planner.plan(request.index.costs, request.devices, _options(request), request.paths)
+    planned = plan_with_schedule(request.index.costs, request.devices, _options(request), request.paths)
     route, warnings = _route(request, planned)
     route = _numbered(route, members)
     if gone := sorted(set(request.addresses) - set(members)):
@@ -79,12 +80,18 @@ def plan(request: PlanRequest) -> RingPlan:
         warnings += (f"{who} is left out: no order of the ring lets every node reach its neighbours",)
     if request.step == 0:
         warnings += _slow_ways(planned)
-    made = _laid_out(request, route, warnings, planned.window, _lines(route, members, request))
-    facts = {"window": planned.window, "forecast": msgspec.to_builtins(_forecast(request, planned))}
+    made = _laid_out(request, planned, route, warnings, _lines(route, members, request))
+    lines = planned.summary(request.chosen)
+    if request.step == 0 and not request.chosen and (faster := much_faster(planned)):
+        lines += (faster,)
+    facts = {**_chosen(planned), "forecast": msgspec.to_builtins(_forecast(request, planned))}
     movable = planned if _movable(request.config.ring) else None
-    return replace(
-        made, lines=planned.summary(request.chosen), facts=facts, planned=movable, left_out=bool(planned.left_out)
-    )
+    return replace(made, lines=lines, facts=facts, planned=movable, left_out=bool(planned.left_out))
+
+
+def _chosen(planned: Plan) -> dict[str, Any]:
+    options = planned.options
+    return {"window": planned.window, "schedule": options.schedule, "schedule_chosen": options.any_schedule}
 
 
 def _plan_groups(request: PlanRequest, text: str) -> RingPlan:
@@ -99,7 +106,7 @@ def _plan_groups(request: PlanRequest, text: str) -> RingPlan:
     if gone := sorted(set(there) - set(route.nodes())):
         who = ", ".join(f"node {node}" for node in gone)
         warnings += (f"{who} is left out: it cannot reach everyone it would work with",)
-    made = _laid_out(request, route, warnings, planned.window, {})
+    made = _laid_out(request, planned, route, warnings, {})
     costs = request.index.costs
     sums_s = max(
         exchange_s(stage, sum(cost.gradient_bytes for cost in costs[slice(*bound)]))
@@ -121,7 +128,7 @@ def _plan_groups(request: PlanRequest, text: str) -> RingPlan:
         ),
         (), "",
     )  # fmt: skip
-    facts = {"window": planned.window, "groups": shape, "forecast": msgspec.to_builtins(forecast)}
+    facts = {**_chosen(planned), "groups": shape, "forecast": msgspec.to_builtins(forecast)}
     return replace(made, lines=lines, facts=facts, left_out=bool(gone))
 
 
@@ -148,17 +155,17 @@ def _planned_as_one(request: PlanRequest, groups: Sequence[int], stages: Sequenc
     )  # fmt: skip
     devices = [as_one_device(each) for each in stages]
     if options.window is not None:
-        return planner.plan(request.index.costs, devices, options, None)
+        return plan_with_schedule(request.index.costs, devices, options, None)
     wide = options.ring.window_for(len(stages) + 1) * max(groups)
     wider = replace(options, window=min(wide, options.ring.microbatches))
     try:
-        return planner.plan(request.index.costs, devices, wider, None)
+        return plan_with_schedule(request.index.costs, devices, wider, None)
     except DoesNotFit:
-        return planner.plan(request.index.costs, devices, options, None)
+        return plan_with_schedule(request.index.costs, devices, options, None)
 
 
 def _laid_out(
-    request: PlanRequest, route: Route, warnings: tuple[str, ...], window: int, lines: dict[int, float]
+    request: PlanRequest, planned: Plan, route: Route, warnings: tuple[str, ...], rates: dict[int, float]
 ) -> RingPlan:
     config, layers, index, recipe = request.config, request.layers, request.index, request.recipe
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
@@ -168,9 +175,9 @@ def _laid_out(
     if request.step == 0:
         warnings += what_travels(flow, route, index.input_names)
     setup = Setup(
-        route, recipe, window, config.ring.schedule, request.step, request.addresses, config.keep.detailed_steps,
+        route, recipe, planned.window, planned.options.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.keep.protect, lines,
+        config.training.wire, config.keep.protect, rates,
         flow, index.aside,
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
@@ -270,7 +277,7 @@ def plan_options(
         batch_size,
         microbatches,
         ring.window,
-        ring.schedule,
+        DEFAULT_SCHEDULE.name if ring.schedule == AUTO else schedule_named(ring.schedule).name,
         training.clip_norm is not None,
         wire_format(training.wire).payload_bytes(1024) / 4096,
         keep_all=keep_all,
@@ -281,6 +288,7 @@ def plan_options(
         recompute=ring.recompute,
         protect=config.keep.protect,
         sum_tree=training.sum_tree,
+        any_schedule=ring.schedule == AUTO,
     )
 
 

@@ -8,6 +8,7 @@ Communicates Little, 2019.
       w_m <- w_m - rate(t) gradient of the mean loss of x at w_m
       if t + 1 is a multiple of tau:  w_m <- mean over all workers of w
 
+RingTMP has this one as `averaging`, which also heals without going back to the disk; here it is as short as it can be.
 Departures: the optimizer of the run takes the place of plain descent, and what it remembers stays each worker's own. A
 checkpoint between two means holds the mean of what the workers have; they go on with their own. A loss is healed from the
 last checkpoint: what the lost worker had learnt since the last mean, nobody else has.
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Enlist
 
 
-class AveragingSettings(Settings, frozen=True):
+class MeansSettings(Settings, frozen=True):
     tau: Annotated[int, described("1 or more", "steps from one mean to the next")] = 8
 
     def __post_init__(self) -> None:
@@ -47,25 +48,25 @@ class AveragingSettings(Settings, frozen=True):
 
     def check(self, nodes: int, wire: str) -> None:
         if wire != "float32":
-            raise UsageError(f"averaging sends parameters, which {wire} would round every time: use --wire float32")
+            raise UsageError(f"local-means sends parameters, which {wire} would round every time: use --wire float32")
 
 
-class Averaging(Strategy):
-    name = "averaging"
+class LocalMeans(Strategy):
+    name = "local-means"
     about = About(
         "Model averaging: every worker trains by itself, and every tau steps all go on from the mean",
         "data", "decentralised, one replica each", "synchronous every tau steps", "parameters", "ring of workers",
         "McDonald et al. 2010; Stich 2019",
     )  # fmt: skip
-    Settings = AveragingSettings
+    Settings = MeansSettings
     short = "tau"
 
     def parse_short(self, text: str) -> dict[str, Any]:
         if not text.isdigit():
-            raise UsageError(f"averaging:{text}: write averaging:8 for a mean every 8 steps")
+            raise UsageError(f"local-means:{text}: write local-means:8 for a mean every 8 steps")
         return {"tau": int(text)}
 
-    def delayed(self, settings: AveragingSettings) -> bool:
+    def delayed(self, settings: MeansSettings) -> bool:
         """Between two means a worker knows nothing of what the others learn."""
         return settings.tau > 1
 
@@ -74,19 +75,19 @@ class Averaging(Strategy):
 
         return plan(request, self, pace=Pace(alike=False))
 
-    def worker(self, endpoint: Endpoint, plan: Enlist, settings: AveragingSettings, roles: Roles) -> WorkerMember:
+    def worker(self, endpoint: Endpoint, plan: Enlist, settings: MeansSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.data_parallel.member import WorkerMember
 
         return WorkerMember(endpoint, plan, roles, make_exchange(settings.tau, len(roles.workers)))
 
-    def simulate(self, settings: AveragingSettings, task: Task) -> OnPaper:
+    def simulate(self, settings: MeansSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulate_sum_over_workers import simulate_sums
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
         load = Workload.of(task)
         return OnPaper(simulate_sums(load, task.devices, task.paths, every=settings.tau), load.memory(task))
 
-    def traffic(self, settings: AveragingSettings, sizes: Sizes, nodes: int) -> Traffic:
+    def traffic(self, settings: MeansSettings, sizes: Sizes, nodes: int) -> Traffic:
         once = 2 * sizes.parameters * (nodes - 1) / settings.tau
         return Traffic(once, once / nodes)
 
@@ -146,4 +147,4 @@ def make_exchange(tau: int, n: int) -> Any:
     return Means
 
 
-STRATEGY = Averaging()
+STRATEGY = LocalMeans()
