@@ -496,10 +496,10 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 
 
 Message = (
-    Activations | Gradients | Norms | Scale | GroupSum | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
+    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
     | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Detail | Sample | Timed
     | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Lend | Scored | Store | Kept | Push | Pull | Pulled | Copy
-    | Copied | Lost | Squares | Total | GradientPart | PeerModel
+    | Copied | Lost | Squares | Total | GradientPart | PeerModel | GroupSum
 )  # fmt: skip
 
 #: Every class a message may be of.
