@@ -65,7 +65,7 @@ class Exchange(Protocol):
 
     def sums(self, layer: int, step: int, share: float, sums: list[Sums | None]) -> None:
         """Instead of `gradient`, where there is a tree of sums: a layer's gradients, for every one of `nodes`."""
-        raise NotImplementedError("only for a strategy that says it `sums_by_tree`")
+        raise ProtocolError("there is a tree of sums, which this strategy does not add up along")
 
     def oldest(self) -> int | None:
         """Every update before this step is in the parameters of the step just done; None: nobody runs ahead."""
