@@ -41,6 +41,8 @@ def pytest_configure() -> None:
     fcntl.flock(os.open(Path(folder, _LOCK), os.O_WRONLY | os.O_CREAT), fcntl.LOCK_EX)  # while this process lives
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "cache")  # measured costs are no business of another run
+    # Masters of tests that run side by side would find each other; those who are to be found say so.
+    os.environ.setdefault("RINGTMP_TRAIN_DISCOVERY", "0")
     # Hundreds of processes start: each would compile every file anew.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

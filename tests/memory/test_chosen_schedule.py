@@ -58,6 +58,7 @@ def test_many_more_microbatches_are_spoken_of_only_where_they_help_much() -> Non
     said = much_faster(few)
     assert said.startswith("--microbatches 4 would take about")
     assert "other weights" in said
+    assert much_faster(few, least=32) == "", "a BatchNorm needs two samples, say"
     many = plan_with_schedule(model(12), devices(4), replace(FREE, batch_size=64, microbatches=32, keep_all=True))
     assert much_faster(many) == ""
     assert much_faster(plan_with_schedule(model(12), devices(1), FREE)) == ""

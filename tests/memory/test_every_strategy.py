@@ -43,6 +43,7 @@ CHOICES = [
     "ps:async:workers",
     "allreduce:ring",
     "allreduce:tree",
+    "lbfgs:5",
     "averaging:2",
     "block-momentum:2:momentum=0.3",
     "easgd:2",
@@ -71,9 +72,16 @@ def parts(text: str) -> tuple[Strategy, Any, Choice]:
 
 
 def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None, **given: Any) -> api.Result:
-    split = registry.get(text.partition(":")[0]).splits_layers
+    strategy = registry.get(text.partition(":")[0])
+    split = strategy.splits_layers
     keep = {key: given.pop(key) for key in ("protect", "checkpoint_every") if key in given}
-    part = {"batch_size": BATCH, "microbatches": 6, "steps": steps, "optimizer_settings": {"lr": 4e-3}, **given}
+    part = {
+        "batch_size": 1438 if strategy.full_batch else BATCH,
+        "microbatches": 6,
+        "steps": steps,
+        "optimizer_settings": {"lr": 4e-3},
+        **given,
+    }
     config = RunConfig(
         training=TrainingPart(**part),
         ring=RingPart(strategy=text, nodes=NODES, cuts=CUTS[NODES][0] if split else None),

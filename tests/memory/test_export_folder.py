@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ordinary_models import tokens
 from ringtmp import UsageError
@@ -115,6 +116,46 @@ def test_adapters_and_a_head_that_was_trained_load_into_peft(tmp_path: Path) -> 
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
     with torch.no_grad():
         assert torch.equal(adapted(input_ids=IDS[:2]).logits, result.model(input_ids=IDS[:2]).logits)
+
+
+def test_adapters_of_a_model_that_peft_made_go_back_to_peft_alone_or_merged(tmp_path: Path) -> None:
+    """Of different ranks, with a head trained beside them, by a name that is not PEFT's usual one."""
+    peft: Any = pytest.importorskip("peft")
+    name = base(tmp_path).removeprefix("hf:")
+    how = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 3}, modules_to_save=["lm_head"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    plain = transformers.LlamaForCausalLM.from_pretrained(name, dtype=torch.float32)
+    data = {"input_ids": IDS, "labels": IDS}
+    result = trained(peft.get_peft_model(plain, how, adapter_name="mine"), data, tmp_path)
+    done = export_weights(tmp_path / "run", tmp_path / "adapters")
+    assert done.difference == 0.0
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (config["r"], config["target_modules"]) == (2, ["q_proj", "up_proj"])
+    assert config["modules_to_save"] == ["lm_head"]
+    again = transformers.LlamaForCausalLM.from_pretrained(name, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(again, tmp_path / "adapters").eval()
+    with torch.no_grad():
+        expected = result.model.eval()(input_ids=IDS[:2]).logits
+        assert torch.equal(adapted(input_ids=IDS[:2]).logits, expected)
+    export_weights(tmp_path / "run", tmp_path / "m.safetensors", merge=True)
+    merged = transformers.LlamaForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    merged.load_state_dict(load_file(tmp_path / "m.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=IDS[:2]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_peft_trained_that_is_no_plain_lora_is_refused_by_name(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    plain = transformers.LlamaForCausalLM.from_pretrained(base(tmp_path).removeprefix("hf:"), dtype=torch.float32)
+    how = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(plain, how)
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    trained(model, {"input_ids": IDS, "labels": IDS}, tmp_path)
+    with pytest.raises(UsageError, match=r"base_model\.model\.model\.norm\.weight was trained, which PEFT's layout"):
+        export_weights(tmp_path / "run", tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,22 @@ def test_a_file_that_reads_back_otherwise_is_an_error(where: bytes, tmp_path: Pa
     path.write_bytes(content)
     with pytest.raises(RingError, match="read back"):
         file.check()
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt2", "m.onnx"])
+def test_a_disk_that_is_full_in_the_middle_leaves_nothing_and_is_told(name: str, tmp_path: Path) -> None:
+    """By the limit on the size of a file (ulimit -f), which writes meet as they meet a full disk."""
+    if name.endswith(".onnx"):
+        for each in ("onnx", "onnxscript", "onnxruntime"):
+            pytest.importorskip(each)
+    data = torch.ones(16, 4), torch.zeros(16, dtype=torch.long)
+    trained(nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4)), data, tmp_path)
+    (tmp_path / "out").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(RingError, match="m.(safetensors|pt2|onnx)"):
+            export_weights(tmp_path / "run", tmp_path / "out" / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "out").iterdir())

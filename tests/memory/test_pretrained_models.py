@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from oracle import state_sha256
 from ringtmp import Result, api
@@ -31,6 +33,12 @@ def llama(tied: bool = True) -> Any:
     )  # fmt: skip
 
 
+def gpt2() -> Any:
+    torch.manual_seed(4)
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    return transformers.GPT2LMHeadModel(config)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("pieces", ["5GB", "4KB"])
 def test_a_directory_gives_the_model_that_was_saved_in_it(tied: bool, pieces: str, tmp_path: Path) -> None:
@@ -40,6 +48,64 @@ def test_a_directory_gives_the_model_that_was_saved_in_it(tied: bool, pieces: st
     found = opened_model(pretrained(f"hf:{tmp_path}"), 0).given
     assert type(found) is type(model)
     assert state_sha256(found) == state_sha256(model)
+
+
+def vit() -> Any:
+    torch.manual_seed(4)
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
+            num_labels=3,
+        )
+    )  # fmt: skip
+
+
+def mixtral() -> Any:
+    torch.manual_seed(4)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=2, max_position_embeddings=32,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("made", [vit, mixtral])
+def test_names_that_the_library_writes_otherwise_than_it_builds_are_found(made: Any, tmp_path: Path) -> None:
+    model = made()
+    model.save_pretrained(tmp_path)
+    if int(transformers.__version__.partition(".")[0]) >= 5:
+        with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+            assert set(file.keys()) != set(model.state_dict()), "or this says nothing"
+    assert state_sha256(pretrained(f"hf:{tmp_path}")()) == state_sha256(model)
+
+
+def test_weights_of_a_bare_model_and_masks_of_old_files_are_taken_as_the_library_takes_them(tmp_path: Path) -> None:
+    model = gpt2()
+    model.save_pretrained(tmp_path)
+    state = {
+        name.removeprefix("transformer."): each.clone() for name, each in model.state_dict().items() if name != "lm_head.weight"
+    }  # fmt: skip
+    state["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # a causal mask, which files of 2019 have
+    save_file(state, tmp_path / "model.safetensors")
+    assert state_sha256(pretrained(f"hf:{tmp_path}")()) == state_sha256(model)
+    state["transformer.wte.weight"] = state["wte.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="has transformer.wte.weight and wte.weight, which are both transformer.wte.w"):
+        pretrained(f"hf:{tmp_path}")()
+
+
+def test_a_renamed_tensor_of_another_shape_is_told_by_its_name_in_the_file(tmp_path: Path) -> None:
+    vit().save_pretrained(tmp_path)
+    with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+    name = "vit.encoder.layer.1.intermediate.dense.bias"
+    if name not in state:
+        pytest.skip("this version of transformers writes it under another name")
+    state[name] = torch.zeros(5)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=f"has otherwise {name} [(]5 in the file, 24 in the model[)]"):
+        pretrained(f"hf:{tmp_path}")()
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells what is mapped on Linux alone")

@@ -23,7 +23,9 @@ from ringtmp.errors import UsageError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.model.to_module import PortableLayer
+from ringtmp.run.notebook_bar import Drawing, NotebookBar
 from ringtmp.run.progress import Bar, Several, Telling, in_notebook, watching
+from ringtmp.watchers.functions import Functions
 from test_training_loop import blobs, settings, stack, train
 
 
@@ -200,7 +202,7 @@ def test_frozen_parameters_keep_their_bits_whatever_the_strategy(strategy: str, 
     model = stack()
     for each in model[:3].parameters():
         each.requires_grad = False
-    config = settings(nodes, optimizer="adamw", steps=3)
+    config = settings(nodes, "auto", optimizer="adamw", steps=3)
     config = msgspec.structs.replace(config, ring=msgspec.structs.replace(config.ring, strategy=strategy))
     data = tensors("t", *blobs()), None
     result = api.start(config, model, data, None, run_dir=tmp_path / "run", watcher=Watcher(), pool=InMemoryPool(nodes))
@@ -272,7 +274,7 @@ class Terminal(io.StringIO):
 
 
 def shown_to(progress: bool | None, watcher: Watcher | None = None) -> list[type]:
-    with watching(progress, watcher, None) as told:
+    with watching(progress, watcher, Functions()) as told:
         assert isinstance(told, Several)
         return [type(each) for each in told.watchers]
 
@@ -291,28 +293,45 @@ def test_progress_is_shown_on_a_terminal_and_in_a_notebook_and_where_it_is_asked
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     ipython.get_ipython = lambda: SimpleNamespace(kernel=None)  # type: ignore[attr-defined]  # its terminal has none
     assert shown_to(None) == [Telling]
-    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
-    assert (shown_to(None), shown_to(False)) == ([Bar], [Telling])
+    notebook(monkeypatch)
+    assert (shown_to(None), shown_to(False)) == ([NotebookBar], [Telling])
 
 
-def test_a_notebook_has_one_line_that_is_written_over_and_every_test_on_a_line_of_its_own(
+def test_a_notebook_has_one_output_with_a_bar_and_a_line_for_every_test(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    screen = Terminal(False)
-    monkeypatch.setattr(sys, "stderr", screen)
-    ipython = ModuleType("IPython")
-    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setattr("ringtmp.run.progress._NOTEBOOK_S", -1.0)
+    drawn = notebook(monkeypatch)
+    monkeypatch.setattr("ringtmp.run.notebook_bar._EVERY_S", -1.0)
     result = Ring(nodes=1).fit(stack(), blobs(), test_data=blobs(), epochs=2, microbatches=4, run_dir=tmp_path / "run")
-    seen = [re.split("\r", line)[-1].rstrip() for line in screen.getvalue().split("\n")]
-    rows = result.history.epochs
-    assert seen[-3:] == [
-        *(
-            f"epoch {row.epoch}  step {row.step}  test loss {row.test_loss:.4f}  accuracy {row.accuracy:.1%}"
-            for row in rows
-        ),
-        "",
+    tests = [
+        f"epoch {row.epoch}  step {row.step}  test loss {row.test_loss:.4f}  accuracy {row.accuracy:.1%}"
+        for row in result.history.epochs
     ]
-    states = re.split("[\r\n]", screen.getvalue())
-    assert [state for state in states if state.startswith("step 4 of 4  loss ")]
+    assert [line for line in drawn[-1][0].splitlines() if line.startswith("epoch")] == tests
+    assert drawn[-1][0].splitlines()[0] == f"[{'#' * 30}] done after step 4"
+    assert '<progress value="4" max="4"' in drawn[-1][1]
+    half = [text for text, _ in drawn if text.startswith(f"[{'#' * 15}{'.' * 15}] epoch 1  step 2 of 4  loss ")]
+    assert half
+    assert "&lt;b&gt;" in drawn_of("<b>")
+
+
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What a kernel of IPython has, as far as it is asked for; the list gets every state of the output, as text and HTML."""
+    drawn: list[tuple[str, str]] = []
+
+    def display(shown: Any, display_id: bool) -> Any:
+        drawn.append((repr(shown), shown._repr_html_()))
+        return SimpleNamespace(update=lambda again: drawn.append((repr(again), again._repr_html_())))
+
+    ipython, displays = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    displays.display = display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", displays)
+    return drawn
+
+
+def drawn_of(line: str) -> str:
+    drawing = Drawing()
+    drawing.lines.append(line)
+    return drawing._repr_html_()

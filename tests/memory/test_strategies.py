@@ -160,7 +160,10 @@ def test_it_keeps_its_promises(case: Case, tmp_path: Path) -> None:
     ],
 )
 def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path) -> None:
-    result = train(case, tmp_path)
+    # Adam divides by the size of gradients, which come in bursts where most of them is left out.
+    coarse = wire_format(case.wire).gradients_only
+    plain = {"optimizer": "sgd", "optimizer_settings": {"lr": 0.5}} if coarse else {}
+    result = train(case, tmp_path, **plain)
     summary = result.summary
     assert summary.accuracy is not None
     # All have 0.95 and more where this was written. In which order gradients come is chance, and another processor rounds
@@ -317,7 +320,9 @@ def test_a_loss_with_parameters_or_one_that_cannot_travel_is_refused(tmp_path: P
 def test_a_bound_of_zero_has_the_bits_of_bsp_and_every_interleaving_too(tmp_path: Path) -> None:
     digests = {
         train(Case("ps", 4, settings), tmp_path / f"{index}", seed=index, steps=10).summary.weights_sha256
-        for index, settings in enumerate([{}, {"consistency": "ssp:0"}, {"consistency": "bsp"}, {}])
+        for index, settings in enumerate(
+            [{}, *({"consistency": text} for text in ("ssp:0", "value:0", "asp:0", "bsp")), {}]
+        )
     }
     assert len(digests) == 1
 
@@ -373,6 +378,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
         (Case("ps", 4, {"quorum": 2, "consistency": "async"}), "needs consistency=bsp"),
         (Case("ps", 4, {"consistency": "ssp:-1"}), "at least 0"),
         (Case("ps", 4, {"consistency": "ssp"}), "at least 0"),
+        (Case("ps", 4, {"consistency": "value:-1"}), "bound of value must be a number of at least 0"),
+        (Case("ps", 4, {"consistency": "value"}), "bound of value must be a number"),
+        (Case("ps", 4, {"consistency": "value:inf"}), "bound of value must be a number"),
+        (Case("ps", 4, {"consistency": "asp:1"}), "threshold of asp must be a number of at least 0 and below 1"),
+        (Case("ps", 4, {"consistency": "asp:often"}), "threshold of asp"),
+        (Case("ps", 4, {"consistency": "asp:0.1"}, "bfloat16"), "use --wire float32, not bfloat16"),
+        (Case("ps", 4, {"consistency": "async", "n_push": 0}), "n_push=0 must be from 1 to 1000"),
+        (Case("ps", 4, {"n_push": 2}), "n_push=2 needs consistency=async"),
+        (Case("ps", 4, {"consistency": "ssp:3", "n_fetch": 2}), "n_fetch=2 needs consistency=async"),
+        (Case("ps", 4, {"consistency": "async", "n_fetch": 2}, "int8"), "no int8 change could be added"),
+        (Case("ps", 4, {"warm_start": -1}), "0 or a number of steps"),
         (Case("ps", 4, {"replicas": 1}), "second server"),
         (Case("ps", 4, {"replicas": 2, "servers": 2}), "must be 0 or 1"),
         (Case("ps", 4, {"fetch": "layerwise", "consistency": "async"}), "needs consistency=bsp"),

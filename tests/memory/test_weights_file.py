@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,36 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
     assert said.endswith("has besides other")
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "w.safetensors")
+    for path in (tmp_path / "w.safetensors", tmp_path):
+        with pytest.raises(UsageError, match="is no file"):
+            filled(small, path)
+
+
+def test_damaged_files_are_told_or_read_and_never_end_in_raw_errors(tmp_path: Path) -> None:
+    """A flipped bit in a number is a number: a file of safetensors has no checksum."""
+    path, chance = saved(small(), tmp_path / "w.safetensors"), random.Random(0)
+    sound = path.read_bytes()
+    for _ in range(300):
+        damaged = bytearray(sound)
+        match chance.randrange(4):
+            case 0:
+                damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+            case 1:
+                del damaged[chance.randrange(len(damaged)) :]
+            case 2:
+                damaged += bytes(chance.randrange(1, 40))
+            case _:
+                damaged[chance.randrange(8 + int.from_bytes(sound[:8], "little"))] = chance.choice(
+                    b'0123456789[]{},:"-.F'
+                )
+        path.write_bytes(damaged)
+        with contextlib.suppress(UsageError):
+            filled(small, path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -98,6 +131,11 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         ("nowhere.safetensors", None, "cannot be read as safetensors"),
         ("folder", {}, "has no weights: it needs"),
         ("folder", {"pytorch_model.bin": b"\x80"}, "only pickled weights (pytorch_model.bin)"),
+        (
+            "folder",
+            {"m.safetensors": b"", "m.safetensors.index.json": b"[" * 10**5},
+            "is no index of safetensors files",
+        ),
     ],
 )
 def test_what_is_no_weights_file_is_refused(name: str, content: Any, says: str, tmp_path: Path) -> None:

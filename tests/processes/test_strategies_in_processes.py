@@ -58,6 +58,24 @@ def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path
     assert roles == (["server"] * 2 + ["worker"] * 2 if "servers=2" in flags else roles)
 
 
+@pytest.mark.long  # quick and in memory: test_bounds_on_changes, test_downpour, test_lbfgs, test_strategies
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ps:value:0.01 --epochs 8",
+        "ps:asp:0.05:servers=2 --epochs 8",
+        "ps:async:n_push=2:n_fetch=2:warm_start=10 --epochs 10 --optimizer adagrad --lr 0.03",
+        "ps:bsp:servers=workers --epochs 12 --wire topk --optimizer sgd --lr 0.5",
+        "allreduce:tree --epochs 12 --wire 1bit --optimizer sgd --lr 0.5",
+        "lbfgs --steps 120 --batch-size 1438",
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_servers_with_bounds_coarse_gradients_and_whole_batches_train_in_processes(words: str, tmp_path: Path) -> None:
+    done = here("train", "--strategy", *words.split(), "--nodes", 4, "--json", "--quiet", cwd=tmp_path)
+    assert json.loads(done.stdout)["accuracy"] > 0.85
+
+
 @pytest.mark.long  # in memory above; a killed process of a ps in test_data_parallel_healing
 def test_a_killed_server_process_with_replicas_does_not_stop_the_run(tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -53,6 +53,7 @@ EXAMPLES: dict[type, Message] = {
         messages.Fetch(1, 0), messages.LayerState(1, ()), messages.Report(()), messages.Inspect(0),
         messages.Inspected(()), messages.Failed(0, "", ""), messages.Accused(2, ""), messages.Stop(""), messages.Bye(b""),
         messages.Renew(2), messages.Keep(0, 1, 0, 0.0, b""), messages.Held(0, 1, 1, 0.0, 0.0), messages.Whole(0),
+        messages.Detail(0),
         messages.Void(0), messages.Recall(0, 1), messages.Restore(0, 1, b""), messages.Missing(1, ""),
         messages.Sample(b"", (), 1), messages.Timed(1.0, 1, 1), messages.Echo(0, 0), messages.Echoed(0),
         messages.Meet({}), messages.Try(2, 1.0), messages.Tried(2, 1.0, 1.0, 0.0), PLANS["ps"],
@@ -344,7 +345,8 @@ def test_agents_and_the_master_say_everything_in_its_place_alone(kind: type) -> 
         Join(b"s", FACTS), agent_messages.JoinCheck(b"s"), Heartbeat("i", FACTS), Started("r", 1, address, 1),
         Died("r", 1, 0, ""),
         agent_messages.Leaving(), agent_messages.Welcome("x"), agent_messages.Refused("x"), agent_messages.JoinCheckAnswer("x"),
-        agent_messages.Prepare("r", 1, 1, address, 1), agent_messages.End(1),
+        agent_messages.Prepare("r", 1, 1, address, 1), agent_messages.End(1), agent_messages.PairBegin(b"e"),
+        agent_messages.PairConfirm(b"p"), agent_messages.PairReply(b"e"), agent_messages.PairDone(b"p", b"s"),
     ]  # fmt: skip
     (example,) = [each for each in examples if type(each) is kind]
     decoder: Any = (

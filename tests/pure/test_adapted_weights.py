@@ -6,7 +6,7 @@ import pytest
 
 from ringtmp.errors import UsageError
 from ringtmp.model.portable_layer import Graph, Input, Op, Ref
-from ringtmp.model.whole_graph import Adapted, adapted_weights
+from ringtmp.model.whole_graph import Adapted, adapted_weights, adapter_tensor, adapters_in
 
 WEIGHT, A, B = "up.base_layer.weight", "up.lora_A.weight", "up.lora_B.weight"
 LINEAR = Op("aten.linear.default", (Ref(0), Ref(1)), {})
@@ -27,13 +27,34 @@ def graph(base: Op, *more: Op, weight: str = WEIGHT) -> Graph:
 
 def test_the_operator_says_which_way_round_a_weight_is() -> None:
     """A square one looks the same both ways."""
-    assert adapted_weights(graph(LINEAR)) == {WEIGHT: Adapted("up", turned=False)}
-    assert adapted_weights(graph(TURNED)) == {WEIGHT: Adapted("up", turned=True)}
-    assert adapted_weights(graph(Op("aten.mm.default", (Ref(0), Ref(1)), {}))) == {WEIGHT: Adapted("up", turned=True)}
+    assert adapted_weights(graph(LINEAR)) == {WEIGHT: Adapted("up", A, B, 2.0, turned=False)}
+    assert adapted_weights(graph(TURNED)) == {WEIGHT: Adapted("up", A, B, 2.0, turned=True)}
+    assert adapted_weights(graph(Op("aten.mm.default", (Ref(0), Ref(1)), {}))) == {
+        WEIGHT: Adapted("up", A, B, 2.0, turned=True)
+    }
+
+
+def test_the_names_and_the_scale_of_an_adapter_are_read_off_its_operators() -> None:
+    """PEFT puts the adapter's own name into those of its tensors."""
+    (used,) = adapters_in(graph(LINEAR))
+    assert (used.layer, used.a, used.b, used.scale) == ("up", A, B, 2.0)
+    assert adapter_tensor("h.0.up.lora_B.mine.weight") == ("h.0.up", "B", "mine")
+    assert adapter_tensor(A) == ("up", "A", "")
+    assert adapter_tensor("up.lora_embedding_A.default") is None
+    assert adapter_tensor("up.lora_A.bias") is None
+
+
+def test_what_is_not_scaled_by_a_number_is_no_plain_adapter() -> None:
+    plain = graph(LINEAR)
+    ops = [Op("aten.mul.Tensor", (Ref(7), Ref(4)), {}) if op.target == "aten.mul.Tensor" else op for op in plain.ops]
+    with pytest.raises(UsageError, match=r"the graph of up is not that of a plain adapter.*without --merge"):
+        list(adapters_in(Graph(plain.inputs, tuple(ops), plain.outputs, False)))
 
 
 def test_a_weight_has_the_first_of_its_names() -> None:
-    assert adapted_weights(graph(LINEAR, weight="other.weight")) == {"other.weight": Adapted("up", turned=False)}
+    assert adapted_weights(graph(LINEAR, weight="other.weight")) == {
+        "other.weight": Adapted("up", A, B, 2.0, turned=False)
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from crooked import Crooked, Tensors
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power, Watts
-from ringtmp.metrics.events import NodeStep, Span
+from ringtmp.metrics.events import NodeStep, Reading, Span
 from ringtmp.metrics.step_recorder import MOST_SPANS, Recorder
 from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.node_reports import MOST_STEP_BYTES, Reports
@@ -56,6 +56,14 @@ def test_what_an_honest_node_reports_goes_into_the_log_as_it_is() -> None:
     assert made.line(told(10).replace(b'"node":1', b'"node":2'), 2, COMMITTED), "everyone for itself"
 
 
+def test_every_span_of_a_step_that_a_viewer_asked_for_is_taken_and_of_no_other() -> None:
+    made = reports()
+    made.asked = 15
+    assert made.line(told(15), 1, COMMITTED) == told(15)
+    with pytest.raises(ProtocolError, match="every span of step 16, which nobody asked for"):
+        made.line(told(16), 1, COMMITTED)
+
+
 @pytest.mark.parametrize("step", [9, 11, 10, 20, 10**6])
 def test_a_step_reported_twice_out_of_order_or_before_it_is_given_is_an_offence(step: int) -> None:
     made = reports()
@@ -75,6 +83,9 @@ def test_a_step_reported_twice_out_of_order_or_before_it_is_given_is_an_offence(
         ({"busy": {f"k{number:031}": 1.0 for number in range(150_000)}}, "over the limit of 1048576"),
         ({"power": msgspec.structs.replace(POWER, watts=Watts(-5e300, 1.0))}, "its power"),
         ({"power": msgspec.structs.replace(POWER, share=-1e300)}, "its power"),
+        ({"reading": Reading(1.0, -1)}, "the memory it has"),
+        ({"reading": Reading(1.0, 5, {2: -7})}, "what was sent to it"),
+        ({"reading": Reading(1.0, 5, {-2: 7})}, "a receiver"),
     ],
 )
 def test_more_than_fits_is_an_offence(other: dict[str, Any], text: str) -> None:

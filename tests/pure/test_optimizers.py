@@ -38,6 +38,8 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("adam", {"weight_decay": 0.02, "amsgrad": True}, torch.optim.Adam),
     ("adamw", {}, torch.optim.AdamW),
     ("adamw", {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}, torch.optim.AdamW),
+    ("adagrad", {}, torch.optim.Adagrad),
+    ("adagrad", {"lr_decay": 0.1, "weight_decay": 0.01, "eps": 1e-8}, torch.optim.Adagrad),
 ]
 
 
@@ -147,7 +149,7 @@ def test_ten_steps_give_the_bits_of_the_reference(name: str, settings: dict[str,
 
 @pytest.mark.parametrize(("name", "settings", "tensors"), [
     ("sgd", {}, 0), ("sgd", {"momentum": 0.9}, 1), ("adam", {}, 2), ("adamw", {"weight_decay": 0.1}, 2),
-    ("adam", {"amsgrad": True}, 3), ("adamw", {"amsgrad": True}, 3),
+    ("adagrad", {}, 1), ("adam", {"amsgrad": True}, 3), ("adamw", {"amsgrad": True}, 3),
     ("nadam", {}, 2), ("lion", {}, 1),
 ])  # fmt: skip
 def test_what_every_forecast_counts_is_what_the_optimizer_keeps(

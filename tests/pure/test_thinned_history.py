@@ -109,3 +109,15 @@ def test_moments_of_a_resumed_part_follow_on_those_before() -> None:
     for event in (started(100.0), step(0, 102.0), step(1, 104.0), started(7.0, first_step=2)):
         fold.take(event)
     assert fold.run_s(9.0) == 4.0 + 2.0
+
+
+def test_many_nodes_that_begin_together_are_one_entry() -> None:
+    log = Happenings()
+    log.take(started(), 0.0)
+    for node in range(64):
+        log.take(NodeStarted(0.0, node, "worker", 1, 1, ("0-1",), 10), 0.0)
+        log.changed_from = len(log.entries)
+    assert [each.text for each in log.entries] == ["The run began", "64 nodes work; the table says what each holds"]
+    log.take(events.Warned(1.0, "slow"), 1.0)
+    log.take(NodeStarted(0.0, 3, "worker", 1, 1, ("0-1",), 10), 0.0)
+    assert log.entries[-1].text.startswith("Node 3 works")

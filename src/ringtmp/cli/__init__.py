@@ -28,6 +28,7 @@ _VERBS = {
     "export": "Write a run's weights to files that need no ringtmp.",
     "watch": "Show runs in a browser, while they last or afterwards.",
     "report": "Write a page with charts of a run.",
+    "compare": "Say which of several runs was better and why.",
     "trace": "Write a run's timeline for Perfetto or Chrome.",
     "strategies": "List the ways to train and their settings.",
     "doctor": "Check whether this device is ready for a ring.",

@@ -19,7 +19,8 @@ def command() -> None:
 @click.option(
     "--uses", default=1, show_default=True, type=click.IntRange(1, 1000), help="How many devices may join with it."
 )
-def token(ring: str, uses: int) -> None:
+@click.option("--qr", is_flag=True, help="Show the line for a device as a QR code, too.")
+def token(ring: str, uses: int, qr: bool) -> None:
     """Print a new token that is valid for an hour. The master must be waiting (ringtmp train --listen) when it is used."""
     from ringtmp.launch import join_token as tokens
     from ringtmp.launch.key_store import Rings
@@ -28,7 +29,12 @@ def token(ring: str, uses: int) -> None:
     file = rings.open(ring)
     if not file.address:
         raise UsageError(f"no master has used ring {ring} yet: run ringtmp train --listen ADDRESS first")
-    print(tokens.encode(tokens.Token(ring, file.address, file.public, rings.new_secret(ring, uses))))
+    line = tokens.encode(tokens.Token(ring, file.address, file.public, rings.new_secret(ring, uses)))
+    print(line)
+    if qr:
+        from ringtmp.launch.ways_to_join import qr_code
+
+        print(qr_code(f"ringtmp node --join {line}"))
 
 
 @command.command("list")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ringtmp.metrics.summary import USUAL_MODE, NodeSummary, Summary
-from ringtmp.run.progress import Telling, shown
+from ringtmp.run.progress import Several, Telling, shown
 from ringtmp.run.what_to_train import Watcher
 from ringtmp.units import bytes_text, count_text, seconds_text
 
@@ -33,12 +33,13 @@ _CHECKED = {
 
 
 @contextmanager
-def watcher(quiet: bool) -> Iterator[Watcher]:
+def watcher(quiet: bool, others: Sequence[Watcher] = ()) -> Iterator[Watcher]:
+    """`others` are told too."""
     if quiet:
-        yield Telling()
+        yield Several([*others, Telling()])
         return
     with shown() as bar:
-        yield bar
+        yield Several([*others, bar])
 
 
 def print_json(value: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.ranks import as_rank, goes_on_in
@@ -31,17 +32,28 @@ if TYPE_CHECKING:
 @click.option(
     "--wait", "wait_s", type=float, default=60.0, show_default=True, metavar="S", help="How long --start-with waits."
 )
+@click.option(
+    "--discovery/--no-discovery", default=None,
+    help="Let devices find the ring on the network and join with a code (with --listen).  [yes, where it is installed]",
+)  # fmt: skip
+@click.option("--qr", is_flag=True, help="Show the line for devices as a QR code, too (with --listen).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the run.  [runs/TIME]")
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume the run in DIR, with the same bits."
 )
+@click.option(
+    "--log", "logs", multiple=True, metavar="KIND:WHERE",
+    help="Keep the numbers of every step for another tool: csv:FILE, jsonl:FILE, tensorboard:DIR or mlflow:EXPERIMENT.  "
+    "Repeatable.",
+)  # fmt: skip
 @click.option("--dashboard", is_flag=True, help="Serve a live page of the run, on this machine (extra `web`).")
 @click.option("--dashboard-port", type=int, metavar="PORT", help="Its port.  [8650, or the next that is free]")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
-    ring_name: str, start_with: int | None, wait_s: float, dashboard: bool, dashboard_port: int | None, **given: Any,
+    ring_name: str, start_with: int | None, wait_s: float, discovery: bool | None, qr: bool, logs: tuple[str, ...],
+    dashboard: bool, dashboard_port: int | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -55,6 +67,7 @@ def command(
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     if start_with is not None and listen is None:
         raise UsageError("--start-with goes with --listen: processes on this machine all start")
+    _refuse_without_listen(listen, qr, discovery)
     page = _page_options(dashboard, dashboard_port)
     settings = build(config, chosen)
 
@@ -64,6 +77,7 @@ def command(
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
         from ringtmp.runtime.run_directory import default_run_dir
+        from ringtmp.watchers.named import watcher_named
     from ringtmp.cli import show_results
 
     pool: NodePool | None = None
@@ -77,15 +91,16 @@ def command(
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
-    with show_results.watcher(quiet) as watcher, ExitStack() as beside:
+    with show_results.watcher(quiet, [watcher_named(each) for each in logs]) as watcher, ExitStack() as beside:
         if page is not None:
             folder = resume or run_dir or default_run_dir()
             run_dir = None if resume else folder
             beside.enter_context(page_beside(folder, page, watcher.tell))
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
-                listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s
-            )
+                listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s,
+                discovery=discovery is not False, qr=qr,
+            )  # fmt: skip
         if resume is not None:
             result = api.resume(resume, chosen, watcher=watcher, pool=pool)
         else:
@@ -94,6 +109,12 @@ def command(
         show_results.print_json(result.summary)
     else:
         show_results.print_summary(result.summary, sys.stdout)
+
+
+def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None) -> None:
+    source = click.get_current_context().get_parameter_source
+    if listen is None and (qr or (discovery and source("discovery") is ParameterSource.COMMANDLINE)):
+        raise UsageError(f"{'--qr' if qr else '--discovery'} goes with --listen: only devices need to find the ring")
 
 
 def _page_options(dashboard: bool, port: int | None) -> list[str] | None:

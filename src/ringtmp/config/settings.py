@@ -90,7 +90,8 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microbatches: Annotated[int | Literal["auto"] | None, Is(
         "Slices each batch is cut into; auto picks what the plan finds fastest.", TRAINING, least=1, metavar="N|auto",
         usual=f"{DEFAULT_MICROBATCHES}, or the batch size if smaller", bits=True)] = None
-    optimizer: Annotated[str, Is("Optimizer: sgd, adam, adamw, nadam, muon or lion.", TRAINING, bits=True, own=True)] = "adam"
+    optimizer: Annotated[str, Is(
+        "Optimizer: sgd, adam, adamw, nadam, muon, lion or adagrad.", TRAINING, bits=True, own=True)] = "adam"
     optimizer_settings: Annotated[dict[str, Any], Is(
         "Settings of the optimizer, such as momentum=0.9.", TRAINING, option="opt", bits=True,
         own=True)] = {}

@@ -35,7 +35,10 @@ HEADERS = {
 }
 _NO_COOKIE = "This page is private. Open the address that ringtmp printed when it started; it has a token at its end.\n"
 #: A redirect would be asked for as another site's where the address was followed from one, and so without the cookie.
-_WELCOME = b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>RingTMP</title>\n'
+_WELCOME = (
+    b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><link rel="icon" href="data:,">'
+    b"<title>RingTMP</title>\n"
+)
 
 
 class Refused(Exception):  # noqa: N818

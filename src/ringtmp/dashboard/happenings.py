@@ -11,6 +11,10 @@ from ringtmp.units import bytes_text, count_text, seconds_text
 MOST_ENTRIES, FIRST_ENTRIES = 600, 100
 
 
+#: More than these that begin together are one entry.
+MOST_JOINED = 8
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """`kind` chooses the sign beside it: start, join, lost, healed, moved, kept, tested, warning, end."""
 
@@ -29,12 +33,21 @@ class Happenings:
         self.changed_from = 0
         self._protected = False
         self._starts = 0
+        self._joined = 0  # of those who began last, one after the other
 
     def take(self, event: events.Event, at_s: float) -> None:
         found = self._told(event)
         if found is None:
             return
         kind, text = found
+        self._joined = self._joined + 1 if kind == "join" else 0
+        if self._joined > MOST_JOINED:
+            if self._joined == MOST_JOINED + 1:
+                del self.entries[-MOST_JOINED:]
+            else:
+                self.entries.pop()
+            self.changed_from = min(self.changed_from, len(self.entries))
+            text = f"{self._joined} nodes work; the table says what each holds"
         step = getattr(event, "step", None)
         self.entries.append(Entry(round(at_s, 3), kind, text, step))
         if len(self.entries) > MOST_ENTRIES:

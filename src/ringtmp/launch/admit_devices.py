@@ -1,4 +1,4 @@
-"""The master's side of joining: a door for strangers with a token, and a table for the devices that were admitted.
+"""The master's side of joining: a door for strangers with a token or a code, and a table for the devices that were admitted.
 
 The door has a context, a domain and a gatekeeper of its own, takes small messages only, a few a second, and closes when
 the ring is full. The table is open to admitted keys alone, and a device there is who its key says it is.
@@ -15,8 +15,10 @@ import zmq
 
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch import agent_messages as messages
+from ringtmp.launch.announce import Announcement
 from ringtmp.launch.device_facts import checked, checked_death, checked_start
 from ringtmp.launch.key_store import Rings
+from ringtmp.launch.pairing import MasterSide
 from ringtmp.transport.encryption import Gatekeeper, serve_securely
 from ringtmp.transport.zeromq import mail
 from ringtmp.wire.protocol import PROTOCOL
@@ -47,9 +49,12 @@ class Device:
 class Hub:
     def __init__(
         self, ring: str, rings: Rings, host: str, port: int,
-        *, package: str = "", tell: Callable[[str], None] = lambda text: None,
+        *, package: str = "", tell: Callable[[str], None] = lambda text: None, pairing: MasterSide | None = None,
     ) -> None:  # fmt: skip
-        """`package`: with its version, that a device must have to take part."""
+        """`package`: with its version, that a device must have to take part. `pairing`: where devices may find the ring by
+        themselves and join with the code it shows."""
+        self._pairing = pairing
+        self._announcement: Announcement | None = None
         self.ring = ring
         self._package = package
         self._tell = tell
@@ -134,13 +139,18 @@ class Hub:
     def open_door(self) -> None:
         """Whoever has a token may join."""
         if self._door is None:
-            self._door = Door(self.ring, self._rings, self._host, self._port, self.refresh)
+            self._door = Door(self.ring, self._rings, self._host, self._port, self.refresh, pairing=self._pairing)
+            if self._pairing is not None:
+                self._announcement = Announcement(self.ring, self._host, self._port, self._rings.open(self.ring).public)
 
     def close_door(self) -> None:
         """Nobody else may join."""
         if self._door is not None:
             self._door.close()
             self._door = None
+        if self._announcement is not None:
+            self._announcement.close()
+            self._announcement = None
 
     def tell(self, device: Device, message: messages.Prepare | messages.End | messages.Refused) -> None:
         self._table.send_multipart([device.route, messages.encode(message)], zmq.NOBLOCK)
@@ -208,7 +218,11 @@ def _other_protocol(facts: messages.Facts) -> str:
 class Door:
     """Where strangers ask to join. Answers whoever knows a valid secret, and keeps nobody else connected for long."""
 
-    def __init__(self, ring: str, rings: Rings, host: str, port: int, admitted: Callable[[], None]) -> None:
+    def __init__(
+        self, ring: str, rings: Rings, host: str, port: int, admitted: Callable[[], None],
+        *, pairing: MasterSide | None = None,
+    ) -> None:  # fmt: skip
+        self._pairing = pairing
         self._ring = ring
         self._rings = rings
         self._admitted = admitted
@@ -250,12 +264,16 @@ class Door:
         self._gatekeeper.close()
         self._context.term()
 
-    def _answer(self, frame: zmq.Frame) -> messages.Welcome | messages.Refused | messages.JoinCheckAnswer:
+    def _answer(self, frame: zmq.Frame) -> messages.FromMaster:
         key = str(frame.get("User-Id"))
         try:
             message = messages.decode(messages.from_agent, frame.bytes, messages.Heard.DOOR)
         except ProtocolError:
             return messages.Refused("that was not a request to join")
+        if isinstance(message, messages.PairBegin | messages.PairConfirm):
+            if self._pairing is None:
+                return messages.Refused("this master takes tokens only (--no-discovery)")
+            return self._pairing.answer(message, key)
         if isinstance(message, messages.JoinCheck):
             reason = self._rings.check_secret(self._ring, message.secret, key)
             return messages.JoinCheckAnswer("", message.padding) if reason is None else messages.JoinCheckAnswer(reason)

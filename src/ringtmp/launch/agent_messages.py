@@ -22,8 +22,8 @@ HUB_PORT_OFFSET = 1
 class Heard(Enum):
     """Where a message is heard, and from whom."""
 
-    DOOR = "a stranger with a token, to the door"
-    STRANGER = "the door, to a stranger with a token"
+    DOOR = "a stranger with a token or a code, to the door"
+    STRANGER = "the door, to a stranger with a token or a code"
     TABLE = "an admitted device, to the table"
     AGENT = "the table, to an admitted device"
 
@@ -54,6 +54,20 @@ class JoinCheck(msgspec.Struct, frozen=True, tag="knock"):
     AT: ClassVar = (Heard.DOOR,)
     secret: bytes
     padding: bytes = b""
+
+
+class PairBegin(msgspec.Struct, frozen=True, tag="pair"):
+    """The first half of an exchange that a short code protects (launch/pairing.py)."""
+
+    AT: ClassVar = (Heard.DOOR,)
+    element: bytes
+
+
+class PairConfirm(msgspec.Struct, frozen=True, tag="confirm"):
+    """This device knows the code."""
+
+    AT: ClassVar = (Heard.DOOR,)
+    proof: bytes
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="here"):
@@ -102,6 +116,19 @@ class JoinCheckAnswer(msgspec.Struct, frozen=True, tag="knocked"):
     padding: bytes = b""
 
 
+class PairReply(msgspec.Struct, frozen=True, tag="paired"):
+    AT: ClassVar = (Heard.STRANGER,)
+    element: bytes
+
+
+class PairDone(msgspec.Struct, frozen=True, tag="confirmed"):
+    """The master knows the code, too; the secret is that of a token for one device."""
+
+    AT: ClassVar = (Heard.STRANGER,)
+    proof: bytes
+    secret: bytes
+
+
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Start a compute process for this run."""
 
@@ -119,8 +146,8 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     over: bool = False  # the whole run; otherwise only this device's part in it, and it may get another
 
 
-FromAgent = Join | JoinCheck | Heartbeat | Started | Died | Leaving
-FromMaster = Welcome | Refused | JoinCheckAnswer | Prepare | End
+FromAgent = Join | JoinCheck | PairBegin | PairConfirm | Heartbeat | Started | Died | Leaving
+FromMaster = Welcome | Refused | JoinCheckAnswer | PairReply | PairDone | Prepare | End
 from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 from_master: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
 encode = msgspec.msgpack.Encoder().encode

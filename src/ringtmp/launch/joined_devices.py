@@ -16,7 +16,9 @@ from ringtmp.launch.dead_processes import MOST_DEATHS, Deaths, dead
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import Rings
+from ringtmp.launch.pairing import MasterSide
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
+from ringtmp.launch.ways_to_join import pairing_for, ways_to_join
 from ringtmp.plan import devices as planned
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.runtime.mailbox import Endpoint
@@ -54,7 +56,11 @@ class DevicePool:
         wait_s: float = 0.0,
         notice_s: float = SILENCE_LIMIT_S,
         package: str = "",
+        discovery: bool = True,
+        qr: bool = False,
     ) -> None:
+        """`discovery`: devices may find the ring and join with a code; `qr`: the join line is shown as a QR code, too."""
+        self._discovery, self._qr = discovery, qr
         self._notice_s = notice_s
         self.nodes = nodes
         self.threads = threads or 1
@@ -70,6 +76,7 @@ class DevicePool:
         self._phase = phase
         self._tell = tell
         self._opened: Hub | None = None
+        self._pairing: MasterSide | None = None
         self._devices: dict[int, Device] = {}
         self._transport: ZeroMQTransport | None = None
         self._generation = 0
@@ -107,7 +114,16 @@ class DevicePool:
         self._rings.open(self._ring, create=True)
         self._rings.take_back(self._ring)
         address = f"{self._host}:{self._port}"
-        self._opened = Hub(self._ring, self._rings, self._host, self._port, package=self._package, tell=self._tell)
+        self._pairing = pairing_for(self._rings, self._ring, self._host, self._tell) if self._discovery else None
+        self._opened = Hub(
+            self._ring,
+            self._rings,
+            self._host,
+            self._port,
+            package=self._package,
+            tell=self._tell,
+            pairing=self._pairing,
+        )
         self._hub.run = ring
         self._rings.set_address(self._ring, address)
         self._gather(address)
@@ -370,7 +386,7 @@ class DevicePool:
     def _gather(self, address: str) -> None:
         secret = self._rings.new_secret(self._ring, self.nodes - 1)
         line = tokens.encode(Token(self._ring, address, self._rings.open(self._ring).public, secret))
-        self._tell(f"on each device, run:\n\n    ringtmp node --join {line}\n")
+        self._tell(ways_to_join(f"ringtmp node --join {line}", self._ring, self._pairing, self._qr))
         began = time.monotonic()
         while True:
             self._hub.poll(0.05)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
+from ringtmp.errors import UsageError
 from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.metrics.fold_events import Part
 from ringtmp.units import rows_text, seconds_text
@@ -39,6 +41,13 @@ class History:
     steps: tuple[Row, ...]
     epochs: tuple[Row, ...]
 
+    def columns(self, of: Literal["steps", "epochs"] = "steps") -> dict[str, list[Any]]:
+        """Column by column, as `pandas.DataFrame` and plots take it: {"step": [1, 2, …], "loss": […], …}."""
+        if of not in ("steps", "epochs"):
+            raise UsageError(f"the history has columns of steps and of epochs, not of {of!r}")
+        rows = self.steps if of == "steps" else self.epochs
+        return {each.name: [getattr(row, each.name) for row in rows] for each in fields(Row)}
+
     def __str__(self) -> str:
         return "\n".join(rows_text(_TITLES, [_cells(each) for each in self.epochs], _MOST_ROWS, _FIRST_ROWS))
 
@@ -49,7 +58,7 @@ _TITLES = ("epoch", "step", "loss", "test loss", "accuracy", "rate", "time")
 def history_of(parts: Sequence[Part]) -> History:
     tests = {each.step: each for part in parts for each in part.evaluations}
     steps = [
-        _row(each, tests.get(each.step + 1), part.run_s(each.at), number)
+        row_of(each, tests.get(each.step + 1), part.run_s(each.at), number)
         for number, part in enumerate(parts, start=1)
         for each in part.steps
     ]
@@ -57,29 +66,35 @@ def history_of(parts: Sequence[Part]) -> History:
     first = 0
     for place, row in enumerate(steps):
         if place + 1 == len(steps) or steps[place + 1].epoch != row.epoch:
-            epochs.append(_epoch(steps[first : place + 1]))
+            epochs.append(epoch_of(steps[first : place + 1]))
             first = place + 1
     return History(tuple(steps), tuple(epochs))
 
 
-def _row(step: StepDone, test: Evaluated | None, at_s: float, part: int) -> Row:
-    return Row(
-        step=step.step + 1, epoch=step.epoch + 1, loss=step.loss, test_loss=test.loss if test else None,
-        accuracy=test.accuracy if test else None, bits_per_byte=test.bits_per_byte if test else None,
-        perplexity=test.perplexity if test else None, rate=step.lr, samples=step.samples, seconds=step.wall_s, at_s=at_s,
-        part=part,
+def row_of(step: StepDone, test: Evaluated | None, at_s: float, part: int) -> Row:
+    row = Row(
+        step=step.step + 1, epoch=step.epoch + 1, loss=step.loss, test_loss=None, accuracy=None, bits_per_byte=None,
+        perplexity=None, rate=step.lr, samples=step.samples, seconds=step.wall_s, at_s=at_s, part=part,
     )  # fmt: skip
+    return row if test is None else tested(row, test)
 
 
-def _epoch(rows: Sequence[Row]) -> Row:
+def tested(row: Row, test: Evaluated) -> Row:
+    """The same step, with what a test after it gave."""
+    return replace(
+        row, test_loss=test.loss, accuracy=test.accuracy, bits_per_byte=test.bits_per_byte, perplexity=test.perplexity
+    )
+
+
+def epoch_of(rows: Sequence[Row]) -> Row:
     """The test is the epoch's last, which may not be that of its last step."""
     last = rows[-1]
-    tested = next((each for each in reversed(rows) if each.test_loss is not None), last)
+    test = next((each for each in reversed(rows) if each.test_loss is not None), last)
     samples = sum(each.samples for each in rows)
     loss = sum(each.loss * each.samples for each in rows) / samples if samples else last.loss
     return Row(
-        step=last.step, epoch=last.epoch, loss=loss, test_loss=tested.test_loss, accuracy=tested.accuracy,
-        bits_per_byte=tested.bits_per_byte, perplexity=tested.perplexity, rate=last.rate, samples=samples,
+        step=last.step, epoch=last.epoch, loss=loss, test_loss=test.test_loss, accuracy=test.accuracy,
+        bits_per_byte=test.bits_per_byte, perplexity=test.perplexity, rate=last.rate, samples=samples,
         seconds=sum(each.seconds for each in rows), at_s=last.at_s, part=last.part,
     )  # fmt: skip
 

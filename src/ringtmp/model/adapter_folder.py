@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from ringtmp.errors import UsageError, some_of
 from ringtmp.model.lora import Lora, checked_lora
 from ringtmp.model.weights_file import WeightsFile
+from ringtmp.model.whole_graph import adapter_tensor
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Before the names of tensors in the file.
@@ -34,7 +36,7 @@ def lora_of(folder: Path) -> Lora:
         read = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"--adapter {folder}: {path.name}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--adapter {folder}: {path.name} is no JSON: {error}") from error
     if not isinstance(read, dict):
         raise UsageError(f"--adapter {folder}: {path.name} is no configuration of an adapter")
@@ -44,6 +46,8 @@ def lora_of(folder: Path) -> Lora:
         wrong.append(f"target_modules={modules!r}, which must be a list of names")
     numbers = {"r": read.get("r"), **{key: read.get(key, 0.0) for key in ("lora_alpha", "lora_dropout")}}
     wrong += [f"{key}={value!r}" for key, value in numbers.items() if type(value) not in (int, float)]
+    if type(numbers["r"]) is float:
+        wrong.append(f"r={numbers['r']!r}, which must be a whole number")
     if wrong:
         raise UsageError(
             f"--adapter {folder}: adapters with {some_of(wrong, 20)} are not taken: LoRA on linear layers is"
@@ -72,3 +76,10 @@ def weights_of(folder: Path) -> WeightsFile:
 def _key(name: str) -> str | None:
     """What a tensor of the model is called in the file; None: it is not there, since it belongs to the base."""
     return f"{PEFT_PREFIX}{name}" if ".lora_A." in name or ".lora_B." in name else None
+
+
+def base_name(name: str) -> str | None:
+    """What a tensor of PEFT's model is called in the base; None: a trained copy stands in for it, or it is an adapter's."""
+    if ".original_module." in name or adapter_tensor(name) is not None:
+        return None
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."))

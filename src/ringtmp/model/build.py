@@ -7,7 +7,7 @@ would refuse (a BatchNorm on one value per channel, inputs of the wrong shape) i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,10 @@ from ringtmp.model.portable_layer import CUSTOM, Layer, hides_inputs
 from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
+from ringtmp.model.same_in_both_modes import same_in_both_modes
 from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.shrink_frozen_weights import channel_axes, shrink
+from ringtmp.model.subject import Subject, layer_called, model_itself
 
 T = TypeVar("T")
 #: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it
@@ -108,20 +110,21 @@ def build_layers(
             trained = samples[EXAMPLE_BATCH]
         else:
             _refuse_objects(name, samples[1].value)
-        refuse_hooks(name, module)
-        refuse_averaging(name, module)
-        _try_eager(name, module, samples[smallest])
-        one_sample = one_sample and _takes(name, module, samples[1])
+        subject = layer_called(name, module)
+        refuse_hooks(subject, module)
+        refuse_averaging(subject, module)
+        _try_eager(subject, module, samples[smallest])
+        one_sample = one_sample and _takes(subject, module, samples[1])
         example, again = samples[EXAMPLE_BATCH], samples[AGAIN_BATCH]
-        check = partial(_check, name, module, (example, trained), samples, checked, index > 0)
+        check = partial(_check, subject, module, (example, trained), samples, checked, index > 0)
         layer, tensors = exporter.export(name, module, example.value, again.value, check)
         layer = msgspec.structs.replace(layer, random_before=drawn, random_before_evaluating=drawn_evaluating)
         drawn, drawn_evaluating = drawn + random_count(layer.train), drawn_evaluating + random_count(layer.evaluate)
-        _refuse_shared(name, module, (example, trained), layer)
+        _refuse_shared(subject, (example, trained), layer)
         tensors = _apart(layer, tensors)
-        trained = trained.through(name, module.train(), bool(written_parameters(layer.train)))
+        trained = trained.through(subject, module.train(), bool(written_parameters(layer.train)))
         kept = bool(written_parameters(layer.evaluate))
-        samples = {size: each.through(name, module.eval(), kept) for size, each in samples.items()}
+        samples = {size: each.through(subject, module.eval(), kept) for size, each in samples.items()}
         module.train()
         whole = row.add(layer, tensors, sample(smallest))
         layer, tensors = shrink(layer, tensors, frozen_as, channel_axes(module))
@@ -140,18 +143,17 @@ def _build_cells(
     frozen_as: FrozenAs,
 ) -> Iterator[BuiltLayer]:
     """The module is a layer like any other until its graphs are cut."""
-    name = type(module).__name__
+    subject = model_itself(module)
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     sizes = _spread(sorted(set(microbatch_sizes)))
     _refuse_what_cannot_travel("", module)
     refuse_unmatched(module, cutting.blocks)
     samples = {size: Sample(call_arguments(module, sample(size))) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
-    with _said_of_the_model(name):
-        refuse_hooks(name, module)
-        refuse_averaging(name, module)
-        _try_eager(name, module, samples[smallest])
-        one_sample = _takes(name, module, samples[1])
-        layer, cells, tensors, checked = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
+    refuse_hooks(subject, module)
+    refuse_averaging(subject, module)
+    _try_eager(subject, module, samples[smallest])
+    one_sample = _takes(subject, module, samples[1])
+    layer, cells, tensors, checked = _exported_whole(module, samples, sizes, known, cutting=cutting, phase=phase)
     row, state = Samples(samples[largest].leaves, largest, cells), state_of(module)
     # Of the whole module: a weight that several cells read is kept alike in all of them.
     axes = {name: axis for name, axis in channel_axes(module).items() if name in frozen_names(layer)}
@@ -161,21 +163,6 @@ def _build_cells(
         outputs = nest(layer.output, found.leaving, own=True) if index == len(cells) - 1 else found.leaving
         small, own = shrink(cell.layer, own, frozen_as, axes)
         yield BuiltLayer(small, own, outputs, one_sample, checked, found, state)
-
-
-@contextmanager
-def _said_of_the_model(name: str) -> Iterator[None]:
-    """The checks speak of a layer and its name; here that is the model, of which the user gave no name."""
-    try:
-        yield
-    except UsageError as error:
-        said = str(error).replace(f"layer {name!r} ({name}", f"the model ({name}")
-        said = said.replace(f"layer {name!r} (", f"the model ({name}; ").replace(
-            f"layer {name!r}", f"the model ({name})"
-        )
-        raise UsageError(
-            said.replace("A layer must", "A model must").replace("a layer must", "a model must")
-        ) from error
 
 
 #: A module as one layer, what is known of the slots of its graphs, and its tensors.
@@ -199,7 +186,7 @@ def _exported_whole(
     phase: Callable[[str], None],
 ) -> _Whole:
     """The module as one layer that trains as eager mode does, and cut; by whichever path it takes."""
-    name, example = type(module).__name__, samples[EXAMPLE_BATCH]
+    subject, example = model_itself(module), samples[EXAMPLE_BATCH]
     refusals: list[tuple[bool, UsageError]] = []  # and whether it is of a kept export
     cache = ExportCache()
 
@@ -235,7 +222,7 @@ def _exported_whole(
             stored = sum(each.sample_bytes for each in facts[0][len(layer.train.inputs) :])
             trained = [size for size in (AGAIN_BATCH, *sizes) if fits([module], size * stored)]
             fitting = not set(trained).isdisjoint(sizes)
-            check = partial(_check, name, module, (example, example), samples, trained if fitting else [], False)
+            check = partial(_check, subject, module, (example, example), samples, trained if fitting else [], False)
             if attempted(partial(_agrees, check, layer, tensors), path, key, kept is not None):
                 checked = TRACED if number else "model" if fitting else "evaluation"
                 return _Whole(layer, cells, _apart(layer, tensors), checked)
@@ -261,7 +248,8 @@ def _graphs(module: nn.Module, example: Sample, kept: tuple[Exported, dict[str, 
     if kept is not None:
         return kept[0].layer, (kept[0].train, kept[0].evaluate), kept[1]
     exporter = Exporter(whole=True)
-    layer, tensors = exporter.export(type(module).__name__, module, example.value)
+    both = not same_in_both_modes(module, example.value, _may_write(module))
+    layer, tensors = exporter.export(type(module).__name__, module, example.value, both=both)
     return layer, exporter.facts, tensors
 
 
@@ -299,7 +287,7 @@ class _Row:
 
 
 def _check(
-    name: str,
+    subject: Subject,
     module: nn.Module,
     entering: tuple[Sample, Sample],
     samples: Mapping[int, Sample],
@@ -309,11 +297,11 @@ def _check(
     tensors: dict[str, torch.Tensor],
 ) -> None:
     """In numbers, at the sizes of the run; evaluation may also see a single sample."""
-    _refuse_sparse_gradients(layer)
-    refuse_own_writes(layer)
-    _refuse_shared(name, module, entering, layer)
+    _refuse_sparse_gradients(subject, layer)
+    refuse_own_writes(subject, layer)
+    _refuse_shared(subject, entering, layer)
     _apart(layer, tensors)
-    check = Check(name, module, layer, tensors, asks)
+    check = Check(subject, module, layer, tensors, asks)
     for size in sizes:
         check.run(samples[size].value, training=True)
     for size in {1, *sizes[-1:]}:
@@ -325,11 +313,11 @@ def _apart(layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return untie(layer.name, tensors, changed_buffers(layer.train) | changed_buffers(layer.evaluate))
 
 
-def _refuse_shared(name: str, module: nn.Module, entering: tuple[Sample, Sample], layer: Layer) -> None:
+def _refuse_shared(subject: Subject, entering: tuple[Sample, Sample], layer: Layer) -> None:
     """Samples of evaluation and of training; memory may be shared for one layer and not for the next of its kind."""
     evaluated, trained = entering
-    refuse_shared_writes(name, module, evaluated, Memory(layer.evaluate).written_inputs())
-    refuse_shared_writes(name, module, trained, Memory(layer.train).written_inputs())
+    refuse_shared_writes(subject, evaluated, Memory(layer.evaluate).written_inputs())
+    refuse_shared_writes(subject, trained, Memory(layer.train).written_inputs())
 
 
 def _spread(sizes: Sequence[int]) -> list[int]:
@@ -361,14 +349,14 @@ def _refuse_what_cannot_travel(name: str, module: nn.Module) -> None:
             )
 
 
-def _refuse_sparse_gradients(layer: Layer) -> None:
+def _refuse_sparse_gradients(subject: Subject, layer: Layer) -> None:
     for op in layer.train.ops:
         schema: Any = None if op.target == CUSTOM else getattr(resolve(op.target), "_schema", None)
         for index, each in enumerate(schema.arguments if schema is not None else ()):
             value = op.args[index] if index < len(op.args) else op.kwargs.get(each.name)
             if each.name in ("sparse", "sparse_grad") and value is True:
                 raise UsageError(
-                    f"layer {layer.name!r} asks {op.target.split('.')[1]} for sparse gradients, which the optimizers here do "
+                    f"{subject} asks {op.target.split('.')[1]} for sparse gradients, which the optimizers here do "
                     f"not take: use {each.name}=False"
                 )
 
@@ -379,9 +367,9 @@ def _may_write(module: nn.Module) -> bool:
     return size <= COPIED_BYTES or any(getattr(each, "max_norm", None) is not None for each in module.modules())
 
 
-def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
+def _try_eager(subject: Subject, module: nn.Module, sample: Sample) -> None:
     try:
-        sample.through(name, module.train(), _may_write(module))
+        sample.through(subject, module.train(), _may_write(module))
     except UsageError:
         raise
     except Exception as error:  # the layer is the user's: whatever it raises is the answer
@@ -397,19 +385,17 @@ def _try_eager(name: str, module: nn.Module, sample: Sample) -> None:
         floats = {each for each in kinds if each.is_floating_point}
         if ("type" in reason and floats - weights) or ("dtype" in reason and kinds.isdisjoint(weights)):
             hint = f"The data is {_names(kinds)} and the weights are {_names(weights)}: convert the data, as in inputs.float()"
-        raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) refuses a microbatch of shape {shapes}: {reason}. {hint}"
-        ) from error
+        raise UsageError(f"{subject} refuses a microbatch of shape {shapes}: {reason}. {hint}") from error
 
 
 def _names(kinds: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(each).removeprefix("torch.") for each in kinds))
 
 
-def _takes(name: str, module: nn.Module, sample: Sample) -> bool:
+def _takes(subject: Subject, module: nn.Module, sample: Sample) -> bool:
     """Whether eager mode would train on it: a BatchNorm refuses a single value per channel, its exported graph does not."""
     try:
-        sample.through(name, module.train(), _may_write(module))
+        sample.through(subject, module.train(), _may_write(module))
     except Exception:  # the layer is the user's: whatever it raises is a no
         return False
     return True

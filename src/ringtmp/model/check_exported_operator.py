@@ -17,16 +17,16 @@ def refuse_operator(label: str, target: str, node: Node) -> None:
     where = find_source_line.of_node(node)
     if target == _NUMBER:
         raise UsageError(
-            f"layer {label} makes a tensor into a number{where}, which would stay what it was for one example: keep it as a "
+            f"{label} makes a tensor into a number{where}, which would stay what it was for one example: keep it as a "
             "tensor"
         )
     if target not in ATEN_OVERLOADS and target not in SIZE_FUNCTIONS:
         raise UsageError(
-            f"layer {label} uses the operator {target}{where}, which is not on RingTMP's list of operators that may travel: "
+            f"{label} uses the operator {target}{where}, which is not on RingTMP's list of operators that may travel: "
             "write that part with ordinary tensor operations"
         )
     if node.meta.get("unbacked_bindings"):
         raise UsageError(
-            f"layer {label} makes a tensor whose size depends on the values of another{where}: keep all its elements, and use "
+            f"{label} makes a tensor whose size depends on the values of another{where}: keep all its elements, and use "
             "torch.where or a mask instead"
         )

@@ -10,9 +10,10 @@ from torch import nn
 
 from ringtmp.errors import UsageError
 from ringtmp.model.custom_backward import where
+from ringtmp.model.subject import Subject
 
 
-def refuse_hooks(name: str, module: nn.Module) -> None:
+def refuse_hooks(subject: Subject, module: nn.Module) -> None:
     """Refuse hooks whose effect cannot travel. Forward hooks are part of the forward pass; hooks on parameters are exported."""
     everywhere = torch.nn.modules.module
     tables: list[tuple[str, Mapping[Any, Any]]] = [
@@ -28,8 +29,8 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
     for what, table in tables:
         for hook in table.values():
             raise UsageError(
-                f"layer {name!r} ({type(module).__name__}) has {what} ({where(hook)}), which would not run on the node "
-                "that runs the layer: remove it, or write it as a torch.autograd.Function or a parameter's hook (register_hook)"
+                f"{subject} has {what} ({where(hook)}), which would not run on the node that runs the layer: "
+                "remove it, or write it as a torch.autograd.Function or a parameter's hook (register_hook)"
             )
 
 
@@ -40,8 +41,8 @@ def refuse_narrow(label: str, size: Any, limits: Mapping[Any, Any], branches: Se
         return
     bound = f"at least {allowed.lower}" if allowed.lower > 2 else f"at most {allowed.upper}"
     raise UsageError(
-        f"layer {label} branches on the number of samples{lines(branches)}, and the example took only the branch for {bound}: "
-        "a layer must do the same for any number of samples"
+        f"{label} branches on the number of samples{lines(branches)}, and the example took only the branch for {bound}: "
+        "it must do the same for any number of samples"
     )
 
 
@@ -49,11 +50,11 @@ def lines(branches: Sequence[str]) -> str:
     return f" ({', '.join(dict.fromkeys(branches))})" if branches else ""
 
 
-def refuse_averaging(name: str, module: nn.Module) -> None:
+def refuse_averaging(subject: Subject, module: nn.Module) -> None:
     for path, each in module.named_modules():
         if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.momentum is None and each.track_running_stats:
-            which = f" (its part {path})" if path else ""
+            what = f"has a BatchNorm ({path})" if path else "is a BatchNorm"
             raise UsageError(
-                f"layer {name!r}{which} is a BatchNorm with momentum=None, which makes a tensor into a number at every step "
+                f"{subject} {what} with momentum=None, which makes a tensor into a number at every step "
                 "and cannot be exported: write momentum=0.1, or track_running_stats=False"
             )

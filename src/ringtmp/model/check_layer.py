@@ -28,6 +28,7 @@ from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.parameters_changed_in_forward import written_parameters
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program
+from ringtmp.model.subject import Subject
 
 #: What was computed, by name, as digests.
 Found = dict[str, str]
@@ -38,9 +39,9 @@ class Check:
     """Of one layer: the live module against its graphs. `asks`: the gradient of what enters is needed, too."""
 
     def __init__(
-        self, name: str, module: nn.Module, layer: Layer, tensors: Mapping[str, torch.Tensor], asks: bool
+        self, subject: Subject, module: nn.Module, layer: Layer, tensors: Mapping[str, torch.Tensor], asks: bool
     ) -> None:
-        self._label = f"layer {name!r} ({type(module).__name__})"
+        self._label, self._noun = str(subject), subject.noun
         self._module = module
         self._layer = layer
         self._tensors = tensors
@@ -148,7 +149,7 @@ class Check:
         if wrong or len(found) != len(expected):
             what = ", ".join(wrong[:3]) or "the number of results"
             raise UsageError(
-                f"{self._label} {problem} with {_samples(sample)}, {what} comes out different. A layer must be a fixed "
+                f"{self._label} {problem} with {_samples(sample)}, {what} comes out different. A {self._noun} must be a fixed "
                 "sequence of tensor operations that depends only on its inputs, its tensors and torch's random numbers"
             )
 

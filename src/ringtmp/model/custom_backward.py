@@ -118,7 +118,7 @@ class _Watch:
                         raise UsageError(self._cannot(f"the hook on {name}", function, error)) from error
                     if returned is None and gradient._version == changed:
                         raise UsageError(
-                            f"layer {self._label}: the hook on its parameter {name} ({where(function)}) returns nothing, so it "
+                            f"{self._label}: the hook on its parameter {name} ({where(function)}) returns nothing, so it "
                             "only observes the gradient, and nobody can see that on the node that runs the layer: remove "
                             "the hook"
                         )
@@ -129,7 +129,7 @@ class _Watch:
 
     def refuse_registering(self, hook: Callable[..., Any]) -> Any:
         raise UsageError(
-            f"layer {self._label} registers a hook on a tensor in its forward ({caller()}): the hook {where(hook)} would not "
+            f"{self._label} registers a hook on a tensor in its forward ({caller()}): the hook {where(hook)} would not "
             "run where the layer will live; write it as a torch.autograd.Function that returns its input and changes the "
             "gradient in backward"
         )
@@ -147,7 +147,7 @@ class _Watch:
         return [*found, *[None] * (count - len(found))]
 
     def _refuse_odd(self, function: Any, ctx: _Context, results: list[Any], entered: list[torch.Tensor]) -> None:
-        named = f"layer {self._label}: {function.__qualname__} ({where(function)})"
+        named = f"{self._label}: {function.__qualname__} ({where(function)})"
         if not all(isinstance(each, torch.Tensor) for each in results):
             raise UsageError(f"{named} returns something that is not a tensor: return tensors only")
         if ctx.dirty or any(each._version for each in entered):
@@ -161,7 +161,7 @@ class _Watch:
     def _cannot(self, what: str, function: Any, error: Exception) -> str:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return (
-            f"layer {self._label}: {what} ({where(function)}) cannot be exported: {first.strip()[:200]}. It must be a fixed "
+            f"{self._label}: {what} ({where(function)}) cannot be exported: {first.strip()[:200]}. It must be a fixed "
             "sequence of tensor operations: no branch on tensor values, no tensor converted to a number or a NumPy array"
         )
 

@@ -37,6 +37,7 @@ from ringtmp.model.portable_layer import (
     Ref,
 )
 from ringtmp.model.recurrent_shapes import not_unrolled
+from ringtmp.model.subject import Subject, layer_called, model_itself
 from ringtmp.model.write_graph import EXAMPLE_BATCH as EXAMPLE_BATCH
 from ringtmp.model.write_graph import GraphWriter, is_fixed
 from ringtmp.system.resources import loading, out_of_files
@@ -66,19 +67,23 @@ class Exporter:
         example: Any,
         again: Any = None,
         check: Callable[[Layer, dict[str, torch.Tensor]], None] | None = None,
+        *,
+        both: bool = True,
     ) -> tuple[Layer, dict[str, torch.Tensor]]:
         """The layer as data, and its tensors by local name (shared with `module`, not copied). With `again`, an example of
-        another size, it is exported twice, and both must agree. `check` is called for a layer unlike those before."""
+        another size, it is exported twice, and both must agree. `check` is called for a layer unlike those before. Unless
+        `both`, the graph of training is that of evaluation, too."""
         example = pytree.tree_map(_distinct, example)
         key = _signature(module, example)
         found = self._seen.get(key) if key is not None else None
         new = found is None
         if found is None:
             names = first_names(module) if self._whole else {}
-            found = _export_graphs(name, module, example, EXAMPLE_BATCH, names=names)
+            subject = model_itself(module) if self._whole else layer_called(name, module)
+            found = _export_graphs(subject, module, example, EXAMPLE_BATCH, both=both, names=names)
             if again is not None:
                 again = pytree.tree_map(_distinct, again)
-                _refuse_other_graphs(name, module, found, again)
+                _refuse_other_graphs(subject, module, found, again)
         train, evaluate, tree, constants, _, self.facts = found
         described, tensors = _owned(module, constants, first_names(module) if self._whole else {})
         layer = Layer(name, train, evaluate, tuple(described), tree)
@@ -93,7 +98,7 @@ class Exporter:
         example = pytree.tree_map(_distinct, example)
         names = first_names(module)
         graph, constants, tree, facts = _export_graph(
-            name, module.eval(), example, EXAMPLE_BATCH, branches=[], names=names
+            model_itself(module), module.eval(), example, EXAMPLE_BATCH, branches=[], names=names
         )
         self.facts = facts, facts
         described, tensors = _owned(module, constants, names)
@@ -106,35 +111,45 @@ _Found = tuple[Graph, Graph, OutputTree, dict[str, torch.Tensor], list[str], tup
 
 
 def _export_graphs(
-    name: str, module: nn.Module, example: Any, batch: int, *, both: bool = True, names: Mapping[str, str] = NO_NAMES
+    subject: Subject,
+    module: nn.Module,
+    example: Any,
+    batch: int,
+    *,
+    both: bool = True,
+    names: Mapping[str, str] = NO_NAMES,
 ) -> _Found:
     """Unless `both`, the graph of evaluation is taken to be that of training, as it was before."""
     branches: list[str] = []
-    train, constants, tree, facts = _export_graph(name, module.train(), example, batch, branches=branches, names=names)
+    train, constants, tree, facts = _export_graph(
+        subject, module.train(), example, batch, branches=branches, names=names
+    )
     if not both:
         return train, train, tree, constants, branches, (facts, facts)
-    evaluate, more, other, others = _export_graph(name, module.eval(), example, batch, branches=branches, names=names)
+    evaluate, more, other, others = _export_graph(
+        subject, module.eval(), example, batch, branches=branches, names=names
+    )
     module.train()
     if other != tree:
         raise UsageError(
-            f"layer {name!r} returns something else in evaluation mode than in training mode, or another number of tensors"
+            f"{subject} returns something else in evaluation mode than in training mode, or another number of tensors"
         )
     return train, evaluate, tree, constants | more, branches, (facts, others)
 
 
-def _refuse_other_graphs(name: str, module: nn.Module, first: _Found, again: Any) -> None:
+def _refuse_other_graphs(subject: Subject, module: nn.Module, first: _Found, again: Any) -> None:
     """A layer is the same sequence of operations whenever it is asked, with however many samples."""
-    second = _export_graphs(name, module, again, AGAIN_BATCH, both=first[0] != first[1])
+    second = _export_graphs(subject, module, again, AGAIN_BATCH, both=first[0] != first[1])
     alike = first[3].keys() == second[3].keys() and all(first[3][key].equal(second[3][key]) for key in first[3])
     if first[:3] == second[:3] and alike:
         return
-    third = _export_graphs(name, module, again, AGAIN_BATCH, both=first[0] != first[1])
+    third = _export_graphs(subject, module, again, AGAIN_BATCH, both=first[0] != first[1])
     stays = second[:3] == third[:3]
     counted = (
         f"depends on the number of samples{lines(first[4])}" if stays else "changes from one forward pass to the next"
     )
     raise UsageError(
-        f"layer {name!r} ({type(module).__name__}) {counted}{_first_difference(first, second)}: a layer must be a fixed "
+        f"{subject} {counted}{_first_difference(first, second)}: a {subject.noun} must be a fixed "
         "sequence of tensor operations; a Python counter can be a buffer (register_buffer), Python's random torch.rand"
     )
 
@@ -157,20 +172,20 @@ def _distinct(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _export_graph(
-    name: str, module: nn.Module, example: Any, batch: int, *, branches: list[str], names: Mapping[str, str]
+    subject: Subject, module: nn.Module, example: Any, batch: int, *, branches: list[str], names: Mapping[str, str]
 ) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
     args, kwargs = unpacked(example)
     with _explicit_arguments(module, args, kwargs):
-        return _exported(name, module, example, batch, branches=branches, names=names)
+        return _exported(subject, module, example, batch, branches=branches, names=names)
 
 
 def _exported(
-    name: str, module: nn.Module, example: Any, batch: int, *, branches: list[str], names: Mapping[str, str]
+    subject: Subject, module: nn.Module, example: Any, batch: int, *, branches: list[str], names: Mapping[str, str]
 ) -> tuple[Graph, dict[str, torch.Tensor], OutputTree, tuple[Fact, ...]]:
     args, kwargs = unpacked(example)
     bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     flexible = pytree.tree_map(lambda leaf: {0: Dim.AUTO} if leaf.dim() and len(leaf) == batch else {}, bound)
-    label = f"{name!r} ({type(module).__name__})"
+    label = str(subject)
     trees: list[OutputTree] = []
     try:
         with warnings.catch_warnings(), traced_along(label, module) as asked, _flat_outputs(label, module, trees):
@@ -185,12 +200,11 @@ def _exported(
             raise UsageError(shortage) from error  # which no layer is to blame for
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
-            f"layer {name!r} ({type(module).__name__}) cannot be exported: {_reason(first)}{find_source_line.of_error(error)}. "
-            "A layer must be a fixed sequence of tensor operations: no branch on tensor values, no tensor made "
+            f"{subject} cannot be exported: {_reason(first)}{find_source_line.of_error(error)}. "
+            f"A {subject.noun} must be a fixed sequence of tensor operations: no branch on tensor values, no tensor made "
             "into a number, no Python side effects; try to move that part into the loss or the data"
         ) from error
-    mode = "training" if module.training else "evaluation"
-    label = f"{name!r} ({type(module).__name__}, {mode})"
+    label = subject.seen("training" if module.training else "evaluation")
     graph, constants, facts = _read_program(
         label, program, example, batch, branches=branches, names=names
     )  # fmt: skip
@@ -229,7 +243,7 @@ def _flat_outputs(label: str, module: nn.Module, trees: list[OutputTree]) -> Ite
     """While it is exported, the module returns a tuple of tensors, whatever the user's class is, and its tree comes here."""
 
     def flatten(_module: nn.Module, _inputs: Any, outputs: Any) -> tuple[torch.Tensor, ...]:
-        tree, tensors = flattened(outputs, f"layer {label}")
+        tree, tensors = flattened(outputs, label)
         trees.append(tree)
         return tuple(tensors)
 
@@ -273,7 +287,7 @@ def _read_program(
             leaf = next(leaves)
             if leaf.dim() and len(leaf) == batch and is_fixed(node.meta["val"].shape[0]):
                 raise UsageError(
-                    f"layer {label} fixes the batch size: it must accept any number of samples in dimension 0 (and ask for it "
+                    f"{label} fixes the batch size: it must accept any number of samples in dimension 0 (and ask for it "
                     "with x.shape[0], not len(x))"
                 )
             if leaf.dim() and len(leaf) == batch:
@@ -283,7 +297,7 @@ def _read_program(
         else:
             kind = _KINDS.get(spec.kind)
             if kind is None or spec.target is None:
-                raise UsageError(f"layer {label} uses {spec.kind.name.lower()}, which cannot travel")
+                raise UsageError(f"{label} uses {spec.kind.name.lower()}, which cannot travel")
             if kind == "constant":
                 constants[spec.target] = program.constants[spec.target]
             inputs.append(Input(kind, names.get(spec.target, spec.target)))
@@ -293,7 +307,7 @@ def _read_program(
     graph = writer.graph(flat.outputs, entering)
     for value in graph.outputs:
         if not isinstance(value, Ref):
-            raise UsageError(f"layer {label} returns something that is not a tensor: return tensors or tuples of them")
+            raise UsageError(f"{label} returns something that is not a tensor: return tensors or tuples of them")
     return graph, constants, tuple(writer.facts)
 
 

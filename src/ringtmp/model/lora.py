@@ -17,6 +17,9 @@ from torch import nn
 
 from ringtmp.errors import UsageError, nearest, some_of
 
+#: More than any layer has inputs or outputs.
+LARGEST_RANK = 65536
+
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`on`: last parts of the names of linear layers, such as q_proj."""
@@ -53,8 +56,13 @@ def parse_lora(text: str) -> Lora:
 
 
 def checked_lora(lora: Lora, said: str) -> Lora:
-    if lora.r < 1 or not lora.alpha > 0 or not math.isfinite(lora.alpha) or not 0 <= lora.dropout < 1:
-        raise UsageError(f"{said}: r must be at least 1, alpha above 0 and dropout from 0 to below 1")
+    if (
+        not 1 <= lora.r <= LARGEST_RANK
+        or not lora.alpha > 0
+        or not math.isfinite(lora.alpha)
+        or not 0 <= lora.dropout < 1
+    ):
+        raise UsageError(f"{said}: r must be from 1 to {LARGEST_RANK}, alpha above 0 and dropout from 0 to below 1")
     return lora
 
 

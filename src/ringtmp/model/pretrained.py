@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from ringtmp.errors import UsageError, told_as_usage
+from ringtmp.errors import UsageError, some_of, told_as_usage
 from ringtmp.model.built_in_files import LeftUnfilled
+from ringtmp.model.checkpoint_names import names_in_model
 from ringtmp.model.gguf_file import GgufFile
 from ringtmp.model.weights_file import WeightsFile
 
@@ -66,11 +67,34 @@ def _builder(name: str, filled: bool) -> Callable[[], nn.Module]:
         with LeftUnfilled():
             model: nn.Module = kind(settings)
         weights = WeightsFile(path, f"--model {name}", mapped=True)
+        names = names_in_model(model, weights.names, f"--model {name}")
+        if names.put_together:
+            return _read_by_library(kind, path, f"--model {name}")
+        weights.rename(names.own, names.unused)
         weights.fill("", model)
         weights.finish()
         return model
 
     return build
+
+
+def _read_by_library(kind: Any, path: Path, said: str) -> nn.Module:
+    """By its own loader, which holds the whole model in memory: tensors of the model are made of several of the files."""
+    model: nn.Module
+    model, found = kind.from_pretrained(
+        str(path), dtype="float32", use_safetensors=True, trust_remote_code=False, local_files_only=True,
+        output_loading_info=True,
+    )  # fmt: skip
+    wrong = [
+        f"{what} {some_of(sorted(map(str, found.get(key) or ())))}"
+        for what, key in (
+            ("it lacks", "missing_keys"), ("has otherwise", "mismatched_keys"), ("has besides", "unexpected_keys"),
+        )
+        if found.get(key)
+    ]  # fmt: skip
+    if wrong:
+        raise UsageError(f"{said} does not fit the model: {'; '.join(wrong)}")
+    return model
 
 
 def library_of(wanted: str) -> Any:
@@ -84,11 +108,13 @@ def library_of(wanted: str) -> Any:
 def _architecture(library: Any, config: Path) -> Any:
     """The class that the configuration names."""
     try:
+        if config.exists() and not config.is_file():
+            raise UsageError(f"--model hf:{config} is no file")  # a pipe would be waited for
         read = json.loads(config.read_bytes())
         names = read.get("architectures") or []
     except OSError as error:
         raise UsageError(f"--model hf:{config}: {error.strerror}") from error
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"--model hf:{config} is no configuration of a model: {error}") from error
     if "auto_map" in read:
         raise UsageError(

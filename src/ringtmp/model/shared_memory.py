@@ -20,6 +20,7 @@ from ringtmp.model.call_module import unpacked, without_cache
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import Layer
+from ringtmp.model.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Sample:
     def leaves(self) -> list[torch.Tensor]:
         return list(pytree.tree_leaves(self.value))
 
-    def through(self, layer: str, module: nn.Module, keep_parameters: bool = False) -> Sample:
+    def through(self, subject: Subject, module: nn.Module, keep_parameters: bool = False) -> Sample:
         """What the layer makes of it in eager mode, without leaving a trace in its buffers or in this sample; with
         `keep_parameters` in its parameters neither, which it may change itself."""
         copies, owners = self._copied()
@@ -45,10 +46,10 @@ class Sample:
             named = (*live.items(), *module.named_buffers())
             own = [*((name, stand_ins.get(id(each), each)) for name, each in named), *_constants(module)]
             args, kwargs = unpacked(copies)
-            with without_cache(module), _standing_in(module, stand_ins):
+            with without_cache(module), standing_in(module, stand_ins):
                 value = module(*args, **kwargs)
-        owners.update((_storage(each), f"{layer}.{name}") for name, each in own)
-        leaving = {_storage(leaf) for leaf in flattened(value, f"layer {layer!r} ({type(module).__name__})")[1]}
+        owners.update((_storage(each), f"{subject.name}.{name}") for name, each in own)
+        leaving = {_storage(leaf) for leaf in flattened(value, str(subject))[1]}
         return Sample(value, {storage: name for storage, name in owners.items() if storage in leaving})
 
     def _copied(self) -> tuple[Any, dict[int, str]]:
@@ -69,7 +70,7 @@ class Sample:
 
 
 @contextmanager
-def _standing_in(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def standing_in(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Other tensors stand where the module's own are, by their ids. Afterwards its own are back, also where one module has
     several names, of which torch's functional_call leaves some behind."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
@@ -85,11 +86,11 @@ def _standing_in(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Itera
             own[name] = tensor
 
 
-def refuse_shared_writes(name: str, module: nn.Module, entering: Sample, written: Iterable[int]) -> None:
+def refuse_shared_writes(subject: Subject, entering: Sample, written: Iterable[int]) -> None:
     """`written`: positions of the tensors that enter the layer and that it changes in place."""
     leaves = entering.leaves
     for at in written:
-        label = f"layer {name!r} ({type(module).__name__}) changes its input in place"
+        label = f"{subject} changes its input in place"
         if any(overlapping(leaves[at], other) for position, other in enumerate(leaves) if position != at):
             raise UsageError(
                 f"{label} while another tensor shares its memory, so a cut would change the result: use inplace=False "
@@ -103,14 +104,14 @@ def refuse_shared_writes(name: str, module: nn.Module, entering: Sample, written
             )
 
 
-def refuse_own_writes(layer: Layer) -> None:
+def refuse_own_writes(subject: Subject, layer: Layer) -> None:
     """Statistics live in buffers; a constant never changes. (Parameters: see `written_parameters`.)"""
     for graph in (layer.train, layer.evaluate):
         memory = Memory(graph)
         for slot, local in memory.owned("constant").items():
             if memory.group(slot) in memory.written:
                 raise UsageError(
-                    f"layer {layer.name!r} changes {local} in its forward pass, which is not a buffer: other microbatches are "
+                    f"{subject} changes {local} in its forward pass, which is not a buffer: other microbatches are "
                     "under way at that time. Keep what a forward pass changes in a buffer (register_buffer)"
                 )
 

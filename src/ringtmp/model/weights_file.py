@@ -7,7 +7,7 @@ Never from a pickle: reading one may run whatever its author wrote into it. All 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,19 @@ class WeightsFile:
         self._mapped = mapped
         self._opened: dict[Path, Any] = {}
         self._files = dict(_found(path, said))  # name -> the file it is in
+        self._names = {name: name for name in self._files}  # in the model -> in the file
         self._used: set[str] = set()
         self._missing: list[str] = []
         self._other: list[str] = []
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def rename(self, own: Mapping[str, str], unused: Collection[str]) -> None:
+        """`own`: what tensors of the file are called in the model. `unused`: of the file, not wanted and not missed."""
+        self._names = {given: name for name, given in own.items()}
+        self._used.update(unused)
 
     def fill(self, prefix: str, module: nn.Module) -> None:
         """Every parameter and persistent buffer gets its values, under its name in `state_dict`. A tensor that has several
@@ -49,11 +59,12 @@ class WeightsFile:
         known: dict[int, str] = {}
         wanting: dict[int, str] = {}
         for name, tensor in tensors.items():
-            full = self._key(f"{prefix}{name}")
-            if full is None:
+            called = self._key(f"{prefix}{name}")
+            if called is None:
                 continue
-            if full not in self._files:
-                wanting.setdefault(id(tensor), full)
+            full = self._names.get(called)
+            if full is None:
+                wanting.setdefault(id(tensor), called)
                 continue
             self._used.add(full)
             file = self._file(full)
@@ -158,7 +169,7 @@ def _of_folder(folder: Path, said: str) -> Iterator[tuple[str, Path]]:
     try:
         listed = json.loads(index.read_bytes())["weight_map"]
         placed = {str(name): folder / str(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"{said}: {index.name} is no index of safetensors files: {error}") from error
     inside = sorted(each for each in set(placed.values()) if each.parent == folder and each.is_file())
     there = {file: set(_names(file, f"{said}: {file.name}")) for file in inside}
@@ -170,6 +181,8 @@ def _of_folder(folder: Path, said: str) -> Iterator[tuple[str, Path]]:
 
 def _names(file: Path, said: str) -> list[str]:
     try:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{said} is no file")  # a pipe would be waited for
         with safe_open(str(file), framework="pt") as opened:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:

@@ -6,17 +6,32 @@ which weights adapters are added to, and the graph without adapters, for weights
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from ringtmp.errors import UsageError
 from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Input, Items, Layer, Op, Ref, Value, slots
 
-ADAPTER_A, ADAPTER_B = ".lora_A.weight", ".lora_B.weight"
+#: PEFT puts an adapter's own name before `weight`.
+_ADAPTER = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<name>[^.]+))?\.weight")
 #: Of the linear layer beside them, in the names of its tensors.
 _BASE = ".base_layer."
+
+
+class AdapterTensor(NamedTuple):
+    layer: str  # whose output it is added to
+    side: str  # A or B
+    name: str  # the adapter's own; empty where it has none
+
+
+def adapter_tensor(name: str) -> AdapterTensor | None:
+    """What a tensor's name says of an adapter that it belongs to."""
+    found = _ADAPTER.fullmatch(name)
+    return None if found is None else AdapterTensor(found["layer"], found["side"], found["name"] or "")
 
 
 def name_before(name: str) -> str:
@@ -24,7 +39,7 @@ def name_before(name: str) -> str:
     return name.replace(_BASE, ".")
 
 
-_SUM, _SIZE = "aten.add.Tensor", "aten.sym_size."
+_SUM, _PRODUCT, _SIZE = "aten.add.Tensor", "aten.mul.Tensor", "aten.sym_size."
 #: Operators whose values are those of their first argument, all of them.
 _SAME_VALUES = {
     "view", "reshape", "to", "contiguous", "flatten", "_unsafe_view", "alias", "detach", "clone", "unsqueeze", "squeeze",
@@ -130,14 +145,20 @@ class Adapted:
     """A weight that an adapter is added to."""
 
     layer: str
+    a: str  # the names of the adapter's tensors
+    b: str
+    scale: float
     turned: bool  # it is inputs x outputs, as transformers' Conv1D has it
 
 
 @dataclass(frozen=True)
-class _Beside:
+class AdapterUse:
     """One use of an adapter, `given + B(A(x)) * scale`: the slots of its operators, of which `total` is the sum."""
 
     layer: str
+    a: str  # the names of its tensors
+    b: str
+    scale: float
     narrow: int
     wide: int
     scaled: int
@@ -149,7 +170,7 @@ def adapted_weights(graph: Graph) -> dict[str, Adapted]:
     """By the weight's name. UsageError where a product cannot be added to the weight without changing something else."""
     found: dict[str, Adapted] = {}
     uses: dict[int, set[int]] = {}  # of each weight, those with an adapter beside them
-    for each in _adapters(graph, _users(graph)):
+    for each in adapters_in(graph):
         made = _maker(graph, each.given)
         op = None if made is None else graph.ops[made - len(graph.inputs)]
         weight = None if op is None or _name(op) not in _WEIGHT_AT else _tensor(graph, op.args[_WEIGHT_AT[_name(op)]])
@@ -159,7 +180,7 @@ def adapted_weights(graph: Graph) -> dict[str, Adapted]:
                 "can be added; leave --merge out"
             )
         name = graph.inputs[weight].name
-        here = Adapted(each.layer, turned=_name(op) != "linear")
+        here = Adapted(each.layer, each.a, each.b, each.scale, turned=_name(op) != "linear")
         if found.setdefault(name, here) != here:
             raise _shared(name, here.layer, f"{found[name].layer}, which has another adapter,")
         uses.setdefault(weight, set()).add(made)
@@ -182,7 +203,7 @@ def without_adapters(graph: Graph) -> Graph:
     """`given + B(A(x)) * scale` becomes `given`, everywhere. Sizes that were read off what is gone are read off x. Tensors
     have the names they had before adapters were added."""
     instead: dict[int, Argument] = {}
-    for each in _adapters(graph, _users(graph)):
+    for each in adapters_in(graph):
         instead[each.total] = instead[each.scaled] = each.given
         instead[each.wide] = instead[each.narrow] = graph.ops[each.narrow - len(graph.inputs)].args[0]
     return _rebuilt(graph, instead)
@@ -196,22 +217,49 @@ def _users(graph: Graph) -> dict[int, list[int]]:
     return found
 
 
-def _adapters(graph: Graph, users: Mapping[int, Sequence[int]]) -> Iterator[_Beside]:
-    first = len(graph.inputs)
+def adapters_in(graph: Graph) -> Iterator[AdapterUse]:
+    first, users = len(graph.inputs), _users(graph)
 
     def only_user(slot: int) -> int:
         computing = [each for each in users.get(slot, []) if not graph.ops[each - first].target.startswith(_SIZE)]
         return computing[0] if len(computing) == 1 else -1
 
     for weight, each in enumerate(graph.inputs):
-        for wide in users.get(weight, []) if each.name.endswith(ADAPTER_B) else []:
+        part = adapter_tensor(each.name)
+        if part is None or part.side != "B":
+            continue
+        for wide in users.get(weight, []):
             scaled = only_user(wide)
             total = only_user(scaled)
             found = graph.ops[total - first] if total >= first else None
-            narrow, layer = graph.ops[wide - first].args[0], each.name.removesuffix(ADAPTER_B)
-            if found is None or found.target != _SUM or found.args[1:] != (Ref(scaled),) or not isinstance(narrow, Ref):
-                raise UsageError(f"--merge: the graph of {layer} is not that of an adapter; leave --merge out")
-            yield _Beside(layer, narrow.slot, wide, scaled, total, found.args[0])
+            narrow, scale = (
+                graph.ops[wide - first].args[0],
+                _scale(graph.ops[scaled - first]) if scaled >= first else None,
+            )
+            if (
+                found is None or found.target != _SUM or found.args[1:] != (Ref(scaled),)
+                or not isinstance(narrow, Ref) or scale is None
+            ):  # fmt: skip
+                raise UsageError(
+                    f"the graph of {part.layer} is not that of a plain adapter, which can be merged or written alone: export "
+                    "a .safetensors file without --merge"
+                )
+            yield AdapterUse(
+                part.layer, _other_side(each.name), each.name, scale, narrow=narrow.slot, wide=wide, scaled=scaled,
+                total=total, given=found.args[0],
+            )  # fmt: skip
+
+
+def _other_side(name: str) -> str:
+    """The name of A by that of B."""
+    layer, _, rest = name.rpartition(".lora_B")
+    return f"{layer}.lora_A{rest}"
+
+
+def _scale(op: Op) -> float | None:
+    """What it multiplies by; None: it does something else."""
+    by = op.args[1] if op.target == _PRODUCT and len(op.args) == 2 else None
+    return float(by) if isinstance(by, int | float) else None
 
 
 def _rebuilt(graph: Graph, instead: Mapping[int, Argument]) -> Graph:

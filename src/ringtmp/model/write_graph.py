@@ -67,7 +67,7 @@ class GraphWriter:
         elif step.op == "call_function":
             self._call(step)
         else:
-            raise UsageError(f"layer {self._label} contains a {step.op} node, which cannot travel")
+            raise UsageError(f"{self._label} contains a {step.op} node, which cannot travel")
 
     def _op(
         self,
@@ -102,7 +102,7 @@ class GraphWriter:
         backward = self._part(region.backward, [*region.saved, *region.gradients], region.returned)
         if forward.changes_inputs:
             raise UsageError(
-                f"layer {self._label}: {region.name} changes a tensor it was given in place: work on a clone instead"
+                f"{self._label}: {region.name} changes a tensor it was given in place: work on a clone instead"
             )
         self._customs.append(Custom(region.name, forward, backward, region.differentiable))
         made = self._op(CUSTOM, (len(self._customs) - 1, *(self._value(each) for each in outside)))
@@ -159,7 +159,7 @@ def _value(label: str, value: Any, flat: Flat, slots: dict[Node, int]) -> Argume
     if isinstance(value, Node):
         source = flat.source(value)
         if source not in slots:
-            raise UsageError(f"layer {label} depends on a value that cannot travel: {value.name}")
+            raise UsageError(f"{label} depends on a value that cannot travel: {value.name}")
         return Ref(slots[source])
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -173,4 +173,4 @@ def _value(label: str, value: Any, flat: Flat, slots: dict[Node, int]) -> Argume
         return Named("memory_format", str(value).removeprefix("torch."))
     if isinstance(value, torch.device):
         return Named("device", "node")
-    raise UsageError(f"layer {label} passes a {type(value).__name__} to an operator, which cannot travel")
+    raise UsageError(f"{label} passes a {type(value).__name__} to an operator, which cannot travel")

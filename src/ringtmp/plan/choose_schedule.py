@@ -42,13 +42,13 @@ def plan_with_schedule(
     return best if usual is None or best.step_s < usual.step_s * (1 - LEAST_GAIN) else usual
 
 
-def much_faster(made: Plan) -> str:
+def much_faster(made: Plan, least: int = 1) -> str:
     """A line for people where another number of microbatches would make the step much shorter; empty where none would. The
-    cuts stay, and layer costs go with the size of a microbatch, so this is a rough forecast."""
+    cuts stay, every microbatch has at least `least` samples, and layer costs go with its size, so this is a rough forecast."""
     count, options = made.options.ring.microbatches, made.options
     found = [made]
     for other in (2 * count, 4 * count, count // 2):
-        if len(made.devices) < 2 or not 1 <= other <= options.batch_size:
+        if len(made.devices) < 2 or not 1 <= other <= options.batch_size // least:
             continue
         try:
             again = replace(options, microbatches=other, cuts=made.bounds)

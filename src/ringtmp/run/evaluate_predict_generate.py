@@ -71,7 +71,10 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int, pool: NodePool | None 
     saved = run.read_config()
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
-    count = len(leaves(inputs)[0])
+    given = leaves(inputs)
+    if any(not each.dim() for each in given):
+        raise UsageError("inputs have samples in their first dimension, but one is a single number")
+    count = len(given[0]) if given else 0
     if not count:
         raise UsageError("there are no inputs to predict from")
     if isinstance(inputs, Mapping) and (unused := [name for name in names_of(training.leave_out) if name in inputs]):
@@ -105,15 +108,19 @@ def generate(
         return writing.write(_pool_for(run, config, nodes, pool), show)
 
 
-def devices_for(run_dir: str | Path, listen: str, ring: str, nodes: int | None, watcher: Watcher) -> NodePool:
+def devices_for(
+    run_dir: str | Path, listen: str, ring: str, nodes: int | None, watcher: Watcher, *, discovery: bool = True
+) -> NodePool:
     """Devices that join to evaluate, predict or generate: as many as trained, unless told otherwise."""
     config = RunDirectory(Path(run_dir)).read_config().config
-    return device_pool(listen, ring, config if nodes is None else replaced(config, {"nodes": nodes}), watcher)
+    config = config if nodes is None else replaced(config, {"nodes": nodes})
+    return device_pool(listen, ring, config, watcher, discovery=discovery)
 
 
 def device_pool(
-    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0
-) -> NodePool:
+    listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0,
+    discovery: bool = True, qr: bool = False,
+) -> NodePool:  # fmt: skip
     """Devices that join this machine's ring over the network."""
     nodes = config.ring.nodes
     if nodes == 1:
@@ -127,7 +134,7 @@ def device_pool(
     return DevicePool(
         Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
         tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
-        package=registry.package_of(config.ring.strategy),
+        package=registry.package_of(config.ring.strategy), discovery=discovery, qr=qr,
     )  # fmt: skip
 
 

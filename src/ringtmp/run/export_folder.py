@@ -1,7 +1,7 @@
 """Folders as other libraries have them, with everything beside the weights that loading them needs.
 
 transformers    config.json, generation_config.json, the tokeniser's files, model.safetensors
-PEFT            adapter_config.json, adapter_model.safetensors
+PEFT            adapter_config.json, adapter_model.safetensors (`export_adapters.py` writes them)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringtmp.errors import RingError, UsageError, told_as_usage
 from ringtmp.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ringtmp.model.pretrained import is_pretrained, library_of, path_named
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
-from ringtmp.run.write_weights import adapter_names, all_names, compare_weights, trained_modules, write_weights
+from ringtmp.run.write_weights import all_names, write_weights
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 #: What a tokeniser, a processor of images and generation read, as `save_pretrained` writes them. No code, no pickle.
@@ -90,22 +90,6 @@ def write_transformers(model: SavedModel, folder: Path, config: Path, merge: boo
     if reason is not None:
         return tensors, None, f"every tensor read back; predictions not compared: {reason}"
     return tensors, _compared(model, folder), "every tensor read back, and predictions of transformers"
-
-
-def write_adapters(model: SavedModel, folder: Path) -> tuple[int, float | None, str]:
-    lora = model.lora
-    assert lora is not None
-    names = adapter_names(model)
-    base = str(_source(model)) if is_pretrained(model.name) else ""
-    config: dict[str, Any] = {
-        "peft_type": "LORA", "base_model_name_or_path": base, "r": lora.r, "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout, "target_modules": list(lora.on), "bias": "none", "inference_mode": True,
-    }  # fmt: skip
-    if modules := trained_modules(names):
-        config["modules_to_save"] = modules
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors = write_weights(model, folder / ADAPTER_WEIGHTS, names)
-    return tensors, *compare_weights(model, folder / ADAPTER_WEIGHTS, names)
 
 
 def _compared(model: SavedModel, folder: Path) -> float:

@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
@@ -73,8 +73,10 @@ def write_onnx(model: SavedModel, path: Path, merge: bool) -> Written:
 def write_program(model: SavedModel, path: Path, merge: bool) -> Written:
     expected, batches, program = _prepared(model, path, merge)
     program._example_inputs = None  # they would be pickled; without them the file holds JSON and plain bytes alone
-    with _quiet():
-        torch.export.save(program, path)
+    with path.open("wb", buffering=0) as file, _quiet():
+        keeping = _KeepsErrors(file)
+        torch.export.save(program, cast(IO[bytes], keeping))
+        keeping.tell_error()
     tensors = len(program.state_dict)
     del program
     # torch.export.load unpickles whatever a file holds, so it is for no file but this one: written a moment ago by this
@@ -83,6 +85,28 @@ def write_program(model: SavedModel, path: Path, merge: bool) -> Written:
     with torch.no_grad():
         found = [leaves_of(call(again, each)) for each in batches]
     return tensors, *_compared(model, expected, found, "the program")
+
+
+class _KeepsErrors:
+    """A file whose writes never raise: torch ends the whole process with a C++ exception where a disk is full. What went wrong
+    first is told afterwards."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self._error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        rest = memoryview(content)
+        try:
+            while rest and self._error is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._error = error
+        return len(content)
+
+    def tell_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def _compared(

@@ -15,13 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringtmp.errors import UsageError
-from ringtmp.run.export_folder import (
-    refuse_other_kind,
-    refuse_own_files,
-    require_source,
-    write_adapters,
-    write_transformers,
-)
+from ringtmp.run.export_adapters import write_adapters
+from ringtmp.run.export_folder import refuse_other_kind, refuse_own_files, require_source, write_transformers
 from ringtmp.run.export_graphs import beside, require_packages, write_onnx, write_program
 from ringtmp.run.saved_model import SavedModel
 from ringtmp.run.write_weights import all_names, compare_weights, require_mergeable, write_weights
@@ -44,9 +39,9 @@ def export_weights(run_dir: Path, to: Path, merge: bool = False, force: bool = F
     if folder and to.suffix and not to.is_dir():
         raise UsageError(f"--to {to}: give a file that ends in .safetensors, .onnx or .pt2, or a folder")
     model = SavedModel(run_dir)
-    if merge and model.lora is None:
+    if merge and not model.has_adapters:
         raise UsageError(f"--merge: {run_dir} has no adapters to merge")
-    adapters = folder and model.lora is not None and not merge
+    adapters = folder and model.has_adapters and not merge
     refuse_own_files(model, to, folder)
     for each in (to, *beside(model, to)):
         refuse_existing(each, force, folder)

@@ -225,7 +225,8 @@ class Generations:
         """The run's first line."""
         run, job = self._run, self._run.job
         self.begun = True
-        run.record.write(
+        run.record.began(
+            job.run.path,
             events.RunStarted(
                 time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, run.index.run,
                 version=__version__, config=msgspec.to_builtins(self.config),
@@ -236,7 +237,7 @@ class Generations:
                  "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress),
                  "numeric_mode": self.config.training.numeric_mode},
                 generation=self.number, first_step=progress.step,
-            )
+            ),
         )  # fmt: skip
 
     def _exactness(self, progress: Progress) -> str:

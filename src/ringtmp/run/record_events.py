@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ringtmp.metrics import events
@@ -19,6 +20,12 @@ class Record:
 
     def write(self, event: events.Event) -> None:
         self.log.write(event)
+        if isinstance(event, Regrouped):
+            self.watcher.recovered(event)
+
+    def began(self, run_dir: Path, event: events.RunStarted) -> None:
+        self.log.write(event)
+        self.watcher.started(run_dir, event)
 
     def warn(self, text: str) -> None:
         self.watcher.warn(text)
@@ -26,7 +33,7 @@ class Record:
 
     def survived(self, event: Regrouped) -> None:
         """A node was lost, and the run goes on."""
-        self.log.write(event)
+        self.write(event)
         self.watcher.tell(lost_text(event))
 
 

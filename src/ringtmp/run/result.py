@@ -83,6 +83,13 @@ class Result:
         """Every step and every epoch: loss, test loss, accuracy, rate, seconds; of a resumed run from its first start."""
         return history_of(self._parts)
 
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The loss over steps and the scores on the test part as a matplotlib Figure, which a notebook shows; with `path`
+        also written there (.png, .svg, .pdf). Needs the extra `plots`."""
+        from ringtmp.report.plot_history import plot_history
+
+        return plot_history(self.history, _headline(self.summary).partition(",")[0], path)
+
     @cached_property
     def model(self) -> nn.Module:
         """The trained module on the CPU, in evaluation mode: of the user's own class where that is at hand."""

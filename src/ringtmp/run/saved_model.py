@@ -12,6 +12,7 @@ from torch import nn
 
 from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.errors import RingError, UsageError
+from ringtmp.model.adapter_folder import PEFT_PREFIX
 from ringtmp.model.lora import Lora, parse_lora
 from ringtmp.model.output_tree import named_tensors
 from ringtmp.model.portable_layer import Graph
@@ -20,7 +21,7 @@ from ringtmp.model.random_operators import random_count
 from ringtmp.model.run_graph import dtype_of, layer_bytes
 from ringtmp.model.shrink_frozen_weights import enlarged, whole_layer
 from ringtmp.model.to_module import revive
-from ringtmp.model.whole_graph import Adapted, adapted_weights, depends_on, rows_of, whole_graph
+from ringtmp.model.whole_graph import Adapted, adapted_weights, adapter_tensor, depends_on, rows_of, whole_graph
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.system.resources import free_memory_bytes
@@ -66,6 +67,16 @@ class SavedModel:
 
     def _of_layer(self, index: int) -> list[torch.Tensor]:
         return enlarged(self._kept[index], self.checkpoint.layer(index, self._kept[index])[0])[1]
+
+    @cached_property
+    def is_peft(self) -> bool:
+        """Whether it was given as PEFT wraps a model, with adapters in it."""
+        names = [name for name, _ in self.state]
+        return all(name.startswith(PEFT_PREFIX) for name in names) and any(map(adapter_tensor, names))
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.lora is not None or self.is_peft
 
     @property
     def trained(self) -> set[str]:

@@ -13,7 +13,7 @@ from ringtmp.config import usual_microbatches
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Stream
 from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
-from ringtmp.errors import Interrupted, NodeLost, RingError
+from ringtmp.errors import Interrupted, NodeLost, RingError, UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import EventLog
@@ -52,6 +52,13 @@ class Session:
             job.train, self._batch_size, self._microbatches, training.seed, keep=keep.stream_keep, folder=job.run.stream,
             memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_LIMIT_BYTES, free_memory_bytes() // 4)),
         )  # fmt: skip
+        strategy, per_epoch = registry.get(job.config.ring.strategy), self._batches.steps_per_epoch
+        if strategy.full_batch and per_epoch != 1:
+            whole = "a stream has no whole" if isinstance(job.train, Stream) else f"use --batch-size {job.train.size}"
+            raise UsageError(
+                f"strategy {strategy.name} takes the whole data in every step, and --batch-size {self._batch_size} is a part "
+                f"of {job.train.name}: {whole}"
+            )
         self._targets = job.train.example(EXAMPLE_BATCH)[1]
         self._ring = secrets.token_hex(8)
         self._outcome = "failed"
@@ -87,9 +94,11 @@ class Session:
             self._interrupted.deaf = True  # every wait from here has a limit
             self._node_pool.stop()
             self._tell_of_removed(record)
-            record.write(events.RunEnded(time.monotonic(), self._step, self._outcome, digest, error, self._begun))
+            end = events.RunEnded(time.monotonic(), self._step, self._outcome, digest, error, self._begun)
+            record.write(end)
             record.log.close()
             self._tell_of_unwritten(record)
+            self._watcher.ended(end)
 
     def _whole_run(self, record: Record) -> str:
         """Returns the digest of the weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ringtmp.config import RunConfig
 from ringtmp.data.sources import Source
@@ -19,6 +20,9 @@ class Watcher:
     They are called in the master's process, between steps: the ring waits for what takes long. An exception ends the run,
     which can be resumed from its last checkpoint.
     """
+
+    #: It keeps numbers for another tool and shows people nothing: progress is shown as if it were not there.
+    only_logs: bool = False
 
     def phase(self, text: str) -> None:
         """What happens before the first step and between steps: "reading the model", "saving"."""
@@ -39,6 +43,18 @@ class Watcher:
 
     def tell(self, text: str) -> None:
         """News: the line to run on each device, who came, what was lost and healed."""
+
+    def started(self, run_dir: Path, event: events.RunStarted) -> None:
+        """The first step comes next: `event` has the settings (`config`) and `first_step`, which is 0 unless the run was
+        resumed."""
+
+    def recovered(self, event: events.Regrouped) -> None:
+        """The ring has changed: a node was lost (`lost`), came, left, or layers were moved. Steps from `event.step` on are
+        done again where they were done before."""
+
+    def ended(self, event: events.RunEnded) -> None:
+        """The last call, also when the run fails: `outcome` is "done", "stopped early", "interrupted" or "failed"; `step`,
+        `weights_sha256` and `error` are None where there is none."""
 
 
 @dataclass(frozen=True)

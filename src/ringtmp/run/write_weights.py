@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 
 from ringtmp.errors import UsageError
-from ringtmp.model.adapter_folder import PEFT_PREFIX
+from ringtmp.model.adapter_folder import base_name
 from ringtmp.model.tensor_file import Described, TensorFile
-from ringtmp.model.whole_graph import ADAPTER_A, ADAPTER_B, name_before
+from ringtmp.model.whole_graph import adapter_tensor, name_before
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
 from ringtmp.system.write_files_together import require_room
 
@@ -24,29 +24,27 @@ def all_names(model: SavedModel, merge: bool, once: bool = False) -> Names:
     """Those of the `state_dict`; merged, of the model before adapters were added. `once`: the first of each tensor's alone."""
     found: dict[str, tuple[str, ...]] = {}
     for name, first in model.state:
-        if (once and name != first) or (merge and is_adapter(name)):
+        given = _merged_name(model, name) if merge else name
+        if (once and name != first) or given is None:
             continue
-        found[first] = (*found.get(first, ()), name_before(name) if merge else name)
+        found[first] = (*found.get(first, ()), given)
     return found
 
 
-def adapter_names(model: SavedModel) -> Names:
-    """What was trained, as PEFT calls it: adapters, and modules that were trained beside them."""
-    trained = {first for _, first in model.state} & model.trained
-    inside = sorted(name_before(each) for each in trained if name_before(each) != each)
-    if inside:
-        raise UsageError(f"{inside[0]} was trained beside its adapter, which PEFT's layout cannot say: add --merge")
-    adapters = {first for _, first in model.state if is_adapter(first)}
-    return {first: (PEFT_PREFIX + first,) for _, first in model.state if first in trained | adapters}
-
-
-def trained_modules(names: Names) -> list[str]:
-    """Modules of which something was trained beside the adapters."""
-    return sorted({each.rpartition(".")[0] for each in names if not is_adapter(each)})
+def _merged_name(model: SavedModel, name: str) -> str | None:
+    """Before adapters were added to the model; None: it belongs to one, or another tensor stands in for it."""
+    if adapter_tensor(name) is not None:
+        return None
+    return base_name(name) if model.is_peft else name_before(name)
 
 
 def is_adapter(name: str) -> bool:
-    return name.endswith((ADAPTER_A, ADAPTER_B))
+    return adapter_tensor(name) is not None
+
+
+def _is_b(name: str) -> bool:
+    part = adapter_tensor(name)
+    return part is not None and part.side == "B"
 
 
 def write_weights(model: SavedModel, path: Path, names: Names, merge: bool = False) -> int:
@@ -75,8 +73,8 @@ def write_weights(model: SavedModel, path: Path, names: Names, merge: bool = Fal
 
 def require_mergeable(model: SavedModel) -> None:
     """UsageError where adapters cannot be added to the weights, or one would be lost that no operator of the graph uses."""
-    used = {each.layer + ADAPTER_B for each in model.adapted.values()}
-    unused = {name for name, _ in model.state if name.endswith(ADAPTER_B)} - used
+    used = {each.b for each in model.adapted.values()}
+    unused = {name for name, _ in model.state if _is_b(name)} - used
     for name, tensor in model.tensors() if unused else ():
         if name in unused and bool(tensor.any()):
             raise UsageError(
@@ -86,9 +84,8 @@ def require_mergeable(model: SavedModel) -> None:
 
 def add_adapter(model: SavedModel, name: str, tensor: torch.Tensor, adapters: Mapping[str, torch.Tensor]) -> None:
     """In place, where the tensor is a weight that has one."""
-    if (adapted := model.adapted.get(name)) is not None and model.lora is not None:
-        wide, narrow = adapters[adapted.layer + ADAPTER_B], adapters[adapted.layer + ADAPTER_A]
-        added = (wide @ narrow) * (model.lora.alpha / model.lora.r)
+    if (adapted := model.adapted.get(name)) is not None:
+        added = (adapters[adapted.b] @ adapters[adapted.a]) * adapted.scale
         with torch.no_grad():
             tensor += added.T if adapted.turned else added
 
@@ -107,7 +104,7 @@ def compare_weights(model: SavedModel, path: Path, names: Names, merge: bool = F
             own[first].copy_(file.get_tensor(found[0]))
     if merge:
         for name, tensor in own.items():
-            if name.endswith(ADAPTER_B):
+            if _is_b(name):
                 tensor.zero_()
     difference = largest_difference(expected, [predicted(module, each) for each in batches], path.name)
     return difference, "every tensor read back, and predictions"

@@ -135,6 +135,8 @@ class Strategy:
     #: Each node holds some of the layers: cuts, window, laps, route, recompute, schedule, staleness and microbatches=auto
     #: apply.
     splits_layers: ClassVar[bool] = False
+    #: Every step takes the whole data.
+    full_batch: ClassVar[bool] = False
     #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
     sums_gradients: ClassVar[bool] = False
     state_from: ClassVar[StateFrom] = "checkpoint"

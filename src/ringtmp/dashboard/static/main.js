@@ -91,7 +91,7 @@ function tiles(run, view) {
   let flow = 0;
   for (const each of view.nodes.values()) flow += each.total ? each.sent / each.total : 0;
   const wanted = [
-    ["Step", count(view.step), [total ? `of ${count(total)}` : "", run.now && view.live ? `epoch ${run.now.epoch}${run.epochs ? ` of ${run.epochs}` : ""}` : ""].filter(Boolean).join(", ")],
+    ["Step", count(view.step), run.now && view.live && run.epochs ? `epoch ${run.now.epoch} of ${run.epochs}` : total ? `of ${count(total)}` : ""],
     ["Loss", view.loss == null ? "–" : loss(view.loss), summary?.loss.first != null ? `first ${loss(summary.loss.first)}` : ""],
     [...score, test ? `after step ${count(test[0])}` : "no test yet"],
     ["Samples / s", now ? count(now) : "–", forecast ? `forecast ${count(forecast)}` : "no forecast"],

@@ -33,6 +33,12 @@ export class RingDrawing {
     if (key !== this.key) { this.key = key; this.build(members, pairs, width, height); }
     this.box.classList.toggle("still", !moving);
     for (const member of members) this.update(member, view, selected);
+    if (this.middle) {
+      let idle = 0, total = 0;
+      for (const each of view.nodes.values()) { idle += each.idle; total += each.total; }
+      say(this.middle[0], total ? `${percent(1 - idle / total)} busy` : "–");
+      say(this.middle[1], `${members.length} nodes${view.out.size ? `, ${view.out.size} lost` : ""}`);
+    }
     let most = 1;
     for (const value of view.links.values()) most = Math.max(most, value);
     for (const [name, link] of this.links) link.set(view.links.get(name) ?? 0, most);
@@ -53,7 +59,7 @@ export class RingDrawing {
     const inside = servers.length && servers.length < members.length && servers.length <= 4 ? servers : [];
     const around = members.filter((m) => !inside.includes(m)).sort((a, b) => (b.node === 0) - (a.node === 0) || (pairs.circle ? firstLayer(a) - firstLayer(b) : 0) || a.node - b.node);
     const n = around.length, small = n > LARGE, narrow = width < 520;
-    const radius = small ? Math.max(5, Math.min(17, (Math.PI * (Math.min(width, 1.35 * height) - 90)) / n / 2.7)) : Math.max(25, Math.min(narrow ? 37 : 50, 270 / n));
+    const radius = small ? Math.max(5, Math.min(18, (Math.PI * (0.5 * Math.min(width - 70, 1.75 * (height - 60)) + 0.5 * (height - 60))) / n / 2.35)) : Math.max(25, Math.min(narrow ? 37 : 50, 270 / n));
     const room = small ? radius + 24 : narrow ? radius + 14 : radius + 38, beside = small ? radius + 20 : radius + (narrow ? 10 : 96);
     const rx = Math.min(width / 2 - beside, 1.75 * (height / 2 - room)), ry = height / 2 - room;
     const cx = width / 2, cy = height / 2 - (small ? 0 : 4);
@@ -64,6 +70,13 @@ export class RingDrawing {
     inside.forEach((m, i) => at.set(m.node, { x: cx + (i - (inside.length - 1) / 2) * radius * 2.9, y: cy, angle: 0, place: -1 }));
     const lanes = svg("g");
     drawing.append(lanes);
+    this.middle = null;
+    if (small && !inside.length) {
+      const big = svg("text", { x: cx, y: cy, "text-anchor": "middle", class: "name" }), under = svg("text", { x: cx, y: cy + 22, "text-anchor": "middle", class: "soft" });
+      big.style.fontSize = "26px";
+      drawing.append(big, under);
+      this.middle = [big, under];
+    }
     const label = n <= LABELLED && !(narrow && n > 3) && !inside.length;
     for (const [a, b] of pairs.both) if (at.has(a) && at.has(b)) this.link(lanes, a, b, at.get(a), at.get(b), { cx, cy, rx, ry, n, radius, label, narrow, circle: pairs.circle });
     for (const member of members) drawing.append(this.node(member, at.get(member.node), { radius, small, narrow, n, inside: inside.includes(member) }));

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import unknown
 from ringtmp.model.hidden_matrices import hidden_matrices
+from ringtmp.runtime.optimizers.adagrad import ADAGRAD
 from ringtmp.runtime.optimizers.adam import ADAM, ADAMW
 from ringtmp.runtime.optimizers.lion import LION
 from ringtmp.runtime.optimizers.muon import MUON
@@ -31,7 +32,7 @@ __all__ = [
     "checked_optimizer", "delay_warning", "make_optimizer", "state_tensors", "state_values",
 ]  # fmt: skip
 
-_RULES = (SGD, ADAM, ADAMW, NADAM, MUON, LION)
+_RULES = (SGD, ADAM, ADAMW, NADAM, MUON, LION, ADAGRAD)
 OPTIMIZERS: dict[str, UpdateRule] = {rule.name: rule for rule in _RULES}
 #: To use where there are no hidden matrices.
 ELSEWHERE = ADAMW.name

@@ -170,11 +170,16 @@ class DataParallelLeader(BaseLeader):
         started = self.endpoint.clock()
         if self._committed == step:
             self._deal(step, batch, fresh)
-        while self._committed <= step + self._pace.ahead and (later := upcoming(self._committed)) is not None:
+        while self._may_deal(step) and (later := upcoming(self._committed)) is not None:
             self._deal(self._committed, later, False)
         self._until(lambda: self._complete(step), lambda: self._waiting_for(step), self._stall_limit())
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
         return self._count(step)
+
+    def _may_deal(self, step: int) -> bool:
+        """Whether the next step may be dealt out while this one is under way: not the first after a warm start."""
+        alone, next_alone = (each < self._pace.warm_start for each in (step, self._committed))
+        return self._committed <= step + self._pace.ahead and alone == next_alone
 
     def _complete(self, step: int) -> bool:
         if step < self._plan.request.step:
@@ -225,6 +230,8 @@ class DataParallelLeader(BaseLeader):
         if training and self._tree.parts > 1:  # whole parts
             mine = self._tree.microbatches(self._tree.share(rank, n), count)
             first, stop = mine.start, mine.stop
+        if training and step < self._pace.warm_start:
+            first, stop = (0, count) if rank == 0 else (count, count)
         sizes = tuple(len(each) for each in batch.targets[first:stop])
         table = ""
         tensors: list[torch.Tensor | None] = []

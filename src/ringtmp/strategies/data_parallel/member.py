@@ -71,8 +71,10 @@ class WorkerMember:
     def __init__(
         self, endpoint: Endpoint, plan: Enlist, roles: Roles, make: MakeExchange,
         *, algorithm: MakeAlgorithm = around_a_ring, hands_over: bool = False,
+        sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """`hands_over`: what it has when the generation ends, the next one goes on with."""
+        """`hands_over`: what it has when the generation ends, the next one goes on with. `sizes`: of all that is summed in a
+        round, where it is not the model once."""
         self.endpoint = endpoint
         self._hands_over = hands_over
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
@@ -85,7 +87,8 @@ class WorkerMember:
         self._exchange = exchange = make(plan, replica, self._recorder, lambda *vector: self._algorithm.start(*vector))
         sender = Sender(endpoint, plan.wire, self._recorder)
         self._algorithm: Algorithm = algorithm(sender, roles.workers, exchange)
-        sizes = [sum(plan.sizes[layer] for layer in group) for group in buckets(plan.sizes)]
+        if sizes is None:
+            sizes = [sum(plan.sizes[layer] for layer in group) for group in buckets(plan.sizes)]
         scrutiny = PartScrutiny(
             lambda sender, part: self._algorithm.due(sender, part, sizes[part.bucket]),
             len(sizes), plan.wire, lambda: exchange.rounds,

@@ -33,11 +33,15 @@ class KeyScrutiny:
 
     def __init__(
         self, table: Sequence[Key], wire: str, servers: int, step: Callable[[], int],
-        *, nodes: Callable[[int], tuple[int, ...]] = lambda worker: (), by_tree: bool = False,
+        *, nodes: Callable[[int], tuple[int, ...]] = lambda worker: (), by_tree: bool = False, most_share: float = 1.0,
+        parts: bool = False,
     ) -> None:  # fmt: skip
-        """`servers`: how many there were at the beginning; `nodes` of the tree of sums that a worker pushes, if `by_tree`."""
+        """`servers`: how many there were at the beginning; `nodes` of the tree of sums that a worker pushes, if `by_tree`;
+        `most_share`: of a batch, in one gradient; `parts`: answers may be some of the values and their places."""
         self._nodes = nodes
         self._by_tree = by_tree
+        self._most_share = most_share
+        self._parts = parts
         self._table = table
         self._servers = servers
         self._wire = wire_format(wire)
@@ -49,7 +53,7 @@ class KeyScrutiny:
         if isinstance(message, Push | Pull | Pulled | Copy | Squares | Total):
             untrusted.whole(message.step, "the step", 0, self._step() + MOST_AHEAD)
         if isinstance(message, Push | Copy):
-            untrusted.number(message.share, "the share of a batch", 0.0, 1.0)
+            untrusted.number(message.share, "the share of a batch", 0.0, self._most_share)
         if isinstance(message, Push):
             if message.node not in (self._nodes(sender) or (0,)):
                 raise ProtocolError(f"sent sum {message.node}, which is not its to send")
@@ -61,6 +65,9 @@ class KeyScrutiny:
                 self._tensor(message.key, message.tensors, PLAIN)
         elif isinstance(message, Pulled):
             untrusted.whole(message.oldest, "the age of parameters", 0, self._step() + MOST_AHEAD)
+            if message.change and self._parts:
+                some_of(message.tensors, self._table[message.key].size)
+                return
             if message.change and not self._wire.carries_error:
                 raise ProtocolError(f"sent a change of key {message.key} instead of its values")
             # Of a coarse format the first answer is whole, and the others say what has changed.
@@ -88,6 +95,14 @@ def flat(specs: Specs, size: int, wire: WireFormat) -> None:
     """A vector of so many float32 values, as this wire carries it."""
     if [each and (each.dtype, each.shape) for each in specs] != wire.travels(PLAIN.name, (size,)):
         raise ProtocolError(f"sent {specs} for {size} values")
+
+
+def some_of(specs: Specs, size: int) -> None:
+    """Less than half of so many values, and the place of each."""
+    found = [each and (each.dtype, each.shape) for each in specs]
+    count = specs[0].count if specs and specs[0] is not None else 0
+    if found != [(PLAIN.name, (count,)), ("int32", (count,))] or 2 * count >= max(size, 1):
+        raise ProtocolError(f"sent {specs} for a part of {size} values")
 
 
 def kept(message: Kept, table: Sequence[Key]) -> None:

@@ -35,6 +35,7 @@ class Pace:
     mixed: bool = False  # steps overlap: one is a batch's worth of samples, whichever they are
     quorum: int | None = None  # gradients a step needs; None: those of all workers
     replicas: bool = False  # every key is kept by the next server too
+    warm_start: int = 0  # steps that the first worker makes alone
     alike: bool = True  # every worker ends a step with the same parameters; else the model is the mean of theirs
 
 

@@ -67,6 +67,10 @@ class Exchange(Protocol):
         """Instead of `gradient`, where there is a tree of sums: a layer's gradients, for every one of `nodes`."""
         raise ProtocolError("there is a tree of sums, which this strategy does not add up along")
 
+    def rest(self) -> None:
+        """The run is about to be evaluated or saved: what was held back goes out now."""
+        return
+
     def oldest(self) -> int | None:
         """Every update before this step is in the parameters of the step just done; None: nobody runs ahead."""
         return None
@@ -181,6 +185,7 @@ class Trainer:
         return True
 
     def _fetched(self, fetch: Fetch) -> bool:
+        self._exchange.rest()
         if not fetch.whole:
             self.endpoint.post(MASTER, LayerState(fetch.layer, ()), self.replica.buffers(fetch.layer))
             return True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError
 from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Runs, Sizes, Strategy, Task, Traffic
-from ringtmp.strategies.ps.settings import PsSettings, fitted
+from ringtmp.strategies.ps.settings import BOUNDS, PsSettings, fitted
 
 if TYPE_CHECKING:
     from ringtmp.runtime.mailbox import Endpoint
@@ -32,7 +33,11 @@ class ParameterServer(Strategy):
     runs = (
         Runs("BigDL", "ps:bsp:servers=workers"),
         Runs("CaffeOnSpark", "ps:bsp:servers=workers"),
-        Runs("DistBelief", "ps:async:servers=2", lacks="a model cut over several nodes within a worker"),
+        Runs(
+            "DistBelief",
+            "ps:async:servers=2:n_push=2:n_fetch=2:warm_start=20 --optimizer adagrad",
+            lacks="a model cut over several nodes within a worker",
+        ),
         Runs("MXNet", "ps:async:servers=workers", lacks="servers in several stages"),
         Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1", lacks="groups of workers behind one that pushes"),
         Runs("Petuum", "ps:ssp:3:servers=2", lacks="parameters sent before they are asked for"),
@@ -40,18 +45,19 @@ class ParameterServer(Strategy):
             "Project Adam", "ps:async:servers=2:replicas=1", lacks="gradients of linear layers computed in the server"
         ),
         Runs("TensorFlow", "ps:bsp:quorum=2", lacks="placement of single operators"),
-        Runs("DIANNE", "ps:async:servers=2"),
+        Runs("DIANNE", "ps:async:servers=2:n_push=2:n_fetch=2"),
         Runs("DMTK (Multiverso)", "ps:async:servers=2"),
     )
 
     def sums_by_tree(self, settings: PsSettings) -> bool:
-        return settings.deterministic
+        plain = settings.n_push == settings.n_fetch == 1 and not settings.warm_start
+        return plain and settings.deterministic and not settings.significant
 
     def parse_short(self, text: str) -> dict[str, Any]:
         """`ssp:3`, and behind it the servers: `ssp:3:2`, `bsp:workers`."""
         kind, *rest = text.split(":")
         found: dict[str, Any] = {}
-        if kind == "ssp" and rest and rest[0] != "workers":
+        if BOUNDS.get(kind) and rest and rest[0] != "workers":
             kind = f"{kind}:{rest.pop(0)}"
         if rest:
             word = rest.pop(0)
@@ -86,7 +92,9 @@ class ParameterServer(Strategy):
             ("with one server left there are no replicas",) if given.get("replicas") and not settings.replicas else ()
         )
         ahead = 1 if settings.gathered else int(min(settings.bound + 1, AHEAD_ASYNC))
-        pace = Pace(ahead, not settings.gathered, settings.quorum, bool(settings.replicas))
+        pace = Pace(
+            ahead, not settings.gathered, settings.quorum, bool(settings.replicas), warm_start=settings.warm_start
+        )
         return plan(request, self, fit, pace, warnings=warnings)
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> ParallelMember:
@@ -103,24 +111,23 @@ class ParameterServer(Strategy):
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
         from ringtmp.strategies.ps.simulate import Mode, ServerOptions, simulate_ps
 
-        kind, _, bound = settings.consistency.partition(":")
         servers = settings.dedicated(len(task.devices))
-        slack = int(bound) if bound.isdigit() else None
-        mode: Mode = "bsp" if kind == "bsp" else "async" if slack is None else "ssp"
-        chosen = ServerOptions(servers, mode, slack or 0)
+        mode: Mode = "bsp" if settings.gathered else "async" if math.isinf(settings.bound) else "ssp"
+        chosen = ServerOptions(servers, mode, 0 if mode == "async" else int(settings.bound))
         load = Workload.of(task)
         return OnPaper(simulate_ps(load, task.devices, chosen, task.paths), load.memory(task, servers))
 
     def traffic(self, settings: PsSettings, sizes: Sizes, nodes: int) -> Traffic:
-        """Every worker pushes and pulls the model once a step, but for what it serves itself; `layerwise` pulls it twice;
-        a replica gets every update."""
+        """Every worker pushes and pulls the model once a step, or once in n_push and n_fetch steps, but for what it serves
+        itself; `layerwise` pulls it twice; a replica gets every update. Under `asp` it is the most there may be: what is
+        withheld depends on the data."""
         servers = settings.dedicated(nodes)
         workers = nodes - servers
         away = (workers if servers else workers - 1) * sizes.parameters  # one way
-        updates = (1 if settings.gathered else workers) * sizes.parameters * settings.replicas
-        down = away * (2 if settings.fetch == "layerwise" else 1)
+        updates = (1 if settings.gathered else workers / settings.n_push) * sizes.parameters * settings.replicas
+        up, down = away / settings.n_push, away / settings.n_fetch * (2 if settings.fetch == "layerwise" else 1)
         each = (down + updates) / (servers or nodes)
-        return Traffic(away + down + updates, max(each, away / workers) if servers else each + away / nodes)
+        return Traffic(up + down + updates, max(each, up / workers) if servers else each + up / nodes)
 
 
 STRATEGY = ParameterServer()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ringtmp.plan.sum_tree import ROOT, SumTree
-from ringtmp.runtime.gradients_at_segment_edges import Gradient
+from ringtmp.runtime import gradients_at_segment_edges as edges
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import make_optimizer
 from ringtmp.strategies.data_parallel.parameter_keys import Key
@@ -15,9 +15,20 @@ from ringtmp.wire.formats import WireFormat
 from ringtmp.wire.messages import Recipe
 
 
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """A push that has come."""
+
+    worker: int
+    step: int
+    share: float
+    values: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What a pull gets: tensors for the wire; `change`: to be added to what the worker has."""
+    """What a pull gets: tensors for the wire. `change`: to be added to what the worker has; or, where insignificant changes
+    are withheld, values and the places they belong to."""
 
     tensors: list[torch.Tensor]
     change: bool
@@ -38,10 +49,12 @@ class Slot:
         self.applied = 0  # updates made here, however small
         self.copied = 0  # of those, how many the replica has repeated
         # step -> worker, or with a tree of sums the node of it that this is the sum below -> gradient, share
-        self.arrived: dict[int, dict[int, tuple[Gradient, float]]] = {}
-        self.summed: tuple[Gradient] | None = None  # of step `updates`, waiting for the norm of all gradients
+        self.arrived: dict[int, dict[int, tuple[edges.Gradient, float]]] = {}
+        self.summed: tuple[edges.Gradient] | None = None  # of step `updates`, waiting for the norm of all gradients
         self._published: tuple[int, Answer] | None = None
         self._known: dict[int, torch.Tensor] = {}  # what a worker (-1: every worker) has of the values
+        self._in_use: dict[int, torch.Tensor] = {}  # what a worker read and is computing with
+        self.held: list[Gradient] = []  # gradients that would change too much of what is in use
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -61,7 +74,7 @@ class Slot:
         # With a quorum some shares of the batch are missing: the mean is over those that came.
         return total if share > 1 - 1e-9 or share == 0 else total.div_(share)
 
-    def add_up(self, step: int, tree: SumTree, node: int = ROOT) -> Gradient:
+    def add_up(self, step: int, tree: SumTree, node: int = ROOT) -> edges.Gradient:
         """The gradients of a step along the tree of sums; None: there is none."""
         arrived = self.arrived[step]
         if node in arrived:
@@ -78,6 +91,39 @@ class Slot:
         self._optimizer.step(rate * weight)
         self.values.grad = None
         self.applied += 1
+
+    def apply_within(self, gradient: Gradient, bound: float) -> bool:
+        """Apply a worker's gradient, unless some parameter would then differ by more than `bound` from what another worker
+        is computing with: then nothing changes."""
+        used = list(self._in_use.values())
+        before = (self.values.clone(), {name: each.clone() for name, each in self.state.items()}) if used else None
+        self.apply(gradient.values, gradient.step, gradient.share)
+        if before is None or all(float((self.values - each).abs().max()) <= bound for each in used):
+            return True
+        self.values.copy_(before[0])
+        self._optimizer.states[0] = before[1]
+        self.applied -= 1
+        return False
+
+    def in_use_by(self, worker: int) -> None:
+        """The worker gets the values as they are and computes with them until its next gradient comes."""
+        self._in_use[worker] = self.values.clone()
+
+    def used_by(self, worker: int) -> None:
+        self._in_use.pop(worker, None)
+
+    def significant(self, worker: int, least: float) -> Answer:
+        """What has changed since the worker last got it, by more than `least` of what it has: values and their places, or
+        all of them where that is not more. So its copy is never further off than that."""
+        known = self._known.get(worker)
+        if known is not None:
+            places = ((self.values - known).abs() > least * known.abs()).nonzero()[:, 0]
+            if 2 * len(places) < len(known):
+                found = self.values[places]
+                known[places] = found
+                return Answer([found, places.int()], change=True)
+        self._known[worker] = self.values.clone()
+        return Answer([self._known[worker].clone()], change=False)
 
     def answer(self, wire: WireFormat, worker: int, shared: bool) -> Answer:
         """The values as they are now. `shared`: every worker gets every version once, so one encoding serves all."""
@@ -106,10 +152,14 @@ class Slot:
         """It is gone: nobody waits for its clock, and its gradients of steps to come do not count."""
         self.clocks.pop(worker, None)
         self._known.pop(worker, None)
+        self._in_use.pop(worker, None)
+        self.held = [each for each in self.held if each.worker != worker]
         for arrived in self.arrived.values():
             arrived.pop(worker, None)
 
     def forget_readers(self) -> None:
         """Nobody knows any more what workers have: the next answer is whole."""
         self._known.clear()
+        self._in_use.clear()
+        self.held.clear()
         self._published = None

@@ -15,12 +15,12 @@ from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.sum_tree import SumTree
+from ringtmp.runtime import gradients_at_segment_edges as edges
 from ringtmp.runtime.clipping import norm_of, total_norm
-from ringtmp.runtime.gradients_at_segment_edges import Gradient
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
-from ringtmp.strategies.ps.apply_gradients import Slot
+from ringtmp.strategies.ps.apply_gradients import Gradient, Slot
 from ringtmp.strategies.ps.settings import PsSettings
 from ringtmp.transport.base import Channel
 from ringtmp.wire.formats import wire_format
@@ -60,7 +60,7 @@ class Server:
         self._waiting: list[tuple[int, Pull]] = []  # pulls that ask for what is not there yet
         self._copying: list[tuple[int, int, Pull, int]] = []  # (until copied, worker, pull, oldest)
         # By worker: what to answer, the lowest step and key first, and of two for the same the one asked for first.
-        self._answers: dict[int, list[tuple[int, int, int, int]]] = {worker: [] for worker in roles.workers}
+        self._answers: dict[int, list[tuple[int, int, int, int, bool]]] = {worker: [] for worker in roles.workers}
         self._turns = itertools.count()
         self._fetches: list[Fetch] = []
         self._early: list[Mail] = []
@@ -116,7 +116,7 @@ class Server:
 
     # -- push ---------------------------------------------------------------------------------------------------------
 
-    def _pushed(self, worker: int, push: Push, gradient: Gradient) -> None:
+    def _pushed(self, worker: int, push: Push, gradient: edges.Gradient) -> None:
         slot = self._slots[push.key]
         if self._settings.gathered:
             whose = push.node or worker
@@ -128,10 +128,25 @@ class Server:
             self._update_if_complete(slot)
         elif push.step >= slot.clocks[worker]:
             assert gradient is not None
-            if push.share:
-                slot.apply(gradient.div_(push.share), push.step, push.share)
-            self._copy(slot, push.step, worker, push.share, gradient)
-            slot.clocks[worker] = push.step + 1
+            slot.used_by(worker)
+            mean = gradient.div_(push.share) if push.share else gradient
+            slot.held.append(Gradient(worker, push.step, push.share, mean))
+            self._apply_held(slot)
+
+    def _apply_held(self, slot: Slot) -> None:
+        """Gradients as they came, but for those that would change too much of what another worker is computing with."""
+        bound, again = self._settings.change, True
+        while again:
+            again = False
+            for each in tuple(slot.held):
+                if each.share and bound is None:
+                    slot.apply(each.values, each.step, each.share)
+                elif each.share and not slot.apply_within(each, bound or 0.0):
+                    continue
+                slot.held.remove(each)
+                self._copy(slot, each.step, each.worker, each.share, each.values)
+                slot.clocks[each.worker] = each.step + 1
+                again = bound is not None
 
     def _update_if_complete(self, slot: Slot) -> None:
         while slot.summed is None and len(slot.arrived.get(slot.updates, {})) >= self._quorum:
@@ -148,7 +163,7 @@ class Server:
                 slot.summed = (gradient,)
                 self._offer_squares()
 
-    def _update(self, slot: Slot, gradient: Gradient) -> None:
+    def _update(self, slot: Slot, gradient: edges.Gradient) -> None:
         step = slot.updates
         if gradient is not None:
             slot.apply(gradient, step)
@@ -203,7 +218,7 @@ class Server:
             self._update_if_complete(slot)
         self._close()
 
-    def _clipped(self, gradient: Gradient, total: Total) -> Gradient:
+    def _clipped(self, gradient: edges.Gradient, total: Total) -> edges.Gradient:
         limit = self._plan.recipe.clip_norm
         assert limit is not None
         if gradient is None:
@@ -238,6 +253,8 @@ class Server:
         oldest = self._oldest(slot)
         if oldest < (pull.step if pull.exact else pull.step - self._settings.bound):
             return False
+        if self._settings.change is not None and slot.clocks[worker] < pull.step:
+            return False  # its own gradient is held back, and so is the worker
         self._copying.append((slot.applied if self._is_copied(slot) else 0, worker, pull, oldest))
         return True
 
@@ -245,14 +262,19 @@ class Server:
         """What a worker has seen must not be lost with this server: the replica has it first."""
         if self._is_copied(self._slots[pull.key]) and self._slots[pull.key].copied < copies:
             return False
-        heapq.heappush(self._answers[worker], (pull.step, pull.key, next(self._turns), oldest))
+        heapq.heappush(self._answers[worker], (pull.step, pull.key, next(self._turns), oldest, pull.exact))
         return True
 
-    def _answer(self, worker: int, queue: list[tuple[int, int, int, int]]) -> bool:
+    def _answer(self, worker: int, queue: list[tuple[int, int, int, int, bool]]) -> bool:
         sent = False
         while queue and self.endpoint.in_flight_bytes(worker, Channel.TENSOR) < CREDIT_BYTES:
-            step, key, _, oldest = heapq.heappop(queue)
-            answer = self._slots[key].answer(self._wire, worker, self._settings.deterministic)
+            step, key, _, oldest, exact = heapq.heappop(queue)
+            if self._settings.significant:
+                answer = self._slots[key].significant(worker, self._settings.significant)
+            else:
+                answer = self._slots[key].answer(self._wire, worker, self._settings.shared)
+            if self._settings.change is not None and not exact:
+                self._slots[key].in_use_by(worker)
             if worker != self.me:
                 self._recorder.count_sent(sum(each.nbytes for each in answer.tensors))
             self.endpoint.post(worker, Pulled(key, step, oldest, answer.change), answer.tensors)
@@ -265,7 +287,7 @@ class Server:
         """What was taken over from a lost server has no replica."""
         return self._next is not None and slot.key.number in self._owned
 
-    def _copy(self, slot: Slot, step: int, worker: int, share: float, gradient: Gradient) -> None:
+    def _copy(self, slot: Slot, step: int, worker: int, share: float, gradient: edges.Gradient) -> None:
         if self._next is not None and self._is_copied(slot):
             given = [] if gradient is None else [gradient]
             self._recorder.count_sent(sum(each.nbytes for each in given))
@@ -313,9 +335,11 @@ class Server:
         self._answers.pop(node, None)
         for slot in (*self._slots.values(), *self._replicas.values()):
             slot.leave_out(node)
-        if self._settings.gathered:
-            for slot in self._slots.values():
+        for slot in self._slots.values():
+            if self._settings.gathered:
                 self._update_if_complete(slot)
+            else:
+                self._apply_held(slot)
         self._changed = True
         self._close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -10,14 +11,20 @@ from ringtmp.errors import UsageError, unknown
 from ringtmp.strategies.base import Settings, described
 from ringtmp.wire.formats import wire_format
 
+#: Steps between two exchanges of a worker.
+MOST_STEPS_APART = 1000
+
 
 class PsSettings(Settings, frozen=True):
     servers: Annotated[int | str, described(
         "1..nodes-1 | workers", "dedicated shards, or every node serves 1/n of the keys and works",
         "dedicated: DistBelief, Project Adam, Petuum; workers: BigDL, CaffeOnSpark, TensorFlow, MXNet")] = 1  # fmt: skip
     consistency: Annotated[str, described(
-        "bsp | async | ssp:S", "who waits: everyone, nobody, or any worker more than S steps ahead",
-        "bsp: Spark MLlib; async: Downpour SGD, MXNet KVStore; ssp: Petuum, SINGA")] = "bsp"  # fmt: skip
+        "bsp | async | ssp:S | value:D | asp:S",
+        "who waits: everyone; nobody; any worker more than S steps ahead; any whose update would move a parameter by more "
+        "than D from what another is computing with; everyone, but what has changed by less than S of itself is not sent",
+        "bsp: Spark MLlib; async: Downpour SGD, MXNet KVStore; ssp: Petuum, SINGA; value: Langer et al. 2020; "
+        "asp: Gaia (Hsieh et al. 2017)")] = "bsp"  # fmt: skip
     quorum: Annotated[int | None, described(
         "1..workers", "gradients a step needs; late ones are dropped and counted",
         "backup workers: Chen et al. 2016, TensorFlow", "all workers")] = None  # fmt: skip
@@ -26,19 +33,51 @@ class PsSettings(Settings, frozen=True):
         "Li et al. 2014, Project Adam")] = 0  # fmt: skip
     fetch: Annotated[str, described(
         "all | layerwise", "layerwise: a worker holds the layer it works on and the one ahead")] = "all"  # fmt: skip
+    n_push: Annotated[int, described(
+        "1..1000", "steps whose gradients a worker adds up before it pushes them; above 1 with async only",
+        "Downpour SGD")] = 1  # fmt: skip
+    n_fetch: Annotated[int, described(
+        "1..1000", "steps a worker makes with its own updates before it fetches parameters; above 1 with async only",
+        "Downpour SGD")] = 1  # fmt: skip
+    warm_start: Annotated[int, described(
+        "0..steps", "the first worker makes so many steps alone before the others begin", "DistBelief")] = 0  # fmt: skip
+
+    @property
+    def _kind(self) -> str:
+        return self.consistency.partition(":")[0]
+
+    @property
+    def _number(self) -> float:
+        return float(self.consistency.partition(":")[2])
 
     @property
     def bound(self) -> float:
         """Steps a worker may be ahead of the slowest."""
-        if self.consistency == "bsp":
+        if self._kind in ("bsp", "asp") or (self._kind == "value" and not self._number):
             return 0
-        return math.inf if self.consistency == "async" else float(self.consistency.removeprefix("ssp:"))
+        return self._number if self._kind == "ssp" else math.inf
+
+    @property
+    def change(self) -> float | None:
+        """By how much a parameter may change while a worker computes with what it has read; None: by any amount."""
+        return self._number if self._kind == "value" and self._number else None
+
+    @property
+    def significant(self) -> float:
+        """The part of itself by which a parameter must have changed to be sent again; 0: everything is sent."""
+        return self._number if self._kind == "asp" else 0.0
 
     @property
     def gathered(self) -> bool:
-        """Gradients of one step are summed up and applied as one update. With a bound of 0 nobody may read between two
-        of them, so nothing is lost by it and the bits are those of bsp; above it every gradient is applied as it comes."""
+        """Gradients of one step are summed up and applied as one update. With a bound of 0, of steps or of change, nobody
+        may read between two of them, so nothing is lost by it and the bits are those of bsp; above it every gradient is
+        applied as it comes."""
         return self.bound == 0
+
+    @property
+    def shared(self) -> bool:
+        """Every worker gets every version of a key, and the same of it."""
+        return self.deterministic and not self.significant
 
     @property
     def deterministic(self) -> bool:
@@ -48,7 +87,7 @@ class PsSettings(Settings, frozen=True):
     def lag(self) -> int:
         """Steps a worker computes with parameters that lack its own newest gradient: the exchange of one step runs
         while the next is computed."""
-        return 0 if self.bound == 0 else 1
+        return 0 if self.bound == 0 or self.change is not None else 1
 
     @property
     def on_workers(self) -> bool:
@@ -65,6 +104,16 @@ class PsSettings(Settings, frozen=True):
             raise UsageError(f"replicas={self.replicas} must be 0 or 1")
         if self.fetch not in ("all", "layerwise"):
             raise unknown("fetch", self.fetch, ("all", "layerwise"))
+        for name in ("n_push", "n_fetch"):
+            every = getattr(self, name)
+            if not 1 <= every <= MOST_STEPS_APART:
+                raise UsageError(f"{name}={every} must be from 1 to {MOST_STEPS_APART}")
+            if every > 1 and self._kind != "async":
+                raise UsageError(
+                    f"{name}={every} needs consistency=async: with {self.consistency} others wait for every gradient"
+                )
+        if self.warm_start < 0:
+            raise UsageError(f"warm_start={self.warm_start} must be 0 or a number of steps")
         if self.quorum is not None and not self.gathered:
             raise UsageError(
                 f"quorum={self.quorum} needs consistency=bsp: with {self.consistency} no step waits for the others"
@@ -89,6 +138,15 @@ class PsSettings(Settings, frozen=True):
             raise UsageError(
                 f"replicas=1 needs a second server to hold them: use servers=2 to servers={nodes - 1}, or servers=workers"
             )
+        if self.significant and not wire_format(wire).exact:
+            raise UsageError(
+                f"consistency={self.consistency} sends parameters as they are, or not at all: use --wire float32, not {wire}"
+            )
+        if self.n_fetch > 1 and wire_format(wire).carries_error:
+            raise UsageError(
+                f"n_fetch={self.n_fetch} lets a worker move its own copy, to which no {wire} change could be added: "
+                "use --wire float32 or bfloat16"
+            )
         if self.fetch == "layerwise" and wire_format(wire).carries_error:
             raise UsageError(
                 f"fetch=layerwise keeps no weights an {wire} change could be added to: use --wire bfloat16"
@@ -111,13 +169,30 @@ def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:
     return fit
 
 
+#: Kinds of consistency, and what their number is; None: they have none.
+BOUNDS = {
+    "bsp": None,
+    "async": None,
+    "ssp": "the bound of ssp must be a whole number of at least 0, or inf",
+    "value": "the bound of value must be a number of at least 0",
+    "asp": "the threshold of asp must be a number of at least 0 and below 1",
+}
+
+
 def _check_consistency(text: str) -> None:
-    kind, colon, bound = text.partition(":")
-    if kind not in ("bsp", "async", "ssp"):
-        raise unknown("consistency", text, ("bsp", "async", "ssp:S"))
-    if kind != "ssp":
+    kind, colon, number = text.partition(":")
+    if kind not in BOUNDS:
+        raise unknown("consistency", text, ("bsp", "async", "ssp:S", "value:D", "asp:S"))
+    rule = BOUNDS[kind]
+    if rule is None:
         if colon:
             raise UsageError(f"consistency={text}: {kind} has no bound; write consistency={kind}, or ssp:S")
         return
-    if bound != "inf" and not bound.isdigit():
-        raise UsageError(f"consistency={text}: the bound of ssp must be a whole number of at least 0, or inf")
+    if kind == "ssp":
+        good = number == "inf" or number.isdigit()
+    else:
+        good = bool(re.fullmatch(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+", number)) and float(number) < (
+            1 if kind == "asp" else math.inf
+        )
+    if not good:
+        raise UsageError(f"consistency={text}: {rule}")

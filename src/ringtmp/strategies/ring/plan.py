@@ -82,7 +82,7 @@ def plan(request: PlanRequest) -> RingPlan:
         warnings += _slow_ways(planned)
     made = _laid_out(request, planned, route, warnings, _lines(route, members, request))
     lines = planned.summary(request.chosen)
-    if request.step == 0 and not request.chosen and (faster := much_faster(planned)):
+    if request.step == 0 and not request.chosen and (faster := much_faster(planned, request.index.least_microbatch)):
         lines += (faster,)
     facts = {**_chosen(planned), "forecast": msgspec.to_builtins(_forecast(request, planned))}
     movable = planned if _movable(request.config.ring) else None
