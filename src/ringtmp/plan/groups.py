@@ -124,6 +124,16 @@ def member_for(visit: Visit, part: int, tree: SumTree) -> int:
     return next(node for rank, node in enumerate(members) if part in tree.share(rank, len(members)))
 
 
+def who_has(visit: Visit, microbatch: int, count: int, tree: SumTree) -> int:
+    """The node that has a microbatch of `count` at a visit."""
+    return visit.node if not visit.others else member_for(visit, tree.part_of(microbatch, count), tree)
+
+
+def without_any(visit: Visit, count: int, tree: SumTree) -> list[int]:
+    """Members that have nothing to do in a pass of so few microbatches."""
+    return [node for node in visit.others if not tree.microbatches(share_of(visit, node, tree), count)]
+
+
 def share_of(visit: Visit, node: int, tree: SumTree) -> range:
     """The parts that a node has at a visit."""
     return tree.share(visit.members.index(node), len(visit.members))

@@ -142,11 +142,11 @@ class Stage:
         self._programs: dict[bytes, Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
         self._optimizer: Optimizer | None = None
-        self._parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
+        self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
         self._position: dict[tuple[int, str], int] = {}
         self._crossings = crossings or {}
         self._runs: dict[bool, SegmentRun] = {} if visit.layers else self._planned()  # by whether it is training
-        self._stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch
+        self.stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch: gone forward and not backward
 
     def place(
         self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
@@ -169,17 +169,17 @@ class Stage:
                 state = self._states.get(index, {})
                 layer.double(self._newest, {name: value for (name, key), value in state.items() if key == PREVIOUS})
         named = [(index, name) for index in self.visit.layers for name in self._layers[index].trainable]
-        self._parameters = [
+        self.parameters = [
             [self._layers[index].sides[side][name] for index, name in named] for side in range(self._sides)
         ]
         self._position = {each: position for position, each in enumerate(named)}
         if not named:
             return
         if self._recipe.sum_tree > 1:
-            self._sums = [GradientSums(self._tree, each) for each in self._parameters]
+            self._sums = [GradientSums(self._tree, each) for each in self.parameters]
         hidden = {index: hidden_matrices(self._layers[index].layer) for index in self.visit.layers}
         self._optimizer = make_optimizer(
-            self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest],
+            self._recipe.optimizer, self._recipe.optimizer_settings, self.parameters[self._newest],
             [name in hidden[index] for index, name in named],
         )  # fmt: skip
         for index, state in self._states.items():
@@ -202,11 +202,7 @@ class Stage:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(each.nbytes for each in self._parameters[self._newest])
-
-    def holds(self, step: int, microbatch: int) -> bool:
-        """Whether a microbatch has gone forward and not backward."""
-        return (step, microbatch) in self._stored
+        return sum(each.nbytes for each in self.parameters[self._newest])
 
     @property
     def state_bytes(self) -> int:
@@ -216,7 +212,7 @@ class Stage:
     @property
     def held(self) -> int:
         """Microbatches whose activations are stored."""
-        return len(self._stored)
+        return len(self.stored)
 
     @property
     def deferred(self) -> int:
@@ -245,14 +241,14 @@ class Stage:
                     value.requires_grad_(wanted and value.is_floating_point())
                 return self._run(step, microbatch, values, self._newest, False)
         key = tuple(wants)
-        held = self._stored[step, microbatch] = _Held(list(inputs), key)
+        held = self.stored[step, microbatch] = _Held(list(inputs), key)
         if self._repeating.get(key):
             with nothing_saved():
                 outputs = self._with_graph(held, step, microbatch, once_more=False)
             return self._let_go(held, outputs)
         if self._recompute is None or key in self._repeating:
             return self._with_graph(held, step, microbatch, once_more=False)
-        with saved_bytes([*held.entered, *self._parameters[self._side(step)]]) as saved:
+        with saved_bytes([*held.entered, *self.parameters[self._side(step)]]) as saved:
             outputs = self._with_graph(held, step, microbatch, once_more=False)
         may = all(layer.repeatable for layer in self._layers.values())
         self._repeating[key] = may and self._recompute(saved.total)
@@ -304,7 +300,7 @@ class Stage:
 
     def to_loss(self, step: int, microbatch: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """At the tail: what left the last layer, as the loss takes it; like any layer it may change it in place."""
-        held = self._stored[step, microbatch]
+        held = self.stored[step, microbatch]
         if held.outputs is None:
             wants = [each.requires_grad for each in outputs]
             outputs, held.seeds = enter(outputs, wants, range(len(outputs)))
@@ -312,7 +308,7 @@ class Stage:
 
     def end_in(self, step: int, microbatch: int, loss: torch.Tensor) -> None:
         """The tail goes backward from its loss, which was computed of what `to_loss` gave."""
-        held = self._stored[step, microbatch]
+        held = self.stored[step, microbatch]
         if held.outputs is None:
             run_backward([loss], [torch.ones_like(loss)])
         else:
@@ -323,7 +319,7 @@ class Stage:
     ) -> list[torch.Tensor | None]:
         """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss.
         `microbatches`: of the whole batch; it matters where gradients are added up as a tree."""
-        held = self._stored.pop((step, microbatch))
+        held = self.stored.pop((step, microbatch))
         if held.outputs is None:
             self._with_graph(held, step, microbatch, once_more=True)
         assert held.outputs is not None
@@ -374,20 +370,15 @@ class Stage:
         """The sums below these nodes of the tree, as far as microbatches came here; the parameters have none now."""
         return self._sums[self._side(step)].take(nodes) if self._sums else [None for _ in nodes]
 
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """Those that are trained, in their order."""
-        return self._parameters[self._newest]
-
     def give_sums(self, step: int, first: int, gradients: Sequence[Gradient]) -> None:
         """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
-        for parameter, gradient in zip(self._parameters[self._side(step)][first:], gradients, strict=False):
+        for parameter, gradient in zip(self.parameters[self._side(step)][first:], gradients, strict=False):
             parameter.grad = None if gradient is None else gradient.view(parameter.shape).to(parameter.device)
 
     def gradient_norms(self, step: int) -> Norms:
         """What torch's own clipping begins with."""
         self._add_up(step)
-        return [compute_device.taken_back(each) for each in norms_of(self._parameters[self._side(step)])]
+        return [compute_device.taken_back(each) for each in norms_of(self.parameters[self._side(step)])]
 
     def _add_up(self, step: int) -> None:
         """Every gradient of the step is there."""
@@ -399,13 +390,13 @@ class Stage:
         self._add_up(step)
         side = self._side(step)
         if self._optimizer is not None:
-            parameters = self._parameters[side]
+            parameters = self.parameters[side]
             if total_norm is not None and self._recipe.clip_norm is not None:
                 (norm,) = compute_device.brought([total_norm])
                 clip_grads_with_norm_(parameters, self._recipe.clip_norm, norm)
             if side != self._newest:
                 with torch.no_grad():
-                    torch._foreach_copy_(parameters, self._parameters[self._newest])
+                    torch._foreach_copy_(parameters, self.parameters[self._newest])
             rate = learning_rate(self._recipe.schedule, self._recipe.optimizer_settings["lr"], step)
             self._optimizer.step(rate, parameters)
             for parameter in parameters:
@@ -436,7 +427,7 @@ class Stage:
 
     def finite(self, microbatch: int) -> bool:
         """Whether what left the segment in this microbatch is a number everywhere."""
-        for (step, number), held in self._stored.items():
+        for (step, number), held in self.stored.items():
             if number == microbatch:
                 outputs = held.outputs or self._with_graph(held, step, number, once_more=True)
                 if not all(bool(torch.isfinite(each).all()) for each in outputs if each.is_floating_point()):

@@ -1,8 +1,7 @@
 """Every message nodes exchange, and who may say it to whom and when (permissions.py). Adding a field or a kind means a new
 PROTOCOL number.
 
-The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip;
-                         GroupSum between nodes that hold the same layers
+The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale, GroupSum
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
 Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Lost
@@ -21,9 +20,10 @@ from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
 
 from ringtmp.wire.permissions import (  # isort: skip
-    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, MEMBER, NODE, PLAN, SERVER, TENSOR, WORKER, NodeMessage,
+    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, NodeMessage,
     between, reported, told,
 )  # fmt: skip
+from ringtmp.wire.group_messages import GroupSum as GroupSum
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Edge as Edge
 from ringtmp.wire.message_parts import Randomness as Randomness
@@ -71,19 +71,6 @@ class Scale(NodeMessage, frozen=True, tag="scale"):
     turn: int
     visit: int
     tensors: Specs = ()
-
-
-class GroupSum(NodeMessage, frozen=True, tag="group sum"):
-    """A chunk of a sum of gradients on its way through a group: being added up, or (the root of the tree) the total."""
-
-    RULE: ClassVar = between(TENSOR, MEMBER)
-    turn: int
-    visit: int
-    bucket: int
-    node: int  # of the tree of sums
-    chunk: int
-    there: tuple[bool, ...] = ()  # which tensors of the bucket got a gradient; empty: all
-    tensors: Specs = ()  # empty: none did
 
 
 class Hello(NodeMessage, frozen=True, tag="hello"):

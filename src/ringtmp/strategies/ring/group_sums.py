@@ -139,7 +139,7 @@ class GroupSums:
 
     def _known_buckets(self) -> list[Bucket]:
         if self._buckets is None:
-            self._buckets = buckets(self._stage.parameters)
+            self._buckets = buckets(self._stage.parameters[0])
         return self._buckets
 
     def check(self, sender: int, message: GroupSum, done_turn: int) -> None:

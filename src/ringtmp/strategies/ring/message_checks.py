@@ -250,7 +250,7 @@ class Scrutiny:
         current = self._pass(message)
         fine = message.microbatch == current.returned < current.forwarded and message.step == current.step
         if self._route.grouped:
-            gone = self._visits[message.visit].stage.holds(message.step, message.microbatch)
+            gone = (message.step, message.microbatch) in self._visits[message.visit].stage.stored
             fine = message.step == current.step and gone and message.microbatch not in current.went_back
             current.went_back.add(message.microbatch)
         if not fine:

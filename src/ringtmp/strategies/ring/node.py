@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -21,7 +22,7 @@ from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
 from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
 from ringtmp.model.portable_layer import Layer
-from ringtmp.plan.groups import member_for, share_of
+from ringtmp.plan.groups import share_of, who_has, without_any
 from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
@@ -274,7 +275,7 @@ class Node:
             self.keeping.take(message.step, state.stage)
         current = state.begin(message)
         if message.microbatch < 0:  # a member of a group that has none
-            self._without_microbatches(state, current)
+            (partial(self._add_up_if_complete, state, current) if current.training else state.end)()
             return
         inputs: list[torch.Tensor] = []
         wants: list[bool] = []
@@ -293,12 +294,6 @@ class Node:
         else:
             self._send_on(state, message, outputs)
         if not current.training and current.forwarded == current.microbatches:
-            state.end()
-
-    def _without_microbatches(self, state: VisitState, current: Pass) -> None:
-        if current.training:
-            self._add_up_if_complete(state, current)
-        else:
             state.end()
 
     def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
@@ -325,22 +320,14 @@ class Node:
             )  # fmt: skip
             self._post(self._peer(target, message.microbatch, message.microbatches), onward, tensors, message.training)
         if message.microbatch == 0:  # whoever has this one tells those who have none
-            for member in self._without(me + 1, message.microbatches):
+            for member in without_any(self.route.visits[me + 1], message.microbatches, self._tree):
                 none = msgspec.structs.replace(
                     message, visit=me + 1, microbatch=-1, wants=(), tensors=(), same=(), source=-1
                 )
                 self._post(member, none, (), message.training)
 
     def _peer(self, visit: int, microbatch: int, count: int) -> int:
-        """Who has a microbatch at a visit."""
-        there = self.route.visits[visit]
-        return there.node if not there.others else member_for(there, self._tree.part_of(microbatch, count), self._tree)
-
-    def _without(self, visit: int, count: int) -> list[int]:
-        """Members of a group that have nothing to do in a pass of so few microbatches."""
-        there = self.route.visits[visit]
-        shares = {node: self._tree.microbatches(share_of(there, node, self._tree), count) for node in there.others}
-        return [node for node, own in shares.items() if not own]
+        return who_has(self.route.visits[visit], microbatch, count, self._tree)
 
     def _backward(self, state: VisitState) -> None:
         message, mail = state.take_back()
