@@ -78,6 +78,11 @@ class GradientSums:
         self._last_came.clear()
         return [self._below(node) for node in nodes]
 
+    def give(self, first: int, gradients: Sequence[Gradient]) -> None:
+        """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
+        for parameter, gradient in zip(self._parameters[first:], gradients, strict=False):
+            parameter.grad = None if gradient is None else gradient.view(parameter.shape).to(parameter.device)
+
     def _set_aside(self) -> None:
         if self._at >= 0:
             self._aside[self._at] = [parameter.grad for parameter in self._parameters]

@@ -23,7 +23,7 @@ from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import compute_device
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of
-from ringtmp.runtime.gradient_sums import GradientSums, Sums
+from ringtmp.runtime.gradient_sums import GradientSums
 from ringtmp.runtime.gradients_at_segment_edges import (
     Gradient,
     copied_alike,
@@ -366,14 +366,9 @@ class Stage:
         if self._sums:
             self._sums[self._side(step)].close({part for other, part, _ in self._deferred if other == step})
 
-    def take_sums(self, step: int, nodes: Sequence[int]) -> list[Sums | None]:
-        """The sums below these nodes of the tree, as far as microbatches came here; the parameters have none now."""
-        return self._sums[self._side(step)].take(nodes) if self._sums else [None for _ in nodes]
-
-    def give_sums(self, step: int, first: int, gradients: Sequence[Gradient]) -> None:
-        """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
-        for parameter, gradient in zip(self.parameters[self._side(step)][first:], gradients, strict=False):
-            parameter.grad = None if gradient is None else gradient.view(parameter.shape).to(parameter.device)
+    def sums_of(self, step: int) -> GradientSums:
+        """With a tree of sums: the gradients of a step, to be taken or given."""
+        return self._sums[self._side(step)] if self._sums else GradientSums(self._tree, [])
 
     def gradient_norms(self, step: int) -> Norms:
         """What torch's own clipping begins with."""

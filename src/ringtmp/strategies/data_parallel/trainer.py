@@ -282,7 +282,7 @@ class Trainer:
                 (value, each) for value, each in zip(crossings.entering, caught, strict=True) if each is not None
             )
         task.position += 1
-        sums = stage.take_sums(work.step, nodes)
+        sums = stage.sums_of(work.step).take(nodes)
         self.replica.let_go_of_gradients(layer)
         self._exchange.used(layer)
         self.recorder.end(started, "backward", layer, -1)

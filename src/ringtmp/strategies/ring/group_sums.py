@@ -83,7 +83,7 @@ class GroupSums:
     def begin(self, turn: int, step: int) -> bool:
         """Every gradient of the pass that this member has is there. True: so is the sum over all members."""
         self._turn, self._step = turn, step
-        sums = self._stage.take_sums(step, self._own)
+        sums = self._stage.sums_of(step).take(self._own)
         self._additions = []
         for number, bucket in enumerate(self._known_buckets()):
             mine = {
@@ -124,7 +124,7 @@ class GroupSums:
             return False
         for bucket, total in zip(self._known_buckets(), totals, strict=True):
             assert total is not None
-            self._stage.give_sums(self._step, bucket.first, [
+            self._stage.sums_of(self._step).give(bucket.first, [
                 total.values[start:stop] if there else None
                 for (start, stop), there in zip(bucket.slots, total.there, strict=True)
             ])  # fmt: skip
