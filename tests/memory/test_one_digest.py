@@ -82,6 +82,8 @@ def train(folder: Path, nodes: int, strategy: str, steps: int = STEPS, pool: Any
 WAYS = [
     pytest.param("ring", 1, {}, id="one process"),
     pytest.param("ring", 4, {"schedule": "zero-bubble"}, id="ring of 4"),
+    pytest.param("ring", 5, {"schedule": "zero-bubble", "groups": "2,2"}, id="groups M-2-2-M"),
+    pytest.param("ring", 5, {"groups": "4"}, id="groups M-4-M"),
     pytest.param("allreduce:halving", 2, {}, id="halving on 2"),
     pytest.param("allreduce:halving", 4, {}, id="halving on 4"),
     pytest.param("ps:bsp", 5, {}, id="server and 4 workers"),
@@ -108,10 +110,10 @@ def test_every_synchronous_way_ends_in_the_bits_of_one_process(
 
 
 def test_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
-    """Halving goes on from what the survivors have, a server from a checkpoint."""
-    for strategy, nodes in (("allreduce:halving", 4), ("ps:bsp", 5)):
+    """Halving goes on from what the survivors have, a server from a checkpoint, a ring of groups from a snapshot."""
+    for strategy, nodes, more in (("allreduce:halving", 4, {}), ("ps:bsp", 5, {}), ("ring", 5, {"groups": "2,2"})):
         pool = Mortal(nodes, Death(2, 2))
-        result = train(tmp_path / strategy.replace(":", "-"), nodes, strategy, pool=pool)
+        result = train(tmp_path / strategy.replace(":", "-"), nodes, strategy, pool=pool, **more)
         assert result.summary.weights_sha256 == plain(), strategy
         assert len(result.summary.recoveries) == 1, strategy
 
@@ -144,19 +146,31 @@ def test_a_tree_that_would_keep_no_bits_is_refused(strategy: str, training: dict
         resolve(RunConfig(training=part, ring=RingPart(nodes=4, strategy=strategy)))
 
 
+@pytest.mark.parametrize(
+    ("ring", "training", "says"),
+    [
+        ({"groups": "2,x"}, {}, "must be numbers of nodes with commas, such as 2,2"),
+        ({"groups": "2,2"}, {}, "--groups 2,2 needs 5 nodes with the master, and there are 4: use --nodes 5"),
+        ({"groups": "3"}, {"sum_tree": 2}, "over 3 nodes.*--sum-tree 4 or more, and it is 2"),
+        ({"groups": "3"}, {"sum_tree": 1}, "--sum-tree 4 or more, and it is 1"),
+        ({"groups": "3", "laps": 2}, {}, "cannot be combined with --laps"),
+        ({"groups": "3"}, {"staleness": 1}, "cannot be combined with"),
+        ({"groups": "3", "strategy": "allreduce:halving"}, {}, "--groups works with --strategy ring only"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(ring: dict[str, Any], training: dict[str, Any], says: str) -> None:
+    part = TrainingPart(**{"batch_size": BATCH, "microbatches": MICROBATCHES, "sum_tree": PARTS, **training})
+    with pytest.raises(UsageError, match=says):
+        resolve(RunConfig(training=part, ring=RingPart(nodes=4, **ring)))
+
+
 def test_running_statistics_are_refused_by_name_where_workers_share_microbatches(tmp_path: Path) -> None:
     torch.manual_seed(0)
     part = TrainingPart(batch_size=16, microbatches=4, sum_tree=4, steps=1)
-    for strategy in ("allreduce:halving", "ps:bsp:workers"):
-        config = RunConfig(training=part, ring=RingPart(nodes=2, strategy=strategy))
-        with pytest.raises(
-            UsageError, match=r"layer '3' changes .*running_mean.*\(BatchNorm\?\).*2 workers.*LayerNorm"
-        ):
-            api.start(
-                config,
-                stack(),
-                (tensors("t", *blobs()), None),
-                None,
-                run_dir=tmp_path / strategy[:2],
-                pool=InMemoryPool(2),
-            )
+    cases = [({"strategy": "allreduce:halving"}, "2 workers"), ({"strategy": "ps:bsp:workers"}, "2 workers"),
+             ({"nodes": 3, "groups": "2"}, "--groups")]  # fmt: skip
+    for number, (how, why) in enumerate(cases):
+        config = RunConfig(training=part, ring=RingPart(**{"nodes": 2, **how}))
+        run_dir, pool = tmp_path / str(number), InMemoryPool(config.ring.nodes)
+        with pytest.raises(UsageError, match=rf"layer '3' changes .*running_mean.*\(BatchNorm\?\).*{why}.*LayerNorm"):
+            api.start(config, stack(), (tensors("t", *blobs()), None), None, run_dir=run_dir, pool=pool)

@@ -18,6 +18,7 @@ from ringtmp.model.build_cells import Cutting
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.cuts_for_repeated_visits import bounds_for
+from ringtmp.plan.groups import grouped
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import holders_of, route_over
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
@@ -71,14 +72,15 @@ def ring_in_memory(
     ahead: bool = True,
     holders: list[int] | None = None,
     recompute: str = "none",
+    members: list[tuple[int, ...]] | None = None,
     then: Callable[[Master], None] = lambda master: None,
 ) -> tuple[str, list[float]]:
     """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`. `then` is
     called with the trained ring."""
-    holders = holders or holders_of(nodes)
+    holders = holders or holders_of(len(members) - 1 if members else nodes)
     if bounds is None:
         bounds = bounds_for([1.0] * len(built.layers), [layer.parameters > 0 for layer in built.layers], holders)
-    route = route_over(holders, bounds)
+    route = grouped(members, bounds) if members else route_over(holders, bounds)
     pool = InMemoryPool(nodes, seed, wrap)
     log = EventLog(built.log)
     start = Start(pool.start("test", 1), pool, log)

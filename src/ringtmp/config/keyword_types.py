@@ -14,6 +14,7 @@ class RingKeywords(TypedDict, total=False):
     device: Literal["cpu", "cuda", "mps", "auto"]
     cuts: str | None
     blocks: str | None
+    groups: str | None
     window: int | None
     schedule: Literal["auto", "1f1b", "gpipe", "zero-bubble"]
     laps: int

@@ -31,6 +31,12 @@ class Visit(msgspec.Struct, frozen=True, array_like=True):
     node: int
     first: int
     stop: int
+    others: tuple[int, ...] = ()  # nodes that hold the same layers and share a step's microbatches (groups.py)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The group: one node, mostly."""
+        return (self.node, *self.others)
 
     @property
     def layers(self) -> range:
@@ -48,17 +54,23 @@ class Route(msgspec.Struct, frozen=True):
         return self.visits[visit].node
 
     def on(self, node: int) -> tuple[Visit, ...]:
-        return tuple(visit for visit in self.visits if visit.node == node)
+        return tuple(visit for visit in self.visits if node in visit.members)
 
     def nodes(self) -> tuple[int, ...]:
-        return tuple(sorted({visit.node for visit in self.visits}))
+        return tuple(sorted({node for visit in self.visits for node in visit.members}))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether some nodes share a visit."""
+        return any(visit.others for visit in self.visits)
 
     def neighbours(self, node: int) -> tuple[int, ...]:
-        """Everyone this node exchanges activations or gradients with."""
-        found = set()
+        """Everyone this node exchanges activations, gradients or sums of them with."""
+        found: set[int] = set()
         for here, there in zip(self.visits, self.visits[1:], strict=False):
-            if node in (here.node, there.node):
-                found |= {here.node, there.node}
+            for one, other in ((here.members, there.members), (there.members, here.members)):
+                if node in one:
+                    found.update(one, other)
         return tuple(sorted(found - {node}))
 
     def holder(self, layer: int) -> Visit:
@@ -139,6 +151,9 @@ def parse_cuts(text: str, layers: int, nodes: int, visits: int | None = None) ->
 
 
 def holder_of(route: Route, node: int) -> int | None:
-    """Who holds a node's snapshots: its clockwise neighbour. The master's own stay with it: with it the run ends anyway."""
+    """Who holds a node's snapshots: its clockwise neighbour, of a group the first. The master's own stay with it: with it the
+    run ends anyway."""
     mine = route.on(node)
-    return route.node(mine[0].index + 1) if node != MASTER and mine else None
+    if node == MASTER or not mine or mine[0].node != node:  # of a group the first keeps what all of them have
+        return None
+    return route.node(mine[0].index + 1)

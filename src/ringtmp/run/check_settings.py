@@ -25,6 +25,7 @@ from ringtmp.config import (
 from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
+from ringtmp.plan.groups import check_groups, parse_groups
 from ringtmp.plan.microbatches import MOST
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.sum_tree import check_parts, check_workers
@@ -75,6 +76,8 @@ def resolve(config: RunConfig) -> RunConfig:
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
             + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
         )
+    if ring.groups is not None:
+        _check_groups(ring, training)
     if training.sum_tree > 1:
         _check_tree(strategy, settings, training, ring, workers)
     lora = training.lora
@@ -97,6 +100,13 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         settings = {**choice.settings, **given.get("strategy_settings", {})}
         given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
     return resolve(merge_for_resume(saved, given))
+
+
+def _check_groups(ring: RingPart, training: TrainingPart) -> None:
+    assert ring.groups is not None
+    check_groups(parse_groups(ring.groups), ring.nodes, training.sum_tree)
+    if ring.laps > 1 or ring.route != RingPart().route or training.staleness:
+        raise UsageError(f"--groups {ring.groups} cannot be combined with --laps, --route v or --staleness 1 yet")
 
 
 def _check_tree(strategy: Strategy, settings: Any, training: TrainingPart, ring: RingPart, workers: int) -> None:

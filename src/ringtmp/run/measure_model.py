@@ -31,6 +31,7 @@ from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan.choose_schedule import plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost
+from ringtmp.plan.groups import as_one_device, by_group, fitted, parse_groups
 from ringtmp.plan.planner import Plan
 from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, make_optimizer
@@ -219,6 +220,9 @@ def work_of(
 def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:
     """As the run's settings have it; with "auto" with the number of microbatches that is found fastest."""
     costs = work.model.costs
+    if config.ring.groups is not None:
+        groups = fitted(parse_groups(config.ring.groups), len(devices) - 1)
+        devices, keep_all = [as_one_device(each) for each in by_group(groups, devices)], True
     options = plan_options(config, work.batch_size, work.microbatches, len(costs), len(devices), keep_all)
     if config.training.microbatches == "auto":
         return counts.best_plan(costs, devices, options, work.allows)

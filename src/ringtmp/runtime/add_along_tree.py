@@ -42,13 +42,11 @@ class Send(NamedTuple):
     sum: Partial
 
 
-def absent(size: int, slots: Slots) -> Partial:
-    return Partial(torch.zeros(size), (False,) * len(slots))
-
-
-def flat_sum(tensors: Sequence[torch.Tensor | None], slots: Slots, size: int) -> Partial:
+def flat_sum(
+    tensors: Sequence[torch.Tensor | None], slots: Slots, size: int, dtype: torch.dtype = torch.float32
+) -> Partial:
     """Tensors, or holes, end to end."""
-    vector = torch.zeros(size)
+    vector = torch.zeros(size, dtype=dtype)
     for tensor, (start, stop) in zip(tensors, slots, strict=True):
         if tensor is not None:
             vector[start:stop].view(tensor.shape).copy_(tensor)
@@ -59,14 +57,17 @@ class TreeAddition:
     """Of one vector, on the worker of this rank. `mine`: what its parts add up to, by node of the tree (`SumTree.whole`).
     Nothing given is changed: it may still be on its way out. Done when `total` is not None."""
 
-    def __init__(self, adding: Adding, rank: int, mine: Mapping[int, Partial], slots: Slots, size: int) -> None:
+    def __init__(
+        self, adding: Adding, rank: int, mine: Mapping[int, Partial], slots: Slots, size: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         self._adding = adding
         self._rank = rank
         self._slots = slots
         self._size = size
         self._mine = dict(mine)
         self._waiting: dict[tuple[int, int], Partial] = {}  # by node and chunk: its sibling is not here yet
-        self._vector = torch.empty(size)
+        self._vector = torch.empty(size, dtype=dtype)
         self._there: tuple[bool, ...] | None = None
         self._missing = adding.chunks
 
@@ -84,7 +85,7 @@ class TreeAddition:
         for node in sorted(tops):
             if self._adding.owner(node, 0) != self._rank:
                 continue
-            whole = self._below(node) or absent(self._size, self._slots)
+            whole = self._below(node) or self._nothing()
             for chunk in range(self._adding.chunks):
                 found += self._have(node, chunk, whole.chunk(*self._adding.bounds(chunk, self._size)))
         return found
@@ -94,6 +95,9 @@ class TreeAddition:
         if node == ROOT:
             return self._settle(chunk, given)
         return self._offer(node, chunk, given)
+
+    def _nothing(self) -> Partial:
+        return Partial(torch.zeros_like(self._vector), (False,) * len(self._slots))
 
     def _below(self, node: int) -> Partial | None:
         """The sum below a node all of whose parts are here; None: there is none."""

@@ -30,12 +30,13 @@ def added(first: Sums | None, second: Sums | None) -> Sums | None:
 
 
 class GradientSums:
-    """Of one step. Parts begin in order; each is complete when a later one has begun and nothing of it waits."""
+    """Of one step. Parts may be under way at once; within each, gradients come in the order of microbatches."""
 
     def __init__(self, tree: SumTree, parameters: Sequence[torch.Tensor]) -> None:
         self._tree = tree
         self._parameters = parameters
-        self._newest = -1
+        self._begun = False
+        self._last_came: set[int] = set()  # parts whose last microbatch has gone backward
         self._at = -1  # the part whose sums the parameters' `grad` are
         self._aside: dict[int, Sums] = {}  # of parts that are not complete
         self._made: dict[int, Sums] = {}  # by node of the tree
@@ -46,19 +47,24 @@ class GradientSums:
             self._set_aside()
             for parameter, gradient in zip(self._parameters, self._aside.pop(part, ()), strict=False):
                 parameter.grad = gradient
-            self._at, self._newest = part, max(part, self._newest)
+            self._at, self._begun = part, True
+
+    def last_of(self, part: int) -> None:
+        """Of this part no further microbatch will go backward."""
+        self._last_came.add(part)
 
     def close(self, waiting: Collection[int]) -> None:
-        """Parts before the newest are complete, but for those of which something waits."""
-        if self._at != self._newest and self._at not in waiting:
-            self._set_aside()
-        for part in sorted(self._aside):
-            if part != self._newest and part not in waiting:
+        """Parts whose last microbatch has come are complete, but for those of which something waits."""
+        for part in sorted(self._last_came.difference(waiting)):
+            self._last_came.discard(part)
+            if part == self._at:
+                self._set_aside()
+            if part in self._aside:
                 self._rise(self._tree.leaf(part), self._aside.pop(part))
 
     def total(self) -> None:
         """All of the step is there: the parameters' `grad` are the whole sums. Nothing happens where nothing was added."""
-        if self._newest >= 0:
+        if self._begun:
             (total,) = self.take([ROOT])
             for parameter, gradient in zip(self._parameters, total or (), strict=False):
                 parameter.grad = gradient
@@ -68,8 +74,14 @@ class GradientSums:
         self._set_aside()
         for part in sorted(self._aside):
             self._rise(self._tree.leaf(part), self._aside.pop(part))
-        self._newest = -1
+        self._begun = False
+        self._last_came.clear()
         return [self._below(node) for node in nodes]
+
+    def give(self, first: int, gradients: Sequence[Gradient]) -> None:
+        """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
+        for parameter, gradient in zip(self._parameters[first:], gradients, strict=False):
+            parameter.grad = None if gradient is None else gradient.view(parameter.shape).to(parameter.device)
 
     def _set_aside(self) -> None:
         if self._at >= 0:

@@ -23,7 +23,7 @@ from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import compute_device
 from ringtmp.runtime.checkpoint import LayerTensors, StateName
 from ringtmp.runtime.clipping import Norms, norms_of
-from ringtmp.runtime.gradient_sums import GradientSums, Sums
+from ringtmp.runtime.gradient_sums import GradientSums
 from ringtmp.runtime.gradients_at_segment_edges import (
     Gradient,
     copied_alike,
@@ -136,16 +136,17 @@ class Stage:
         self._defer = defer
         # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
         self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
+        self._tree = SumTree(recipe.sum_tree)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
         self._programs: dict[bytes, Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
         self._optimizer: Optimizer | None = None
-        self._parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
+        self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
         self._position: dict[tuple[int, str], int] = {}
         self._crossings = crossings or {}
         self._runs: dict[bool, SegmentRun] = {} if visit.layers else self._planned()  # by whether it is training
-        self._stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch
+        self.stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch: gone forward and not backward
 
     def place(
         self, index: int, layer: Layer, tensors: Sequence[torch.Tensor], state: dict[StateName, torch.Tensor]
@@ -168,17 +169,17 @@ class Stage:
                 state = self._states.get(index, {})
                 layer.double(self._newest, {name: value for (name, key), value in state.items() if key == PREVIOUS})
         named = [(index, name) for index in self.visit.layers for name in self._layers[index].trainable]
-        self._parameters = [
+        self.parameters = [
             [self._layers[index].sides[side][name] for index, name in named] for side in range(self._sides)
         ]
         self._position = {each: position for position, each in enumerate(named)}
         if not named:
             return
         if self._recipe.sum_tree > 1:
-            self._sums = [GradientSums(SumTree(self._recipe.sum_tree), each) for each in self._parameters]
+            self._sums = [GradientSums(self._tree, each) for each in self.parameters]
         hidden = {index: hidden_matrices(self._layers[index].layer) for index in self.visit.layers}
         self._optimizer = make_optimizer(
-            self._recipe.optimizer, self._recipe.optimizer_settings, self._parameters[self._newest],
+            self._recipe.optimizer, self._recipe.optimizer_settings, self.parameters[self._newest],
             [name in hidden[index] for index, name in named],
         )  # fmt: skip
         for index, state in self._states.items():
@@ -201,7 +202,7 @@ class Stage:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(each.nbytes for each in self._parameters[self._newest])
+        return sum(each.nbytes for each in self.parameters[self._newest])
 
     @property
     def state_bytes(self) -> int:
@@ -211,7 +212,7 @@ class Stage:
     @property
     def held(self) -> int:
         """Microbatches whose activations are stored."""
-        return len(self._stored)
+        return len(self.stored)
 
     @property
     def deferred(self) -> int:
@@ -240,14 +241,14 @@ class Stage:
                     value.requires_grad_(wanted and value.is_floating_point())
                 return self._run(step, microbatch, values, self._newest, False)
         key = tuple(wants)
-        held = self._stored[step, microbatch] = _Held(list(inputs), key)
+        held = self.stored[step, microbatch] = _Held(list(inputs), key)
         if self._repeating.get(key):
             with nothing_saved():
                 outputs = self._with_graph(held, step, microbatch, once_more=False)
             return self._let_go(held, outputs)
         if self._recompute is None or key in self._repeating:
             return self._with_graph(held, step, microbatch, once_more=False)
-        with saved_bytes([*held.entered, *self._parameters[self._side(step)]]) as saved:
+        with saved_bytes([*held.entered, *self.parameters[self._side(step)]]) as saved:
             outputs = self._with_graph(held, step, microbatch, once_more=False)
         may = all(layer.repeatable for layer in self._layers.values())
         self._repeating[key] = may and self._recompute(saved.total)
@@ -299,7 +300,7 @@ class Stage:
 
     def to_loss(self, step: int, microbatch: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """At the tail: what left the last layer, as the loss takes it; like any layer it may change it in place."""
-        held = self._stored[step, microbatch]
+        held = self.stored[step, microbatch]
         if held.outputs is None:
             wants = [each.requires_grad for each in outputs]
             outputs, held.seeds = enter(outputs, wants, range(len(outputs)))
@@ -307,18 +308,18 @@ class Stage:
 
     def end_in(self, step: int, microbatch: int, loss: torch.Tensor) -> None:
         """The tail goes backward from its loss, which was computed of what `to_loss` gave."""
-        held = self._stored[step, microbatch]
+        held = self.stored[step, microbatch]
         if held.outputs is None:
             run_backward([loss], [torch.ones_like(loss)])
         else:
             held.outputs, held.seeds = [loss], [torch.ones_like(loss)]
 
     def backward(
-        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None, part: int = 0
+        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None, microbatches: int = 0
     ) -> list[torch.Tensor | None]:
-        """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss. `part`:
-        where in the tree of sums the microbatch belongs."""
-        held = self._stored.pop((step, microbatch))
+        """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss.
+        `microbatches`: of the whole batch; it matters where gradients are added up as a tree."""
+        held = self.stored.pop((step, microbatch))
         if held.outputs is None:
             self._with_graph(held, step, microbatch, once_more=True)
         assert held.outputs is not None
@@ -334,8 +335,12 @@ class Stage:
                 seeds.append(gradient.to(output.device))
         # Nothing but the graph holds on to activations now, and the graph lets go of each as it is used.
         held.entered, held.outputs = [], None
+        part = self._tree.part_of(microbatch, microbatches) if self._sums else 0
         if self._sums:
-            self._sums[self._side(step)].turn_to(part)
+            sums = self._sums[self._side(step)]
+            sums.turn_to(part)
+            if microbatch == self._tree.microbatches(range(part, part + 1), microbatches)[-1]:
+                sums.last_of(part)
         if roots:
             run_backward(roots, seeds)
         if held.later:
@@ -361,14 +366,14 @@ class Stage:
         if self._sums:
             self._sums[self._side(step)].close({part for other, part, _ in self._deferred if other == step})
 
-    def take_sums(self, step: int, nodes: Sequence[int]) -> list[Sums | None]:
-        """The sums below these nodes of the tree, as far as microbatches came here; the parameters have none now."""
-        return self._sums[self._side(step)].take(nodes) if self._sums else [None for _ in nodes]
+    def sums_of(self, step: int) -> GradientSums:
+        """With a tree of sums: the gradients of a step, to be taken or given."""
+        return self._sums[self._side(step)] if self._sums else GradientSums(self._tree, [])
 
     def gradient_norms(self, step: int) -> Norms:
         """What torch's own clipping begins with."""
         self._add_up(step)
-        return [compute_device.taken_back(each) for each in norms_of(self._parameters[self._side(step)])]
+        return [compute_device.taken_back(each) for each in norms_of(self.parameters[self._side(step)])]
 
     def _add_up(self, step: int) -> None:
         """Every gradient of the step is there."""
@@ -380,13 +385,13 @@ class Stage:
         self._add_up(step)
         side = self._side(step)
         if self._optimizer is not None:
-            parameters = self._parameters[side]
+            parameters = self.parameters[side]
             if total_norm is not None and self._recipe.clip_norm is not None:
                 (norm,) = compute_device.brought([total_norm])
                 clip_grads_with_norm_(parameters, self._recipe.clip_norm, norm)
             if side != self._newest:
                 with torch.no_grad():
-                    torch._foreach_copy_(parameters, self._parameters[self._newest])
+                    torch._foreach_copy_(parameters, self.parameters[self._newest])
             rate = learning_rate(self._recipe.schedule, self._recipe.optimizer_settings["lr"], step)
             self._optimizer.step(rate, parameters)
             for parameter in parameters:
@@ -417,7 +422,7 @@ class Stage:
 
     def finite(self, microbatch: int) -> bool:
         """Whether what left the segment in this microbatch is a number everywhere."""
-        for (step, number), held in self._stored.items():
+        for (step, number), held in self.stored.items():
             if number == microbatch:
                 outputs = held.outputs or self._with_graph(held, step, number, once_more=True)
                 if not all(bool(torch.isfinite(each).all()) for each in outputs if each.is_floating_point()):

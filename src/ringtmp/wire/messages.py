@@ -1,7 +1,7 @@
 """Every message nodes exchange, and who may say it to whom and when (permissions.py). Adding a field or a kind means a new
 PROTOCOL number.
 
-The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale to clip
+The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale, GroupSum
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
 Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Lost
@@ -23,6 +23,7 @@ from ringtmp.wire.permissions import (  # isort: skip
     AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, NodeMessage,
     between, reported, told,
 )  # fmt: skip
+from ringtmp.wire.group_messages import GroupSum as GroupSum
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Edge as Edge
 from ringtmp.wire.message_parts import Randomness as Randomness
@@ -35,8 +36,8 @@ class Activations(NodeMessage, frozen=True, tag="activations"):
     turn: int  # number of the pass; passes follow one another strictly
     step: int
     visit: int  # where they arrive
-    microbatch: int
-    microbatches: int
+    microbatch: int  # -1: the receiver, one of a group, has none in this pass
+    microbatches: int  # of the whole pass
     training: bool
     fresh: bool  # no training step came directly before: waiting for this one is not idleness
     wants: tuple[bool, ...]  # which tensors need a gradient in return
@@ -485,7 +486,7 @@ Message = (
     Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
     | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Detail | Sample | Timed
     | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Lend | Scored | Store | Kept | Push | Pull | Pulled | Copy
-    | Copied | Lost | Squares | Total | GradientPart | PeerModel
+    | Copied | Lost | Squares | Total | GradientPart | PeerModel | GroupSum
 )  # fmt: skip
 
 #: Every class a message may be of.

@@ -2,6 +2,7 @@
 
     MASTER   node 0                      NODE      any other node of the ring
     BEFORE   on the route, whoever sends activations to the receiver; AFTER: whoever gets them from it
+    MEMBER   on the route, another node that holds the same layers
     SERVER, WORKER   of a data-parallel strategy
 
     MEETING  from hello to the plan      PLAN      from the plan on      END   the master has told everyone to stop
@@ -29,6 +30,7 @@ class Who(Enum):
     NODE = "a node"
     BEFORE = "the neighbour before"
     AFTER = "the neighbour behind"
+    MEMBER = "a member of the same group"
     SERVER = "a server"
     WORKER = "a worker"
 
@@ -91,7 +93,8 @@ class NodeMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 ANYONE = (Who.MASTER, Who.NODE)
-NODE, BEFORE, AFTER, SERVER, WORKER = (Who.NODE,), (Who.BEFORE,), (Who.AFTER,), (Who.SERVER,), (Who.WORKER,)
+NODE, BEFORE, AFTER, MEMBER = (Who.NODE,), (Who.BEFORE,), (Who.AFTER,), (Who.MEMBER,)
+SERVER, WORKER = (Who.SERVER,), (Who.WORKER,)
 _MASTER = (Who.MASTER,)
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ringtmp.config.setting_type import listed
 from ringtmp.errors import UsageError
 from ringtmp.model.parameters_changed_in_forward import refuse_written
 from ringtmp.model.portable_layer import Layer
-from ringtmp.model.recompute import changed_buffers
+from ringtmp.model.running_statistics import refuse_statistics
 from ringtmp.plan.when_to_rebalance import Balance
 from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.leader import Start
@@ -88,7 +87,8 @@ def plan(
     slots: tuple[tuple[int, ...], ...] = ()
     order: tuple[int, ...] = ()
     if request.recipe.sum_tree > 1:
-        refuse_statistics(request.layers, name, len(roles.workers))
+        if (count := len(roles.workers)) > 1:
+            refuse_statistics(request.layers, f"with {name} {count} workers share them", "one node, or --strategy ring")
         slots = tuple(tuple(slot.stop - slot.start for slot in layer_flat(each).slots) for each in request.layers)
         order = parameter_order(request.layers)
     table: tuple[Key, ...] = ()
@@ -114,19 +114,6 @@ def plan(
         request, strategy, pace, enlist,
         roles=roles, table=table, owners=owners, warnings=warnings, facts=facts, shares=shares, loss=loss,
     )  # fmt: skip
-
-
-def refuse_statistics(layers: Sequence[Layer], strategy: str, workers: int) -> None:
-    """Running statistics depend on the order in which microbatches pass a layer. Where workers share them there is no such
-    order, and no bits to keep."""
-    for layer in layers:
-        if workers > 1 and (changed := changed_buffers(layer.train)):
-            names = listed(tuple(sorted(changed)), "and")
-            raise UsageError(
-                f"layer {layer.name!r} changes {names} in forward (BatchNorm?), which goes by the order of microbatches, and "
-                f"with {strategy} {workers} workers share them: --sum-tree cannot keep the bits. Use LayerNorm or GroupNorm, "
-                "one node, or --strategy ring"
-            )
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:

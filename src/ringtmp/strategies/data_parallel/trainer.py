@@ -20,7 +20,6 @@ from ringtmp.model import portable_layer
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.plan.route import MASTER
-from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.checkpoint import StateName
 from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.gradients_at_segment_edges import detached
@@ -103,7 +102,6 @@ class Trainer:
         self._plan = plan
         self._exchange = exchange
         self._loss: LossFunction = LOSSES.get(plan.loss, not_there)
-        self._tree = SumTree(plan.recipe.sum_tree)
         self._rows = Rows()
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
@@ -279,13 +277,12 @@ class Trainer:
         for position, number in enumerate(task.microbatches):
             found = task.gradients[position]
             arriving = None if layer == layers - 1 else [found.pop(each, None) for each in crossings.leaving]
-            part = self._tree.part_of(number, work.microbatches) if nodes else 0
-            caught = stage.backward(work.step, number, arriving, part)
+            caught = stage.backward(work.step, number, arriving, work.microbatches)
             found.update(
                 (value, each) for value, each in zip(crossings.entering, caught, strict=True) if each is not None
             )
         task.position += 1
-        sums = stage.take_sums(work.step, nodes)
+        sums = stage.sums_of(work.step).take(nodes)
         self.replica.let_go_of_gradients(layer)
         self._exchange.used(layer)
         self.recorder.end(started, "backward", layer, -1)

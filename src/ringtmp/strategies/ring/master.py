@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,9 @@ from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
 from ringtmp.model.output_tree import map_outputs, nest
 from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.groups import admission
 from ringtmp.plan.route import MASTER
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
@@ -90,7 +92,12 @@ class _Step:
 
     batch: Batch
     turn: int
-    loss: float = 0.0
+    losses: dict[int, float] = field(default_factory=dict)  # by microbatch, times its share of the batch
+
+    @property
+    def loss(self) -> float:
+        """Added up in the order of microbatches, whichever came first."""
+        return sum(self.losses[each] for each in sorted(self.losses))
 
 
 class Master(BaseLeader):
@@ -136,13 +143,13 @@ class Master(BaseLeader):
         self._checkpoint = checkpoint
         here = {} if snapshot is None else places(snapshot.step, self.hellos, self.endpoint.snapshots.contents())
         for index, layer in enumerate(self._layers):
-            holder = route.holder(index).node
-            if snapshot is None or not layer.tensors:
-                self._place(index, holder, checkpoint.layer(index, layer))
-            elif without_frozen(layer, self._frozen[index]):
-                self._bring_back(snapshot.step, index, holder, here[index])
-            else:
-                self._bring_frozen(snapshot.step, index, holder, checkpoint)
+            for holder in route.holder(index).members:
+                if snapshot is None or not layer.tensors:
+                    self._place(index, holder, checkpoint.layer(index, layer))
+                elif without_frozen(layer, self._frozen[index]):
+                    self._bring_back(snapshot.step, index, holder, here[index])
+                else:
+                    self._bring_frozen(snapshot.step, index, holder, checkpoint)
 
     def _setup_of(self, node: int) -> Setup:
         near = {peer: self._setup.addresses[peer] for peer in neighbours(self._setup.route, self._setup.flow, node)}
@@ -261,7 +268,7 @@ class Master(BaseLeader):
             value = float(loss.detach())
             if not math.isfinite(value):
                 raise NotFinite(step, microbatch, value)
-            current.loss += value * weight
+            current.losses[microbatch] = value * weight
             return loss * weight
 
     def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool, keep: bool = False) -> int:
@@ -271,8 +278,9 @@ class Master(BaseLeader):
         sizes = [len(next(iter(leaves(each)))) for each in batch.inputs]
         self._sizes = {at: each for at, each in self._sizes.items() if at > turn - REMEMBERED_PASSES}
         self._sizes[turn] = (step, training, sizes)
-        for microbatch, inputs in enumerate(batch.inputs):
-            tensors = self._entering(list(leaves(inputs)), training)
+        order = admission(self._setup.route, SumTree(self._setup.recipe.sum_tree), len(batch.inputs))
+        for microbatch in order if self._setup.route.grouped else range(len(batch.inputs)):
+            tensors = self._entering(list(leaves(batch.inputs[microbatch])), training)
             message = Activations(
                 turn, step, 0, microbatch, len(batch.inputs), training, fresh, (False,) * len(tensors), keep=keep
             )  # fmt: skip

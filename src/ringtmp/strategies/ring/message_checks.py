@@ -13,30 +13,37 @@ import msgspec
 
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
+from ringtmp.plan.groups import member_for
 from ringtmp.plan.route import holder_of
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.layer_snapshot import Label
 from ringtmp.strategies.ring.exchange_snapshots import MOST_PIECE_BYTES
+from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.message_parts import fits
-from ringtmp.wire.messages import Activations, Gradients, Keep, Message, Norms, Scale, Setup, Specs
+from ringtmp.wire.messages import Activations, Gradients, GroupSum, Keep, Message, Norms, Scale, Setup, Specs
 from ringtmp.wire.permissions import Who
 from ringtmp.wire.tensors import TensorSpec, check
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 MOST_LABEL_BYTES = 2**20
 MOST_PARAMETERS = 10**7
+#: Evaluations that a member of a group may be ahead of another.
+MOST_PASSES_AHEAD = 64
 _labels = msgspec.msgpack.Decoder(Label)
 
 
 class Scrutiny:
     def __init__(
         self, setup: Setup, me: int, visits: Mapping[int, VisitState], limit_bytes: int,
-        expects: Callable[[Activations], None],
+        expects: Callable[[Activations], None], groups: Mapping[int, GroupSums],
     ) -> None:  # fmt: skip
         """`expects` knows more of a pass, where the batch is at hand."""
         self._setup = setup
         self._route = setup.route
+        self._tree = SumTree(setup.recipe.sum_tree)
+        self._groups = groups
         self._me = me
         self._visits = visits
         self._limit_bytes = limit_bytes
@@ -49,9 +56,14 @@ class Scrutiny:
         self._wants: dict[tuple[int, int], Any] = {}  # by where they come from and go to
         self._holes: dict[tuple[int, int], Any] = {}
         self._norms: dict[tuple[int, int], Any] = {}
+        #: Among groups, by visit and pass: what was said of it, and which microbatches have come.
+        self._passes: dict[tuple[int, int], tuple[tuple[int, int, bool, bool], set[int]]] = {}
         self._next_step = dict.fromkeys(visits, setup.step)
 
     def is_a(self, who: Who, node: int, message: Any) -> bool:
+        if who is Who.MEMBER:
+            visit = self._visits.get(message.visit)
+            return visit is not None and node in visit.visit.members
         if who not in (Who.BEFORE, Who.AFTER):
             return False
         if isinstance(message, Keep):
@@ -65,7 +77,20 @@ class Scrutiny:
             if pair not in self._skips:
                 return False
             other = source
-        return 0 <= other <= self._route.last and self._route.node(other) == node
+        return 0 <= other <= self._route.last and node in self._senders(other, message)
+
+    def _senders(self, visit: int, message: Any) -> tuple[int, ...]:
+        """Who of a visit may send this: of a group whoever has the microbatch, or else the first, who speaks for all."""
+        there = self._route.visits[visit]
+        if not there.others:
+            return there.members
+        number = getattr(message, "microbatch", -1)
+        if number < 0:
+            return (there.node,)
+        count = getattr(message, "microbatches", None)
+        if count is None:  # a gradient, of a pass that is under way
+            count = self._visits[message.visit].pass_of(message.turn).count
+        return (member_for(there, self._tree.part_of(number, count), self._tree),) if 0 <= number < count else ()
 
     def __call__(self, sender: int, message: Message) -> None:
         if isinstance(message, Activations) and message.source >= 0:
@@ -76,10 +101,13 @@ class Scrutiny:
             self._activations(message)
         elif isinstance(message, Gradients):
             self._gradients(message)
+        elif isinstance(message, GroupSum):
+            self._groups[message.visit].check(sender, message, self._visits[message.visit].done_turn)
         elif isinstance(message, Norms):
             current = self._pass(message)
             norms = _given(message.tensors, len(message.tensors), "Norms")
-            if not current.returned == current.microbatches or current.norms_came:
+            # Among groups gradients take other ways than norms do.
+            if not (self._route.grouped or current.returned == current.microbatches) or current.norms_came:
                 raise ProtocolError(f"sent Norms of pass {message.turn} out of turn")
             whole = all(each.dtype in _FLOATS and len(each.shape) == 1 for each in norms)
             if not whole or sum(each.count for each in norms) > MOST_PARAMETERS:
@@ -90,7 +118,8 @@ class Scrutiny:
         elif isinstance(message, Scale):
             current = self._pass(message)
             (total,) = _given(message.tensors, 1, "Scale")
-            if not current.norms_sent or current.scale_came:
+            first = self._visits[message.visit].visit.node == self._me
+            if not (current.norms_sent if first else current.answered) or current.scale_came:
                 raise ProtocolError(f"sent Scale of pass {message.turn} out of turn")
             if total.dtype not in _FLOATS or total.shape:
                 raise ProtocolError(f"sent {total} as a norm")
@@ -100,7 +129,9 @@ class Scrutiny:
 
     def _activations(self, message: Activations) -> None:
         last, visit = self._last.get(message.visit), message.visit
-        if last is not None and message.turn == last.turn:
+        if self._route.grouped:
+            self._in_any_order(message)
+        elif last is not None and message.turn == last.turn:
             same = (message.step, message.microbatches, message.training, message.keep)
             if message.microbatch != last.microbatch + 1 or message.microbatch >= last.microbatches:
                 raise ProtocolError(f"sent microbatch {message.microbatch} of pass {message.turn} out of turn")
@@ -117,6 +148,8 @@ class Scrutiny:
             self._next_step[visit] += message.training
         if len(self._visits[visit].activations) > 2 * self._setup.window:
             raise ProtocolError("sent more microbatches than the window admits")
+        if message.microbatch < 0:
+            return
         if len(message.tensors) != self._wire.width * len(message.wants) or not self._holes_explained(message):
             raise ProtocolError(f"sent {len(message.tensors)} tensors of which {len(message.wants)} may want gradients")
         way = visit - 1, visit
@@ -125,12 +158,41 @@ class Scrutiny:
         self._expects(message)
         self._last[visit] = message
 
+    def _in_any_order(self, message: Activations) -> None:
+        """Among groups several nodes send to a visit, each in the order of its own microbatches."""
+        state, turn, number = self._visits[message.visit], message.turn, message.microbatch
+        untrusted.whole(message.microbatches, "the number of microbatches", 1)
+        untrusted.whole(message.step, "the step")
+        what = (message.step, message.microbatches, message.training, message.keep)
+        told, seen = self._passes.setdefault((message.visit, turn), (what, set()))
+        own = range(message.microbatches) if state.share is None else state.share.microbatches(message.microbatches)
+        if not state.done_turn < turn <= state.done_turn + MOST_PASSES_AHEAD or number in seen:
+            raise ProtocolError(f"sent microbatch {number} of pass {turn} out of turn")
+        if told != what:
+            raise ProtocolError(f"changed its mind about pass {turn}")
+        if number not in (own or (-1,)):
+            raise ProtocolError(f"sent microbatch {number} of pass {turn}, which is not had here")
+        part = (
+            self._tree.microbatches(self._part(number, message.microbatches), message.microbatches)
+            if number >= 0
+            else ()
+        )
+        if number > 0 and number - 1 in part and number - 1 not in seen:
+            raise ProtocolError(f"sent microbatch {number} of pass {turn} before the one before it")
+        seen.add(number)
+        for old in [key for key in self._passes if key[0] == message.visit and key[1] <= state.done_turn]:
+            del self._passes[old]
+
+    def _part(self, microbatch: int, count: int) -> range:
+        part = self._tree.part_of(microbatch, count)
+        return range(part, part + 1)
+
     def _skipped(self, message: Activations | Gradients, source: int, target: int, training: bool) -> None:
         """Along an edge past a visit microbatches come in order, too; with which others they belong is seen when the
         microbatch is worked on."""
         key, now = (source, target, isinstance(message, Activations)), (message.turn, message.microbatch)
         before = self._newest.get(key, (0, -1))
-        if not (now == (before[0], before[1] + 1) or (now[0] > before[0] and now[1] == 0)):
+        if not self._route.grouped and not (now == (before[0], before[1] + 1) or (now[0] > before[0] and now[1] == 0)):
             raise ProtocolError(f"sent microbatch {message.microbatch} of pass {message.turn} out of turn")
         state = self._visits[message.visit]
         waiting = state.skipped if isinstance(message, Activations) else state.returned
@@ -141,7 +203,9 @@ class Scrutiny:
                 raise ProtocolError(
                     f"sent {len(message.tensors)} tensors, {len(message.wants)} of which may want gradients"
                 )
-        elif now > max(((each.turn, each.forwarded - 1) for each in state.passes), default=(0, 0)):
+        elif not self._route.grouped and now > max(
+            ((each.turn, each.forwarded - 1) for each in state.passes), default=(0, 0)
+        ):
             raise ProtocolError(f"sent a gradient for pass {message.turn}, microbatch {message.microbatch} out of turn")
         self._fit_edge(message, source, target, training)
         if isinstance(message, Activations):
@@ -184,7 +248,12 @@ class Scrutiny:
 
     def _gradients(self, message: Gradients) -> None:
         current = self._pass(message)
-        if not (message.microbatch == current.returned < current.forwarded and message.step == current.step):
+        fine = message.microbatch == current.returned < current.forwarded and message.step == current.step
+        if self._route.grouped:
+            gone = (message.step, message.microbatch) in self._visits[message.visit].stage.stored
+            fine = message.step == current.step and gone and message.microbatch not in current.went_back
+            current.went_back.add(message.microbatch)
+        if not fine:
             raise ProtocolError(f"sent a gradient for pass {message.turn}, microbatch {message.microbatch} out of turn")
         self._fit(message, message.visit + 1)
         holes = [each is None for each in message.tensors[:: self._wire.width]]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, cast
 
+import msgspec
 import torch
 
 from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
@@ -20,6 +22,7 @@ from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
 from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
 from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.groups import share_of, who_has, without_any
 from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
@@ -31,9 +34,10 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage, WrongGradient
 from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
+from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
-from ringtmp.strategies.ring.segment_queue import Pass, VisitState
+from ringtmp.strategies.ring.segment_queue import Pass, Share, VisitState
 from ringtmp.strategies.ring.tensor_routes import crossings_of, neighbours, ways_of
 from ringtmp.system.resources import free_memory_bytes, mind_memory
 from ringtmp.wire.formats import wire_format
@@ -43,6 +47,7 @@ from ringtmp.wire.messages import (
     Echoed,
     Fetch,
     Gradients,
+    GroupSum,
     Inspect,
     Inspected,
     LayerState,
@@ -96,6 +101,11 @@ class Node:
         self._clip = recipe.clip_norm is not None
         self._tree = SumTree(recipe.sum_tree)
         self.visits = {visit.index: self._visit(visit, defer, recompute) for visit in setup.route.on(self.me)}
+        self.groups = {
+            index: GroupSums(state.visit, self.me, self._tree, state.stage, self._post)
+            for index, state in self.visits.items()
+            if state.share is not None
+        }
         self._owner = owner
         endpoint.snapshots.keep_only(setup.step)
         endpoint.snapshots.forget_frozen(but={layer for visit in setup.route.on(self.me) for layer in visit.layers})
@@ -106,7 +116,7 @@ class Node:
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
         }  # fmt: skip
         expects = owner.expects if owner is not None else _nothing_known
-        scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects)
+        scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects, self.groups)
         endpoint.enter_plan(scrutiny.is_a, scrutiny)
         self.parameter_order: Sequence[int] = ()  # of the norms that reach the front, where layers do not go by it
         self._first_step = setup.step
@@ -122,7 +132,8 @@ class Node:
         ways = {each: ways_of(setup.flow, visit.index, each) for each in (True, False)} if setup.flow else {}
         crossings = {each: crossings_of(way) for each, way in ways.items()}
         stage = Stage(visit, setup.recipe, defer, setup.step, recompute, crossings or None)
-        return VisitState(visit, stage, setup.recipe.staleness, ways)
+        share = Share(self._tree, share_of(visit, self.me, self._tree)) if visit.others else None
+        return VisitState(visit, stage, setup.recipe.staleness, setup.route.grouped, ways, share)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -157,17 +168,13 @@ class Node:
         if not self._wire.exact and mail.sender != self.me and isinstance(message, Activations | Gradients):
             mail = mail._replace(tensors=self._wire.unpack(mail.tensors))
         if isinstance(message, Activations):
-            state = self._expect(message.visit, mail)
-            queue = state.activations if message.source < 0 else state.skipped.setdefault(message.source, deque())
-            queue.append(mail)
+            self._expect(message.visit, mail).arrived(mail)
             if mail.payload_bytes and message.training:
                 self.recorder.received(
                     message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
                 )
         elif isinstance(message, Gradients):
-            state = self._expect(message.visit, mail)
-            queue = state.gradients if message.source < 0 else state.returned.setdefault(message.source, deque())
-            queue.append(mail)
+            self._expect(message.visit, mail).returns(mail)
             if mail.payload_bytes:
                 self.recorder.received(
                     message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
@@ -180,6 +187,10 @@ class Node:
         elif isinstance(message, Scale):
             state = self._expect(message.visit, mail)
             self._scale(state, state.pass_of(message.turn), mail.tensors[0])
+        elif isinstance(message, GroupSum):
+            state = self._expect(message.visit, mail)
+            if self.groups[message.visit].take(mail):
+                self._summed(state, state.pass_of(message.turn))
         elif isinstance(message, Place):
             self._place(message, mail.tensors)
         elif isinstance(message, Restore):
@@ -231,7 +242,7 @@ class Node:
             current = state.current
             if current is not None and current.training:
                 if current.backwarded == current.microbatches:
-                    return "clipping"
+                    return "clipping" if current.summed else "sums"
                 if state.visit.index == 0 and state.activations:
                     return "window"
                 if current.forwarded == current.microbatches:
@@ -260,9 +271,12 @@ class Node:
 
     def _forward(self, state: VisitState) -> None:
         message, mail = state.take()
-        if message.keep and state.begins(message):
+        if message.keep and state.begins(message) and state.visit.node == self.me:
             self.keeping.take(message.step, state.stage)
         current = state.begin(message)
+        if message.microbatch < 0:  # a member of a group that has none
+            (partial(self._add_up_if_complete, state, current) if current.training else state.end)()
+            return
         inputs: list[torch.Tensor] = []
         wants: list[bool] = []
         for each in mail:
@@ -304,20 +318,28 @@ class Node:
                 message.fresh, tuple(each.requires_grad for each in mine), keep=message.keep, same=same,
                 source=-1 if target == me + 1 else me,
             )  # fmt: skip
-            self._post(target, onward, tensors, message.training)
+            self._post(self._peer(target, message.microbatch, message.microbatches), onward, tensors, message.training)
+        if message.microbatch == 0:  # whoever has this one tells those who have none
+            for member in without_any(self.route.visits[me + 1], message.microbatches, self._tree):
+                none = msgspec.structs.replace(
+                    message, visit=me + 1, microbatch=-1, wants=(), tensors=(), same=(), source=-1
+                )
+                self._post(member, none, (), message.training)
+
+    def _peer(self, visit: int, microbatch: int, count: int) -> int:
+        return who_has(self.route.visits[visit], microbatch, count, self._tree)
 
     def _backward(self, state: VisitState) -> None:
         message, mail = state.take_back()
         current = state.pass_of(message.turn)
-        if message.microbatch != current.backwarded:
+        if message.microbatch != current.backwarded and not state.grouped:
             raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
         me = state.visit.index
         gradients = [tensor for each in mail for tensor in each.tensors]
         try:
             entering = state.stage.backward(
-                message.step, message.microbatch, None if me == self._last_visit else gradients,
-                self._tree.part_of(message.microbatch, current.microbatches),
-            )  # fmt: skip
+                message.step, message.microbatch, None if me == self._last_visit else gradients, current.count
+            )
         except WrongGradient as error:
             senders = [each.sender for each in mail for _ in each.tensors]
             raise Misconduct(f"sent {error}", senders[error.position]) from None
@@ -327,20 +349,36 @@ class Node:
             back = Gradients(
                 message.turn, message.step, source, message.microbatch, source=-1 if source == me - 1 else me
             )
-            self._post(source, back, list(islice(caught, count)))
-        if self._clip:
-            self._pass_norms_on(state, current)
+            self._post(self._peer(source, message.microbatch, current.count), back, list(islice(caught, count)))
+        self._add_up_if_complete(state, current)
 
     def _weights(self, state: VisitState) -> None:
         state.stage.weight_gradients()
+        for each in tuple(state.passes):  # the second of two that overlap has work of its own left for later
+            self._add_up_if_complete(state, each)
+
+    def _add_up_if_complete(self, state: VisitState, current: Pass) -> None:
+        """A group adds up what its members have, when all of it is there; then norms may go on."""
+        group = self.groups.get(state.visit.index)
+        complete = current.answered and not state.stage.has_deferred(current.step)
+        if group is not None and complete and not current.adding_up:
+            current.adding_up = True
+            if group.begin(current.turn, current.step):
+                self._summed(state, current)
+        elif group is None and self._clip:
+            self._pass_norms_on(state, current)
+
+    def _summed(self, state: VisitState, current: Pass) -> None:
+        current.summed = True
         if self._clip:
-            for each in tuple(state.passes):  # the second of two that overlap has work of its own left for later
-                self._pass_norms_on(state, each)
+            self._pass_norms_on(state, current)
 
     def _pass_norms_on(self, state: VisitState, current: Pass) -> None:
         """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""
         at_tail = state.visit.index == self._last_visit
         if current.norms_sent or not current.answered or state.stage.has_deferred(current.step):
+            return
+        if not current.summed or state.visit.node != self.me:  # of a group the first speaks for all
             return
         if current.deeper_norms is None and not at_tail:
             return
@@ -348,15 +386,18 @@ class Node:
         norms = [*own, *(current.deeper_norms or ())]
         current.norms_sent = True
         if state.visit.index > 0:
-            self._post(state.visit.index - 1, Norms(current.turn, state.visit.index - 1), norms)
+            before = state.visit.index - 1
+            self._post(self.route.node(before), Norms(current.turn, before), norms)
         else:
             self._scale(state, current, total_norm(norms, self.parameter_order))
 
     def _scale(self, state: VisitState, current: Pass, total: torch.Tensor | None) -> None:
         assert total is not None
         current.total_norm = total
-        if state.visit.index < self._last_visit:
-            self._post(state.visit.index + 1, Scale(current.turn, state.visit.index + 1), [total])
+        if state.visit.index < self._last_visit and state.visit.node == self.me:
+            behind = state.visit.index + 1
+            for member in self.route.visits[behind].members:
+                self._post(member, Scale(current.turn, behind), [total])
 
     def _update(self, state: VisitState) -> None:
         current = state.current
@@ -439,8 +480,7 @@ class Node:
 
     # -- small things -------------------------------------------------------------------------------------------------
 
-    def _post(self, visit: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
-        peer = self.route.node(visit)
+    def _post(self, peer: int, message: Any, tensors: Sequence[torch.Tensor | None], counted: bool = True) -> None:
         if peer != self.me and not self._wire.exact and isinstance(message, Activations | Gradients):
             tensors = self._wire.pack(tensors)
         if peer != self.me and counted:

@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 
 from ringtmp.config import RingPart, RunConfig
+from ringtmp.errors import DoesNotFit
 from ringtmp.metrics.events import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
+from ringtmp.model.running_statistics import refuse_statistics
 from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
-from ringtmp.plan.devices import rate_between
+from ringtmp.plan.devices import Device, rate_between
+from ringtmp.plan.groups import as_one_device, exchange_s, fitted, grouped, members_of, parse_groups
 from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
@@ -37,7 +40,7 @@ from ringtmp.strategies.ring.master import Master
 from ringtmp.strategies.ring.tensor_routes import flow_of, what_travels
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
 from ringtmp.system.resources import peak_rss_bytes
-from ringtmp.units import bytes_text
+from ringtmp.units import bytes_text, seconds_text
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Setup
 
@@ -65,41 +68,120 @@ class RingPlan:
 
 
 def plan(request: PlanRequest) -> RingPlan:
+    if request.config.ring.groups is not None and len(request.addresses) > 1:
+        return _plan_groups(request, request.config.ring.groups)
     members = kept_apart(sorted(request.addresses), request.apart)
     request = _arranged(request, members)
-    config, layers, index = request.config, request.layers, request.index
     planned = plan_with_schedule(request.index.costs, request.devices, _options(request), request.paths)
     route, warnings = _route(request, planned)
     route = _numbered(route, members)
     if gone := sorted(set(request.addresses) - set(members)):
         who = ", ".join(f"node {node}" for node in gone)
         warnings += (f"{who} is left out: no order of the ring lets every node reach its neighbours",)
-    recipe = request.recipe
+    if request.step == 0:
+        warnings += _slow_ways(planned)
+    made = _laid_out(request, planned, route, warnings, _lines(route, members, request))
+    lines = planned.summary(request.chosen)
+    if request.step == 0 and not request.chosen and (faster := much_faster(planned, request.index.least_microbatch)):
+        lines += (faster,)
+    facts = {**_chosen(planned), "forecast": msgspec.to_builtins(_forecast(request, planned))}
+    movable = planned if _movable(request.config.ring) else None
+    return replace(made, lines=lines, facts=facts, planned=movable, left_out=bool(planned.left_out))
+
+
+def _chosen(planned: Plan) -> dict[str, Any]:
+    options = planned.options
+    return {"window": planned.window, "schedule": options.schedule, "schedule_chosen": options.any_schedule}
+
+
+def _plan_groups(request: PlanRequest, text: str) -> RingPlan:
+    """Every group is one device to the planner; the window is as much wider as the largest group has members."""
+    refuse_statistics(request.layers, "with --groups microbatches pass it in another order", "a ring without --groups")
+    there = dict(zip(sorted(request.addresses), request.devices, strict=True))
+    groups, members = _reaching(request, parse_groups(text))
+    stages = [[there[node] for node in each] for each in members[:-1]]
+    planned = _planned_as_one(request, groups, stages, text)
+    route = grouped(members, planned.bounds)
+    warnings = _exposed(request, planned.bounds)
+    if gone := sorted(set(there) - set(route.nodes())):
+        who = ", ".join(f"node {node}" for node in gone)
+        warnings += (f"{who} is left out: it cannot reach everyone it would work with",)
+    made = _laid_out(request, planned, route, warnings, {})
+    costs = request.index.costs
+    sums_s = max(
+        exchange_s(stage, sum(cost.gradient_bytes for cost in costs[slice(*bound)]))
+        for stage, bound in zip(stages, planned.bounds, strict=False)
+    )
+    shape = "-".join(["M", *map(str, groups), "M"])
+    lines = (
+        f"plan: groups {shape}, {planned.options.ring.microbatches} microbatches, about "
+        f"{seconds_text(planned.step_s + sums_s)} a step, of which groups add up their gradients for {seconds_text(sums_s)}",
+        *planned.summary(request.chosen)[1:],
+    )
+    found = zip(members[:-1], planned.memory, planned.simulated.nodes, strict=True)
+    forecast = Forecast(
+        planned.step_s + sums_s, planned.simulated.idle_fraction,
+        tuple(
+            NodeForecast(node, there[node].name, memory.total_bytes, _known(there[node].memory_bytes), step.busy_s)
+            for who, memory, step in found
+            for node in who
+        ),
+        (), "",
+    )  # fmt: skip
+    facts = {**_chosen(planned), "groups": shape, "forecast": msgspec.to_builtins(forecast)}
+    return replace(made, lines=lines, facts=facts, left_out=bool(gone))
+
+
+def _reaching(request: PlanRequest, wanted: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Groups and their members, without those that cannot reach a neighbour or another member."""
+    nodes = sorted(request.addresses)
+    while True:
+        groups = fitted(wanted, len(nodes) - 1)
+        members = members_of(groups, nodes)
+        route = grouped(members, [(0, 0)] * len(members))
+        apart = [each for each in request.apart if max(each) in nodes and min(each) in route.neighbours(max(each))]
+        if not apart:
+            return groups, members
+        nodes.remove(max(apart[0]))
+
+
+def _planned_as_one(request: PlanRequest, groups: Sequence[int], stages: Sequence[Sequence[Device]], text: str) -> Plan:
+    ring = request.config.ring
+    if len(groups) != len(parse_groups(text)):  # cuts were meant for as many stages as there were
+        ring = msgspec.structs.replace(ring, cuts=None)
+    options = plan_options(
+        msgspec.structs.replace(request.config, ring=ring), request.batch_size, request.microbatches, len(request.layers),
+        len(stages), keep_all=True,
+    )  # fmt: skip
+    devices = [as_one_device(each) for each in stages]
+    if options.window is not None:
+        return plan_with_schedule(request.index.costs, devices, options, None)
+    wide = options.ring.window_for(len(stages) + 1) * max(groups)
+    wider = replace(options, window=min(wide, options.ring.microbatches))
+    try:
+        return plan_with_schedule(request.index.costs, devices, wider, None)
+    except DoesNotFit:
+        return plan_with_schedule(request.index.costs, devices, options, None)
+
+
+def _laid_out(
+    request: PlanRequest, planned: Plan, route: Route, warnings: tuple[str, ...], rates: dict[int, float]
+) -> RingPlan:
+    config, layers, index, recipe = request.config, request.layers, request.index, request.recipe
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
     if request.step == 0:  # once: not again when a ring heals or a run is resumed
         warnings += (danger,) if danger is not None else ()
-        warnings += _slow_ways(planned)
     flow = flow_of(layers, route, index.crossing)
     if request.step == 0:
         warnings += what_travels(flow, route, index.input_names)
     setup = Setup(
         route, recipe, planned.window, planned.options.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.keep.protect, _lines(route, members, request),
+        config.training.wire, config.keep.protect, rates,
         flow, index.aside,
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
-    facts = {
-        "window": planned.window, "schedule": planned.options.schedule, "schedule_chosen": planned.options.any_schedule,
-        "forecast": msgspec.to_builtins(_forecast(request, planned)),
-    }  # fmt: skip
-    lines = planned.summary(request.chosen)
-    if request.step == 0 and not request.chosen and (faster := much_faster(planned, index.least_microbatch)):
-        lines += (faster,)
-    return RingPlan(
-        request, setup, warnings, lines, facts, shares, planned if _movable(config.ring) else None,
-        bool(planned.left_out),
-    )  # fmt: skip
+    return RingPlan(request, setup, warnings, (), {}, shares)
 
 
 def tried(
@@ -169,6 +251,8 @@ def refuse_too_few(
     """What the number of layers, and which of them have parameters, tells before they are compared and measured. `why`:
     what keeps a module from being cut into more; empty for a list of layers."""
     ring, layers, ends = config.ring, len(has_parameters), Ends.of(has_parameters)
+    if ring.groups is not None:
+        nodes = 1 + len(fitted(parse_groups(ring.groups), nodes - 1))
     visits = len(holders_of(nodes, ring.laps, ring.route))
     if ring.cuts is not None:
         parse_cuts(ring.cuts, layers, nodes, visits)
@@ -210,7 +294,7 @@ def plan_options(
 
 def _movable(ring: RingPart) -> bool:
     """Whether the cuts are the plan's own, on a plain ring."""
-    return ring.cuts is None and ring.laps == 1 and ring.route == "ring"
+    return ring.cuts is None and ring.groups is None and ring.laps == 1 and ring.route == "ring"
 
 
 def _forecast(request: PlanRequest, planned: Plan) -> Forecast:
@@ -245,13 +329,17 @@ def _members(request: PlanRequest, planned: Plan) -> list[int]:
 
 
 def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]:
+    members = _members(request, planned)
+    holders = [members[holder] for holder in planned.options.holders(len(members))]
+    return route_over(holders, planned.bounds), _exposed(request, planned.bounds)
+
+
+def _exposed(request: PlanRequest, bounds: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """What leaves the master that a user may want to keep there."""
     nodes = request.config.ring.nodes
     if request.config.ring.recompute == "all":
         refuse_unrepeatable(request.layers)
     has_parameters = hides_inputs(request.layers)
-    members = _members(request, planned)
-    holders = [members[holder] for holder in planned.options.holders(len(members))]
-    bounds = planned.bounds
     warnings = []
     if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
         warnings.append(
@@ -259,7 +347,7 @@ def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]
         )
     if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
         warnings.append("the front has no layer with parameters: the raw inputs leave the master")
-    return route_over(holders, bounds), tuple(warnings)
+    return tuple(warnings)
 
 
 def _numbered(route: Route, members: Sequence[int]) -> Route:

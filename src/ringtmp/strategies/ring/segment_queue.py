@@ -12,6 +12,7 @@ import torch
 from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.plan.next_action import Ready
 from ringtmp.plan.route import Visit
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.clipping import Norms
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import Stage
@@ -27,10 +28,14 @@ class Pass:
     turn: int
     step: int
     training: bool
-    microbatches: int
+    microbatches: int  # that come here: all, but for a member of a group
+    count: int = 0  # of the whole pass
+    summed: bool = True  # gradients are added up over the group
     forwarded: int = 0
     backwarded: int = 0
     returned: int = 0  # gradients that have come from a neighbour
+    adding_up: bool = False  # a group has begun to
+    went_back: set[int] = field(default_factory=set)  # microbatches whose gradient came, where they come in any order
     norms_came: bool = False
     scale_came: bool = False
     deeper_norms: Norms | None = None
@@ -42,6 +47,17 @@ class Pass:
         return self.training and self.backwarded == self.microbatches
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a member of a group has of every pass: whole parts of the tree of sums."""
+
+    tree: SumTree
+    parts: range
+
+    def microbatches(self, count: int) -> range:
+        return self.tree.microbatches(self.parts, count)
+
+
 @dataclass
 class VisitState:
     """Passes begin and end in order. One at a time, or with delayed gradients two training steps: the second goes
@@ -50,9 +66,11 @@ class VisitState:
     visit: Visit
     stage: Stage
     staleness: int = 0
+    grouped: bool = False  # some visit of the route is a group's: microbatches come in any order
     ways: Mapping[bool, Ways] = field(
         default_factory=dict
     )  # by whether it is training; empty: all goes to the next visit
+    share: Share | None = None  # of a member of a group
     activations: deque[Mail] = field(default_factory=deque)
     gradients: deque[Mail] = field(default_factory=deque)
     skipped: dict[int, deque[Mail]] = field(default_factory=dict)  # activations from visits further back, by visit
@@ -82,8 +100,26 @@ class VisitState:
         last = self.passes[-1].turn if self.passes else self.done_turn
         if message.turn != last + 1:
             raise ProtocolError(f"pass {message.turn} reached visit {self.visit.index} after pass {last}")
-        self.passes.append(Pass(message.turn, message.step, message.training, message.microbatches))
+        count = message.microbatches
+        own = count if self.share is None else len(self.share.microbatches(count))
+        summed = self.share is None or not message.training
+        self.passes.append(Pass(message.turn, message.step, message.training, own, count, summed))
         return self.passes[-1]
+
+    def arrived(self, mail: Mail) -> None:
+        """Something to go forward with. Among groups several may send, and a pass of one that is ahead waits."""
+        message = cast(Activations, mail.message)
+        queue = self.activations if message.source < 0 else self.skipped.setdefault(message.source, deque())
+        place = len(queue)
+        while place and self.grouped and cast(Activations, queue[place - 1].message).turn > message.turn:
+            place -= 1
+        queue.insert(place, mail)
+
+    def returns(self, mail: Mail) -> None:
+        """Something to go backward with."""
+        message = cast(Gradients, mail.message)
+        queue = self.gradients if message.source < 0 else self.returned.setdefault(message.source, deque())
+        queue.append(mail)
 
     def end(self) -> None:
         self.done_turn = self.passes.popleft().turn
@@ -94,17 +130,20 @@ class VisitState:
         forward = backward = None
         if self.activations:
             head = cast(Activations, self.activations[0].message)
-            if self._may_go_forward(head) and all(self.skipped.get(each) for each in self.sources(head.training)):
+            sources = self.sources(head.training) if head.microbatch >= 0 else ()
+            if self._may_go_forward(head) and all(self._has(self.skipped, each, head) for each in sources):
                 forward = head.microbatch
         answering = oldest
-        if self.gradients and all(self.returned.get(each) for each in self.targets):
+        if self.gradients:
             answer = cast(Gradients, self.gradients[0].message)
-            backward, answering = answer.microbatch, self.pass_of(answer.turn)
+            if all(self._has(self.returned, each, answer) for each in self.targets):
+                backward, answering = answer.microbatch, self.pass_of(answer.turn)
         closing = oldest is not None and oldest.answered
         update = (
             closing
             and oldest is not None
             and not self.stage.has_deferred(oldest.step)
+            and oldest.summed
             and (not clip or oldest.total_norm is not None)
             and not still_read
         )
@@ -141,7 +180,8 @@ class VisitState:
         """The next microbatch to go forward: what it comes with, the mail from the visit before it first."""
         mail = self.activations.popleft()
         message = cast(Activations, mail.message)
-        more = [self.skipped[each].popleft() for each in self.sources(message.training)]
+        tensors = message.microbatch >= 0
+        more = [self._pop(self.skipped, each, message) for each in self.sources(message.training)] if tensors else []
         found = [mail, *self._matching(message, more)]
         if more:
             _agree(self.ways[message.training].entering, found)
@@ -151,8 +191,21 @@ class VisitState:
         """The next microbatch to go backward, likewise."""
         mail = self.gradients.popleft()
         message = cast(Gradients, mail.message)
-        more = [self.returned[each].popleft() for each in self.targets]
+        more = [self._pop(self.returned, each, message) for each in self.targets]
         return message, [mail, *self._matching(message, more)]
+
+    def _has(self, queues: Mapping[int, deque[Mail]], visit: int, message: Activations | Gradients) -> bool:
+        """Whether what comes past a visit is there. Among groups it may come in another order."""
+        queue = queues.get(visit, ())
+        return bool(queue) and (not self.grouped or any(_moment_of(each) == _moment(message) for each in queue))
+
+    def _pop(self, queues: Mapping[int, deque[Mail]], visit: int, message: Activations | Gradients) -> Mail:
+        queue = queues[visit]
+        if not self.grouped:
+            return queue.popleft()
+        mail = next(each for each in queue if _moment_of(each) == _moment(message))
+        queue.remove(mail)
+        return mail
 
     def _matching(self, message: Activations | Gradients, more: list[Mail]) -> list[Mail]:
         for each in more:
@@ -172,6 +225,10 @@ class VisitState:
 def _moment(message: Activations | Gradients) -> tuple[int, int, int]:
     """What is said alike of all that belongs to a microbatch, whichever way it goes."""
     return message.turn, message.step, message.microbatch
+
+
+def _moment_of(mail: Mail) -> tuple[int, int, int]:
+    return _moment(cast(Activations | Gradients, mail.message))
 
 
 def _agree(edges: Sequence[Edge], mail: Sequence[Mail]) -> None:

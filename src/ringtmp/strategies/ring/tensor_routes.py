@@ -105,7 +105,7 @@ def neighbours(route: Route, flow: Sequence[Edge], node: int) -> tuple[int, ...]
     found = set(route.neighbours(node))
     for each in flow:
         if each.source >= 0 and each.target <= route.last and each.values:
-            pair = {route.node(each.source), route.node(each.target)}
+            pair = {*route.visits[each.source].members, *route.visits[each.target].members}
             found |= pair if node in pair else set()
     return tuple(sorted(found - {node}))
 

@@ -1,0 +1,146 @@
+"""Groups: nodes that hold the same segment and share a step's microbatches. Pure.
+
+    M-2-2-M      visit 0   master          front
+                 visit 1   nodes 1, 2      the same layers on both
+                 visit 2   nodes 3, 4
+                 visit 3   master          tail, loss
+
+A member has whole parts of the tree of sums (`sum_tree.py`), so that a group can add up its gradients in the order of one
+process; a microbatch goes from the member that has it in one group to the one that has it in the next. The master's front and
+tail are always the master alone. The front admits microbatches in turn for the members of the largest group, so that none of
+them waits until another has had all of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
+from typing import TypeVar
+
+from ringtmp.errors import UsageError
+from ringtmp.plan.devices import Device
+from ringtmp.plan.route import MASTER, Route, Visit
+from ringtmp.plan.sum_tree import SumTree
+
+
+def parse_groups(text: str) -> tuple[int, ...]:
+    """'2,2' -> (2, 2)"""
+    sizes = text.split(",")
+    if not all(re.fullmatch(r"\s*[1-9]\d{0,3}\s*", each) for each in sizes):
+        raise UsageError(f"--groups {text!r} must be numbers of nodes with commas, such as 2,2")
+    return tuple(int(each) for each in sizes)
+
+
+def check_groups(groups: Sequence[int], nodes: int, parts: int) -> None:
+    """UsageError for groups that cannot be."""
+    text, needed = ",".join(map(str, groups)), 1 + sum(groups)
+    if nodes != needed:
+        raise UsageError(
+            f"--groups {text} needs {needed} nodes with the master, and there are {nodes}: use --nodes {needed}"
+        )
+    if max(groups) > parts:
+        least = 1 << (max(groups) - 1).bit_length()
+        raise UsageError(
+            f"--groups {text} shares a step's microbatches over {max(groups)} nodes, which keeps the bits of one process with "
+            f"--sum-tree {least} or more, and it is {parts}: use --sum-tree {least}, or smaller groups"
+        )
+
+
+def fitted(groups: Sequence[int], workers: int) -> tuple[int, ...]:
+    """The groups for as many nodes besides the master as there are: the largest give a node up, the smallest get one."""
+    found = list(groups)
+    while sum(found) > workers:
+        at = max(range(len(found)), key=lambda place: (found[place], place))
+        found[at] -= 1
+        found = [each for each in found if each]
+    while sum(found) < workers:
+        found[min(range(len(found)), key=lambda place: found[place])] += 1
+    return tuple(found)
+
+
+T = TypeVar("T")
+
+
+def by_group(groups: Sequence[int], members: Sequence[T]) -> list[tuple[T, ...]]:
+    """The master, and every group: `members`, the master first, in their order."""
+    found: list[tuple[T, ...]] = [(members[0],)]
+    first = 1
+    for size in groups:
+        found.append(tuple(members[first : first + size]))
+        first += size
+    return found
+
+
+def members_of(groups: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Who is in which visit."""
+    return [*by_group(groups, nodes), (MASTER,)]
+
+
+def grouped(members: Sequence[tuple[int, ...]], bounds: Sequence[tuple[int, int]]) -> Route:
+    visits = zip(members, bounds, strict=True)
+    return Route(
+        tuple(
+            Visit(at, who[0], *bound, others=who[1:]) for at, (who, bound) in enumerate(visits)
+        )
+    )  # fmt: skip
+
+
+def as_one_device(members: Sequence[Device]) -> Device:
+    """What a group is to the planner: as fast as all of them together, with the memory of the smallest, and every link."""
+    if len(members) == 1:
+        return members[0]
+    first, links = members[0], [each.link for each in members]
+    link = replace(
+        first.link,
+        up_bytes_per_s=sum(each.up_bytes_per_s for each in links),
+        down_bytes_per_s=sum(each.down_bytes_per_s for each in links),
+        latency_s=max(each.latency_s for each in links),
+    )
+    return replace(
+        first,
+        name="+".join(each.name for each in members),
+        speed=sum(each.pace for each in members),
+        quota=None,
+        cores=sum(each.cores for each in members),
+        memory_bytes=min(each.memory_bytes for each in members),
+        extra_bytes=max(each.extra_bytes for each in members),
+        link=link,
+        takes_turns=any(each.takes_turns for each in members),
+        identity="",
+    )
+
+
+def exchange_s(members: Sequence[Device], gradient_bytes: float) -> float:
+    """Adding up over a group: each sends its gradients once while sums are made and once at the end, but for its own share."""
+    rate = min(min(each.link.up_bytes_per_s, each.link.down_bytes_per_s) for each in members)
+    return 2 * gradient_bytes * (len(members) - 1) / len(members) / rate
+
+
+def member_for(visit: Visit, part: int, tree: SumTree) -> int:
+    """The node that has this part of a step at a visit."""
+    members = visit.members
+    return next(node for rank, node in enumerate(members) if part in tree.share(rank, len(members)))
+
+
+def who_has(visit: Visit, microbatch: int, count: int, tree: SumTree) -> int:
+    """The node that has a microbatch of `count` at a visit."""
+    return visit.node if not visit.others else member_for(visit, tree.part_of(microbatch, count), tree)
+
+
+def without_any(visit: Visit, count: int, tree: SumTree) -> list[int]:
+    """Members that have nothing to do in a pass of so few microbatches."""
+    return [node for node in visit.others if not tree.microbatches(share_of(visit, node, tree), count)]
+
+
+def share_of(visit: Visit, node: int, tree: SumTree) -> range:
+    """The parts that a node has at a visit."""
+    return tree.share(visit.members.index(node), len(visit.members))
+
+
+def admission(route: Route, tree: SumTree, count: int) -> list[int]:
+    """The order in which the front admits `count` microbatches."""
+    largest = max(len(visit.members) for visit in route.visits)
+    queues = [tree.microbatches(tree.share(rank, largest), count) for rank in range(largest)]
+    return [each for each in chain.from_iterable(zip_longest(*queues)) if each is not None]

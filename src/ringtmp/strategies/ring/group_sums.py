@@ -1,0 +1,172 @@
+"""A group adds up its gradients: every member ends with the sum over all of them, in the order of the tree of sums.
+
+Each member begins when the last of its own microbatches has gone backward; what others have sent by then waits. Chunks, and
+who adds up which, are as in all-reduce by halving (`plan/sum_tree.py`), so that each member sends about twice its gradients
+once, whatever the size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from ringtmp.errors import ProtocolError
+from ringtmp.plan.groups import share_of
+from ringtmp.plan.route import Visit
+from ringtmp.plan.sum_tree import ROOT, SumTree, equal_shares
+from ringtmp.runtime.add_along_tree import Partial, Send, Slots, TreeAddition, flat_sum
+from ringtmp.runtime.mailbox import Mail
+from ringtmp.runtime.stage import Stage
+from ringtmp.wire.messages import GroupSum, Specs
+from ringtmp.wire.tensors import ALIGNMENT
+
+#: Tensors travel together until they have this many values.
+BUCKET = 1 << 16
+#: Whose sums may be under way: this one, and the next of a member that has this one's already.
+MOST_PASSES = 2
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype, one after the other, that are added up together."""
+
+    first: int
+    stop: int
+    slots: Slots
+    size: int
+    dtype: torch.dtype
+
+
+def buckets(parameters: Sequence[torch.Tensor]) -> list[Bucket]:
+    """Each tensor begins on a 64-byte boundary, as arithmetic with it must."""
+    found: list[Bucket] = []
+    first, slots, size = 0, list[tuple[int, int]](), 0
+    for at, each in enumerate(parameters):
+        slots.append((size, size + each.numel()))
+        grain = ALIGNMENT // each.element_size()
+        size += -(-each.numel() // grain) * grain
+        following = parameters[at + 1].dtype if at + 1 < len(parameters) else None
+        if following != each.dtype or size >= BUCKET:
+            found.append(Bucket(first, at + 1, tuple(slots), size, each.dtype))
+            first, slots, size = at + 1, [], 0
+    return found
+
+
+class GroupSums:
+    """Of one visit, on one member of its group."""
+
+    def __init__(
+        self,
+        visit: Visit,
+        me: int,
+        tree: SumTree,
+        stage: Stage,
+        post: Callable[[int, GroupSum, list[torch.Tensor]], None],
+    ) -> None:
+        self._visit = visit
+        self._rank = visit.members.index(me)
+        self._stage = stage
+        self._post = post
+        self._adding = equal_shares(tree, len(visit.members))
+        self._own = tree.whole(share_of(visit, me, tree))
+        self._split = frozenset(self._adding.split())
+        self._additions: list[TreeAddition] = []
+        self._buckets: list[Bucket] | None = None
+        self._turn = 0  # the pass whose sums are under way; 0: none
+        self._step = 0
+        self._early: list[Mail] = []  # of the next pass
+        self._seen: dict[int, set[tuple[int, int, int]]] = {}  # by pass: bucket, node and chunk of what came
+
+    def begin(self, turn: int, step: int) -> bool:
+        """Every gradient of the pass that this member has is there. True: so is the sum over all members."""
+        self._turn, self._step = turn, step
+        sums = self._stage.sums_of(step).take(self._own)
+        self._additions = []
+        for number, bucket in enumerate(self._known_buckets()):
+            mine = {
+                node: flat_sum(found[bucket.first : bucket.stop], bucket.slots, bucket.size, bucket.dtype)
+                for node, found in zip(self._own, sums, strict=True)
+                if found is not None
+            }
+            addition = TreeAddition(self._adding, self._rank, mine, bucket.slots, bucket.size, bucket.dtype)
+            self._additions.append(addition)
+            self._send(number, addition.begin())
+        early = [mail for mail in self._early if cast(GroupSum, mail.message).turn == turn]
+        self._early = [mail for mail in self._early if mail not in early]
+        for mail in early:
+            self._take(mail)
+        return self._ended()
+
+    def take(self, mail: Mail) -> bool:
+        """Something another member sent. True: the sum over all members is there now."""
+        message = mail.message
+        assert isinstance(message, GroupSum)
+        if message.turn != self._turn:
+            self._early.append(mail)
+            return False
+        self._take(mail)
+        return self._ended()
+
+    def _take(self, mail: Mail) -> None:
+        message = mail.message
+        assert isinstance(message, GroupSum)
+        there = message.there or (True,) * len(self._known_buckets()[message.bucket].slots)
+        given = mail.present()
+        found = Partial(given[0] if given else torch.empty(0), there)
+        self._send(message.bucket, self._additions[message.bucket].take(message.node, message.chunk, found))
+
+    def _ended(self) -> bool:
+        totals = [addition.total for addition in self._additions]
+        if any(total is None for total in totals):
+            return False
+        for bucket, total in zip(self._known_buckets(), totals, strict=True):
+            assert total is not None
+            self._stage.sums_of(self._step).give(bucket.first, [
+                total.values[start:stop] if there else None
+                for (start, stop), there in zip(bucket.slots, total.there, strict=True)
+            ])  # fmt: skip
+        self._additions, self._turn = [], 0
+        return True
+
+    def _send(self, bucket: int, sends: Sequence[Send]) -> None:
+        for each in sends:
+            there = () if all(each.sum.there) else each.sum.there
+            message = GroupSum(self._turn, self._visit.index, bucket, each.node, each.chunk, there)
+            self._post(self._visit.members[each.to], message, [] if each.sum.absent else [each.sum.values])
+
+    def _known_buckets(self) -> list[Bucket]:
+        if self._buckets is None:
+            self._buckets = buckets(self._stage.parameters[0])
+        return self._buckets
+
+    def check(self, sender: int, message: GroupSum, done_turn: int) -> None:
+        """ProtocolError: not this member's to send, not now, or not as large as it must be."""
+        rank, known = self._visit.members.index(sender), self._known_buckets()
+        if message.turn <= done_turn:
+            raise ProtocolError(f"sent a sum of pass {message.turn} out of turn")
+        if not (0 <= message.bucket < len(known) and 0 <= message.chunk < self._adding.chunks):
+            raise ProtocolError(f"sent chunk {message.chunk} of bucket {message.bucket}, which there is not")
+        known_node = message.node == ROOT or message.node >> 1 in self._split
+        if not known_node or self._adding.owner(message.node, message.chunk) != rank:
+            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node}, which is not its to send")
+        if message.node != ROOT and self._adding.owner(message.node >> 1, message.chunk) != self._rank:
+            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node}, which is not added up here")
+        bucket = known[message.bucket]
+        if message.there and len(message.there) != len(bucket.slots):
+            raise ProtocolError(f"sent {len(message.there)} tensors of {len(bucket.slots)}")
+        first, stop = self._adding.bounds(message.chunk, bucket.size)
+        _check_values(message.tensors, not message.there or any(message.there), stop - first, bucket.dtype)
+        self._seen = {turn: seen for turn, seen in self._seen.items() if turn > done_turn}
+        seen, name = self._seen.setdefault(message.turn, set()), (message.bucket, message.node, message.chunk)
+        if name in seen or len(self._seen) > MOST_PASSES:
+            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node} in pass {message.turn} out of turn")
+        seen.add(name)
+
+
+def _check_values(specs: Specs, wanted: bool, size: int, dtype: torch.dtype) -> None:
+    found = [None if each is None else (each.dtype, each.shape) for each in specs]
+    if found != ([(str(dtype).removeprefix("torch."), (size,))] if wanted else []):
+        raise ProtocolError(f"sent {specs} for {size} values")

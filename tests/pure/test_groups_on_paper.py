@@ -1,0 +1,87 @@
+"""Groups on paper: who is in which, who has a microbatch, in which order the front admits them, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringtmp.errors import UsageError
+from ringtmp.plan.devices import Device, Link, Quota
+from ringtmp.plan.groups import (
+    admission,
+    as_one_device,
+    check_groups,
+    exchange_s,
+    fitted,
+    grouped,
+    member_for,
+    members_of,
+    parse_groups,
+    share_of,
+)
+from ringtmp.plan.route import MASTER, holder_of
+from ringtmp.plan.sum_tree import SumTree
+
+#: M-3-2-M over 6 nodes
+ROUTE = grouped(members_of((3, 2), range(6)), [(0, 1), (1, 3), (3, 5), (5, 6)])
+
+
+def test_the_master_has_both_ends_and_the_others_are_grouped_in_their_order() -> None:
+    assert [visit.members for visit in ROUTE.visits] == [(0,), (1, 2, 3), (4, 5), (0,)]
+    assert ROUTE.nodes() == (0, 1, 2, 3, 4, 5)
+    assert ROUTE.grouped
+    assert [visit.index for visit in ROUTE.on(5)] == [2]
+    assert ROUTE.neighbours(2) == (0, 1, 3, 4, 5)  # those before and behind, and its own group
+    assert ROUTE.neighbours(MASTER) == (1, 2, 3, 4, 5)
+
+
+def test_of_a_group_the_first_keeps_snapshots_with_the_first_of_the_next() -> None:
+    assert [holder_of(ROUTE, node) for node in range(6)] == [None, 4, None, None, 0, None]
+
+
+def test_a_member_has_whole_parts_and_everything_is_had_once() -> None:
+    tree = SumTree(8)
+    assert [list(share_of(ROUTE.visits[1], node, tree)) for node in (1, 2, 3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    for visit in ROUTE.visits:
+        had = [node for part in range(8) for node in visit.members if part in share_of(visit, node, tree)]
+        assert had == [member_for(visit, part, tree) for part in range(8)]
+
+
+def test_the_front_admits_in_turn_for_the_members_of_the_largest_group() -> None:
+    two = grouped(members_of((2, 1), range(4)), [(0, 1), (1, 2), (2, 3), (3, 4)])
+    assert admission(two, SumTree(4), 8) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert admission(ROUTE, SumTree(4), 6) == [0, 2, 4, 1, 3, 5]
+    assert admission(ROUTE, SumTree(4), 2) == [0, 1]  # fewer microbatches than parts
+
+
+def test_the_first_member_always_has_the_first_microbatch() -> None:
+    for count in range(1, 12):
+        assert all(member_for(visit, SumTree(4).part_of(0, count), SumTree(4)) == visit.node for visit in ROUTE.visits)
+
+
+def test_groups_are_fitted_to_the_nodes_that_are_there() -> None:
+    assert fitted((2, 2), 4) == (2, 2)
+    assert fitted((2, 2), 3) == (2, 1)
+    assert fitted((3, 1), 3) == (2, 1)
+    assert fitted((1, 1), 1) == (1,)
+    assert fitted((3, 2), 6) == (3, 3)
+
+
+def test_a_group_is_one_device_to_the_planner() -> None:
+    slow = Device("a", quota=Quota(0.002, 0.01), memory_bytes=4.0, link=Link(10.0, 10.0, 0.1))
+    fast = Device("b", speed=2.0, memory_bytes=9.0, link=Link(30.0, 20.0))
+    one = as_one_device([slow, fast])
+    assert (one.name, one.pace, one.memory_bytes) == ("a+b", pytest.approx(2.2), 4.0)
+    assert (one.link.up_bytes_per_s, one.link.down_bytes_per_s, one.link.latency_s) == (40.0, 30.0, 0.1)
+    assert as_one_device([slow]) is slow
+    assert exchange_s([slow, fast], 100.0) == pytest.approx(10.0)  # half there and half back, at the slowest link
+
+
+def test_groups_that_cannot_be_are_refused() -> None:
+    assert parse_groups("3, 2,1") == (3, 2, 1)
+    for text in ("", "2,,2", "0,2", "-1", "two"):
+        with pytest.raises(UsageError, match="must be numbers of nodes with commas"):
+            parse_groups(text)
+    with pytest.raises(UsageError, match="needs 6 nodes with the master, and there are 5"):
+        check_groups((3, 2), 5, 4)
+    with pytest.raises(UsageError, match="use --sum-tree 4, or smaller groups"):
+        check_groups((3, 2), 6, 2)
