@@ -160,7 +160,7 @@ def test_nothing_goes_back_past_the_last_needed_gradient(tmp_path: Path) -> None
         ({"lora": "r=2"}, "does not say on which layers"),
         ({"lora": "r=2,on=q_proj"}, "lora='on=q_proj' fits no module: there are trunk, 0"),
         ({"lora": "r=2,on=trunk"}, "it is a ModuleList, and adapters go on linear layers"),
-        ({"lora": "r=0,on=head"}, "r must be at least 1"),
+        ({"lora": "r=0,on=head"}, "r must be from 1 to 65536"),
         ({"lora": "rank=2,on=head"}, "lora='rank=…' is not known"),
         ({"lora": "r=two,on=head"}, "lora='r=two' must be a number"),
         ({"lora": "r=2,on=0", "train": "head"}, "train='head' would freeze the adapters of lora=: add |lora"),

@@ -394,7 +394,7 @@ def test_the_same_from_python(ring: Ring, expected: str) -> None:
         (["train", "--listen", "192.0.2.7", "--nodes", "2"], "192.0.2.7 is not an address of this machine; it has"),
         (["train", "--listen", "127.0.0.1:99999", "--nodes", "2"], "the port must be a number"),
         (["train", "--listen", "127.0.0.1", "--nodes", "1"], "leaves no device to wait for"),
-        (["node"], "no join token"),
+        (["node", "--no-discovery"], "no join token"),
         (["node", "--join", "rt1.nonsense"], "token is damaged"),
         (["node", "--join", "@missing"], "token file missing cannot be read"),
         (["ring", "token", "--ring", "nowhere"], "no ring 'nowhere' here"),
