@@ -16,10 +16,10 @@ from browser import Browser, chromium, legible
 from known_run import figures_of, known_events, node_step, step
 from ringtmp.cli.report import command
 from ringtmp.errors import UsageError
+from ringtmp.metrics.event_log import EventLog
 from ringtmp.metrics.events import (
     Evaluated,
     Event,
-    EventLog,
     NodeStarted,
     NodeStep,
     Regrouped,

@@ -13,7 +13,7 @@ import torch
 from ringtmp.errors import ProtocolError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.event_log import EventLog
 from ringtmp.model import portable_layer
 from ringtmp.model.export import Exporter
 from ringtmp.plan.devices import (

@@ -16,7 +16,8 @@ from ringtmp.api import Result, Watcher
 from ringtmp.errors import CheckpointError, UsageError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog, NodeStarted, NodeStep, RunStarted, Span, StepDone, Warned
+from ringtmp.metrics.event_log import EventLog
+from ringtmp.metrics.events import NodeStarted, NodeStep, RunStarted, Span, StepDone, Warned
 from ringtmp.runtime.checkpoint import latest
 from test_training_loop import blobs, settings, stack, start, tensors
 

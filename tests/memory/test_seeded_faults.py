@@ -234,7 +234,9 @@ class Base:
         (own / "logs").mkdir()
         cuts = cuts or CUTS[pool.nodes][0]
         keep = KeepPart(checkpoint_every=checkpoint_every)
-        config = RunConfig(training=self.training, ring=RingPart(nodes=pool.nodes, cuts=cuts, schedule="1f1b"), keep=keep)
+        config = RunConfig(
+            training=self.training, ring=RingPart(nodes=pool.nodes, cuts=cuts, schedule="1f1b"), keep=keep
+        )
         job = Job(resolve(config), None, *self.data, cross_entropy, "cross_entropy", RunDirectory(own))
         Session(job, pool, api.Watcher(), Interruption()).train()
         return api.Result(own)

@@ -12,7 +12,7 @@ import torch
 
 from ringtmp.data.batches import Batch, split_batch
 from ringtmp.launch.nodes_in_this_process import InMemoryPool, Wrapper
-from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.event_log import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.build_cells import Cutting
 from ringtmp.model.layers import Model

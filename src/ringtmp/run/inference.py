@@ -17,7 +17,7 @@ from ringtmp.data.batches import Batch
 from ringtmp.data.nested_inputs import leaves
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.node_pool import NodePool
-from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.event_log import EventLog
 from ringtmp.model.portable_layer import Layer, Value, hides_inputs
 from ringtmp.model.run_graph import layer_bytes
 from ringtmp.model.whole_graph import rows_of

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ringtmp.metrics.events import EventLog, NodeTimes, Regrouped
+from ringtmp.metrics.event_log import EventLog
+from ringtmp.metrics.events import NodeTimes, Regrouped
 from ringtmp.plan.when_to_rebalance import PAUSE_S, Balance, Move
 from ringtmp.run.record_events import steps_again
 from ringtmp.runtime.snapshot_schedule import Protection

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog, Regrouped
+from ringtmp.metrics.event_log import EventLog
+from ringtmp.metrics.events import Regrouped
 from ringtmp.run.what_to_train import Watcher
 from ringtmp.wire.messages import Hello
 

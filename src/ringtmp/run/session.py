@@ -16,7 +16,7 @@ from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
 from ringtmp.errors import Interrupted, NodeLost, RingError, UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.event_log import EventLog
 from ringtmp.model.build import TRACED
 from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.run.build_model import write_model

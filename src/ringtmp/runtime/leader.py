@@ -11,7 +11,7 @@ import torch
 from ringtmp import untrusted
 from ringtmp.errors import Misconduct, NodeFailed, NodeLost, ProtocolError, WaitTimeout
 from ringtmp.metrics import events
-from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.event_log import EventLog
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.mailbox import Endpoint, Mail

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.data.batches import Batch
     from ringtmp.errors import NodeLost
-    from ringtmp.metrics.events import EventLog, NodeEnded
+    from ringtmp.metrics.event_log import EventLog
+    from ringtmp.metrics.events import NodeEnded
     from ringtmp.model.portable_layer import Layer
     from ringtmp.plan.devices import Device, LayerCost, Paths
     from ringtmp.plan.memory_forecast import MemoryForecast

@@ -16,7 +16,7 @@ import msgspec
 
 from ringtmp.config import RingPart, RunConfig
 from ringtmp.errors import DoesNotFit
-from ringtmp.metrics.events import EventLog
+from ringtmp.metrics.event_log import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
