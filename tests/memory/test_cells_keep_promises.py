@@ -55,7 +55,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-QUICK = {("unet", "recompute all, laps"), ("tied", "delayed, v, clipped")}
+QUICK = {("tied", "delayed, v, clipped")}
 
 
 def _tier(number: int, way: str) -> pytest.MarkDecorator:

@@ -102,6 +102,7 @@ def test_delayed_gradients_give_the_bits_of_a_delayed_loop(model: str, built_of:
         assert case.run(built, nodes, schedule=schedule, staleness=1) == expected, f"{nodes} nodes, {schedule}"
 
 
+@pytest.mark.long
 def test_delayed_steps_that_do_not_overlap_give_the_same_bits(built_of: Callable[[str], Built]) -> None:
     """So an evaluation, a checkpoint or a stream that brings no batch early changes nothing."""
     case, built = Case("convnet"), built_of("convnet")

@@ -33,7 +33,7 @@ def _digest(printed: str) -> str:
     return re.findall(r"^weights ([0-9a-f]{64})$", printed, re.MULTILINE)[0]
 
 
-@pytest.mark.parametrize("name", [*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(each, marks=pytest.mark.long) for each in MODELS[1:])])
 def test_an_example_trains_and_prints_its_digest(name: str, tmp_path: Path) -> None:
     printed = _short_run(name, tmp_path, nodes=2, steps=2)
     assert "ring of 2 nodes, 2 steps" in printed
