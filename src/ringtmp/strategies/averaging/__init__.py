@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Enlist
 
 ALGORITHMS = ("ring", "tree")
-#: Steps of work a worker may have before it between two means.
-MOST_AHEAD = 16
 
 
 class AveragingSettings(Settings, frozen=True):
@@ -92,10 +90,9 @@ class Averaging(Strategy):
         return settings.tau > 1
 
     def plan(self, request: PlanRequest) -> Plan:
-        from ringtmp.strategies.data_parallel.plan import Pace, plan
+        from ringtmp.strategies.data_parallel.plan import between_means, plan
 
-        tau = self.read(request.config.ring.strategy_settings).tau
-        return plan(request, self, pace=Pace(ahead=min(tau, MOST_AHEAD), alike=False))
+        return plan(request, self, pace=between_means(self.read(request.config.ring.strategy_settings).tau))
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AveragingSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.data_parallel.member import WorkerMember, around_a_ring, up_and_down_a_tree

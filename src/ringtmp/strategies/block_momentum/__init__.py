@@ -50,9 +50,6 @@ if TYPE_CHECKING:
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
 
-#: Steps of work a worker may have before it inside a block.
-MOST_AHEAD = 16
-
 
 class BlockMomentumSettings(Settings, frozen=True):
     tau: Annotated[int, described("1 or more", "steps of a block, which each worker makes by itself")] = 8
@@ -96,10 +93,9 @@ class BlockMomentum(Strategy):
         return settings.tau > 1
 
     def plan(self, request: PlanRequest) -> Plan:
-        from ringtmp.strategies.data_parallel.plan import Pace, plan
+        from ringtmp.strategies.data_parallel.plan import between_means, plan
 
-        tau = self.read(request.config.ring.strategy_settings).tau
-        return plan(request, self, pace=Pace(ahead=min(tau, MOST_AHEAD), alike=False))
+        return plan(request, self, pace=between_means(self.read(request.config.ring.strategy_settings).tau))
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: BlockMomentumSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.block_momentum.model_update_filter import UpdateFilter

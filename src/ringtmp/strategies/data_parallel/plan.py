@@ -40,6 +40,13 @@ class Pace:
 
 
 STEADY = Pace()
+#: Steps of work a worker may have before it between two means.
+MOST_BETWEEN_MEANS = 16
+
+
+def between_means(tau: int) -> Pace:
+    """Workers make `tau` steps of their own, then all go on from one mean."""
+    return Pace(ahead=min(tau, MOST_BETWEEN_MEANS), alike=False)
 
 
 @dataclass(frozen=True)
