@@ -163,6 +163,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(whole_page(), tmp_path_factory.mktemp("every"))
 
 
+@pytest.mark.long
 def test_every_kind_of_figure_becomes_files_and_the_numbers_come_back(written: Path) -> None:
     folder = written.parent
     for figure in every_kind():

@@ -225,6 +225,7 @@ def test_ctrl_c_saves_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
     assert "--resume" in err
 
 
+@pytest.mark.long
 @needs_isolation
 def test_after_a_kill_the_devices_die_and_the_next_start_cleans_up(tmp_path: Path) -> None:
     file = devices_file(tmp_path, device("a", cpu=1), device("b", cpu=1))
@@ -263,6 +264,7 @@ def test_that_is_killed() -> None:
 """
 
 
+@pytest.mark.long
 @needs_isolation
 def test_a_killed_test_run_leaves_no_lab(tmp_path: Path) -> None:
     """Nor another process that asked what it starts to end with it."""

@@ -115,6 +115,7 @@ class Looking(InMemoryPool):
         super().stop()
 
 
+@pytest.mark.long
 def test_every_copy_is_as_near_as_the_threshold_says_with_fewer_bytes_and_the_same_bits_again(tmp_path: Path) -> None:
     case, pool = Case("ps", 4, {"consistency": "asp:0.5"}), Looking(4)
     result = train(case, tmp_path / "one", pool=pool, steps=30)

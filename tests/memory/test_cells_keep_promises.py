@@ -91,6 +91,7 @@ def test_a_last_visit_with_the_loss_alone(name: str, begun: Any, plain: Any) -> 
     assert len(hit.recoveries) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_stopped_and_gone_on_with_on_other_nodes_and_routes_keeps_its_bits(
     name: str, begun: Any, plain: Any

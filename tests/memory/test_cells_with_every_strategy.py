@@ -55,6 +55,7 @@ def losses(result: Any) -> list[float]:
     return [each.loss for each in logged(result, events.StepDone)]
 
 
+@pytest.mark.long
 @both(SYNCHRONOUS)
 def test_synchronous_strategies_agree_with_the_plain_loop(name: str, strategy: str, begun: Any) -> None:
     here, nodes = begun(name), 2 if strategy == "local-means:1" else 3  # a mean of workers with equal shares

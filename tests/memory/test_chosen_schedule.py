@@ -71,6 +71,7 @@ def digits(folder: Path, **ring: Any) -> api.Result:
     return api.start(config, run_dir=folder, pool=InMemoryPool(3, seed=1))
 
 
+@pytest.mark.long
 def test_a_run_records_what_was_chosen_and_has_the_bits_of_every_schedule(tmp_path: Path) -> None:
     auto = digits(tmp_path / "auto").summary
     assert auto.schedule in SCHEDULES

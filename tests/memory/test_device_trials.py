@@ -67,6 +67,7 @@ def test_a_head_too_large_to_be_had_twice_is_no_sample(head_bytes: int, chosen: 
     assert found[0] == chosen
 
 
+@pytest.mark.long
 def test_frozen_layers_that_a_device_still_holds_are_not_counted_twice() -> None:
     """A ring that heals plans with their weights again: a master that had room for them before has it still."""
     linear, _ = Exporter().export("x", torch.nn.Linear(4, 4), torch.ones(3, 4))

@@ -77,6 +77,7 @@ def test_any_ring_gives_the_bits_of_a_plain_loop(name: str, staleness: int, tmp_
         assert got == (state_sha256(plain), losses), nodes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "muon")) for name in SETTINGS])
 def test_adapters_of_a_frozen_model_have_the_bits_of_eager(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)

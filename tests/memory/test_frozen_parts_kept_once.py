@@ -126,6 +126,7 @@ def test_snapshots_leave_it_out(tmp_path: Path) -> None:
     assert all(Watched.sizes[layer] < 4 * WIDTH * 4 for layer in (4, 8) if layer in Watched.sizes), Watched.sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", ["ring", *(pytest.param(each, marks=pytest.mark.long) for each in ("ps", "allreduce"))]
 )

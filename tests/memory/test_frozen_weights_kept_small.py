@@ -169,6 +169,7 @@ def test_what_else_runs_a_layer_gives_the_same(ring: dict[str, Any], tmp_path: P
     assert all(torch.equal(one.model.get_parameter(name), other.model.get_parameter(name)) for name in frozen)
 
 
+@pytest.mark.long
 def test_a_lost_node_keeps_the_bits(tmp_path: Path) -> None:
     calm = run(adapted, tmp_path / "calm", InMemoryPool(3), "int8", steps=8, keep=KeepPart(protect="off"))
     hit = run(adapted, tmp_path / "hit", Mortal(3, Death(1, 5, 3)), "int8", steps=8, keep=KeepPart(protect="memory"))

@@ -147,6 +147,7 @@ def test_a_lost_node_ends_it_with_its_name(gpt: Result) -> None:
     assert lost.value.exit_code == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("frozen_as", ["int8", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_frozen_weights_that_are_kept_small_are_read_as_the_run_reads_them(frozen_as: str, tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)

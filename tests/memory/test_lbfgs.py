@@ -100,6 +100,7 @@ def test_three_workers_repeat_their_bits_and_agree_with_one(tmp_path: Path) -> N
     assert objective("cross_entropy", one.model) == pytest.approx(objective("cross_entropy", three.model), rel=1e-3)
 
 
+@pytest.mark.long
 def test_after_a_loss_and_after_a_pause_it_goes_on_with_an_empty_history(tmp_path: Path) -> None:
     hit = run(tmp_path / "hit", "mse", 3, 40, pool=Mortal(3, Death(2, 12)))
     assert [each.source for each in hit.summary.recoveries] == ["checkpoint"]

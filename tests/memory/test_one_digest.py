@@ -109,6 +109,7 @@ def test_every_synchronous_way_ends_in_the_bits_of_one_process(
     assert summary.exactness == "bits"
 
 
+@pytest.mark.long
 def test_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
     """Halving goes on from what the survivors have, a server from a checkpoint, a ring of groups from a snapshot."""
     for strategy, nodes, more in (("allreduce:halving", 4, {}), ("ps:bsp", 5, {}), ("ring", 5, {"groups": "2,2"})):

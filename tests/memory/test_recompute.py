@@ -150,6 +150,7 @@ def test_auto_recomputes_where_memory_is_short_and_leaves_out_what_cannot_be(
         assert any(runs) is repeats
 
 
+@pytest.mark.long
 def test_the_microbatch_that_was_measured_is_let_go_without_a_garbage_collection() -> None:
     """The first one is stored to see what it takes. An operator that saves its own output once held itself that way: a
     microbatch's activations stayed with every node that computes them again."""

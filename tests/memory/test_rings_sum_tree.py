@@ -27,6 +27,7 @@ def plain(model: str, parts: int, delayed: bool = False) -> tuple[str, list[floa
     return state_sha256(made), losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt", "mlp", pytest.param("convnet", marks=pytest.mark.long)])
 def test_any_ring_adds_up_as_a_plain_loop_with_the_same_tree(model: str, built_of: Callable[[str], Built]) -> None:
     """With dropout, clipping, and a last batch of fewer microbatches than parts (7 samples, 8 parts)."""

@@ -50,6 +50,7 @@ def test_neither_inputs_nor_labels_leave_the_master_to_be_counted() -> None:
         assert not any(where[1:-1]), where
 
 
+@pytest.mark.long
 def test_a_ring_of_it_says_nothing_of_inputs_that_leave(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     data = sample(24)

@@ -57,6 +57,7 @@ def test_otherwise_it_is_all_reduce_to_rounding(tmp_path: Path) -> None:
     assert float((seldom - every).norm() / every.norm()) > 1e-5
 
 
+@pytest.mark.long
 def test_block_momentum_of_nothing_is_averaging_to_the_bit(tmp_path: Path) -> None:
     mean = train("averaging:2", tmp_path / "mean", 8).summary.weights_sha256
     assert train("block-momentum:2:momentum=0:nesterov=true", tmp_path / "none", 8).summary.weights_sha256 == mean

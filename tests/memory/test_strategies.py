@@ -255,6 +255,7 @@ def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -
         assert abs(summary.bytes_total - total) <= slack
 
 
+@pytest.mark.long
 @named(
     [
         Case("ps", 3, long=True),

@@ -62,6 +62,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert mark.read_text() == "x"
 
 
+@pytest.mark.long
 def test_other_settings_another_environment_or_a_damaged_file_are_measured_again(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     plain = job("a", counted(mark))

@@ -106,6 +106,7 @@ def test_a_token_that_would_be_refused_says_why(master: Master, trouble: str) ->
     assert trouble in findings[-1].found
 
 
+@pytest.mark.long
 def test_a_device_that_is_a_member_passes_with_a_used_up_token(master: Master) -> None:
     token = master.token(uses=1)
     assert master.rings.admit("home", token.secret, identity().public, "board") is None

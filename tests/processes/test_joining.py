@@ -180,7 +180,7 @@ def test_all_or_none_gives_up_when_its_wait_is_over(tmp_path: Path, monkeypatch:
     assert "only 0 of 2 devices joined within 500.0 ms: try again, or use --start-with" in done.stderr
 
 
-def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run(ring: Ring, expected: str) -> None:
+def test_devices_join_and_train_with_the_same_bits_among_strangers(ring: Ring, expected: str) -> None:
     process = ring.master(3, "--steps", 150)
     for name in ("alpha", "beta"):
         ring.device(name)
@@ -207,7 +207,13 @@ def test_devices_join_and_train_with_the_same_bits_among_strangers_run_after_run
     for path in (ring.folder / "run").rglob("*"):
         assert not path.is_file() or secret not in path.read_text(errors="ignore"), f"the token is in {path}"
 
-    # The devices are still there: the same ring trains again without a new token.
+
+@pytest.mark.long
+def test_devices_that_stay_train_again_without_a_new_token(ring: Ring) -> None:
+    ring.master(3, "--steps", 2)
+    for name in ("alpha", "beta"):
+        ring.device(name)
+    assert ring.result()["nodes"] == 3
     ring.begin(
         "master",
         "train",

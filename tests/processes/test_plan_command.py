@@ -354,10 +354,11 @@ def test_ticks_are_round_and_few(length: float) -> None:
     assert f"{tick_s(length):.0e}"[0] in "125"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "says"),
     [
-        pytest.param(20000, "layer 1 of the model has a tensor of", marks=pytest.mark.long),
+        (20000, "layer 1 of the model has a tensor of"),
         (7000, "layer dense1 has .* of parameters, and to train it alone"),
     ],
 )

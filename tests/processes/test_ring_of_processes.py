@@ -33,6 +33,7 @@ def test_one_digest_for_one_and_four_processes(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.long
 def test_a_workers_process_never_imports_the_users_file(tmp_path: Path, factory_file: Path) -> None:
     done = here(
         "train", "--model", f"{factory_file}:model", "--data", f"{factory_file}:data", "--nodes", 3, "--epochs", 3,

@@ -33,6 +33,7 @@ def run(folder: Path, *words: str, text: str | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_script_needs_no_guard_even_from_standard_input(tmp_path: Path) -> None:
     assert run(tmp_path, "-", text=PLAIN.replace("DATA", "(inputs, targets)")).split("\n")[:2] == ["read", "2 done"]
 

@@ -104,6 +104,7 @@ def test_an_interrupted_torchrun_leaves_a_checkpoint_and_no_process(tmp_path: Pa
     )
 
 
+@pytest.mark.long
 def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

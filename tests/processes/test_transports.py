@@ -197,6 +197,7 @@ def test_whoever_is_no_peer_of_the_next_generation_is_hung_up_on(folder: str) ->
         transport.close()
 
 
+@pytest.mark.long
 def test_who_connects_before_the_other_side_knows_its_key_gets_through_in_the_end() -> None:
     """Everyone is told of its peers at the same time, and some hear of it later than others."""
     one, two = (ZeroMQTransport(node, ("tcp://127.0.0.1:*",) * 3, new_key_pair()) for node in (1, 2))
