@@ -117,7 +117,7 @@ def test_nothing_that_runs_received_bytes_is_used() -> None:
 def test_every_file_says_what_lives_there_and_stays_a_room() -> None:
     assert [name_of(path) for path in FILES if not ast.get_docstring(tree_of(path))] == [], "no first sentence"
     lines = {name_of(path): path.read_text().count("\n") for path in FILES}
-    assert {name: count for name, count in lines.items() if count > 500} == {}
+    assert {name: count for name, count in lines.items() if count > 450} == {}
 
 
 def test_a_report_knows_measurements_and_nothing_of_how_they_were_made() -> None:

@@ -45,6 +45,10 @@ class Device:
     left: bool = False
     broke: str = ""  # how it broke the protocol
 
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.last_heard
+
 
 class Hub:
     def __init__(

@@ -11,13 +11,14 @@ import zmq
 from ringtmp.errors import DoesNotFit, NodeLost, UsageError, WaitTimeout
 from ringtmp.launch import join_token as tokens
 from ringtmp.launch.admit_devices import REOPEN_S, Device, Hub
-from ringtmp.launch.agent_messages import SILENCE_LIMIT_S, Died, End, Prepare
+from ringtmp.launch.agent_messages import SILENCE_LIMIT_S, End
 from ringtmp.launch.dead_processes import MOST_DEATHS, Deaths, dead
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import Rings
 from ringtmp.launch.pairing import MasterSide
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
+from ringtmp.launch.start_on_devices import start_on
 from ringtmp.launch.ways_to_join import pairing_for, ways_to_join
 from ringtmp.plan import devices as planned
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
@@ -31,9 +32,6 @@ from ringtmp.units import bytes_text, seconds_text
 from ringtmp.wire.address import Address
 
 JOIN_LIMIT_S = 3600.0
-START_LIMIT_S = 60.0
-#: An agent that starts a compute process waits for its first line, and says nothing meanwhile.
-SILENCE_WHILE_STARTING_S = 35.0
 
 
 class DevicePool:
@@ -192,7 +190,7 @@ class DevicePool:
                 or bool(device.broke)
                 or self._dies_on(device)
             )
-            if gone or self._silent_s(device) > self._notice_s or device.key in (self._revoked | self._released):
+            if gone or device.silent_s > self._notice_s or device.key in (self._revoked | self._released):
                 self._end(device)
                 self._places.pop(device.key, None)
                 del self._devices[node]
@@ -273,9 +271,6 @@ class DevicePool:
         ]
         return waiting[: self._wanted - 1 - len(self._devices)]
 
-    def _silent_s(self, device: Device) -> float:
-        return time.monotonic() - device.last_heard
-
     def _end(self, device: Device, over: bool = False) -> None:
         """Its compute process is known by the generation it was started in, not by those it lived through."""
         if device.started is not None:
@@ -350,7 +345,7 @@ class DevicePool:
                 yield NodeLost(f"{who} left in step {step}", node)
             elif self._hub.devices.get(device.key) is not device:
                 yield NodeLost(f"{who} was restarted in step {step}", node)
-            elif (silent := self._silent_s(device)) > self._notice_s:
+            elif (silent := device.silent_s) > self._notice_s:
                 text = f"{who} has been silent for {silent:.1f} s in step {step}: check power, cable and Wi-Fi"
                 yield NodeLost(text, node, silent)
 
@@ -423,36 +418,13 @@ class DevicePool:
         return False
 
     def _start_on(self, devices: Mapping[int, Device], ring: str) -> None:
-        """A compute process on each of these, and a link to it."""
-        for node, device in devices.items():
+        for device in devices.values():
             self._places.pop(device.key, None)
-            device.started = device.died = None
-            self._hub.tell(device, Prepare(ring, self._generation, node, self._links.address, self.threads))
-        limit = time.monotonic() + START_LIMIT_S
-        waiting = dict(devices)
-        while waiting:
-            self._hub.poll(0.05)
-            for node, device in list(waiting.items()):
-                if device.started is not None and device.started.generation == self._generation:
-                    self._links.connect(node, device.started.address)
-                    self._places[device.key] = node
-                    del waiting[node]
-                elif device.broke:
-                    raise NodeLost(f"node {node} ({device.facts.name}) broke the protocol: {device.broke}", node)
-                elif (device.died is not None and device.died.generation == self._generation) or device.left:
-                    code = device.died.code if device.died is not None else 0
-                    said = device.died.last_words if device.died is not None else "it left"
-                    text = f"node {node} ({device.facts.name}) could not start its compute process (code {code}): "
-                    raise NodeLost(text + (said or "it said nothing"), node)
-                elif self._silent_s(device) > max(self._notice_s, SILENCE_WHILE_STARTING_S):
-                    raise NodeLost(
-                        f"node {node} ({device.facts.name}) fell silent before its compute process had started", node
-                    )
-            if time.monotonic() > limit:
-                node, device = next(iter(waiting.items()))
-                device.died = Died(self._hub.run, self._generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")
-                text = f"node {node} ({device.facts.name}) did not start a compute process within {START_LIMIT_S:.0f} s"
-                raise NodeLost(text, node, START_LIMIT_S)
+        started = start_on(
+            devices, self._hub, self._links, ring, self._generation, threads=self.threads, notice_s=self._notice_s
+        )
+        for node in started:
+            self._places[devices[node].key] = node
 
 
 def _arrival(number: int, device: Device) -> str:

@@ -7,17 +7,16 @@ without which the ring is more than a hundredth faster is left out and named.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.plan.device_order import shortest_orders
+from ringtmp.plan.candidate_rings import Found, candidates
 from ringtmp.plan.devices import Device, LayerCost, Paths, check_devices
-from ringtmp.plan.exact_cuts import Candidate, Segments, every_multiset, given_order, states_of
+from ringtmp.plan.exact_cuts import Candidate, Segments
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
+from ringtmp.plan.partition import refuse, spread
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.plan.route import Route, holders_of, route_over
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
@@ -25,10 +24,6 @@ from ringtmp.plan.simulated_step import Simulated
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.units import bytes_text, seconds_text
 
-#: Multisets of workers that are weighed one by one: 7 different workers make 128.
-MOST_STATES = 256
-#: Simulated, of those weighed.
-FINALISTS = 5
 #: A device is left out only for a gain above this.
 LEAST_GAIN = 0.01
 #: Below this share of the strongest's pace a device is weak: forecasts are least true of those (1.8 times too short at a tenth
@@ -36,8 +31,6 @@ LEAST_GAIN = 0.01
 WEAK_SHARE, WEAK_GAIN = 0.25, 0.1
 #: A wider window holds more activations, and must be worth it.
 WIDER_GAIN = 0.002
-#: Orders tried where there are too many to weigh.
-SEARCHED_ORDERS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +168,15 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
         _check_cuts(options.cuts, table.count, len(holders))
         made = _make(table, devices, options, ring, bounds=options.cuts, paths=paths)
         return _widened(made, table, ring, paths)
+    several = _several_visits(options, len(devices))
     for each in _windows(ring, len(holders)):
         # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
         for safe in (False, True):
             segments = Segments(table, each, options.process_bytes, safe, options.protect)
-            found, gap = _candidates(segments, devices, options, paths)
+            found, gap = candidates(segments, devices, holders if several else None, options.keep_all, paths)
             if found:
                 return _chosen(segments, devices, options, found, gap, paths)
-    if _several_visits(options, len(devices)):
+    if several:
         near, _ = spread(segments, devices, holders, paths, 0)
         _make(table, devices, options, segments.options, bounds=near.bounds, paths=paths)
     refuse(segments, devices, options.keep_all)
@@ -200,21 +194,6 @@ def _windows(ring: RingOptions, visits: int) -> list[RingOptions]:
         return [ring]
     smaller = {visits, visits // 2, 2, 1}
     return [ring, *(replace(ring, window=each) for each in sorted(smaller, reverse=True) if 1 <= each < first)]
-
-
-def _candidates(
-    segments: Segments, devices: Sequence[Device], options: PlanOptions, paths: Paths | None
-) -> tuple[Found, float]:
-    gap = 0.0
-    if _several_visits(options, len(devices)):
-        found = [spread(segments, devices, options.holders(len(devices)), paths, REFINE_ACTIONS)]
-    elif options.keep_all or len(devices) == 1:
-        found = _as_given(segments, devices, paths)
-    elif states_of(devices, _named(paths)) <= MOST_STATES:
-        found = _weighed(segments, devices, paths)
-    else:
-        found, gap = _searched(segments, devices, paths)
-    return [each for each in found if math.isfinite(each[1])], gap
 
 
 def _chosen(
@@ -289,141 +268,6 @@ def _make(
         table.layers, tuple(devices), left_out, options,
         bounds=bounds, window=window, simulated=simulated, memory=memory, gap=gap, paths=paths or {},
     )  # fmt: skip
-
-
-Found = list[tuple[Candidate, float]]
-
-
-def _as_given(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
-    require_layers(segments.table, len(devices))
-    start = given_order(segments, devices) if len(devices) > 1 else alone(segments, devices)
-    return [] if start is None else [refine(segments, devices, start, paths, REFINE_ACTIONS)]
-
-
-def _weighed(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
-    """Every choice of workers by its bottleneck and its way; the best few are simulated."""
-    candidates = every_multiset(segments, devices, _named(paths))
-    if paths:
-        candidates += _rearranged(segments, devices, candidates, paths)
-    ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each, paths))
-    return _simulated(segments, devices, ranked[:FINALISTS], candidates, paths)
-
-
-def _named(paths: Paths | None) -> set[str]:
-    """Devices that no other of their kind may stand in for."""
-    return {name for pair in paths or () for name in pair}
-
-
-def _rearranged(
-    segments: Segments, devices: Sequence[Device], known: Sequence[Candidate], paths: Paths
-) -> list[Candidate]:  # fmt: skip
-    """The same devices in the order with the shortest way, where that is another: bottlenecks are weighed by links alone."""
-    found = []
-    orders = shortest_orders([each.order for each in known], devices, paths, segments.table.mean_cut_bytes)
-    for each, order in zip(known, orders, strict=True):
-        again = None if order == each.order else given_order(segments, [devices[i] for i in order])
-        found += [replace(again, order=order)] if again is not None else []
-    return found
-
-
-def _simulated(
-    segments: Segments, devices: Sequence[Device], likely: Sequence[Candidate], known: Sequence[Candidate],
-    paths: Paths | None,
-) -> Found:  # fmt: skip
-    """The likely ones as they are; the two best of them, and the largest ring, with cuts moved; and the master alone."""
-    rough = [(each, step_s(segments, [devices[i] for i in each.order], each.bounds, paths)) for each in likely]
-    rough.sort(key=lambda each: each[1])
-    chosen = [each for each, _ in rough[:2]]
-    if known:
-        largest = min(known, key=lambda each: (-len(each.order), each.bottleneck))
-        around = _rearranged(segments, devices, [largest], paths) if paths else []
-        chosen += [each for each in (largest, *around) if each not in chosen]
-    found = [refine(segments, [devices[i] for i in each.order], each, paths, REFINE_ACTIONS) for each in chosen]
-    if (single := alone(segments, devices)) is not None:
-        found.append(refine(segments, devices[:1], single, paths, REFINE_ACTIONS))
-    return found
-
-
-def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> tuple[Found, float]:
-    """Orders by rule of thumb and by exchanging pairs; then without the slowest one, two, four, ... Where none fits, those with
-    the least memory go first."""
-    most = max(1, segments.table.count - segments.table.least_front - segments.table.least_tail)
-    workers = sorted(range(1, len(devices)), key=lambda i: -devices[i].pace)[:most]
-    best = _by_rule(segments, devices, workers)
-    smallest = sorted(workers, key=lambda i: devices[i].memory_bytes)
-    dropped = 1
-    while best is None and dropped < len(smallest):
-        workers = [i for i in workers if i not in smallest[:dropped]]
-        best = _by_rule(segments, devices, workers)
-        dropped *= 2
-    if best is None:  # the fastest may be the smallest
-        workers = sorted(range(1, len(devices)), key=lambda i: -devices[i].memory_bytes)[:most]
-        best = _by_rule(segments, devices, workers)
-    for attempt in range(SEARCHED_ORDERS if best is not None and len(best.order) > 2 else 0):
-        assert best is not None
-        order = list(best.order)
-        first = 1 + attempt % (len(order) - 1)
-        second = 1 + (first + len(order) // 2 + attempt // len(order)) % (len(order) - 1)
-        order[first], order[second] = order[second], order[first]
-        best = _better(segments, devices, best, order)
-    if best is None:
-        return _simulated(segments, devices, [], [], paths), 0.0
-    gap = best.bottleneck / _least_bottleneck(segments, devices, best.order) - 1
-    known = [best]
-    dropped = 1
-    while dropped < len(workers):
-        slow = set(workers[len(workers) - dropped :])
-        smaller = _better(segments, devices, None, [i for i in best.order if i not in slow])
-        known += [smaller] if smaller is not None else []
-        dropped *= 2
-    known += _rearranged(segments, devices, known, paths) if paths else []
-    return _simulated(segments, devices, known, known, paths), gap
-
-
-def _by_rule(segments: Segments, devices: Sequence[Device], workers: Sequence[int]) -> Candidate | None:
-    best: Candidate | None = None
-    by_memory = sorted(workers, key=lambda i: devices[i].memory_bytes)
-    for order in (sorted(workers), workers, workers[::-1], by_memory):
-        best = _better(segments, devices, best, [0, *order])
-    return best
-
-
-def _better(
-    segments: Segments, devices: Sequence[Device], best: Candidate | None, order: Sequence[int]
-) -> Candidate | None:
-    found = given_order(segments, [devices[i] for i in order])
-    if found is None or (best is not None and found.bottleneck >= best.bottleneck):
-        return best
-    return replace(found, order=tuple(order))
-
-
-def _least_bottleneck(segments: Segments, devices: Sequence[Device], order: Sequence[int]) -> float:
-    """No cut is better than all work spread evenly over the paces, nor than the largest layer on the fastest."""
-    table = segments.table
-    paces = [devices[i].pace for i in order]
-    each = [
-        table.forward_s[i + 1] - table.forward_s[i] + table.backward_s[i + 1] - table.backward_s[i]
-        for i in range(table.count)
-    ]
-    return max(sum(each) / sum(paces), max(each) / max(paces))
-
-
-def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate, paths: Paths | None) -> float:
-    """(microbatches - 1) * bottleneck + the way of one microbatch."""
-    table, way, bottleneck = segments.table, 0.0, each.bottleneck
-    numbers = (*each.order, each.order[0])
-    for here, there, (_, stop) in zip(numbers, numbers[1:], each.bounds, strict=False) if paths else ():
-        for source, target in ((devices[here], devices[there]), (devices[there], devices[here])):
-            if paths and (path := paths.get((source.name, target.name))) is not None:
-                crossing_s = table.cut_bytes[stop] / path.bytes_per_s
-                bottleneck = max(bottleneck, crossing_s)
-                way += crossing_s + path.latency_s
-    for number, (first, stop) in zip(numbers, each.bounds, strict=True):
-        device, stage = devices[number], table.stage(first, stop)
-        way += (stage.forward_s + stage.backward_s) / device.pace
-        way += 2 * table.cut_bytes[first] / min(device.link.up_bytes_per_s, device.link.down_bytes_per_s)
-        way += 4 * device.link.latency_s
-    return (segments.options.microbatches - 1) * bottleneck + way
 
 
 def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, device: Device, devices: int) -> str:

@@ -1,5 +1,5 @@
 """Every message nodes exchange, and who may say it to whom and when (permissions.py). Adding a field or a kind means a new
-PROTOCOL number.
+PROTOCOL number. Here are those of every run; a ring's passes and the data-parallel strategies have files of their own.
 
 The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale, GroupSum
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
@@ -11,7 +11,7 @@ Besides                  Report, Detail, Inspect, Inspected, Accused, Failed; Re
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 from msgspec import field
 
@@ -20,57 +20,21 @@ from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
 
 from ringtmp.wire.permissions import (  # isort: skip
-    AFTER, ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, SERVER, TENSOR, WORKER, NodeMessage,
-    between, reported, told,
+    ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, NodeMessage, between, reported, told,
 )  # fmt: skip
-from ringtmp.wire.group_messages import GroupSum as GroupSum
+from ringtmp.wire.data_parallel_messages import (  # isort: skip
+    Enlist as Enlist, Work as Work, WorkDone as WorkDone, Lend as Lend, Scored as Scored, Store as Store, Kept as Kept, Push
+    as Push, Pull as Pull, Pulled as Pulled, Copy as Copy, Copied as Copied, Lost as Lost, Squares as Squares, Total as
+    Total, PeerModel as PeerModel, GradientPart as GradientPart,
+)  # fmt: skip
+from ringtmp.wire.ring_messages import (  # isort: skip
+    Activations as Activations, Gradients as Gradients, Norms as Norms, Scale as Scale, GroupSum as GroupSum,
+)  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Edge as Edge
 from ringtmp.wire.message_parts import Randomness as Randomness
 from ringtmp.wire.message_parts import Recipe as Recipe
 from ringtmp.wire.message_parts import Specs as Specs
-
-
-class Activations(NodeMessage, frozen=True, tag="activations"):
-    RULE: ClassVar = between(TENSOR, BEFORE)
-    turn: int  # number of the pass; passes follow one another strictly
-    step: int
-    visit: int  # where they arrive
-    microbatch: int  # -1: the receiver, one of a group, has none in this pass
-    microbatches: int  # of the whole pass
-    training: bool
-    fresh: bool  # no training step came directly before: waiting for this one is not idleness
-    wants: tuple[bool, ...]  # which tensors need a gradient in return
-    tensors: Specs = ()
-    keep: bool = False  # take a snapshot before this step
-    same: tuple[int, ...] = ()  # for each tensor, the first that is the same one; () where all differ
-    source: int = -1  # the visit they come from; -1: the one before
-
-
-class Gradients(NodeMessage, frozen=True, tag="gradients"):
-    RULE: ClassVar = between(TENSOR, AFTER)
-    turn: int
-    step: int
-    visit: int
-    microbatch: int
-    tensors: Specs = ()
-    source: int = -1  # the visit they come from; -1: the one behind
-
-
-class Norms(NodeMessage, frozen=True, tag="norms"):
-    """Gradient norms of every parameter from the sender's visit to the tail, in order, a tensor for each run of one dtype."""
-
-    RULE: ClassVar = between(TENSOR, AFTER)
-    turn: int
-    visit: int
-    tensors: Specs = ()
-
-
-class Scale(NodeMessage, frozen=True, tag="scale"):
-    RULE: ClassVar = between(TENSOR, BEFORE)
-    turn: int
-    visit: int
-    tensors: Specs = ()
 
 
 class Hello(NodeMessage, frozen=True, tag="hello"):
@@ -266,173 +230,6 @@ class Tried(NodeMessage, frozen=True, tag="tried"):
     there_bytes_per_s: float
     back_bytes_per_s: float
     latency_s: float
-
-
-class Enlist(NodeMessage, frozen=True, tag="enlist"):
-    """The plan of a data-parallel strategy; who does what follows from the settings and the number of nodes."""
-
-    RULE: ClassVar = told(CONTROL, MEETING)
-    strategy: str
-    settings: dict[str, Any]
-    nodes: int
-    recipe: Recipe
-    wire: str
-    loss: str
-    sizes: tuple[int, ...]  # trainable values of every layer, laid end to end
-    step: int  # steps already done
-    addresses: dict[int, Address]  # of everyone the receiver talks to
-    detailed_steps: int
-    package: str = ""  # with its version, that the strategy comes from; empty: ringtmp itself
-    slots: tuple[tuple[int, ...], ...] = ()  # with a tree of sums: values of every trainable tensor, by layer
-    order: tuple[int, ...] = ()  # of these tensors in the model, where layers do not go by it (runtime/clipping.py)
-
-
-class Work(NodeMessage, frozen=True, tag="work"):
-    """A worker's share of a batch. Samples it has seen are named, the others come along: inputs, then targets."""
-
-    RULE: ClassVar = told(BULK, PLAN, WORKER)
-    step: int
-    training: bool
-    fresh: bool  # no training step came directly before: waiting for this one is not idleness
-    samples: int  # of the whole batch
-    first: int  # number of its first microbatch
-    sizes: tuple[int, ...]  # samples per microbatch
-    table: str  # where sample numbers count; empty: a stream, whose samples are not kept
-    microbatches: int = 0  # of the whole batch
-    tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
-
-
-class WorkDone(NodeMessage, frozen=True, tag="did"):
-    RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
-    step: int
-    loss: float  # mean over the worker's samples
-    share: float
-    skipped: bool = False  # the others had gone on: nothing was computed
-
-
-class Lend(NodeMessage, frozen=True, tag="lend"):
-    """What to evaluate with where workers differ: a layer of the model that would be saved, holes for what is frozen. The
-    receiver goes back to its own when it trains on, or is asked for the layer."""
-
-    RULE: ClassVar = told(BULK, PLAN, WORKER)
-    layer: int
-    tensors: Specs = ()
-
-
-class Scored(NodeMessage, frozen=True, tag="scored"):
-    RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
-    loss_sum: float
-    samples: int
-    right: int
-    guesses: int
-    token_loss_sum: float = 0.0
-    tokens: int = 0
-
-
-class Store(NodeMessage, frozen=True, tag="store"):
-    """A key moves in: its values, then optimizer state by name."""
-
-    RULE: ClassVar = told(BULK, PLAN, SERVER)
-    key: int
-    state: tuple[str, ...]
-    tensors: Specs = ()
-
-
-class Kept(NodeMessage, frozen=True, tag="kept"):
-    RULE: ClassVar = reported(BULK, PLAN, SERVER)
-    key: int
-    state: tuple[str, ...]
-    tensors: Specs = ()
-
-
-class Push(NodeMessage, frozen=True, tag="push"):
-    RULE: ClassVar = between(TENSOR, WORKER, SERVER)
-    key: int
-    step: int
-    share: float  # of the batch this gradient is of
-    fresh: bool  # no training step came directly before
-    node: int = 0  # of the tree of sums that this is the sum below; 0: there is no tree
-    tensors: Specs = ()  # empty: with a tree, nobody below has a gradient
-
-
-class Pull(NodeMessage, frozen=True, tag="pull"):
-    """The key's values, when they are new enough for `step`; `exact`: with every update before it."""
-
-    RULE: ClassVar = between(TENSOR, WORKER, SERVER)
-    key: int
-    step: int
-    exact: bool = False
-
-
-class Pulled(NodeMessage, frozen=True, tag="pulled"):
-    RULE: ClassVar = between(TENSOR, SERVER, WORKER)
-    key: int
-    step: int  # the one they were asked for
-    oldest: int  # every update before this step is in them
-    change: bool = False  # a difference from what the worker has, not the values
-    tensors: Specs = ()
-
-
-class Copy(NodeMessage, frozen=True, tag="copy"):
-    """An update for the replica to repeat: the gradient that was applied."""
-
-    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
-    key: int
-    step: int
-    worker: int  # whose gradient; -1: the sum of all
-    share: float
-    tensors: Specs = ()
-
-
-class Copied(NodeMessage, frozen=True, tag="copied"):
-    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
-    key: int
-    updates: int
-
-
-class Lost(NodeMessage, frozen=True, tag="lost"):
-    RULE: ClassVar = told(BULK, PLAN)
-    node: int
-
-
-class Squares(NodeMessage, frozen=True, tag="squares"):
-    """The sum of squares of all gradients on one server, for clipping; with a tree of sums, the norm of every key."""
-
-    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
-    step: int
-    value: float
-    servers: int  # how many there are, as far as the sender knows
-    keys: tuple[int, ...] = ()
-    tensors: Specs = ()  # the norms of these keys
-
-
-class Total(NodeMessage, frozen=True, tag="total"):
-    RULE: ClassVar = between(TENSOR, SERVER, SERVER)
-    step: int
-    norm: float
-
-
-class PeerModel(NodeMessage, frozen=True, tag="peer"):
-    """Some layers of the sender's parameters, or of what its strategy makes of them, for one other worker."""
-
-    RULE: ClassVar = between(TENSOR, WORKER, WORKER)
-    step: int  # of the sender
-    bucket: int  # which layers; they come in order
-    weight: float  # how much it counts, where that is the sender's to say
-    tensors: Specs = ()
-
-
-class GradientPart(NodeMessage, frozen=True, tag="part"):
-    """A chunk of a gradient on its way: being summed up, or summed up and on its way to everyone."""
-
-    RULE: ClassVar = between(TENSOR, WORKER, WORKER)
-    step: int
-    bucket: int
-    chunk: int
-    hop: int
-    summed: bool
-    tensors: Specs = ()  # empty: nobody below has a gradient
-    there: tuple[bool, ...] = ()  # which tensors of the bucket got a gradient; empty: all
 
 
 class Inspect(NodeMessage, frozen=True, tag="inspect"):

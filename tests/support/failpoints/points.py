@@ -28,8 +28,10 @@ def _evaluating(_node: Any, state: Any) -> bool:
     return bool(state.activations) and not state.activations[0].message.training
 
 
-NODE, KEEPING, SHELF = (
+NODE, LAYERS, ENDING, KEEPING, SHELF = (
     "strategies.ring.node:Node",
+    "strategies.ring.node_layers:NodeLayers",
+    "strategies.ring.sums_and_norms:SumsAndNorms",
     "strategies.ring.exchange_snapshots:NodeSnapshots",
     "runtime.snapshot_store:SnapshotStore",
 )
@@ -45,16 +47,16 @@ ONCE = {
     "after hello": Point(2, f"{WORKER}._say_hello", "after"),
     "before setup": Point(1, f"{NODE}.__init__", "before"),
     "after setup": Point(2, f"{NODE}.__init__", "after"),
-    "before a layer moves in": Point(1, f"{NODE}._place", "before"),
-    "after a layer moved in": Point(2, f"{NODE}._place", "after"),
+    "before a layer moves in": Point(1, f"{LAYERS}.place", "before"),
+    "after a layer moved in": Point(2, f"{LAYERS}.place", "after"),
     "after admission": Point(1, f"{NODE}._forward", "before", 90),
     "after a forward": Point(2, f"{NODE}._forward", "after", 91),
     "before activations are sent": Point(1, f"{NODE}._send_on", "before", 95),
     "after activations were sent": Point(2, f"{NODE}._send_on", "after", 96),
     "before a backward": Point(2, f"{NODE}._backward", "before", 97),
     "after a backward": Point(1, f"{NODE}._backward", "after", 98),
-    "before norms": Point(2, f"{NODE}._pass_norms_on", "before", 99),
-    "before the total norm": Point(1, f"{NODE}._scale", "before", 25),
+    "before norms": Point(2, f"{ENDING}.pass_norms_on", "before", 99),
+    "before the total norm": Point(1, f"{ENDING}.scale", "before", 25),
     "before an update": Point(1, f"{NODE}._update", "before", 25),
     "after an update": Point(2, f"{NODE}._update", "after", 26),
     "before a step is told": Point(1, f"{NODE}._close_step", "before", 27),
@@ -69,9 +71,9 @@ ONCE = {
     "holder after it told": Point(2, f"{KEEPING}._hold", "after", 3),
     "before older ones go": Point(1, f"{SHELF}.free", "before", 2),
     "after older ones went": Point(2, f"{SHELF}.free", "after", 2),
-    "before a layer is given": Point(1, f"{NODE}._send_layer", "before", 2),
-    "after a layer was given": Point(2, f"{NODE}._send_layer", "after", 2),
-    "after the last layer was given": Point(2, f"{NODE}._send_layer", "after", 4),
+    "before a layer is given": Point(1, f"{LAYERS}._send_layer", "before", 2),
+    "after a layer was given": Point(2, f"{LAYERS}._send_layer", "after", 2),
+    "after the last layer was given": Point(2, f"{LAYERS}._send_layer", "after", 4),
     "in an evaluation": Point(1, f"{NODE}._forward", "before", 3, only=_evaluating),
     "after an evaluation's forward": Point(2, f"{NODE}._forward", "after", 3, only=_evaluating),
 }
@@ -80,12 +82,12 @@ ONCE = {
 WHILE_HEALING = {
     "before the new generation": ("after an update", Point(1, f"{WORKER}._renew", "before")),
     "after the new generation": ("after an update", Point(1, f"{WORKER}._renew", "after")),
-    "before it restores a layer": ("after an update", Point(1, f"{NODE}._restore", "before")),
-    "after it restored a layer": ("after an update", Point(1, f"{NODE}._restore", "after")),
+    "before it restores a layer": ("after an update", Point(1, f"{LAYERS}.restore", "before")),
+    "after it restored a layer": ("after an update", Point(1, f"{LAYERS}.restore", "after")),
     "before it gives what it holds": ("before an update", Point(2, f"{KEEPING}.handle", "before", only=_message("Recall"))),
     "after it gave what it holds": ("before an update", Point(2, f"{KEEPING}.handle", "after", only=_message("Recall"))),
     "replaced, before hello": ("before an update", Point(1, f"{WORKER}._say_hello", "before", generation=2)),
-    "replaced, while layers move in": ("before an update", Point(1, f"{NODE}._place", "after", generation=2)),
+    "replaced, while layers move in": ("before an update", Point(1, f"{LAYERS}.place", "after", generation=2)),
 }  # fmt: skip
 
 #: The master dies, and somebody resumes the run.

@@ -18,7 +18,7 @@ import torch
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sources import leaves
-from ringtmp.errors import LinkLost, LossNotFinite, NodeLost, ProtocolError, SnapshotUnusable, WaitTimeout
+from ringtmp.errors import NodeLost, ProtocolError, SnapshotUnusable, WaitTimeout
 from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
 from ringtmp.model.export import EXAMPLE_BATCH
@@ -39,13 +39,13 @@ from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
 from ringtmp.strategies.ring.tensor_routes import flow_of, neighbours, ways_of
+from ringtmp.strategies.ring.what_is_wrong import NotFinite, WhatIsWrong
 from ringtmp.wire.messages import (
     Activations,
     Echoed,
     Failed,
     Fetch,
     Held,
-    Inspect,
     Inspected,
     LayerState,
     Meet,
@@ -60,11 +60,8 @@ from ringtmp.wire.messages import (
     Whole,
 )  # fmt: skip
 
-ANSWER_LIMIT_S = 5.0
 #: A pass in which nothing happens for so long: is everyone reached by its neighbours?
 ASK_AFTER_S = 15.0
-ASK_AGAIN_S = 2.0
-NO_MICROBATCH = -1
 #: Passes that may be under way at once, and one.
 REMEMBERED_PASSES = 3
 
@@ -78,12 +75,6 @@ def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
         return kept + recipe.staleness * layer.trained
 
     return max(4 * (layer.parameters + 2 * state(layer)) for layer in layers)
-
-
-class NotFinite(Exception):  # noqa: N818
-    def __init__(self, step: int, microbatch: int, loss: float) -> None:
-        super().__init__(step, microbatch, loss)
-        self.step, self.microbatch, self.loss = step, microbatch, loss
 
 
 @dataclass
@@ -115,7 +106,6 @@ class Master(BaseLeader):
         self._checkpoint: Weights | None = None  # what is frozen comes from there
         self._loss = loss
         self._turn = 0
-        self._inspected: dict[int, Inspected] = {}
         self._lines = Lines(endpoint, self._until_node)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
         self._steps: dict[int, _Step] = {}  # training steps under way
@@ -123,9 +113,10 @@ class Master(BaseLeader):
         self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
         self._came_out: Callable[[int, Any], None] = lambda microbatch, outputs: None  # in a pass without training
         endpoint.snapshots.reserve_bytes = checkpoint_bytes(layers, setup.recipe)
+        self.parameter_order = parameter_order(layers)
         self.node = Node(endpoint, self._setup_of(MASTER), owner=self)
         self.node.emit = self._log.write
-        self.node.parameter_order = parameter_order(layers)
+        self._wrong = WhatIsWrong(self.node, layers, self._pump, self._take_answers_alone)
         self._member = self.node
         endpoint.inspect_too(self._inspect)
 
@@ -219,7 +210,7 @@ class Master(BaseLeader):
         try:
             self._finish_pass(self._steps[step].turn, step)
         except NotFinite as found:
-            raise self._diagnose(found) from None
+            raise self._wrong.not_finite(found) from None
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
         return self._steps.pop(step).loss
 
@@ -303,45 +294,18 @@ class Master(BaseLeader):
             try:
                 self._until(
                     lambda: all(state.done_turn >= turn for state in self.node.visits.values()),
-                    lambda: self._waiting_for(step),
+                    lambda: self._wrong.waiting_for(step),
                     limit_s,
                 )
                 return
             except WaitTimeout as stalled:
-                self._look_for_a_broken_link(step)
-                if asked > 1:
-                    self._blame(stalled, step)
+                self._wrong.look_for_a_broken_link(step)
+                if asked > 1 and (silent := self._wrong.silent_node()) is not None:
+                    self._node_pool.drop(silent)
+                    text = f"node {silent} is alive but answers nobody in step {step}: {stalled}"
+                    raise NodeLost(text, silent, self._stall_limit()) from None
                 if asked == len(waits):
                     raise
-
-    def _look_for_a_broken_link(self, step: int) -> None:
-        """Two that answer the master and not each other. Asked twice: one that was merely busy has answered by then."""
-        silent = self._silent_pairs()
-        limit = self.endpoint.clock() + ASK_AGAIN_S
-        while silent and self.endpoint.clock() < limit:
-            self._pump()
-        for first, second in silent & self._silent_pairs() if silent else ():
-            text = (
-                f"nodes {first} and {second} cannot reach each other in step {step}, although the master can reach both"
-            )
-            raise LinkLost(text, first, second)
-
-    def _silent_pairs(self) -> set[tuple[int, int]]:
-        mute = self._ask_everyone(NO_MICROBATCH, self._pump)
-        return {
-            (node, peer)
-            for node, answer in self._inspected.items()
-            for peer in answer.unheard
-            if peer != MASTER and peer not in mute
-        }
-
-    def _blame(self, stalled: WaitTimeout, step: int) -> None:
-        """Who does not answer a question any more holds the ring up, and is as good as lost."""
-        mute = self._ask_everyone(NO_MICROBATCH, self._pump)
-        if mute:
-            self._node_pool.drop(mute[0])
-            text = f"node {mute[0]} is alive but answers nobody in step {step}: {stalled}"
-            raise NodeLost(text, mute[0], self._stall_limit()) from None
 
     # -- layers back to the disk --------------------------------------------------------------------------------------
 
@@ -384,7 +348,7 @@ class Master(BaseLeader):
 
     def _hear(self, mail: Mail) -> bool:
         if isinstance(mail.message, Inspected):
-            self._inspected[mail.sender] = check_node_replies.inspected(mail.message, mail.sender, self.node.route)
+            self._wrong.heard(mail.sender, check_node_replies.inspected(mail.message, mail.sender, self.node.route))
         elif isinstance(mail.message, Held):
             held = check_node_replies.held(mail.message, mail.sender, self.node.route, len(self._layers))
             if self._protection.held(held, mail.sender):
@@ -447,47 +411,9 @@ class Master(BaseLeader):
         found = self._lines.tried([node for node in self.node.route.nodes() if node != MASTER])
         return {node: (line.down_bytes_per_s, line.up_bytes_per_s) for node, line in found.items()}
 
-    def _waiting_for(self, step: int) -> str:
-        for index, state in sorted(self.node.visits.items()):
-            if state.current is not None:
-                current = state.current
-                neighbour = min(index + 1, self.node.route.last)
-                return (
-                    f"node {self.node.route.node(neighbour)} in step {step}: "
-                    f"{current.backwarded} of {current.microbatches} microbatches are back at visit {index}"
-                )
-        return f"node {self.node.route.node(self.node.route.last - 1)} in step {step}"
-
-    def _ask_everyone(self, microbatch: int, meanwhile: Callable[[], object]) -> list[int]:
-        """Where are values not finite, and who is not heard? Returns the nodes that do not answer."""
-        others = [node for node in self.node.route.nodes() if node != MASTER]
-        self._inspected.clear()
-        for node in others:
-            self.endpoint.post(node, Inspect(microbatch))
-        limit = self.endpoint.clock() + ANSWER_LIMIT_S
-        while len(self._inspected) < len(others) and self.endpoint.clock() < limit:
-            meanwhile()
-        return [node for node in others if node not in self._inspected]
-
     def _take_answers_alone(self) -> None:
         for mail in self.endpoint.collect():
             if isinstance(mail.message, Inspected | Failed):
                 self._take(mail)
         if not self._node_pool.advance():
             self.endpoint.wait(WAIT_S)
-
-    def _diagnose(self, found: NotFinite) -> LossNotFinite:
-        """Ask everyone where values first stopped being finite."""
-        self._ask_everyone(found.microbatch, self._take_answers_alone)  # nobody works on with such values
-        bad = [visit for each in self._inspected.values() for visit in each.bad]
-        bad += [index for index, state in self.node.visits.items() if not state.stage.finite(found.microbatch)]
-        where = "in the loss itself, on the master"
-        if bad:
-            visit = self.node.route.visits[min(bad)]
-            name = "the master" if visit.node == MASTER else f"node {visit.node}"
-            span = f"{self._layers[visit.first].name} to {self._layers[visit.stop - 1].name}"
-            where = f"first in what {name} computed (layers {span})"
-        return LossNotFinite(
-            f"the loss is {found.loss} in step {found.step}, {where}: try a smaller --lr, --clip-norm or a --lr-schedule "
-            "with warm-up"
-        )

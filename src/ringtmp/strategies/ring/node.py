@@ -7,7 +7,6 @@ steps and evaluations) strictly in order; within a pass microbatches come and go
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -16,19 +15,14 @@ from typing import Any, Protocol, cast
 import msgspec
 import torch
 
-from ringtmp.errors import Misconduct, ProtocolError, SnapshotUnusable
+from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
-from ringtmp.model import portable_layer
-from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
-from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.groups import share_of, who_has, without_any
 from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
 from ringtmp.plan.sum_tree import SumTree
-from ringtmp.runtime.checkpoint import LayerTensors
-from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage, WrongGradient
@@ -37,7 +31,9 @@ from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
-from ringtmp.strategies.ring.segment_queue import Pass, Share, VisitState
+from ringtmp.strategies.ring.node_layers import NodeLayers
+from ringtmp.strategies.ring.segment_queue import Share, VisitState
+from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
 from ringtmp.strategies.ring.tensor_routes import crossings_of, neighbours, ways_of
 from ringtmp.system.resources import free_memory_bytes, mind_memory
 from ringtmp.wire.formats import wire_format
@@ -50,11 +46,8 @@ from ringtmp.wire.messages import (
     GroupSum,
     Inspect,
     Inspected,
-    LayerState,
-    Missing,
     Norms,
     Place,
-    Placed,
     Restore,
     Scale,
     Setup,
@@ -66,6 +59,11 @@ UNHEARD_S = 10.0
 
 class LossOwner(Protocol):
     """What only the master does: the loss at the tail."""
+
+    @property
+    def parameter_order(self) -> Sequence[int]:
+        """Of the norms that reach the front, where layers do not go by it."""
+        ...
 
     def tail(self, step: int, microbatch: int, training: bool, outputs: list[torch.Tensor]) -> torch.Tensor | None: ...
 
@@ -106,19 +104,22 @@ class Node:
             for index, state in self.visits.items()
             if state.share is not None
         }
+        order = owner.parameter_order if owner is not None else ()
+        self._ending = SumsAndNorms(
+            self.me, self.route, self.groups, self._clip, post=self._post, parameter_order=order
+        )
         self._owner = owner
         endpoint.snapshots.keep_only(setup.step)
         endpoint.snapshots.forget_frozen(but={layer for visit in setup.route.on(self.me) for layer in visit.layers})
         self.keeping = NodeSnapshots(endpoint, setup.route, setup.keep, setup.lines.get(self.me, math.inf), setup.aside)
         self._news = True
-        self._fetches: deque[Fetch] = deque()
+        self._layers = NodeLayers(endpoint, setup, self.visits, self.keeping)
         self._work: dict[str, Callable[[VisitState], None]] = {
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
         }  # fmt: skip
         expects = owner.expects if owner is not None else _nothing_known
         scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects, self.groups)
         endpoint.enter_plan(scrutiny.is_a, scrutiny)
-        self.parameter_order: Sequence[int] = ()  # of the norms that reach the front, where layers do not go by it
         self._first_step = setup.step
         self._last_visit = setup.route.last
         #: Called with every event this node produces. A worker sends it to the master.
@@ -146,7 +147,7 @@ class Node:
 
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
-        self._answer_fetches()
+        self._layers.answer_fetches(self.step)
         if not self._news:
             return self.keeping.send_some(idle=True)  # nothing was runnable, and nothing has come since
         ready = [
@@ -183,24 +184,25 @@ class Node:
             state = self._expect(message.visit, mail)
             current = state.pass_of(message.turn)
             current.deeper_norms = [each.reshape(-1) for each in mail.tensors if each is not None]
-            self._pass_norms_on(state, current)
+            self._ending.pass_norms_on(state, current)
         elif isinstance(message, Scale):
             state = self._expect(message.visit, mail)
-            self._scale(state, state.pass_of(message.turn), mail.tensors[0])
+            (total,) = mail.present()
+            self._ending.scale(state, state.pass_of(message.turn), total)
         elif isinstance(message, GroupSum):
             state = self._expect(message.visit, mail)
             if self.groups[message.visit].take(mail):
-                self._summed(state, state.pass_of(message.turn))
+                self._ending.summed(state, state.pass_of(message.turn))
         elif isinstance(message, Place):
-            self._place(message, mail.tensors)
+            self._layers.place(message, mail.tensors)
         elif isinstance(message, Restore):
-            self._restore(message)
+            self._layers.restore(message)
         elif isinstance(message, Echo):
             echo(self.endpoint, mail, message)
         elif isinstance(message, Echoed) or self.keeping.handle(mail):  # the former to a question from before the plan
             pass
         elif isinstance(message, Fetch):
-            self._fetches.append(message)
+            self._layers.fetch(message)
         elif isinstance(message, Inspect):
             bad = tuple(index for index, state in self.visits.items() if not state.stage.finite(message.microbatch))
             self.endpoint.post(mail.sender, Inspected(bad, self.endpoint.unheard(UNHEARD_S)))
@@ -275,7 +277,7 @@ class Node:
             self.keeping.take(message.step, state.stage)
         current = state.begin(message)
         if message.microbatch < 0:  # a member of a group that has none
-            (partial(self._add_up_if_complete, state, current) if current.training else state.end)()
+            (partial(self._ending.add_up_if_complete, state, current) if current.training else state.end)()
             return
         inputs: list[torch.Tensor] = []
         wants: list[bool] = []
@@ -350,54 +352,12 @@ class Node:
                 message.turn, message.step, source, message.microbatch, source=-1 if source == me - 1 else me
             )
             self._post(self._peer(source, message.microbatch, current.count), back, list(islice(caught, count)))
-        self._add_up_if_complete(state, current)
+        self._ending.add_up_if_complete(state, current)
 
     def _weights(self, state: VisitState) -> None:
         state.stage.weight_gradients()
         for each in tuple(state.passes):  # the second of two that overlap has work of its own left for later
-            self._add_up_if_complete(state, each)
-
-    def _add_up_if_complete(self, state: VisitState, current: Pass) -> None:
-        """A group adds up what its members have, when all of it is there; then norms may go on."""
-        group = self.groups.get(state.visit.index)
-        complete = current.answered and not state.stage.has_deferred(current.step)
-        if group is not None and complete and not current.adding_up:
-            current.adding_up = True
-            if group.begin(current.turn, current.step):
-                self._summed(state, current)
-        elif group is None and self._clip:
-            self._pass_norms_on(state, current)
-
-    def _summed(self, state: VisitState, current: Pass) -> None:
-        current.summed = True
-        if self._clip:
-            self._pass_norms_on(state, current)
-
-    def _pass_norms_on(self, state: VisitState, current: Pass) -> None:
-        """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""
-        at_tail = state.visit.index == self._last_visit
-        if current.norms_sent or not current.answered or state.stage.has_deferred(current.step):
-            return
-        if not current.summed or state.visit.node != self.me:  # of a group the first speaks for all
-            return
-        if current.deeper_norms is None and not at_tail:
-            return
-        own = state.stage.gradient_norms(current.step)
-        norms = [*own, *(current.deeper_norms or ())]
-        current.norms_sent = True
-        if state.visit.index > 0:
-            before = state.visit.index - 1
-            self._post(self.route.node(before), Norms(current.turn, before), norms)
-        else:
-            self._scale(state, current, total_norm(norms, self.parameter_order))
-
-    def _scale(self, state: VisitState, current: Pass, total: torch.Tensor | None) -> None:
-        assert total is not None
-        current.total_norm = total
-        if state.visit.index < self._last_visit and state.visit.node == self.me:
-            behind = state.visit.index + 1
-            for member in self.route.visits[behind].members:
-                self._post(member, Scale(current.turn, behind), [total])
+            self._ending.add_up_if_complete(state, each)
 
     def _update(self, state: VisitState) -> None:
         current = state.current
@@ -413,52 +373,6 @@ class Node:
         if self.step == self._first_step:
             mind_memory()
         self.step += 1
-
-    # -- layers come and go -------------------------------------------------------------------------------------------
-
-    def _place(self, message: Place, tensors: Sequence[torch.Tensor | None]) -> None:
-        layer = portable_layer.decode(message.graph)
-        given = [each for each in tensors if each is not None]
-        own = len(layer.tensors)
-        if len(given) != own + len(message.state):
-            raise ProtocolError(
-                f"layer {layer.name} came with {len(given)} tensors instead of {own + len(message.state)}"
-            )
-        self._move_in(message.layer, layer, (given[:own], dict(zip(message.state, given[own:], strict=True))))
-
-    def _move_in(self, index: int, layer: Layer, given: LayerTensors) -> None:
-        stage = self.visits[self.route.holder(index).index].stage
-        stage.place(index, layer, *given)
-        if self.setup.aside:
-            self.endpoint.snapshots.keep_frozen(index, stage.frozen(index))
-        self.endpoint.post(MASTER, Placed(index))
-
-    def _restore(self, message: Restore) -> None:
-        layer = portable_layer.decode(message.graph)
-        frozen = frozen_names(layer, self.setup.aside)
-        kept = self.endpoint.snapshots.frozen(message.layer)
-        try:
-            if kept.keys() != frozen:
-                raise SnapshotUnusable(f"node {self.me} has not the frozen parameters of layer {message.layer}")
-            others = without_frozen(layer, frozen)
-            tensors, state = self.keeping.recalled(message.step, message.layer) if others else ([], {})
-            if len(tensors) != len(others):
-                raise SnapshotUnusable(f"node {self.me} has {len(tensors)} tensors of layer {message.layer}")
-        except SnapshotUnusable as error:
-            self.endpoint.post(MASTER, Missing(message.layer, str(error)))
-            return
-        self._move_in(message.layer, layer, (with_frozen(layer, tensors, kept), state))
-
-    def _answer_fetches(self) -> None:
-        """The master's step ends with its own update. Where the last gradient has only just left, the update here is
-        still to be made, and a layer sent before it would be one of the step before."""
-        while self._fetches and self._fetches[0].step <= self.step:
-            self._send_layer(self._fetches.popleft().layer)
-
-    def _send_layer(self, index: int) -> None:
-        stage = self.visits[self.route.holder(index).index].stage
-        tensors, state = stage.layer_state(index, stage.frozen_of(index) if self.setup.aside else ())
-        self.endpoint.post(MASTER, LayerState(index, tuple(state)), [*tensors, *state.values()])
 
     def leave(self) -> None:
         """Its snapshots are in the store already. Layers and optimizer state are let go here and now: this node and its

@@ -1,0 +1,63 @@
+"""What a pass through the ring consists of: messages between neighbours, and between members of a group."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ringtmp.wire.message_parts import Specs
+from ringtmp.wire.permissions import AFTER, BEFORE, MEMBER, TENSOR, NodeMessage, between
+
+
+class Activations(NodeMessage, frozen=True, tag="activations"):
+    RULE: ClassVar = between(TENSOR, BEFORE)
+    turn: int  # number of the pass; passes follow one another strictly
+    step: int
+    visit: int  # where they arrive
+    microbatch: int  # -1: the receiver, one of a group, has none in this pass
+    microbatches: int  # of the whole pass
+    training: bool
+    fresh: bool  # no training step came directly before: waiting for this one is not idleness
+    wants: tuple[bool, ...]  # which tensors need a gradient in return
+    tensors: Specs = ()
+    keep: bool = False  # take a snapshot before this step
+    same: tuple[int, ...] = ()  # for each tensor, the first that is the same one; () where all differ
+    source: int = -1  # the visit they come from; -1: the one before
+
+
+class Gradients(NodeMessage, frozen=True, tag="gradients"):
+    RULE: ClassVar = between(TENSOR, AFTER)
+    turn: int
+    step: int
+    visit: int
+    microbatch: int
+    tensors: Specs = ()
+    source: int = -1  # the visit they come from; -1: the one behind
+
+
+class Norms(NodeMessage, frozen=True, tag="norms"):
+    """Gradient norms of every parameter from the sender's visit to the tail, in order, a tensor for each run of one dtype."""
+
+    RULE: ClassVar = between(TENSOR, AFTER)
+    turn: int
+    visit: int
+    tensors: Specs = ()
+
+
+class Scale(NodeMessage, frozen=True, tag="scale"):
+    RULE: ClassVar = between(TENSOR, BEFORE)
+    turn: int
+    visit: int
+    tensors: Specs = ()
+
+
+class GroupSum(NodeMessage, frozen=True, tag="group sum"):
+    """A chunk of a sum of gradients on its way through a group: being added up, or (the root of the tree) the total."""
+
+    RULE: ClassVar = between(TENSOR, MEMBER)
+    turn: int
+    visit: int
+    bucket: int
+    node: int  # of the tree of sums
+    chunk: int
+    there: tuple[bool, ...] = ()  # which tensors of the bucket got a gradient; empty: all
+    tensors: Specs = ()  # empty: none did
