@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ringtmp.metrics.predicted_before_learned import Predicted
 from ringtmp.metrics.summary import USUAL_MODE, NodeSummary, Summary
 from ringtmp.run.progress import Several, Telling, shown
 from ringtmp.run.what_to_train import Watcher
@@ -82,11 +83,24 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     console.print(
         f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]}{mode})", highlight=False, soft_wrap=True
     )
+    if summary.predicted is not None:
+        console.print(_predicted(summary.predicted), highlight=False)
+    if summary.bad_lines:
+        console.print(f"{summary.bad_lines} lines of the stream were no samples and were left out", highlight=False)
     if summary.skipped_samples:
         console.print(f"{summary.skipped_samples} samples of the stream were skipped after a loss", highlight=False)
     if summary.checked in _CHECKED:
         console.print(f"checked against eager PyTorch before the start: {_CHECKED[summary.checked]}", highlight=False)
     console.print(f"run {summary.run_dir}", highlight=False, soft_wrap=True)
+
+
+def _predicted(found: Predicted) -> str:
+    last = found.over_time[-1]
+    text = f"predicted before learned: {found.samples} samples, loss {found.loss:.4f}"
+    text += f", in the last {last.samples} {last.loss:.4f}"
+    if found.accuracy is None or last.accuracy is None:
+        return text
+    return f"{text}; {1 - found.accuracy:.1%} wrong, in the last {last.samples} {1 - last.accuracy:.1%}"
 
 
 def _row(node: NodeSummary) -> list[str]:

@@ -25,6 +25,7 @@ class RingKeywords(TypedDict, total=False):
 
 class FitKeywords(TypedDict, total=False):
     columns: str | None
+    bad_lines: Literal["refuse", "skip"]
     tokenizer: str | None
     context: int | None
     attention_mask: bool
@@ -49,3 +50,4 @@ class FitKeywords(TypedDict, total=False):
     protect: Literal["auto", "memory", "disk", "checkpoint", "off"]
     notice_s: float
     stream_keep: Literal["memory", "disk", "none"]
+    test_then_train: bool

@@ -24,6 +24,7 @@ StreamKeep = Literal["memory", "disk", "none"]
 Shape = Literal["ring", "v"]
 ComputeDevice = Literal["cpu", "cuda", "mps", "auto"]
 Recompute = Literal["none", "all", "auto"]
+BadLines = Literal["refuse", "skip"]
 
 # Headings in --help.
 DATA, TRAINING, NODES, SAFETY = "Model and data", "Training", "Nodes", "Safety"
@@ -53,6 +54,9 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     columns: Annotated[str | None, Is(
         "Columns of Parquet files: the inputs, and last the target.", DATA, metavar="NAME,…", usual="inputs,targets",
         bits=True)] = None
+    bad_lines: Annotated[BadLines, Is(
+        "What to do with a line of standard input that is no sample: {choices}.", DATA, bits=True,
+        resume=True)] = "refuse"
     tokenizer: Annotated[str | None, Is(
         "Tokeniser that reads text: a directory with a tokenizer.json, or a .gguf file.", DATA, metavar="PATH",
         usual="the one beside --model hf:PATH", bits=True)] = None
@@ -172,6 +176,8 @@ class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         variable="notice_s", metavar="S")] = 3.0
     stream_keep: Annotated[StreamKeep, Is(
         "Where batches of a stream are kept until the next checkpoint: {choices}.", SAFETY)] = "memory"
+    test_then_train: Annotated[bool, Is(
+        "Predict every batch before it is learned, for the error over time.", TRAINING)] = False
 # fmt: on
 
 

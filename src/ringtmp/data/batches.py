@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ringtmp.data.sources import Source, Stream, Table, leaves, map_tensors
+from ringtmp.data.sources import LeftOut, Source, Stream, Table, leaves, map_tensors
 from ringtmp.data.stream_batches import Arrivals, Keep, Stray, StreamPlace, TableMark
 from ringtmp.data.stream_store import MEMORY_LIMIT_BYTES, Spool
 from ringtmp.errors import UsageError
@@ -66,6 +66,7 @@ class TrainingBatches:
         self._early: tuple[int, Batch] | None = None
         self._keep = keep
         self._told = False
+        self._told_of = 0  # what was left out
         self._spool = Spool(folder, memory_bytes, disk=keep == "disk")
         self._arrivals = Arrivals(source, self._spool, keep) if isinstance(source, Stream) else None
         self._table = TableMark(source, seed) if isinstance(source, Table) else None
@@ -125,6 +126,13 @@ class TrainingBatches:
     def once(self) -> bool:
         """The data can be read only once, so nobody knows how many steps an epoch has, or whether there is a second."""
         return isinstance(self._source, Stream) and self._source.once
+
+    def left_out(self) -> LeftOut | None:
+        """What could not be read as samples; None if nobody need be told again."""
+        if not isinstance(self._source, Stream) or self._source.left_out.count == self._told_of:
+            return None
+        self._told_of = self._source.left_out.count
+        return self._source.left_out
 
     def go_on(self, step: int, place: StreamPlace) -> None:
         """The run begins at this step, or goes on from there."""

@@ -44,7 +44,7 @@ def is_text(name: str) -> bool:
 
 def load(
     name: str, seed: int, settings: Mapping[str, Any], tokens: Reading | None = None, *, batch_size: int = 32,
-    columns: str | None = None,
+    columns: str | None = None, bad_lines: str = standard_input.REFUSE,
 ) -> tuple[Source, Source | None]:  # fmt: skip
     """(train, test) for a name. `settings` are the model's: a byte model's `context` is the length of a sample. With
     `tokens` text is read by a tokeniser; without, as bytes."""
@@ -65,7 +65,9 @@ def load(
     }
     for shards in ("parquet", "tar"):
         makers[shards] = partial(open_shards, kind, Path(rest), seed, batch_size, _named(name, columns))
-    makers[standard_input.NAME] = lambda: (standard_input.standard_input(batch_size), None)
+    makers[standard_input.NAME] = lambda: (standard_input.standard_input(batch_size, bad_lines=bad_lines), None)
+    if bad_lines != standard_input.REFUSE and name != standard_input.NAME:
+        raise UsageError(f"--bad-lines is for --data -, not for data {name}")
     if is_factory(name):
         return _factory(name, seed)
     refuse_file_alone("data", name)

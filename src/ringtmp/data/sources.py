@@ -31,8 +31,22 @@ from ringtmp.data.sample_or_batch import (
 from ringtmp.errors import UsageError
 
 __all__ = [
-    "LABELS", "OWN_LOSS", "Shape", "Source", "Stream", "Table", "Text", "from_python", "leaves", "map_tensors", "split",
-    "subset", "tensors", "text_of", "with_loss",
+    "LABELS",
+    "OWN_LOSS",
+    "LeftOut",
+    "Shape",
+    "Source",
+    "Stream",
+    "Table",
+    "Text",
+    "from_python",
+    "leaves",
+    "map_tensors",
+    "split",
+    "subset",
+    "tensors",
+    "text_of",
+    "with_loss",
 ]  # fmt: skip
 
 
@@ -61,6 +75,14 @@ class Text:
     #: Of the text that the learned tokens of each sample stand for; a sample's first token is never learned.
     bytes: torch.Tensor
     remarks: tuple[str, ...] = ()  # what was done to the text that a person should know
+
+
+@dataclass
+class LeftOut:
+    """What of a stream could not be read as samples, so far."""
+
+    count: int = 0
+    text: str = ""  # about the last one
 
 
 @dataclass(frozen=True)
@@ -96,8 +118,11 @@ class Stream:
     `torch.manual_seed(seed)` and in which nothing else draws.
     """
 
-    def __init__(self, name: str, batches: Iterable[Any], loss: str | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, name: str, batches: Iterable[Any], loss: str | None = None, seed: int = 0, left_out: LeftOut | None = None
+    ) -> None:
         self.name = name
+        self.left_out = left_out or LeftOut()
         self._batches = batches
         self.once = isinstance(batches, Iterator)
         #: Why the order of batches cannot be reproduced; None: another reading gives the same.

@@ -60,6 +60,9 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     samples: int
     wall_s: float
     unprotected: bool = False  # snapshots are wanted, and there is none of this generation
+    #: Of its samples before they were learned, in evaluation mode, with --test-then-train.
+    predicted_loss: float | None = None
+    predicted_accuracy: float | None = None
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -171,6 +174,15 @@ class StreamStrayed(msgspec.Struct, frozen=True, tag="stream"):
     text: str
 
 
+class SamplesLeftOut(msgspec.Struct, frozen=True, tag="left_out"):
+    """What could not be read as a sample and was left out as asked (--bad-lines skip)."""
+
+    at: float
+    step: int
+    count: int  # since this part of the run began
+    text: str  # about the last one
+
+
 class Warned(msgspec.Struct, frozen=True, tag="warning"):
     at: float
     text: str
@@ -213,6 +225,7 @@ Event = (
     | SnapshotWhole
     | LineTried
     | StreamStrayed
+    | SamplesLeftOut
     | Warned
     | NodeEnded
     | RunEnded

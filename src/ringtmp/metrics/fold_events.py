@@ -33,6 +33,7 @@ class Part(msgspec.Struct, frozen=True):
     seconds: float
     before_s: float  # seconds of the parts before
     strayed: tuple[events.StreamStrayed, ...]
+    left_out: int  # lines or samples that could not be read
     pauses: tuple[float, ...]  # when an evaluation, a checkpoint or a new generation was done, by the master's clock
 
     @property
@@ -146,6 +147,7 @@ class _Tally:
         self._recoveries: list[events.Regrouped] = []
         self._lost = 0
         self._strayed: list[events.StreamStrayed] = []
+        self._left_out = 0
         self._pauses: list[float] = []
         self.evaluations: dict[int, events.Evaluated] = {}
         self.ended: events.RunEnded | None = None
@@ -173,6 +175,8 @@ class _Tally:
             self._keep_before(event.step)
         elif isinstance(event, events.StreamStrayed):
             self._strayed.append(event)
+        elif isinstance(event, events.SamplesLeftOut):
+            self._left_out = event.count
         elif isinstance(event, events.Warned):
             self._warnings.append(event.text)
         else:
@@ -220,7 +224,7 @@ class _Tally:
             node_steps={node: tuple(done) for node, done in self._node_steps.items()},
             evaluations=tuple(self.evaluations.values()), recoveries=tuple(self._recoveries),
             warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self.seconds,
-            before_s=before_s, strayed=tuple(self._strayed), pauses=tuple(self._pauses),
+            before_s=before_s, strayed=tuple(self._strayed), left_out=self._left_out, pauses=tuple(self._pauses),
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
 from ringtmp.metrics.events import NodeEnded, NodeStarted, NodeStep, Regrouped
 from ringtmp.metrics.fold_events import Part
+from ringtmp.metrics.predicted_before_learned import Predicted, predicted
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
@@ -134,6 +135,8 @@ class Summary(msgspec.Struct, frozen=True):
     forecast: Forecast | None = None
     parts: tuple[PartSummary, ...] = ()
     skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
+    bad_lines: int = 0  # of standard input in the last part: left out, as asked
+    predicted: Predicted | None = None  # with --test-then-train
     #: Against eager PyTorch before the start: "model", "layers", "evaluation" alone, "traced" (docs/models.md), or not ("").
     checked: str = ""
     perplexity: float | None = None  # of the test part, if it is text
@@ -217,6 +220,8 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         parts=tuple(_part(part, part is last) for part in parts),
         # What was skipped before the run was resumed is known to it then.
         skipped_samples=facts.get("skipped_samples", 0) + sum(each.skipped for each in last.strayed),
+        bad_lines=last.left_out,
+        predicted=predicted(steps),
         checked=facts.get("checked", ""),
         perplexity=evaluation.perplexity if evaluation else None,
     )

@@ -13,10 +13,13 @@ import msgspec
 from ringtmp.metrics.energy import Load
 from ringtmp.metrics.events import NodeStep
 from ringtmp.metrics.history import history_of
+from ringtmp.metrics.predicted_before_learned import in_stretches
 from ringtmp.metrics.summary import loads_of
 from ringtmp.report.page_content import Figure, Mark, Series, Table
 from ringtmp.report.run_timeline import Run
 from ringtmp.units import seconds_text
+
+_POINTS = 100
 
 
 def loss(run: Run) -> Iterable[Figure]:
@@ -69,6 +72,30 @@ def scores(run: Run) -> Iterable[Figure]:
         caption = "Among how many equally likely tokens the model would choose as badly; of a model of bytes, bytes."
         label = "perplexity of the test part"
         yield Figure("perplexity", "Perplexity", "lines", "step", label, (series,), marks=marks, caption=caption)
+
+
+def predicted(run: Run) -> Iterable[Figure]:
+    """Test-then-train: the error on samples the model had not learned from."""
+    stretches = in_stretches(run.steps, _POINTS)
+    if not stretches:
+        return
+    at = tuple(float(each.last_step) for each in stretches)
+    caption = "Every sample counts once, predicted before it was learned; a point is the mean over a stretch of steps."
+    loss = Series("predicted", at, tuple(each.loss for each in stretches))
+    yield Figure("predicted-loss", "Loss before learning", "lines", "step", "loss", (loss,), caption=caption)
+    wrong = [(float(each.last_step), 100 * (1 - each.accuracy)) for each in stretches if each.accuracy is not None]
+    if wrong:
+        error = Series("predicted", tuple(x for x, _ in wrong), tuple(y for _, y in wrong))
+        yield Figure(
+            "predicted-error",
+            "Error before learning",
+            "lines",
+            "step",
+            "% wrong",
+            (error,),
+            caption=caption,
+            from_zero=True,
+        )
 
 
 def epochs(run: Run) -> Iterable[Table]:

@@ -40,7 +40,7 @@ def page(run: Run) -> Page:
         Section(
             "loss",
             "Loss" if summary.accuracy is None else "Loss and accuracy",
-            figures=(*learning_curves.loss(run), *learning_curves.scores(run)),
+            figures=(*learning_curves.loss(run), *learning_curves.scores(run), *learning_curves.predicted(run)),
             tables=tuple(learning_curves.epochs(run)),
         ),
         Section("time", "Where the time goes", _idle_text(summary), figures=tuple(_time(run))),
@@ -293,6 +293,8 @@ def _highlights(summary: Summary) -> tuple[tuple[str, str], ...]:
         found.append(("test perplexity", f"{summary.perplexity:.4g}"))
     elif summary.accuracy is not None:
         found.append(("test accuracy", f"{summary.accuracy:.1%}"))
+    if summary.predicted is not None and summary.predicted.accuracy is not None:
+        found.append(("wrong before learning", f"{1 - summary.predicted.accuracy:.1%}"))
     if summary.samples_per_s is not None and summary.step_s is not None:
         found += [("samples/s", count_text(summary.samples_per_s)), ("a step", seconds_text(summary.step_s.median))]
     found += [("idle", f"{idle:.0%}"), ("bytes sent", bytes_text(summary.bytes_total))]

@@ -30,8 +30,9 @@ def named_data(
     if path is None:
         settings = {**config.model.settings, **({"context": training.context} if training.context else {})}
         data = named_sources.load(
-            training.data, training.seed, settings, batch_size=training.batch_size, columns=training.columns
-        )
+            training.data, training.seed, settings, batch_size=training.batch_size, columns=training.columns,
+            bad_lines=training.bad_lines,
+        )  # fmt: skip
         return config, data
     facts = _facts(config, model)
     phase("reading the tokeniser")

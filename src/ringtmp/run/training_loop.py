@@ -13,7 +13,7 @@ from ringtmp.metrics import events
 from ringtmp.run.healing import Healing
 from ringtmp.run.members_and_plan import Generation, Run
 from ringtmp.runtime.learning_rates import learning_rate
-from ringtmp.runtime.losses import is_of_bytes
+from ringtmp.runtime.losses import Score, is_of_bytes
 from ringtmp.runtime.run_requests import CHECKPOINT, STOP, Requests, released
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
@@ -36,6 +36,7 @@ class TrainingLoop:
         self._fresh = True  # the next step begins after a pause
         self._requests = Requests(run.job.run.path)
         self._asked: set[str] = set()  # by somebody who looks on, and not done yet
+        self._warn_at = 1  # so many samples left out
         self._not_before = 0.0  # when a checkpoint, or what needs one, is tried again that found the disk full
 
     def to_the_end(self) -> str:
@@ -86,6 +87,12 @@ class TrainingLoop:
         for stray in batches.strays():
             self._record.write(events.StreamStrayed(time.monotonic(), stray.step, stray.skipped, stray.text))
             self._record.warn(stray.text)
+        if (left_out := batches.left_out()) is not None:
+            count, text = left_out.count, left_out.text
+            self._record.write(events.SamplesLeftOut(time.monotonic(), self.progress.step, count, text))
+            if count >= self._warn_at:
+                self._record.warn(f"{text}: left out, number {count} so far")
+                self._warn_at = 10 * count
         if (trouble := batches.trouble()) is not None:
             self._record.warn(f"batches of the stream cannot be written: {trouble}; they are kept in memory")
         return batch
@@ -94,6 +101,7 @@ class TrainingLoop:
         run, log, step = self._run, self._record.log, self.progress.step
         _refuse_too_small(batch, run.index.least_microbatch, step)
         batch = run.index.check_batch(batch, run.job.loss_name, run.job.train.name, f"the batch of step {step}")
+        predicted = self._predicted(batch) if run.job.config.keep.test_then_train else None
         started = time.monotonic()
         run.protection.progress = self.progress
         loss = self._generation.leader.train_step(step, batch, self._fresh, self._upcoming)
@@ -103,6 +111,8 @@ class TrainingLoop:
         done = events.StepDone(
             now, step, batch.epoch, loss, lr=rate,
             samples=batch.samples, wall_s=now - started, unprotected=run.protection.unprotected,
+            predicted_loss=predicted.loss if predicted else None,
+            predicted_accuracy=predicted.accuracy if predicted else None,
         )  # fmt: skip
         log.write(done)
         log.flush()
@@ -116,6 +126,11 @@ class TrainingLoop:
         left = step if run.total_steps is None else run.total_steps - step  # of a stream: as many again
         run.rebalancing.step_done(done.wall_s, left, run.protection)
         self._mind_requests()
+
+    def _predicted(self, batch: Batch) -> Score:
+        """How well the model does on a batch that it has not learned from."""
+        self._fresh = True
+        return self._generation.leader.evaluate([batch], self.progress.step, is_of_bytes(self._run.job.loss_name))
 
     def _mind_requests(self) -> None:
         """What viewers of the run's page ask for."""
@@ -147,6 +162,8 @@ class TrainingLoop:
         an evaluation, a checkpoint, or because somebody wants to stop."""
         run, every, total = self._run, self._run.job.config.keep.checkpoint_every, self._run.total_steps
         if (total is not None and step >= total) or (every is not None and step % every == 0):
+            return None
+        if run.job.config.keep.test_then_train:
             return None
         if run.protection.due(step) or run.rebalancing.ready(run.protection):
             return None
