@@ -253,9 +253,9 @@ def test_tree_all_reduce_meets_its_bound(count: int) -> None:
 
 
 def test_a_sum_under_way_is_waited_for_only_as_far_as_it_is_late() -> None:
-    """Four steps of 7 and 2 to update between sums that take 2 * 12 + 3 = 27 up and down: three of them hide it, one does not."""
+    """Sums take 2 * 12 + 3 = 27 up and down; of the four steps between two, each half of 14 and 2 more, three hide that."""
     there, late = (
-        simulate_overlapped_sums(load(7.0), devices(2, rate=1.0), way=up_and_down_tree, every=4, under_way=steps)
+        simulate_overlapped_sums(load(14.0), devices(2, rate=1.0), way=up_and_down_tree, every=4, under_way=steps)
         for steps in (3, 1)
     )
     assert there.step_s == pytest.approx(9)
