@@ -50,6 +50,7 @@ CHOICES = [
     "tree-easgd:2",
     "dpsgd",
     "gosgd:1",
+    "mpca:2",
     "local-means:2",
 ]
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})

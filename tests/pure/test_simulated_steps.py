@@ -18,7 +18,12 @@ from ringtmp.plan.route import Route, Visit, plain_ring
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulated_step import Simulated
-from ringtmp.strategies.data_parallel.simulate_sum_over_workers import by_halving, simulate_sums, up_and_down_tree
+from ringtmp.strategies.data_parallel.simulate_sum_over_workers import (
+    by_halving,
+    simulate_overlapped_sums,
+    simulate_sums,
+    up_and_down_tree,
+)
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 from test_next_action import grid, run
@@ -245,6 +250,17 @@ def test_tree_all_reduce_meets_its_bound(count: int) -> None:
     if count & (count - 1) == 0:
         assert result.step_s == pytest.approx(2 * rounds * 12 + rounds * 3 + 2)
     assert result.bytes_total == pytest.approx(2 * 12 * (count - 1))
+
+
+def test_a_sum_under_way_is_waited_for_only_as_far_as_it_is_late() -> None:
+    """Sums take 2 * 12 + 3 = 27 up and down; of the four steps between two, each half of 14 and 2 more, three hide that."""
+    there, late = (
+        simulate_overlapped_sums(load(14.0), devices(2, rate=1.0), way=up_and_down_tree, every=4, under_way=steps)
+        for steps in (3, 1)
+    )
+    assert there.step_s == pytest.approx(9)
+    assert late.step_s == pytest.approx(9 + (27 - 9) / 4)
+    assert there.bytes_total == late.bytes_total == pytest.approx(2 * 12 / 4)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

@@ -26,6 +26,7 @@ from ringtmp.strategies.dpsgd import STRATEGY as DPSGD
 from ringtmp.strategies.easgd import STRATEGY as EASGD
 from ringtmp.strategies.gosgd import STRATEGY as GOSGD
 from ringtmp.strategies.lbfgs import STRATEGY as LBFGS
+from ringtmp.strategies.mpca import STRATEGY as MPCA
 from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
 from ringtmp.strategies.tree_easgd import STRATEGY as TREE_EASGD
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Message
 
 GROUP = "ringtmp.strategies"
-_OURS = (RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD)
+_OURS = (RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA)
 OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {

@@ -19,6 +19,8 @@ driver. What travels is each worker's change since the last mean. The optimizer 
 and what it remembers stays each worker's own. Workers draw their samples from the run's batches, not from a partition of
 their own. Between two means a checkpoint, and an evaluation, are of the mean of what the workers have then.
 
+tau=auto: how often there is a mean follows the loss (Wang and Joshi 2019), in adaptive_tau.py.
+
 With tau = 1, plain descent and equal shares it is all-reduce: mean of (w - rate g_i) = w - rate mean of g_i; to the bit where
 nothing is rounded, otherwise to rounding.
 
@@ -31,6 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.strategies.averaging.adaptive_tau import AdaptiveTau, read_budget
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -45,6 +48,8 @@ from ringtmp.strategies.base import (
     Traffic,
     described,
 )
+from ringtmp.strategies.data_parallel.checked_settings import refuse_too_short
+from ringtmp.wire.formats import wire_format
 
 if TYPE_CHECKING:
     import torch
@@ -54,19 +59,35 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Enlist
 
 ALGORITHMS = ("ring", "tree")
+AUTO = "auto"
 
 
 class AveragingSettings(Settings, frozen=True):
-    tau: Annotated[int, described(
-        "1 or more", "steps of its own that a worker makes between two means",
-        "SparkNet: 50; at most 10 learns best")] = 8  # fmt: skip
+    tau: Annotated[int | str, described(
+        "1 or more | auto", "steps of its own that a worker makes between two means; auto: fewer as the loss falls",
+        "SparkNet: 50; at most 10 learns best. auto: Wang and Joshi 2019")] = 8  # fmt: skip
     algorithm: Annotated[str, described("ring | tree", "how changes are summed, as in allreduce")] = "ring"
+    budget: Annotated[str, described(
+        "such as 30s or 4MiB", "with auto: tau is chosen anew whenever so many seconds have passed, or bytes were sent by all",
+        "Wang and Joshi 2019: 60s", "none; auto needs one")] = ""  # fmt: skip
+    first: Annotated[int, described("1 or more", "with auto: tau to begin with", "Wang and Joshi 2019: 10 to 100")] = 16
 
     def __post_init__(self) -> None:
-        if self.tau < 1:
-            raise UsageError(f"tau={self.tau} must be a whole number of at least 1")
         if self.algorithm not in ALGORITHMS:
             raise unknown("algorithm", self.algorithm, ALGORITHMS)
+        if self.tau == AUTO:
+            read_budget(self.budget)
+        elif not isinstance(self.tau, int) or self.tau < 1:
+            raise UsageError(f"tau={self.tau} must be a whole number of at least 1, or {AUTO}")
+        elif self.budget or self.first != 16:
+            raise UsageError(
+                f"budget and first say how tau={AUTO} is chosen, and tau={self.tau} is fixed: leave them out"
+            )
+        refuse_too_short("first", self.first)
+
+    @property
+    def first_tau(self) -> int:
+        return self.tau if isinstance(self.tau, int) else self.first
 
 
 class Averaging(Strategy):
@@ -82,25 +103,42 @@ class Averaging(Strategy):
     state_from = "survivors"
 
     def parse_short(self, text: str) -> dict[str, Any]:
-        if not text.isdigit():
-            raise UsageError(f"{self.name}:{text}: write {self.name}:8 for a mean every 8 steps")
-        return {self.short: int(text)}
+        if not text.isdigit() and text != AUTO:
+            raise UsageError(f"{self.name}:{text}: write {self.name}:8 for a mean every 8 steps, or {self.name}:{AUTO}")
+        return {self.short: text if text == AUTO else int(text)}
+
+    def exactness(self, settings: AveragingSettings) -> str:
+        timed = settings.tau == AUTO and not read_budget(settings.budget).in_bytes
+        return "steps" if timed else "replay"
 
     def delayed(self, settings: AveragingSettings) -> bool:
-        return settings.tau > 1
+        return settings.first_tau > 1
 
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.data_parallel.plan import between_means, plan
 
-        return plan(request, self, pace=between_means(self.read(request.config.ring.strategy_settings).tau))
+        return plan(request, self, pace=between_means(self.read(request.config.ring.strategy_settings).first_tau))
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AveragingSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.data_parallel.member import WorkerMember, around_a_ring, up_and_down_a_tree
-        from ringtmp.strategies.data_parallel.rounds_of_own_steps import EverySoManySteps, rounds
+        from ringtmp.strategies.data_parallel.rounds_of_own_steps import (
+            EverySoManySteps,
+            RoundLength,
+            rounds,
+            summed_sizes,
+        )
 
-        exchange = rounds(len(roles.workers), to_the_mean, EverySoManySteps(settings.tau))
+        count, rank = len(roles.workers), roles.workers.index(endpoint.node)
+        length: RoundLength = EverySoManySteps(settings.first_tau)
+        if settings.tau == AUTO:
+            round_bytes = 2 * (count - 1) * wire_format(plan.wire).payload_bytes(sum(plan.sizes))
+            budget = read_budget(settings.budget)
+            length = AdaptiveTau(settings.first, budget, round_bytes, plan.step, endpoint.clock)
         algorithm = around_a_ring if settings.algorithm == "ring" else up_and_down_a_tree
-        return WorkerMember(endpoint, plan, roles, exchange, algorithm=algorithm, hands_over=True)
+        return WorkerMember(
+            endpoint, plan, roles, rounds(rank, count, to_the_mean, length),
+            algorithm=algorithm, hands_over=True, sizes=summed_sizes(plan.sizes, count, length),
+        )  # fmt: skip
 
     def simulate(self, settings: AveragingSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulate_sum_over_workers import (
@@ -111,13 +149,15 @@ class Averaging(Strategy):
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
         load, way = Workload.of(task), up_and_down_tree if settings.algorithm == "tree" else around_ring
-        step = simulate_sums(load, task.devices, task.paths, way=way, every=settings.tau)
+        step = simulate_sums(load, task.devices, task.paths, way=way, every=settings.first_tau)
         return OnPaper(step, load.memory(task, vectors=1, keeps=True))
 
     def traffic(self, settings: AveragingSettings, sizes: Sizes, nodes: int) -> Traffic:
-        """An all-reduce every tau steps. A tree's root sends the total to every child."""
+        """An all-reduce every tau steps. A tree's root sends the total to every child. With auto it is what the first steps
+        send; the longer the run, the more."""
+        tau = settings.first_tau
         most = (nodes - 1).bit_length() if settings.algorithm == "tree" else 2 * (nodes - 1) / nodes
-        return Traffic(2 * sizes.parameters * (nodes - 1) / settings.tau, sizes.parameters * most / settings.tau)
+        return Traffic(2 * sizes.parameters * (nodes - 1) / tau, sizes.parameters * most / tau)
 
 
 def to_the_mean(layer: int, begun: torch.Tensor, change: torch.Tensor) -> None:

@@ -104,7 +104,8 @@ class BlockMomentum(Strategy):
 
         workers = len(roles.workers)
         merge = UpdateFilter(settings.eta(workers), settings.rate, settings.nesterov)
-        exchange = rounds(workers, merge, EverySoManySteps(settings.tau))
+        rank = roles.workers.index(endpoint.node)
+        exchange = rounds(rank, workers, merge, EverySoManySteps(settings.tau))
         return WorkerMember(endpoint, plan, roles, exchange, hands_over=True)
 
     def simulate(self, settings: BlockMomentumSettings, task: Task) -> OnPaper:

@@ -99,3 +99,33 @@ def simulate_sums(
         ready = [workers.work(node, ready[node], load.update_s, 0.0, "update") for node in range(count)]
     carried = per_step(workers.lines.carried, {}, every)
     return workers.result(0.0, max(ready), every, carried, memory_bytes=[table.stored[-1]] * count)
+
+
+#: Rounds of sums that are on their way while workers compute; the first only warms up.
+ROUNDS = 4
+
+
+def simulate_overlapped_sums(
+    load: Workload, devices: Sequence[Device], paths: Paths | None = None,
+    *, way: Way = around_ring, every: int = 1, under_way: int = 0,
+) -> Simulated:  # fmt: skip
+    """The sum after `every` steps is on its way while each worker makes `under_way` more and must be there then. What messages
+    cost a processor delays the messages, not the computing beside them."""
+    count = len(devices)
+    table, microbatches = load.share(count)
+    computing, sending = SimulatedWorkers(devices, paths), SimulatedWorkers(devices, paths)
+    step_s = microbatches * (table.forward_s[-1] + table.backward_s[-1])
+    ready, summed = [0.0] * count, [0.0] * count
+    begin, before = 0.0, dict[tuple[int, int], float]()
+    for number in range(ROUNDS):
+        for step in range(every):
+            if step == under_way:
+                ready = [max(pair) for pair in zip(ready, summed, strict=True)]
+            done = [computing.work(node, ready[node], step_s, 0.0, "compute") for node in range(count)]
+            ready = [computing.work(node, done[node], load.update_s, 0.0, "update") for node in range(count)]
+        summed = way(sending, load, list(ready)) if count > 1 else summed
+        if number == 0:
+            begin, before = max(ready), dict(sending.lines.carried)
+    steps = (ROUNDS - 1) * every
+    carried = per_step(sending.lines.carried, before, steps)
+    return computing.result(begin, max(ready), steps, carried, memory_bytes=[table.stored[-1]] * count)

@@ -59,6 +59,10 @@ class Exchange(Protocol):
         """Whether the others have finished this step without us."""
         return False
 
+    def loss(self, value: float) -> None:
+        """The mean loss of this worker's share of the batch, before its first gradient."""
+        return
+
     def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         """A layer's whole gradient of this worker's share of the batch."""
         ...
@@ -250,6 +254,8 @@ class Trainer:
                 task.loss += float(loss.detach()) * samples / mine
                 last.end_in(task.work.step, number, loss * (samples / task.work.samples))
         task.values, task.outputs = [], []
+        if mine:
+            self._exchange.loss(task.loss)
 
     def _score(self, task: _Task) -> None:
         score = Score(bytes_model=is_of_bytes(self._plan.loss))
