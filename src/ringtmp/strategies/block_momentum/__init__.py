@@ -58,7 +58,7 @@ class BlockMomentumSettings(Settings, frozen=True):
         "Chen and Huo, CNTK: 1 - 1/workers", "1 - 1/workers")] = None  # fmt: skip
     rate: Annotated[float, described("above 0", "zeta: how much of the mean change counts", "CNTK: 1")] = 1.0
     nesterov: Annotated[bool, described(
-        "true | false", "begin a block where momentum will carry it", "CNTK: true")] = False  # fmt: skip
+        "true | false", "begin a block where momentum will carry it", "CNTK: true")] = True  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.tau < 1:
