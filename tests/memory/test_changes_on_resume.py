@@ -90,7 +90,7 @@ def test_a_route_takes_the_place_of_laps_and_laps_that_of_a_route(parts: tuple[P
     [
         (
             {"threads": 2},
-            "^resume cannot change threads= .it is 1 in that run.: it would change the weights. It may change epochs=, ",
+            "^resume cannot change threads= .it is 1 in that run.: it would change the weights. It may change bad_lines=, epochs=, ",
         ),
         ({"strategy": "allreduce:tree"}, "cannot change strategy="),
         ({"wire": "int8"}, "cannot change wire="),
@@ -118,4 +118,4 @@ def test_saying_again_what_the_run_has_is_no_change(parts: tuple[Path, str]) -> 
 def test_the_command_line_is_told_which_setting_of_the_optimizer_and_by_its_options(parts: tuple[Path, str]) -> None:
     refused = here("train", "--resume", parts[0], "--lr", 0.1, cwd=parts[0].parent, code=2).stderr
     assert "--resume cannot change lr of --opt (it is 0.002 in that run): it would change the weights" in refused
-    assert "It may change --epochs, --steps" in refused
+    assert "It may change --bad-lines, --epochs, --steps" in refused

@@ -51,7 +51,7 @@ class NodeStarted(msgspec.Struct, frozen=True, tag="node"):
     device: str = ""  # its own name, where it has one
 
 
-class StepDone(msgspec.Struct, frozen=True, tag="step"):
+class StepDone(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     at: float
     step: int
     epoch: int
