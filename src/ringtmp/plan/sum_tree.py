@@ -16,7 +16,6 @@ to G, each with a run of whole parts, adds in this order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringtmp.errors import UsageError
@@ -165,8 +164,3 @@ def one_part_each(workers: int) -> Adding:
     """Where no tree is asked for: every worker's share is a part, the last ones are absent."""
     tree = SumTree(1 << (workers - 1).bit_length())
     return Adding(tree, tuple(range(rank, rank + 1) for rank in range(workers)))
-
-
-def most_loaded(tree: SumTree, shares: Sequence[range], count: int) -> int:
-    """Microbatches of the worker that has most."""
-    return max(len(tree.microbatches(share, count)) for share in shares)

@@ -133,6 +133,8 @@ class Strategy:
     Settings: ClassVar[type[Settings]] = Settings
     #: The setting a short name gives: with 'consistency', `ps:ssp:3` is consistency=ssp:3.
     short: ClassVar[str] = ""
+    #: Where that is a whole number, one and what it means: "8 for a mean every 8 steps".
+    short_number: ClassVar[str] = ""
     #: Each node holds some of the layers: cuts, window, laps, route, recompute, schedule, staleness and microbatches=auto
     #: apply.
     splits_layers: ClassVar[bool] = False
@@ -155,7 +157,9 @@ class Strategy:
             raise UsageError(
                 f"strategy {self.name} has no short form {text!r}: write --strategy {self.name} --with key=value"
             )
-        return {self.short: text}
+        if self.short_number and not text.isdigit():
+            raise UsageError(f"{self.name}:{text}: write {self.name}:{self.short_number}")
+        return {self.short: int(text) if self.short_number else text}
 
     def read(self, given: Mapping[str, Any]) -> Any:
         """The settings as a value; refuses names and types the strategy does not have."""

@@ -27,7 +27,7 @@ Lost worker: as under `averaging`, the others go on from the end of the last blo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import UsageError
 from ringtmp.strategies.base import (
@@ -44,6 +44,7 @@ from ringtmp.strategies.base import (
     Traffic,
     described,
 )
+from ringtmp.strategies.data_parallel.checked_settings import refuse_too_short
 
 if TYPE_CHECKING:
     from ringtmp.runtime.mailbox import Endpoint
@@ -61,8 +62,7 @@ class BlockMomentumSettings(Settings, frozen=True):
         "true | false", "begin a block where momentum will carry it", "CNTK: true")] = True  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.tau < 1:
-            raise UsageError(f"tau={self.tau} must be a whole number of at least 1")
+        refuse_too_short("tau", self.tau)
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise UsageError(f"momentum={self.momentum} must be at least 0 and below 1")
         if not 0 < self.rate < float("inf"):
@@ -82,12 +82,8 @@ class BlockMomentum(Strategy):
     runs = (Runs("CNTK, block momentum", "block-momentum"),)
     Settings = BlockMomentumSettings
     short = "tau"
+    short_number = "8 for blocks of 8 steps"
     state_from = "survivors"
-
-    def parse_short(self, text: str) -> dict[str, Any]:
-        if not text.isdigit():
-            raise UsageError(f"{self.name}:{text}: write {self.name}:8 for blocks of 8 steps")
-        return {self.short: int(text)}
 
     def delayed(self, settings: BlockMomentumSettings) -> bool:
         return settings.tau > 1

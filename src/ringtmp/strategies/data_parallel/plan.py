@@ -40,13 +40,15 @@ class Pace:
 
 
 STEADY = Pace()
-#: Steps of work a worker may have before it between two means.
-MOST_BETWEEN_MEANS = 16
+#: Steps of work a worker may have before it, where it need not wait for the others.
+MOST_AHEAD = 16
+#: Workers whose models differ, and that wait for nobody.
+ON_THEIR_OWN = Pace(ahead=MOST_AHEAD, mixed=True, alike=False)
 
 
 def between_means(tau: int) -> Pace:
     """Workers make `tau` steps of their own, then all go on from one mean."""
-    return Pace(ahead=min(tau, MOST_BETWEEN_MEANS), alike=False)
+    return Pace(ahead=min(tau, MOST_AHEAD), alike=False)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ S. Zhang, A. Choromanska, Y. LeCun, Deep Learning with Elastic Averaging SGD, NI
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from ringtmp.errors import UsageError
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from ringtmp.strategies.data_parallel.member import ParallelMember
     from ringtmp.wire.messages import Enlist
 
-#: Steps of work a worker may have before it: nobody waits for the others.
-AHEAD = 16
 #: alpha = BETA / workers, as the paper has it.
 BETA = 0.9
 
@@ -66,11 +63,7 @@ class Easgd(Strategy):
     runs = (Runs("EASGD", "easgd:tau=10"),)
     Settings = EasgdSettings
     short = "tau"
-
-    def parse_short(self, text: str) -> dict[str, Any]:
-        if not text.isdigit():
-            raise UsageError(f"{self.name}:{text}: write {self.name}:4 for an exchange every 4 steps")
-        return {self.short: int(text)}
+    short_number = "4 for an exchange every 4 steps"
 
     def roles(self, settings: EasgdSettings, nodes: int) -> Roles:
         return Roles((0,), tuple(range(1, nodes)) or (0,))
@@ -82,9 +75,9 @@ class Easgd(Strategy):
         return True
 
     def plan(self, request: PlanRequest) -> Plan:
-        from ringtmp.strategies.data_parallel.plan import Pace, plan
+        from ringtmp.strategies.data_parallel.plan import ON_THEIR_OWN, plan
 
-        return plan(request, self, pace=Pace(ahead=AHEAD, mixed=True, alike=False))
+        return plan(request, self, pace=ON_THEIR_OWN)
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: EasgdSettings, roles: Roles) -> ParallelMember:
         from ringtmp.strategies.easgd.elastic_averaging import EasgdMember

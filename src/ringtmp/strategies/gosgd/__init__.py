@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from ringtmp.strategies.data_parallel.peers import PeerMember
     from ringtmp.wire.messages import Enlist
 
-#: Steps of work a worker may have before it: nobody waits for the others.
-AHEAD = 16
-
 
 class GosgdSettings(Settings, frozen=True):
     p: Annotated[float, described(
@@ -72,9 +69,9 @@ class Gosgd(Strategy):
         return True
 
     def plan(self, request: PlanRequest) -> Plan:
-        from ringtmp.strategies.data_parallel.plan import Pace, plan
+        from ringtmp.strategies.data_parallel.plan import ON_THEIR_OWN, plan
 
-        return plan(request, self, pace=Pace(ahead=AHEAD, mixed=True, alike=False))
+        return plan(request, self, pace=ON_THEIR_OWN)
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: GosgdSettings, roles: Roles) -> PeerMember:
         from ringtmp.strategies.data_parallel.peers import PeerMember

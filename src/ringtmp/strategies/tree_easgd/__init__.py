@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from ringtmp.strategies.data_parallel.peers import PeerMember
     from ringtmp.wire.messages import Enlist
 
-#: Steps of work a worker may have before it: nobody waits for the others.
-AHEAD = 16
-
 
 class TreeEasgdSettings(Settings, frozen=True):
     tau_up: Annotated[int, described("1 or more", "steps after which a worker sends its model to the one above")] = 4
@@ -87,14 +84,14 @@ class TreeEasgd(Strategy):
         return True
 
     def plan(self, request: PlanRequest) -> Plan:
-        from ringtmp.strategies.data_parallel.plan import Pace, plan
+        from ringtmp.strategies.data_parallel.plan import ON_THEIR_OWN, plan
 
         given, warnings = dict(request.config.ring.strategy_settings), tuple[str, ...]()
         try:
             self.read(given).parents(request.config.ring.nodes)
         except UsageError as misfit:  # checked before the start: fewer or more are there than it was written for
             given, warnings = {**given, "tree": "binary"}, (f"{misfit}; the nodes that are there form a binary tree",)
-        return plan(request, self, given, Pace(ahead=AHEAD, mixed=True, alike=False), warnings=warnings)
+        return plan(request, self, given, ON_THEIR_OWN, warnings=warnings)
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: TreeEasgdSettings, roles: Roles) -> PeerMember:
         from ringtmp.strategies.data_parallel.peers import PeerMember
