@@ -24,6 +24,7 @@ from ringtmp.data.sources import from_python
 from ringtmp.errors import UsageError
 from ringtmp.launch.nodes_in_this_process import InMemoryPool
 from ringtmp.model.call_module import call_arguments, without_cache
+from ringtmp.model.lora import Lora, LoraLinear, add_adapters
 from ringtmp.model.portable_layer import Layer
 from ringtmp.runtime.run_directory import RunDirectory
 
@@ -117,7 +118,42 @@ def resnet() -> Made:
     return transformers.ResNetForImageClassification(config), pictures
 
 
-MODELS = {each.__name__: each for each in (gpt2, llama, qwen2, bert, vit, t5, convnext, resnet)}
+def _frozen(made: Made, trained: str) -> Made:
+    """All but what is named so, in every block but the first."""
+    model, data = made
+    for name, each in model.named_parameters():
+        each.requires_grad_(trained in name and ".0." not in name)
+    return model, data
+
+
+def _adapted(made: Made, *on: str) -> Made:
+    model, data = made
+    add_adapters(model, Lora(on, r=3, alpha=6.0, dropout=0.1))
+    for each in model.modules():
+        if isinstance(each, LoraLinear):
+            nn.init.normal_(each.lora_B.weight, std=0.1)  # otherwise the first gradient of A is zero
+    return model, data
+
+
+def gpt2_frozen() -> Made:
+    return _frozen(gpt2(), "mlp.c_proj")
+
+
+def gpt2_adapted() -> Made:
+    return _adapted(gpt2(), "c_attn")
+
+
+def llama_frozen() -> Made:
+    return _frozen(llama(), "down_proj")
+
+
+def llama_adapted() -> Made:
+    return _adapted(llama(), "q_proj", "v_proj")
+
+
+FROM_NOTHING = (gpt2, llama, qwen2, bert, vit, t5, convnext, resnet)
+IN_PART = (gpt2_frozen, llama_frozen, gpt2_adapted, llama_adapted)
+MODELS = {each.__name__: each for each in (*FROM_NOTHING, *IN_PART)}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +194,6 @@ def fitted(folder: Path, model: nn.Module, batches: Any, nodes: int, schedule: A
     return api.start(config, model, data, None, run_dir=folder, watcher=api.Watcher(), pool=InMemoryPool(nodes))
 
 
-@pytest.mark.timeout(600)
 def _tier(name: str, nodes: int, schedule: str) -> list[pytest.MarkDecorator]:
     """Every model on one ring in `make long`; what is left at night."""
     if (name, nodes, schedule) in QUICK:
@@ -167,6 +202,7 @@ def _tier(name: str, nodes: int, schedule: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.long if (nodes, schedule) == ring else pytest.mark.nightly]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "nodes", "schedule"),
     [
