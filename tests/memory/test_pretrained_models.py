@@ -211,6 +211,8 @@ def test_pickled_weights_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UsageError, match=f"^--model hf:{tmp_path} has only pickled weights"):
         pretrained(f"hf:{tmp_path}")
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin is a pickle, which may run code"):
+        pretrained(f"hf:{tmp_path / 'pytorch_model.bin'}")
     with pytest.raises(UsageError, match="no such file"):
         pretrained(f"hf:{tmp_path / 'm.gguf'}")
     (tmp_path / "model.safetensors").write_bytes(b"not so")

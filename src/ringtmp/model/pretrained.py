@@ -23,7 +23,7 @@ from ringtmp.errors import UsageError, some_of, told_as_usage
 from ringtmp.model.built_in_files import LeftUnfilled
 from ringtmp.model.checkpoint_names import names_in_model
 from ringtmp.model.gguf_file import GgufFile
-from ringtmp.model.weights_file import WeightsFile
+from ringtmp.model.weights_file import WeightsFile, refuse_pickle
 
 PREFIX = "hf:"
 
@@ -53,6 +53,8 @@ def _builder(name: str, filled: bool) -> Callable[[], nn.Module]:
     library = library_of(f"--model {name}")
     if path.suffix == ".gguf":
         return _of_gguf(library, path, filled)
+    if path.is_file():
+        refuse_pickle(path, f"--model {name}")
     config = path / "config.json" if path.is_dir() else path
     kind = _architecture(library, config)
     if path.is_dir():

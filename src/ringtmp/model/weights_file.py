@@ -133,12 +133,16 @@ def _kind(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _found(path: Path, said: str) -> Iterator[tuple[str, Path]]:
+def refuse_pickle(path: Path, said: str) -> None:
     if path.suffix in _PICKLED:
         raise UsageError(
             f"{said} is a pickle, which may run code when it is read: save the weights as safetensors "
             "(safetensors.torch.save_file(model.state_dict(), ...))"
         )
+
+
+def _found(path: Path, said: str) -> Iterator[tuple[str, Path]]:
+    refuse_pickle(path, said)
     if path.is_dir():
         yield from _of_folder(path, said)
         return
