@@ -141,15 +141,15 @@ def test_the_ring_and_its_peers_do_the_same_work_and_are_measured_once(tmp_path:
     words = ("--workloads", "mlp", "--settings", "two", "--cases", "ring,ddp", "--steps", "3")
     first, said = bench(tmp_path, *words)
     learned = losses(tmp_path)
-    assert [row["case"] for row in first["rows"]] == ["one", "ring", "ddp"]
+    assert [row["case"] for row in first["rows"]] == ["one", "side-by-side", "ring", "ddp"]
     assert all(row["step_s"] is not None and row["failed"] == 0 for row in first["rows"]), said
-    assert "3/3" in said
-    assert len(learned) == 3
+    assert "4/4" in said
+    assert len(learned) == 4
     for case in ("ring", "ddp"):
         assert learned[case] == pytest.approx(learned["one"], rel=1e-4)
     assert "--quick" in (tmp_path / "out" / "results.md").read_text()
     second, said = bench(tmp_path, *words)
-    assert "3 of 3 were already measured" in said
+    assert "4 of 4 were already measured" in said
     assert second == first
 
 
@@ -174,5 +174,5 @@ def test_messages_go_between_two_processes_by_the_ring_and_by_gloo() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["one_way_s"]
-    assert set(rows) == {"node to node, encrypted", "Gloo, in the clear"}
+    assert set(rows) == {"node to node, encrypted", "bare ZeroMQ, encrypted", "Gloo, in the clear"}
     assert all(len(seconds) == 2 and 0 < min(seconds) <= max(seconds) < 10 for seconds in rows.values())

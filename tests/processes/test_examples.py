@@ -49,7 +49,7 @@ def test_an_example_learns_and_has_one_digest_on_every_ring(name: str, tmp_path:
         [sys.executable, EXAMPLES / name], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
     )
     accuracies = [float(each) for each in re.findall(r"([\d.]+)%", done.stdout)]
-    assert accuracies[-1] > 90
+    assert accuracies[-1] > 85
     digests = {_digest(_short_run(name, tmp_path, nodes, steps=4)) for nodes in (1, 2, 4)}
     assert len(digests) == 1
 

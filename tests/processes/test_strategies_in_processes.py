@@ -64,7 +64,7 @@ def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path
     [
         "ps:value:0.01 --epochs 8",
         "ps:asp:0.05:servers=2 --epochs 8",
-        "ps:async:n_push=2:n_fetch=2:warm_start=10 --epochs 10 --optimizer adagrad --lr 0.03",
+        "ps:async:n_push=2:n_fetch=2:warm_start=10 --epochs 16 --optimizer adagrad --lr 0.03",
         "ps:bsp:servers=workers --epochs 12 --wire topk",
         "allreduce:tree --epochs 12 --wire 1bit --optimizer sgd --lr 0.5",
         "lbfgs --steps 120 --batch-size 1438",

@@ -194,3 +194,4 @@ def test_a_run_that_has_ended_cannot_be_asked(tmp_path: Path) -> None:
     client = Client(tmp_path)
     client.app = application(Board([view]), client.access)
     assert post(client, "/act", ACT, b'{"run":0,"request":"stop"}') == 409
+    assert post(client, "/detail", LOOK, b'{"run":0,"request":"detail"}') == 200, "no fault of a page that hears of it later"

@@ -175,8 +175,8 @@ async def _ask(board: Board, request: Request, allowed: Callable[[str], bool]) -
         if wish.run < 0 or not allowed(wish.request):
             raise ValueError
         view = board.views[wish.run]
-        if view.over:
-            return PlainTextResponse("The run has ended.\n", 409)
+        if view.over:  # a page may ask for detail until it hears of the end
+            return PlainTextResponse("The run has ended.\n", 200 if wish.request == run_requests.DETAIL else 409)
         run_requests.ask(view.path, wish.request)
     except (ValueError, msgspec.DecodeError, IndexError):
         return PlainTextResponse("A run cannot be asked for that.\n", 400)
