@@ -76,9 +76,10 @@ def test_ranks_train_by_all_reduce_with_the_bits_of_our_own_processes(ranks: int
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_killed_rank_is_restarted_with_all_others_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Its quick twin is `test_after_a_restart_the_run_of_the_ranks_before_goes_on`."""
-    given = ("--steps", 400, "--checkpoint-every", 20)
+    given = ("--steps", 150, "--checkpoint-every", 20)
     started = torchrun(2, *given, "--json", "--run-dir", "run", cwd=tmp_path, more=("--max-restarts", "1"))
     wait_for_step(tmp_path / "run", 45, started)
     ranks = [each for each in psutil.Process(started.pid).children() if "program.py" in each.cmdline()]
@@ -90,6 +91,7 @@ def test_a_killed_rank_is_restarted_with_all_others_and_the_run_ends_with_the_sa
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_an_interrupted_torchrun_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
     started = torchrun(2, "--steps", 5000, "--run-dir", "run", cwd=tmp_path)
     wait_for_step(tmp_path / "run", 5, started)
