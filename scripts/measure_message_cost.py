@@ -19,7 +19,7 @@ import torch
 import zmq
 
 from ringtmp.runtime.mailbox import Endpoint
-from ringtmp.transport.memory import Hub
+from ringtmp.transport.in_process import Hub
 from ringtmp.wire import packets, tensors
 from ringtmp.wire.messages import PROTOCOL, Activations
 from ringtmp.wire.reliable_link import Link

@@ -10,7 +10,7 @@ from typing import get_args
 
 from ringtmp.launch import agent_messages
 from ringtmp.wire.messages import MESSAGES
-from ringtmp.wire.permissions import Phase, Who
+from ringtmp.wire.who_may_send import Phase, Who
 
 PAGE = Path(__file__).parent.parent / "docs" / "security.md"
 BEGIN, END = "<!-- made by scripts/write_message_tables.py -->\n", "<!-- end -->\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ringtmp.config import SETTINGS, Setting
-from ringtmp.config.keywords import Call, taken_by
-from ringtmp.config.setting_type import listed
+from ringtmp.config.keyword_arguments import Call, taken_by
+from ringtmp.config.setting_declaration import listed
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYWORDS = "src/ringtmp/config/keyword_types.py"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ringtmp.strategies import registry, systems
+from ringtmp.strategies import published_systems, registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "strategies.md"
 BEGIN, END = "<!-- made by scripts/write_systems_table.py -->\n", "<!-- end -->\n"
@@ -17,7 +17,7 @@ def page(text: str) -> str:
     """The page with the table as it should be; strategies of installed packages are not in it."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + systems.markdown(systems.all_rows(registry.OURS.values())) + END + after
+    return before + BEGIN + published_systems.markdown(published_systems.all_rows(registry.OURS.values())) + END + after
 
 
 if __name__ == "__main__":

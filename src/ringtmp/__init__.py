@@ -16,11 +16,11 @@ from ringtmp.errors import ProtocolError, RingError, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
     from ringtmp.api import Ring, text_data
-    from ringtmp.estimators import RingClassifier, RingRegressor
     from ringtmp.metrics.events import Evaluated, Regrouped, RunEnded, RunStarted, StepDone
     from ringtmp.run.generate import Generated
     from ringtmp.run.result import Result
     from ringtmp.run.what_to_train import Watcher
+    from ringtmp.sklearn_estimators import RingClassifier, RingRegressor
     from ringtmp.watchers.files import CSVWatcher, JSONLinesWatcher
     from ringtmp.watchers.mlflow import MLflowWatcher
     from ringtmp.watchers.tensorboard import TensorBoardWatcher
@@ -36,7 +36,7 @@ __all__ = [
 #: Where a name lives that is loaded when it is asked for.
 _AT = {
     "api": ("Generated", "Result", "Ring", "Watcher", "text_data"),
-    "estimators": ("RingClassifier", "RingRegressor"),
+    "sklearn_estimators": ("RingClassifier", "RingRegressor"),
     "metrics.events": ("Evaluated", "Regrouped", "RunEnded", "RunStarted", "StepDone"),
     "watchers.files": ("CSVWatcher", "JSONLinesWatcher"),
     "watchers.mlflow": ("MLflowWatcher",),

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ringtmp.config import ModelPart, RingPart, RunConfig, parse_schedule, replaced
+from ringtmp.config.keyword_arguments import checked_keywords, fields, shows_settings
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
-from ringtmp.config.keywords import checked_keywords, fields, shows_settings
 from ringtmp.config.options_to_keywords import as_keywords
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import Source, Stream, Table, from_python, text_of, with_loss
@@ -21,8 +21,8 @@ from ringtmp.data.text_samples import Reading, read_text
 from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import RingError, UsageError
+from ringtmp.launch.choose_local_pool import processes_here
 from ringtmp.launch.node_pool import NodePool
-from ringtmp.launch.processes_here import processes_here
 from ringtmp.metrics import events
 from ringtmp.metrics.history import Row
 from ringtmp.model import zoo

@@ -9,7 +9,7 @@ import pytest
 
 from browser import Browser, chromium, legible
 from invented import choices, invented, measurement, page
-from ringtmp.bench import chosen_experiments
+from ringtmp.bench import jobs_of_experiments
 from ringtmp.bench.catalogue import COMPARISONS
 from ringtmp.bench.experiments import energy, idle, resilience, traffic
 from ringtmp.bench.measuring.measurement_files import Measured, Result
@@ -88,10 +88,10 @@ def test_with_nothing_measured_the_report_says_so_and_claims_nothing() -> None:
 
 def test_a_run_several_experiments_read_is_measured_once_per_repeat() -> None:
     asked = choices()
-    plan = chosen_experiments.plan(asked)
+    plan = jobs_of_experiments.plan(asked)
     stems = [(repeat, job.file_stem) for repeat, job in plan]
     assert len(set(stems)) == len(stems)
-    wanted = sum(len({each.file_stem for each in chosen_experiments.jobs_of(name, asked)}) for name in asked.names)
+    wanted = sum(len({each.file_stem for each in jobs_of_experiments.jobs_of(name, asked)}) for name in asked.names)
     assert len({stem for _, stem in stems}) < wanted
     assert [repeat for repeat, job in plan if job.experiment == "capacity"] == [0, 0], "a size is found once"
 
@@ -131,15 +131,15 @@ def test_without_isolation_capacity_is_left_out_with_its_reason() -> None:
     made = page(asked, [])
     section = next(each for each in made.sections if each.name == "capacity")
     assert "needs the lab" in section.skipped[0].why
-    assert not [job for _, job in chosen_experiments.plan(asked) if job.experiment == "capacity"]
-    labs = [job.text for _, job in chosen_experiments.plan(asked) if "devices.toml" in job.text]
+    assert not [job for _, job in jobs_of_experiments.plan(asked) if job.experiment == "capacity"]
+    labs = [job.text for _, job in jobs_of_experiments.plan(asked) if "devices.toml" in job.text]
     assert labs
     assert all("--no-isolation" in text and "--all-devices" in text for text in labs), "none is left out as too slow"
 
 
 def test_devices_that_joined_are_used_as_they_are_and_what_would_change_them_is_left_out_with_its_reason() -> None:
     asked = choices(listen="192.0.2.1:47100", joined=3, rates={"ring": 0.002})
-    jobs = [job for _, job in chosen_experiments.plan(asked)]
+    jobs = [job for _, job in jobs_of_experiments.plan(asked)]
     assert asked.node_counts == (1, 2, 3)
     there = [job.text for job in jobs if "--listen 192.0.2.1:47100" in job.text]
     assert there

@@ -18,7 +18,7 @@ from ringtmp import Result, Ring
 from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import Lora, lora_text, parse_lora
-from ringtmp.run.export_weights import export_weights
+from ringtmp.run.export_run import export_weights
 
 X = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies import registry
 from ringtmp.strategies.averaging.adaptive_tau import AdaptiveTau, Budget, next_tau, read_budget
 from ringtmp.strategies.base import Sizes

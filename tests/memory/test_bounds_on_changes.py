@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness import CONSTANT
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.ps.apply_gradients import Gradient, Slot
 from ringtmp.wire.messages import Recipe

@@ -12,7 +12,7 @@ import pytest
 from begun_runs import BATCH, PARTS, RATE, STEPS, Begun
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from test_healing import Death, Mortal
 from test_rebalancing import Throttled, throttled  # noqa: F401
 

@@ -11,7 +11,7 @@ import torch
 
 from begun_runs import STEPS, Begun
 from installed import importable, install_example
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from test_healing import Death, Mortal
 from test_strategies import logged, weights

@@ -11,7 +11,7 @@ import pytest
 
 from commands import here
 from ringtmp import Ring, UsageError, api
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 
 #: New values for a run of three nodes, of the usual cuts, window, schedule, route and protection.
 CHANGES: dict[str, Any] = {
@@ -90,7 +90,7 @@ def test_a_route_takes_the_place_of_laps_and_laps_that_of_a_route(parts: tuple[P
     [
         (
             {"threads": 2},
-            "^resume cannot change threads= .it is 1 in that run.: it would change the weights. It may change bad_lines=, epochs=, ",
+            "^resume cannot change threads= .it is 1 in that run.: it would change the weights. It may change bad_lines=, epo",
         ),
         ({"strategy": "allreduce:tree"}, "cannot change strategy="),
         ({"wire": "int8"}, "cannot change wire="),

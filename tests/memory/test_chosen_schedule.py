@@ -12,7 +12,7 @@ from costs import devices
 from ringtmp import api
 from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import DoesNotFit
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.plan.choose_schedule import LEAST_GAIN, much_faster, plan_with_schedule
 from ringtmp.plan.pipeline_schedules import SCHEDULES
 from ringtmp.plan.planner import PlanOptions, plan

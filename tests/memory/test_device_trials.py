@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.event_log import EventLog
 from ringtmp.model import portable_layer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ringtmp import api
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies.data_parallel.leader import DataParallelLeader
 from test_healing import Death, Mortal
 from test_strategies import Case, sizes, train, weights

@@ -14,7 +14,7 @@ import pytest
 
 from ringtmp.api import Result, Watcher
 from ringtmp.errors import CheckpointError, UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.event_log import EventLog
 from ringtmp.metrics.events import NodeStarted, NodeStep, RunStarted, Span, StepDone, Warned

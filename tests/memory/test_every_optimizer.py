@@ -19,7 +19,7 @@ from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data import named_sources
 from ringtmp.data.batches import aligned
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model import zoo
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.losses import next_byte

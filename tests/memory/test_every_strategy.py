@@ -24,7 +24,7 @@ from ringtmp.errors import NodeLost, RingError, UsageError
 from ringtmp.launch.admit_devices import Device, Hub
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.plan.planner import PlanOptions
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import About, Sizes, Strategy, Task

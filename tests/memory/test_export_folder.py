@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ordinary_models import tokens
 from ringtmp import UsageError
-from ringtmp.run.export_weights import export_weights
+from ringtmp.run.export_run import export_weights
 from test_export_weights import trained
 
 transformers: Any = pytest.importorskip("transformers")

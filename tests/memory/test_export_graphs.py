@@ -16,7 +16,7 @@ from ordinary_models import ResNet, TiedLanguageModel, UNet, tokens
 from ringtmp import Ring, UsageError
 from ringtmp.cli import ringtmp
 from ringtmp.run import export_graphs
-from ringtmp.run.export_weights import export_weights
+from ringtmp.run.export_run import export_weights
 from test_export_weights import classes, trained, words
 
 WITHIN = 1e-4

@@ -19,7 +19,7 @@ from ringtmp.cli import ringtmp
 from ringtmp.errors import RingError, UsageError
 from ringtmp.model.tensor_file import Described, TensorFile
 from ringtmp.run import saved_model
-from ringtmp.run.export_weights import export_weights
+from ringtmp.run.export_run import export_weights
 from ringtmp.run.saved_model import SavedModel
 from ringtmp.system.write_files_together import staged
 

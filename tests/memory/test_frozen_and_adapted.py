@@ -18,7 +18,7 @@ from ringtmp import Ring, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.lora import Lora, LoraLinear, add_adapters, parse_lora
 
 BATCH, STEPS, PARTS = 6, 2, 3

@@ -16,7 +16,7 @@ from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import Table, tensors
 from ringtmp.errors import CheckpointError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.export import Exporter
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.portable_layer import Graph, Layer, OutputTree, OwnedTensor

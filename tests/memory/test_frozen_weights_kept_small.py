@@ -19,7 +19,7 @@ from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Table, tensors
 from ringtmp.errors import ProtocolError, UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.export import Exporter
 from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
 from ringtmp.model.lora import Lora, add_adapters
@@ -27,7 +27,7 @@ from ringtmp.model.portable_layer import decode, encode
 from ringtmp.model.run_graph import Program
 from ringtmp.model.shrink_frozen_weights import channel_axes, check_kept, enlarged, shrink
 from ringtmp.model.small_frozen_weights import kept_small
-from ringtmp.run.export_weights import export_weights
+from ringtmp.run.export_run import export_weights
 from ringtmp.runtime.gradients_at_segment_edges import saved_bytes
 from ringtmp.runtime.run_directory import RunDirectory
 from test_healing import Death, Mortal

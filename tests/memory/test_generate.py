@@ -14,7 +14,7 @@ from commands import here
 from ordinary_models import TiedLanguageModel, tokens
 from ringtmp import Generated, Result, Ring, api
 from ringtmp.errors import NodeLost, UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.next_token import Choice
 from ringtmp.model.pretrained import pretrained
 from ringtmp.run import decoding

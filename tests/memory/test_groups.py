@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from harness import Built, recipe, ring_in_memory
-from ringtmp.plan.groups import members_of
+from ringtmp.plan.node_groups import members_of
 from ringtmp.transport.faults import Faults, Shaped
 from test_rings_sum_tree import plain
 from test_same_bits_as_one_process import MICROBATCHES

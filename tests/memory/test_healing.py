@@ -13,7 +13,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import from_python, tensors
 from ringtmp.errors import NodeLost
-from ringtmp.launch.nodes_in_this_process import InMemoryPool, Wrapper
+from ringtmp.launch.ring_in_one_process import InMemoryPool, Wrapper
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from test_training_loop import blobs, stack

@@ -26,7 +26,7 @@ from ringtmp.data.sources import Stream, from_python
 from ringtmp.data.stream_batches import Arrivals, StreamPlace
 from ringtmp.data.stream_store import Kept, Spool, kept_copy
 from ringtmp.errors import RingError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run import session
 from test_healing import STEPS, Ticking, run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringtmp.errors import NodeLost
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.runtime.checkpoint import latest
 from test_strategies import Case, check_counts, once, train
 

@@ -13,7 +13,7 @@ from ringtmp import api
 from ringtmp.data import named_sources
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies import registry
 from test_every_strategy import train
 from test_healing import Death, Mortal

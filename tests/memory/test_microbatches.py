@@ -18,7 +18,7 @@ from ringtmp.cli.settings import build
 from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.plan.devices import Device, LayerCost, Measured
 from ringtmp.plan.microbatches import COUNTS, best_plan, microbatch_sizes, sizes

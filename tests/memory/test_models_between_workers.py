@@ -12,7 +12,7 @@ from torch import nn
 from ringtmp import api
 from ringtmp.data import named_sources
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies.data_parallel import replica
 from ringtmp.strategies.data_parallel.peers import PeerMember
 from ringtmp.strategies.gosgd.gossip import Gossip, merge

@@ -12,7 +12,7 @@ import torch
 
 from ringtmp import api
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 
 #: From the end of one of these steps to the end of the other everything is looked at.
 FIRST, LAST = 2, 5

@@ -13,7 +13,7 @@ import pytest
 
 from ringtmp.config import KeepPart
 from ringtmp.errors import DoesNotFit, Interrupted
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.record_events import unlike

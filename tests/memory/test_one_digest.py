@@ -17,7 +17,7 @@ from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model import zoo
 from ringtmp.run.check_settings import resolve
 from ringtmp.runtime.losses import next_byte

@@ -14,7 +14,7 @@ import pytest
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart
 from ringtmp.data.sources import tensors
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies.data_parallel import sum_over_workers

@@ -16,7 +16,7 @@ from ringtmp import Result, api
 from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import from_python
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.layers import opened_model
 from ringtmp.model.pretrained import pretrained
 

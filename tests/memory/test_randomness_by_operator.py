@@ -21,7 +21,7 @@ from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Source, tensors
 from ringtmp.errors import CheckpointError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model import portable_layer
 from ringtmp.run import build_model
 from ringtmp.run.what_to_train import Watcher

@@ -23,7 +23,7 @@ from costs import layers
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.model.profile import Profiler
 from ringtmp.plan import when_to_rebalance

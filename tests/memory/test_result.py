@@ -20,7 +20,7 @@ from oracle import state_sha256
 from ringtmp import Result, Ring, Watcher, api
 from ringtmp.data.sources import tensors
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics.events import Evaluated, StepDone
 from ringtmp.model.to_module import PortableLayer
 from ringtmp.run.notebook_bar import Drawing, NotebookBar

@@ -13,8 +13,8 @@ from begun_runs import BATCH, RATE, Begun
 from oracle import RandomByOperator, state_sha256
 from ordinary_models import class_loss
 from ringtmp import Result, Ring, UsageError
-from ringtmp.launch.local_processes import LocalPool
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
+from ringtmp.launch.ring_of_processes import LocalPool
 from ringtmp.model.portable_model import PortableModel
 from ringtmp.run import evaluate_predict_generate
 

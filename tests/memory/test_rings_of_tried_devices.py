@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import LineTried, NodeStep
 from ringtmp.plan.memory_forecast import PROCESS_BYTES

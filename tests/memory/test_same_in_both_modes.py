@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from oracle import state_sha256
 from ringtmp.model import export
 from ringtmp.model.build import build_layers
-from ringtmp.model.same_in_both_modes import same_in_both_modes
+from ringtmp.model.one_export_for_both_modes import same_in_both_modes
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -20,7 +20,7 @@ from ringtmp.config import KeepPart, RingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import Interrupted, UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model import zoo
 from ringtmp.plan.route import holders_of
 from ringtmp.run.check_settings import resolve

@@ -26,7 +26,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import RingError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run.check_settings import resolve
 from ringtmp.run.interruption import Interruption

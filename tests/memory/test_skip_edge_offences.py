@@ -12,12 +12,12 @@ import torch
 from begun_runs import Begun
 from crooked import Crooked, Tensors, bent
 from ringtmp.errors import ProtocolError, RingError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.plan.route import plain_ring
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.strategies import registry
 from ringtmp.strategies.ring.tensor_routes import flow_of
-from ringtmp.transport.memory import Hub
+from ringtmp.transport.in_process import Hub
 from ringtmp.wire import messages
 from ringtmp.wire.address import NOWHERE
 from ringtmp.wire.message_parts import Crossing

@@ -13,7 +13,7 @@ import torch
 from ringtmp import api
 from ringtmp.config import KeepPart
 from ringtmp.errors import SnapshotUnusable
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.plan.memory_forecast import PIECES_BYTES
 from ringtmp.runtime import snapshot_schedule

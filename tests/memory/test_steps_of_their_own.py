@@ -13,7 +13,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import tensors
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies import registry
 from ringtmp.strategies.block_momentum.model_update_filter import UpdateFilter
 from test_every_strategy import train

@@ -15,7 +15,7 @@ from torch import nn
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import RingError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary
 from ringtmp.model.portable_layer import Layer

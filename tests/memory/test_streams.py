@@ -27,7 +27,7 @@ from ringtmp import Ring, api
 from ringtmp.data import named_sources
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
 from ringtmp.data.sources import from_python
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from test_healing import Death, Mortal, run
 from test_training_loop import blobs, stack

@@ -15,7 +15,7 @@ from ringtmp.config import KeepPart
 from ringtmp.data.sources import from_python
 from ringtmp.data.standard_input import standard_input
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import StepDone
 from ringtmp.metrics.predicted_before_learned import in_stretches, predicted

@@ -16,7 +16,7 @@ from ringtmp import Result, Ring, api
 from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import Table
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.text_and_tokens import load_tokenizer
 from ringtmp.run.text_settings import check_text, named_data
 

@@ -21,7 +21,7 @@ from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPar
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import tensors
 from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
 from ringtmp.plan.route import plain_ring
@@ -34,7 +34,7 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.strategies.ring.node import Node
 from ringtmp.transport.faults import Tapped
-from ringtmp.transport.memory import Hub
+from ringtmp.transport.in_process import Hub
 from ringtmp.wire.messages import Activations, Recipe, Setup
 
 

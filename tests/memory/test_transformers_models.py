@@ -22,7 +22,7 @@ from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.sources import from_python
 from ringtmp.errors import UsageError
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.call_module import call_arguments, without_cache
 from ringtmp.model.lora import Lora, LoraLinear, add_adapters
 from ringtmp.model.portable_layer import Layer

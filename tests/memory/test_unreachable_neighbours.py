@@ -19,7 +19,7 @@ from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.joined_devices import DevicePool
 from ringtmp.launch.key_store import Rings, identity
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.route import kept_apart
 from ringtmp.transport.base import Transport

@@ -18,7 +18,7 @@ import pytest
 
 from ringtmp.bench.measuring import measure_jobs, run_command
 from ringtmp.bench.measuring.jobs import PYTHON, Job, digest
-from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.machine_facts import Environment
 from ringtmp.bench.measuring.measurement_files import Measurement, Store
 from ringtmp.errors import UsageError
 
@@ -200,7 +200,7 @@ from pathlib import Path
 import msgspec
 from ringtmp.bench.measuring import measure_jobs, run_command
 from ringtmp.bench.measuring.jobs import Job
-from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.machine_facts import Environment
 from ringtmp.bench.measuring.measurement_files import Store
 class Nobody:
     def begin(self, repeat, job): ...

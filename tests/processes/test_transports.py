@@ -24,7 +24,7 @@ from ringtmp.transport import zeromq
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.transport.encryption import new_key_pair
 from ringtmp.transport.faults import Faults, Shaped
-from ringtmp.transport.memory import Hub
+from ringtmp.transport.in_process import Hub
 from ringtmp.transport.slow_link import Slow
 from ringtmp.transport.torch_distributed import TorchTransport
 from ringtmp.transport.zeromq import ZeroMQTransport, ipc_address

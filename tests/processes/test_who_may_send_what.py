@@ -24,12 +24,12 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.strategies import registry
 from ringtmp.strategies.data_parallel import sum_over_workers
 from ringtmp.transport.encryption import connect_securely, new_key_pair
-from ringtmp.transport.memory import Hub
+from ringtmp.transport.in_process import Hub
 from ringtmp.transport.zeromq import ZeroMQTransport
 from ringtmp.wire import messages as messages
 from ringtmp.wire.address import NOWHERE, Address
 from ringtmp.wire.messages import MESSAGES, Crossing, Message, Recipe
-from ringtmp.wire.permissions import ALWAYS, CONTROL, MEETING, PLAN, TENSOR, NodeMessage, Phase, Who, told
+from ringtmp.wire.who_may_send import ALWAYS, CONTROL, MEETING, PLAN, TENSOR, NodeMessage, Phase, Who, told
 from test_data_parallel_healing import Base
 from test_join_security import free_port
 

@@ -17,8 +17,8 @@ from ringtmp.bench.measuring import run_record
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.read_output import step_times
 from ringtmp.bench.programs import largest_model, node_removal
+from ringtmp.bench.requested_choices import default_ways
 from ringtmp.bench.training_runs.strategy_variants import parse, parse_all
-from ringtmp.bench.user_choices import default_ways
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from known_run import known_events, started, step
 from ringtmp.cli.watch import command
-from ringtmp.dashboard import serve
-from ringtmp.dashboard.news import News
+from ringtmp.dashboard import listen_until_stopped
+from ringtmp.dashboard.listen_until_stopped import Place, listening
+from ringtmp.dashboard.messages_to_browser import News
 from ringtmp.dashboard.run_view import RunView
-from ringtmp.dashboard.serve import Place, listening
 from ringtmp.dashboard.step_detail import detail_of
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import Event, NodeGone, NodeStarted, Regrouped, encode
@@ -188,9 +188,11 @@ def test_a_port_in_use_names_its_process_and_the_next_free_one(tmp_path: Path, m
             UsageError, match=rf"port {port} is in use by process {os.getpid()} \(.*\): --port \d+ is free"
         ):
             watch(tmp_path, "--port", port)
-        monkeypatch.setattr(serve, "PORT", port)
+        monkeypatch.setattr(listen_until_stopped, "PORT", port)
         with listening(Place()) as found:
-            assert port < found.getsockname()[1] <= port + serve.MORE_PORTS, "the usual port gives way to the next"
+            assert port < found.getsockname()[1] <= port + listen_until_stopped.MORE_PORTS, (
+                "the usual port gives way to the next"
+            )
 
 
 def test_without_starlette_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

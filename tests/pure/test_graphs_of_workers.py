@@ -7,45 +7,45 @@ import pytest
 from ringtmp.errors import UsageError
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Sizes
-from ringtmp.strategies.data_parallel import graphs
+from ringtmp.strategies.data_parallel import worker_topologies
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8])
-@pytest.mark.parametrize("kind", [graphs.ring, graphs.complete])
+@pytest.mark.parametrize("kind", [worker_topologies.ring, worker_topologies.complete])
 def test_metropolis_weights_are_symmetric_and_doubly_stochastic(kind: object, nodes: int) -> None:
     graph = kind(nodes)  # type: ignore[operator]
-    matrix = graphs.metropolis(graph)
-    graphs.refuse_unfair(matrix)
-    assert graphs.graph_of(matrix) == graph
-    assert graphs.connected(graph)
+    matrix = worker_topologies.metropolis(graph)
+    worker_topologies.refuse_unfair(matrix)
+    assert worker_topologies.graph_of(matrix) == graph
+    assert worker_topologies.connected(graph)
 
 
 def test_a_ring_gives_thirds_and_a_complete_graph_the_mean() -> None:
     third = pytest.approx(1 / 3)
-    assert graphs.metropolis(graphs.ring(5))[0] == (third, third, 0.0, 0.0, third)
-    assert graphs.metropolis(graphs.complete(4))[2] == pytest.approx((0.25,) * 4)
+    assert worker_topologies.metropolis(worker_topologies.ring(5))[0] == (third, third, 0.0, 0.0, third)
+    assert worker_topologies.metropolis(worker_topologies.complete(4))[2] == pytest.approx((0.25,) * 4)
 
 
 def test_a_graph_of_ones_own_has_metropolis_weights() -> None:
     """0-1, 1-2, 1-3: node 1 has three neighbours, the others one."""
-    matrix = graphs.metropolis(graphs.of_edges("graph", "0-1+1-2+1-3", 4))
+    matrix = worker_topologies.metropolis(worker_topologies.of_edges("graph", "0-1+1-2+1-3", 4))
     assert matrix[0] == pytest.approx((0.75, 0.25, 0, 0))
     assert matrix[1] == pytest.approx((0.25, 0.25, 0.25, 0.25))
-    graphs.refuse_unfair(matrix)
+    worker_topologies.refuse_unfair(matrix)
 
 
 def test_a_ring_bears_the_loss_of_one_and_of_its_neighbour_but_not_of_two_apart() -> None:
-    ring = graphs.ring(5)
-    assert graphs.connected(ring, [2])
-    assert graphs.connected(ring, [2, 3])
-    assert not graphs.connected(ring, [1, 3])
+    ring = worker_topologies.ring(5)
+    assert worker_topologies.connected(ring, [2])
+    assert worker_topologies.connected(ring, [2, 3])
+    assert not worker_topologies.connected(ring, [1, 3])
 
 
 def test_orphans_turn_to_the_nearest_one_above_that_is_there() -> None:
-    parents = graphs.parents_in_tree("tree", "0-1+1-2+2-3+1-4", 5)
+    parents = worker_topologies.parents_in_tree("tree", "0-1+1-2+2-3+1-4", 5)
     assert parents == {1: 0, 2: 1, 3: 2, 4: 1}
-    assert [graphs.living_parent(parents, node, {1, 2}) for node in (0, 3, 4)] == [None, 0, 0]
-    assert graphs.binary_tree(6) == {1: 0, 2: 0, 3: 1, 4: 1, 5: 2}
+    assert [worker_topologies.living_parent(parents, node, {1, 2}) for node in (0, 3, 4)] == [None, 0, 0]
+    assert worker_topologies.binary_tree(6) == {1: 0, 2: 0, 3: 1, 4: 1, 5: 2}
 
 
 def checked(name: str, nodes: int) -> None:

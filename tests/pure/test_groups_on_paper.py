@@ -6,7 +6,7 @@ import pytest
 
 from ringtmp.errors import UsageError
 from ringtmp.plan.devices import Device, Link, Quota
-from ringtmp.plan.groups import (
+from ringtmp.plan.node_groups import (
     admission,
     as_one_device,
     check_groups,

@@ -7,7 +7,7 @@ from torch import nn
 
 from ringtmp.model.build import build_layers
 from ringtmp.model.build_cells import Cutting
-from ringtmp.model.hidden_matrices import hidden_matrices
+from ringtmp.model.matrices_for_muon import hidden_matrices
 
 
 class Mixed(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 
 from invented import run_events
 from ringtmp.bench.analysis import intervals
-from ringtmp.bench.measuring import machine
+from ringtmp.bench.measuring import machine_facts
 from ringtmp.bench.measuring.jobs import PYTHON, Job, interleaved, time_left_s
 from ringtmp.bench.measuring.read_output import step_times
 from ringtmp.metrics.events import CheckpointSaved, Evaluated, StepDone
@@ -83,22 +83,22 @@ def test_the_time_left_is_what_jobs_took_before() -> None:
 
 
 def test_stolen_time_is_read_from_its_field() -> None:
-    assert machine.stolen_ticks("cpu  1 2 3 4 5 6 7 42 9 10\ncpu0 1 1 1 1 1 1 1 1 1 1\n") == 42
+    assert machine_facts.stolen_ticks("cpu  1 2 3 4 5 6 7 42 9 10\ncpu0 1 1 1 1 1 1 1 1 1 1\n") == 42
     with pytest.raises(ValueError, match="no line"):
-        machine.stolen_ticks("cpu 1 2 3\n")
+        machine_facts.stolen_ticks("cpu 1 2 3\n")
 
 
 def test_what_only_plans_and_reports_is_no_reason_to_measure_again(tmp_path: Path) -> None:
     for name in ("strategies/ring/node.py", "bench/table.py", "bench/peers/ddp.py", "cli/bench.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    before = machine.code_sha256(tmp_path)
+    before = machine_facts.code_sha256(tmp_path)
     for name, same in (("bench/table.py", True), ("cli/bench.py", True), ("strategies/ring/node.py", False)):
         (tmp_path / name).write_text("2")
-        assert (machine.code_sha256(tmp_path) == before) is same, name
-    before = machine.code_sha256(tmp_path)
+        assert (machine_facts.code_sha256(tmp_path) == before) is same, name
+    before = machine_facts.code_sha256(tmp_path)
     (tmp_path / "bench/peers/ddp.py").write_text("2")
-    assert machine.code_sha256(tmp_path) != before
+    assert machine_facts.code_sha256(tmp_path) != before
 
 
 # -- which steps count ------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ pytest.importorskip("starlette")
 
 from known_run import known_events
 from ringtmp.dashboard.access import ACT, HEADERS, LOOK, MOST_SESSIONS, Access
+from ringtmp.dashboard.listen_until_stopped import hosts_of
 from ringtmp.dashboard.run_view import RunView
-from ringtmp.dashboard.serve import hosts_of
 from ringtmp.dashboard.server import Board, application
 from ringtmp.metrics.events import encode
 
@@ -194,4 +194,6 @@ def test_a_run_that_has_ended_cannot_be_asked(tmp_path: Path) -> None:
     client = Client(tmp_path)
     client.app = application(Board([view]), client.access)
     assert post(client, "/act", ACT, b'{"run":0,"request":"stop"}') == 409
-    assert post(client, "/detail", LOOK, b'{"run":0,"request":"detail"}') == 200, "no fault of a page that hears of it later"
+    assert post(client, "/detail", LOOK, b'{"run":0,"request":"detail"}') == 200, (
+        "no fault of a page that hears of it later"
+    )

@@ -16,7 +16,7 @@ from ringtmp.cli.settings import build
 from ringtmp.cli.strategies import command
 from ringtmp.errors import UsageError
 from ringtmp.run.check_settings import resolve
-from ringtmp.strategies import registry, systems
+from ringtmp.strategies import published_systems, registry
 from ringtmp.strategies.base import Runs, Strategy
 
 ROOT = Path(__file__).parents[2]
@@ -55,16 +55,20 @@ GIVEN = [(each.name, how) for each in registry.OURS.values() for how in each.run
 
 
 def test_all_seventeen_systems_of_the_lecture_and_the_surveys_are_listed_once() -> None:
-    names = [each.name for each in systems.SYSTEMS]
-    assert len(systems.TAXONOMY) == 17
+    names = [each.name for each in published_systems.SYSTEMS]
+    assert len(published_systems.TAXONOMY) == 17
     assert set(SEEDS) <= set(names)
     assert len(set(names)) == len(names)
-    assert all(getattr(each, field) for each in systems.SYSTEMS for field in systems.System.__struct_fields__)
+    assert all(
+        getattr(each, field)
+        for each in published_systems.SYSTEMS
+        for field in published_systems.System.__struct_fields__
+    )
 
 
 @pytest.mark.parametrize(("strategy", "how"), GIVEN, ids=[f"{name}-{how.system}" for name, how in GIVEN])
 def test_every_setting_that_is_given_is_taken_by_train_and_names_its_own_strategy(strategy: str, how: Runs) -> None:
-    assert how.system in {each.name for each in systems.SYSTEMS}
+    assert how.system in {each.name for each in published_systems.SYSTEMS}
     words = ["--nodes", "6", "--strategy", *shlex.split(how.options)]
     taken = train.command.make_context("train", words).params
     options = {key: value for key, value in taken.items() if key not in ("config", "listen", "ring_name", "start_with")}
@@ -87,21 +91,21 @@ class Invented(Strategy):
 
 
 def test_a_strategy_fills_its_row_in_one_line_and_what_it_lacks_is_said() -> None:
-    rows = {row.system.name: systems.cells(row) for row in systems.all_rows([Invented()])}
+    rows = {row.system.name: published_systems.cells(row) for row in published_systems.all_rows([Invented()])}
     assert rows["EASGD"][-1] == "--strategy invented:tau=3"
     assert rows["SparkNet"][-1] == "--strategy invented (not yet: Spark)"
     assert rows["Horovod"][-1] == "not yet"
-    assert [row.system.name for row in systems.rows_of(Invented())] == ["EASGD", "SparkNet"]
+    assert [row.system.name for row in published_systems.rows_of(Invented())] == ["EASGD", "SparkNet"]
 
 
 def test_the_table_is_printed_for_people_for_pages_and_for_programs() -> None:
     told = CliRunner().invoke(command, []).stdout
-    assert all(system.name.split()[0] in told for system in systems.SYSTEMS)
+    assert all(system.name.split()[0] in told for system in published_systems.SYSTEMS)
     assert "…" not in told
     assert "allreduce:tree" in told
     marked = CliRunner().invoke(command, ["--markdown"]).stdout
-    assert marked == systems.markdown(systems.all_rows(registry.every().values()))
-    assert marked.count("\n") == len(systems.SYSTEMS) + 2
+    assert marked == published_systems.markdown(published_systems.all_rows(registry.every().values()))
+    assert marked.count("\n") == len(published_systems.SYSTEMS) + 2
     page = json.loads(CliRunner().invoke(command, ["--json"]).stdout)
     assert set(page) == {"strategies", "systems"}
     fire = next(each for each in page["systems"] if each["name"] == "FireCaffe")

@@ -17,8 +17,8 @@ from ringtmp.api import Ring, named_model
 from ringtmp.cli.options import GROUPS, RunCommand, as_option, flags, run_options
 from ringtmp.cli.settings import build
 from ringtmp.config import SETTINGS, ModelPart, RunConfig, Setting, checked, replaced, value_of
-from ringtmp.config.keywords import checked_keywords, taken_by
-from ringtmp.config.setting_type import Declaration, settings_of
+from ringtmp.config.keyword_arguments import checked_keywords, taken_by
+from ringtmp.config.setting_declaration import Declaration, settings_of
 from ringtmp.data import named_sources
 from ringtmp.errors import UsageError
 from ringtmp.run.check_settings import resolve

@@ -14,10 +14,10 @@ from ringtmp.bench.analysis.traffic_formulas import busiest_sent
 from ringtmp.bench.experiments import speed
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement, Result
+from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import SETTINGS
 from ringtmp.bench.training_runs.speed_cases import CASES, job, stage_ranks
 from ringtmp.bench.training_runs.workloads import WORKLOADS
-from ringtmp.bench.user_choices import Choices
 from ringtmp.errors import UsageError
 from ringtmp.lab import devices_file
 from ringtmp.lab.devices_file import toml

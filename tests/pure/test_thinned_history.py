@@ -6,7 +6,7 @@ import pytest
 
 from known_run import known_events, node_step, started, step
 from ringtmp.dashboard.decimated_history import MOST_FRAMES, MOST_POINTS, Frames, Points
-from ringtmp.dashboard.happenings import FIRST_ENTRIES, MOST_ENTRIES, Happenings
+from ringtmp.dashboard.sentences_for_events import FIRST_ENTRIES, MOST_ENTRIES, Happenings
 from ringtmp.metrics import events
 from ringtmp.metrics.events import Event, NodeStarted, Reading, Regrouped
 from ringtmp.metrics.fold_events import Fold, parts_of

@@ -17,7 +17,7 @@ from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.sources import Source, from_python
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.runtime.run_directory import RunDirectory
 
 BATCH, PARTS, STEPS, RATE = 8, 4, 6, 0.01

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.wire.messages import Message
 from test_healing import Ticking

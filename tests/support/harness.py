@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ringtmp.data.batches import Batch, split_batch
-from ringtmp.launch.nodes_in_this_process import InMemoryPool, Wrapper
+from ringtmp.launch.ring_in_one_process import InMemoryPool, Wrapper
 from ringtmp.metrics.event_log import EventLog
 from ringtmp.model.build import build_layers
 from ringtmp.model.build_cells import Cutting
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.cuts_for_repeated_visits import bounds_for
-from ringtmp.plan.groups import grouped
+from ringtmp.plan.node_groups import grouped
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import holders_of, route_over
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest

@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.bench import chosen_experiments
+from ringtmp.bench import jobs_of_experiments
 from ringtmp.bench.catalogue import COMPARISONS
 from ringtmp.bench.measuring import run_record
 from ringtmp.bench.measuring.jobs import Job, digest
-from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.machine_facts import Environment
 from ringtmp.bench.measuring.measurement_files import SCHEMA, Measurement, Result
 from ringtmp.bench.programs import largest_model, node_removal
+from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.strategy_variants import parse_all
-from ringtmp.bench.user_choices import Choices
 from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power, Watts
 from ringtmp.metrics.fold_events import parts_of
@@ -76,7 +76,7 @@ def measurement(job: Job, repeat: int, result: Result) -> Measurement:
 def invented(asked: Choices) -> list[Measurement]:
     """As if everything had been measured: the ring idles for a quarter of its time, everything else for a half."""
     found = []
-    for repeat, job in [*chosen_experiments.sweep_plan(asked), *chosen_experiments.plan(asked)]:
+    for repeat, job in [*jobs_of_experiments.sweep_plan(asked), *jobs_of_experiments.plan(asked)]:
         if job.experiment == "resilience":
             facts: dict[str, Any] = node_removal.describe(parts_of(run_events(0.25)), 3.5, 0, "")
         elif job.experiment == "capacity":
@@ -92,6 +92,6 @@ def invented(asked: Choices) -> list[Measurement]:
 
 
 def page(asked: Choices, measurements: list[Measurement]) -> Page:
-    return chosen_experiments.page(
+    return jobs_of_experiments.page(
         asked, measurements, ENVIRONMENT, command="ringtmp bench", date="2026-01-01", partial=False
     )

@@ -15,7 +15,7 @@ from ringtmp.errors import RingError, UsageError
 
 if TYPE_CHECKING:
     from ringtmp.bench.measuring.measurement_files import Measurement, Store
-    from ringtmp.bench.user_choices import Choices
+    from ringtmp.bench.requested_choices import Choices
     from ringtmp.lab.devices_file import Device
     from ringtmp.report.page_content import Page
 
@@ -101,7 +101,7 @@ def command(
     Every measurement is a file in OUT and is not measured again: interrupt the command at any time, and run it again to
     continue. What fails or cannot run is in the report with its reason, and is tried again the next time.
     """
-    from ringtmp.bench import catalogue, chosen_experiments, user_choices
+    from ringtmp.bench import catalogue, jobs_of_experiments, requested_choices
     from ringtmp.bench.measuring.measurement_files import Store
     from ringtmp.bench.training_runs import strategy_variants
     from ringtmp.launch.device_facts import usable_cores
@@ -109,9 +109,11 @@ def command(
     wanted, quick = catalogue.named((*names, "quick") if small else names)
     _refuse_mixed(listen, joined, file, no_isolation)
     _refuse_foreign(wanted)
-    choices = user_choices.Choices(
+    choices = requested_choices.Choices(
         names=wanted,
-        ways=(strategy_variants.parse_all(strategies) if strategies is not None else user_choices.default_ways(quick)),
+        ways=(
+            strategy_variants.parse_all(strategies) if strategies is not None else requested_choices.default_ways(quick)
+        ),
         devices=_devices(file),
         isolated=can_emulate() and not listen and not no_isolation,
         repeats=repeats,
@@ -124,7 +126,7 @@ def command(
     )
     if choices.comparisons and not (choices.isolated or listen or no_isolation):
         _say_what_isolation_needs(quick)
-    chosen_experiments.plan(choices)  # whatever cannot be measured is refused before anything is written
+    jobs_of_experiments.plan(choices)  # whatever cannot be measured is refused before anything is written
     folder = out or Path("runs", "-".join(["bench", *(wanted if not choices.comparisons else ())]))
     store = Store(folder)
     try:
@@ -141,26 +143,26 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
 
     import msgspec
 
-    from ringtmp.bench import chosen_experiments
-    from ringtmp.bench.measuring import machine, measure_jobs, progress_bar, run_command
+    from ringtmp.bench import jobs_of_experiments
+    from ringtmp.bench.measuring import machine_facts, measure_jobs, progress_bar, run_command
     from ringtmp.bench.measuring.measurement_files import Measured
     from ringtmp.bench.training_runs import learning_rate_sweep
 
-    environment = machine.look()
+    environment = machine_facts.look()
     measured: list[Measurement] = []
     runs: list[Measurement] = []
     complete = False
 
-    def perform(plan: chosen_experiments.Plan, found: list[Measurement]) -> None:
+    def perform(plan: jobs_of_experiments.Plan, found: list[Measurement]) -> None:
         with progress_bar.telling(plan, quiet) as teller:
             for each in measure_jobs.perform(plan, store, environment, limit_s, teller):
                 found.append(each)
 
     try:
         with run_command.interruptible():
-            perform(chosen_experiments.sweep_plan(choices), measured)
+            perform(jobs_of_experiments.sweep_plan(choices), measured)
             choices = msgspec.structs.replace(choices, rates=learning_rate_sweep.rates(choices, Measured(measured)))
-            perform(chosen_experiments.plan(choices), runs)
+            perform(jobs_of_experiments.plan(choices), runs)
             complete = True
     except KeyboardInterrupt:
         print(
@@ -170,10 +172,10 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
         raise
     finally:
         measured += runs
-        page = chosen_experiments.page(
+        page = jobs_of_experiments.page(
             choices, measured, environment, command=_given(), date=date.today().isoformat(), partial=not complete
         )
-        results = chosen_experiments.results(choices, Measured(measured))
+        results = jobs_of_experiments.results(choices, Measured(measured))
         _write(page, results, choices, store.folder)
     _refuse_nothing(runs, store.folder)
     return page, results
@@ -191,13 +193,13 @@ def _refuse_nothing(runs: list[Measurement], folder: Path) -> None:
 def _write(page: Page, results: dict[str, Any], choices: Choices, out: Path) -> None:
     import msgspec
 
-    from ringtmp.bench import chosen_experiments
+    from ringtmp.bench import jobs_of_experiments
     from ringtmp.report import page as paper
     from ringtmp.report import page_text
     from ringtmp.system.files import write_atomic
 
     try:
-        repeats = max(chosen_experiments.repeats(choices))
+        repeats = max(jobs_of_experiments.repeats(choices))
         asked = {"page": page, "learning_rates": choices.rates, "repeats": repeats, "seed": choices.seed}
         write_atomic(out / "results.json", msgspec.json.format(msgspec.json.encode(results | asked)) + b"\n")
         write_atomic(out / "results.md", page_text.markdown(page).encode())

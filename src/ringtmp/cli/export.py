@@ -27,7 +27,7 @@ def command(run: Path, to: Path, merge: bool, force: bool, as_json: bool) -> Non
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
-        from ringtmp.run.export_weights import export_weights
+        from ringtmp.run.export_run import export_weights
     from ringtmp.cli import show_results
 
     done = export_weights(run, to, merge, force)

@@ -45,7 +45,7 @@ def command(
     """
     import msgspec
 
-    from ringtmp.launch import agent, device_facts, key_store, names, system_service
+    from ringtmp.launch import agent, device_facts, device_names, key_store, system_service
 
     if uninstall:
         _tell_all(system_service.uninstall())
@@ -53,7 +53,7 @@ def command(
     if install and once:
         raise UsageError("--install serves run after run: leave out --once")
     if name is not None:
-        names.checked_name("device", name)
+        device_names.checked_name("device", name)
     given = _token(join, ring, no_discovery, listen)
     host, _, port = given.address.rpartition(":")
     address = device_facts.parse_listen(listen, 1)[0] if listen else device_facts.address_towards(host, int(port))

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import click
 
 from ringtmp.errors import UsageError
-from ringtmp.strategies import registry, systems
+from ringtmp.strategies import published_systems, registry
 from ringtmp.strategies.base import About, Strategy
-from ringtmp.strategies.systems import Row
+from ringtmp.strategies.published_systems import Row
 
 
 @click.command("strategies", short_help="List the ways to train and the published systems they stand for.")
@@ -31,9 +31,9 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
     chosen = [registry.get(name)] if name is not None else list(registry.every().values())
     for problem in registry.problems() if name is None else ():
         print(f"ringtmp strategies: {problem}", file=sys.stderr)
-    rows = systems.all_rows(chosen) if name is None else systems.rows_of(chosen[0])
+    rows = published_systems.all_rows(chosen) if name is None else published_systems.rows_of(chosen[0])
     if as_markdown:
-        click.echo(systems.markdown(rows), nl=False)
+        click.echo(published_systems.markdown(rows), nl=False)
     elif as_json:
         import msgspec
 
@@ -65,8 +65,8 @@ def _print_table(rows: Sequence[Row]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    headings = (*systems.COLUMNS[:-1], "--strategy")
-    lines = [(*systems.cells(row)[:-1], _settings(row)) for row in rows]
+    headings = (*published_systems.COLUMNS[:-1], "--strategy")
+    lines = [(*published_systems.cells(row)[:-1], _settings(row)) for row in rows]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column, heading in enumerate(headings):  # no word is cut, however narrow the terminal
         table.add_column(
@@ -80,12 +80,12 @@ def _print_table(rows: Sequence[Row]) -> None:
     for row in rows:
         for each in row.runs:
             if each.lacks:
-                click.echo(f" * {row.system.name}, {each.options}: {systems.NOT_YET} {each.lacks}")
+                click.echo(f" * {row.system.name}, {each.options}: {published_systems.NOT_YET} {each.lacks}")
     click.echo()
 
 
 def _settings(row: Row) -> str:
-    return "\n".join(each.options + (" *" if each.lacks else "") for each in row.runs) or systems.NOT_YET
+    return "\n".join(each.options + (" *" if each.lacks else "") for each in row.runs) or published_systems.NOT_YET
 
 
 def _overview(strategies: Sequence[Strategy]) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _lines(strategy: Strategy, rows: Sequence[Row]) -> Iterator[str]:
         if each["systems"]:
             yield from _wrapped(each["systems"], 6, width)
     for row in rows:
-        yield from _wrapped(f"{row.system.name}: {systems.cells(row)[-1]}", 2, width, 6)
+        yield from _wrapped(f"{row.system.name}: {published_systems.cells(row)[-1]}", 2, width, 6)
 
 
 def _width() -> int:

@@ -123,7 +123,7 @@ def _page_options(dashboard: bool, port: int | None) -> list[str] | None:
         if port is not None:
             raise UsageError("--dashboard-port goes with --dashboard")
         return None
-    from ringtmp.dashboard.serve import require_web
+    from ringtmp.dashboard.listen_until_stopped import require_web
 
     require_web()
     return [] if port is None else ["--port", str(port)]

@@ -39,8 +39,8 @@ def command(
         return
 
     from ringtmp.dashboard.beside_training import Ending
-    from ringtmp.dashboard.serve import Addresses, Place, require_web, serve
-    from ringtmp.dashboard.which_runs import checked_runs
+    from ringtmp.dashboard.find_runs import checked_runs
+    from ringtmp.dashboard.listen_until_stopped import Addresses, Place, require_web, serve
 
     require_web()
 
@@ -55,8 +55,8 @@ def command(
 def _in_terminal(runs: tuple[Path, ...]) -> None:
     import sys
 
+    from ringtmp.dashboard.find_runs import checked_runs
     from ringtmp.dashboard.terminal_view import watch
-    from ringtmp.dashboard.which_runs import checked_runs
     from ringtmp.errors import UsageError
 
     if len(runs) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ringtmp.config.build import SETTINGS, checked, from_tree, merge_for_resume, replaced, usual_microbatches, value_of
 from ringtmp.config.parse_text import parse_pairs, parse_schedule
-from ringtmp.config.setting_type import Setting
+from ringtmp.config.setting_declaration import Setting
 from ringtmp.config.settings import DEFAULT_EPOCHS, KeepPart, ModelPart, RingPart, RunConfig, StreamKeep, TrainingPart
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ringtmp.config.setting_type import Setting, listed, settings_of
+from ringtmp.config.setting_declaration import Setting, listed, settings_of
 from ringtmp.config.settings import DEFAULT_MICROBATCHES, RunConfig, TrainingPart
 from ringtmp.errors import UsageError, unknown
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from ringtmp.config.build import SETTINGS
-from ringtmp.config.setting_type import Setting
+from ringtmp.config.setting_declaration import Setting
 
 #: What is no setting of a run, or has another name in Python: without and with a value.
 _OTHERS = {

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ringtmp.config.parse_text import parse_schedule
-from ringtmp.config.setting_type import Declaration as Is
+from ringtmp.config.setting_declaration import Declaration as Is
 from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
 from ringtmp.plan.pipeline_schedules import AUTO, ScheduleChoice
 from ringtmp.wire.formats import WIRE_FORMATS

@@ -15,8 +15,8 @@ import psutil
 from ringtmp import __version__
 from ringtmp.dashboard.decimated_history import Frames, Points
 from ringtmp.dashboard.follow_file import Follower
-from ringtmp.dashboard.happenings import Happenings
-from ringtmp.dashboard.news import Member, Membership, More, News, Now, Outage, Test
+from ringtmp.dashboard.messages_to_browser import Member, Membership, More, News, Now, Outage, Test
+from ringtmp.dashboard.sentences_for_events import Happenings
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import Fold

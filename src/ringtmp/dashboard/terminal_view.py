@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringtmp.dashboard.decimated_history import IDLE
-from ringtmp.dashboard.news import News
+from ringtmp.dashboard.messages_to_browser import News
 from ringtmp.dashboard.run_view import RunView
 from ringtmp.units import bytes_text, count_text, seconds_text
 from ringtmp.untrusted import printable

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
-from ringtmp.launch.names import checked_name
+from ringtmp.launch.device_names import checked_name
 from ringtmp.metrics.energy import ETHERNET_NJ_PER_BYTE, Watts
 from ringtmp.metrics.energy import PRESETS as WATTS
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.names import NAME
+from ringtmp.launch.device_names import NAME
 from ringtmp.launch.pairing import MISSING
 from ringtmp.transport.encryption import is_key
 

@@ -13,7 +13,7 @@ import psutil
 from ringtmp import __version__, untrusted
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.agent_messages import Died, Facts, Started
-from ringtmp.launch.names import NAME
+from ringtmp.launch.device_names import NAME
 from ringtmp.strategies import registry
 from ringtmp.system.resources import cpu_name, free_memory_bytes
 from ringtmp.wire.protocol import PROTOCOL

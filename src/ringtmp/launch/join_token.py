@@ -16,8 +16,8 @@ import msgspec
 
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError, UsageError
+from ringtmp.launch.device_names import NAME
 from ringtmp.launch.key_store import SECRET_BYTES
-from ringtmp.launch.names import NAME
 from ringtmp.transport.encryption import is_key
 
 PREFIX = "rt1."

@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.names import checked_name
+from ringtmp.launch.device_names import checked_name
 from ringtmp.system.files import write_atomic
 from ringtmp.transport.encryption import KeyPair, new_key_pair
 

@@ -28,22 +28,22 @@ from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
 from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.cut_cells import CutCell
+from ringtmp.model.error_subject import Subject, layer_called, model_itself
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.export_cache import ExportCache, Exported, module_key
 from ringtmp.model.frozen_formats import WHOLE, FrozenAs
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.one_export_for_both_modes import same_in_both_modes
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
 from ringtmp.model.parameters_changed_in_forward import written_parameters
 from ringtmp.model.portable_layer import CUSTOM, Layer, hides_inputs
 from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
-from ringtmp.model.same_in_both_modes import same_in_both_modes
-from ringtmp.model.shared_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 from ringtmp.model.shrink_frozen_weights import channel_axes, shrink
-from ringtmp.model.subject import Subject, layer_called, model_itself
+from ringtmp.model.tensors_sharing_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
 
 T = TypeVar("T")
 #: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it

@@ -26,6 +26,7 @@ from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.call_module import unpacked, without_cache
 from ringtmp.model.check_hooks import lines, refuse_narrow
 from ringtmp.model.custom_backward import traced_along
+from ringtmp.model.error_subject import Subject, layer_called, model_itself
 from ringtmp.model.flatten_graph import Flat
 from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import (
@@ -37,7 +38,6 @@ from ringtmp.model.portable_layer import (
     Ref,
 )
 from ringtmp.model.recurrent_shapes import not_unrolled
-from ringtmp.model.subject import Subject, layer_called, model_itself
 from ringtmp.model.write_graph import EXAMPLE_BATCH as EXAMPLE_BATCH
 from ringtmp.model.write_graph import GraphWriter, is_fixed
 from ringtmp.system.resources import loading, out_of_files

@@ -25,8 +25,8 @@ import torch
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
-from ringtmp.model.hidden_matrices import hidden_matrices
 from ringtmp.model.layers import SMALLER
+from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.output_tree import leaves_of, map_outputs
 from ringtmp.model.portable_layer import HidesInputs
 from ringtmp.model.recompute import changed_buffers

@@ -31,7 +31,7 @@ class Visit(msgspec.Struct, frozen=True, array_like=True):
     node: int
     first: int
     stop: int
-    others: tuple[int, ...] = ()  # nodes that hold the same layers and share a step's microbatches (groups.py)
+    others: tuple[int, ...] = ()  # nodes that hold the same layers and share a step's microbatches (node_groups.py)
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -25,8 +25,8 @@ from ringtmp.config import (
 from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
-from ringtmp.plan.groups import check_groups, parse_groups
 from ringtmp.plan.microbatches import MOST
+from ringtmp.plan.node_groups import check_groups, parse_groups
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.sum_tree import check_parts, check_workers
 from ringtmp.runtime.learning_rates import checked_schedule

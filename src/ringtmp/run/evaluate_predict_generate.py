@@ -12,17 +12,17 @@ import torch
 
 from ringtmp.config import RunConfig, replaced
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
-from ringtmp.data.leave_out_inputs import names_of, without
 from ringtmp.data.nested_inputs import leaves, map_tensors
+from ringtmp.data.omitted_inputs import names_of, without
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.sources import from_python, text_of
 from ringtmp.data.user_factories import call_factory, is_factory
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT
+from ringtmp.launch.choose_local_pool import processes_here
 from ringtmp.launch.device_facts import parse_listen
-from ringtmp.launch.names import checked_name
+from ringtmp.launch.device_names import checked_name
 from ringtmp.launch.node_pool import NodePool
-from ringtmp.launch.processes_here import processes_here
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import joined
 from ringtmp.model.pretrained import is_pretrained, pretrained

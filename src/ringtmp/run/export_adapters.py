@@ -16,7 +16,7 @@ from ringtmp.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_P
 from ringtmp.model.pretrained import is_pretrained, path_named
 from ringtmp.model.whole_graph import AdapterUse, adapter_tensor, adapters_in, name_before
 from ringtmp.run.saved_model import SavedModel
-from ringtmp.run.write_weights import Names, compare_weights, is_adapter, write_weights
+from ringtmp.run.write_safetensors import Names, compare_weights, is_adapter, write_weights
 
 
 def write_adapters(model: SavedModel, folder: Path) -> tuple[int, float | None, str]:

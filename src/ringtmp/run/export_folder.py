@@ -17,7 +17,7 @@ from ringtmp.errors import RingError, UsageError, told_as_usage
 from ringtmp.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ringtmp.model.pretrained import is_pretrained, library_of, path_named
 from ringtmp.run.saved_model import SavedModel, largest_difference, predicted
-from ringtmp.run.write_weights import all_names, write_weights
+from ringtmp.run.write_safetensors import all_names, write_weights
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 #: What a tokeniser, a processor of images and generation read, as `save_pretrained` writes them. No code, no pickle.

@@ -27,7 +27,7 @@ from ringtmp.model.run_graph import dtype_of
 from ringtmp.model.whole_graph import depends_on, name_before, without_adapters
 from ringtmp.model.whole_module import WholeModule, call, exported, plain_name
 from ringtmp.run.saved_model import Named, SavedModel, largest_difference, predicted, require_known_inputs
-from ringtmp.run.write_weights import add_adapter
+from ringtmp.run.write_safetensors import add_adapter
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.system.write_files_together import require_room
 from ringtmp.units import bytes_text

@@ -13,8 +13,8 @@ from typing import Any
 
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.leave_out_inputs import leave_out, names_of
 from ringtmp.data.nested_inputs import names
+from ringtmp.data.omitted_inputs import leave_out, names_of
 from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.data.sources import Source, Stream, with_loss
 from ringtmp.errors import UsageError
@@ -23,15 +23,15 @@ from ringtmp.model.blocks import patterns_of
 from ringtmp.model.build import BuiltLayer, Known, build_layers
 from ringtmp.model.build_cells import Cutting
 from ringtmp.model.frozen_formats import FROZEN_AS
-from ringtmp.model.hidden_matrices import hidden_matrices
 from ringtmp.model.layers import Model
+from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan.choose_schedule import plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost
-from ringtmp.plan.groups import as_one_device, by_group, fitted, parse_groups
+from ringtmp.plan.node_groups import as_one_device, by_group, fitted, parse_groups
 from ringtmp.plan.planner import Plan
 from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, make_optimizer

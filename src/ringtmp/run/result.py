@@ -29,7 +29,7 @@ from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from ringtmp.run.export_weights import Exported
+    from ringtmp.run.export_run import Exported
 
 
 class Result:
@@ -113,7 +113,7 @@ class Result:
     def export(self, path: str | Path, merge: bool = False, force: bool = False) -> Exported:
         """Writes the newest checkpoint to files that are used without ringtmp, as `ringtmp export` does: FILE.safetensors,
         FILE.onnx, FILE.pt2 or a folder. What comes back says how far they are from what the run predicts."""
-        from ringtmp.run.export_weights import export_weights  # it is seldom wanted, and takes a while to load
+        from ringtmp.run.export_run import export_weights  # it is seldom wanted, and takes a while to load
 
         return export_weights(self.run_dir, Path(path), merge, force)
 

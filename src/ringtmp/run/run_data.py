@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringtmp.config import RunConfig, replaced
-from ringtmp.data.leave_out_inputs import leave_out, names_of
 from ringtmp.data.named_sources import is_text
+from ringtmp.data.omitted_inputs import leave_out, names_of
 from ringtmp.data.sources import Source, with_loss
 from ringtmp.errors import UsageError
 from ringtmp.run.text_settings import named_data

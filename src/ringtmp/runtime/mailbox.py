@@ -15,8 +15,8 @@ from ringtmp.system.resources import free_memory_bytes
 from ringtmp.transport.base import Arrival, Channel, Transport
 from ringtmp.wire.address import Address
 from ringtmp.wire.messages import Bye, Message, Stop
-from ringtmp.wire.permissions import END, MEETING, PLAN, IsA, Phase
 from ringtmp.wire.reliable_link import Counters, Delivery, Link
+from ringtmp.wire.who_may_send import END, MEETING, PLAN, IsA, Phase
 
 #: Links that bring nothing are looked at this often: for what a silent peer may not have got.
 LOOK_EVERY_S = 0.1

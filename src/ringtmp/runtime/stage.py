@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ringtmp.errors import ProtocolError
 from ringtmp.model.deferred_gradients import Job
 from ringtmp.model.frozen_parameters import frozen_names
-from ringtmp.model.hidden_matrices import hidden_matrices
+from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of

@@ -59,7 +59,7 @@ class About(msgspec.Struct, frozen=True):
 class Runs(msgspec.Struct, frozen=True):
     """How a published system runs here."""
 
-    system: str  # its name in `systems.py`
+    system: str  # its name in `published_systems.py`
     options: str  # what follows `ringtmp train --strategy`, other options of that command included
     lacks: str = ""  # what of the published system is left out
 

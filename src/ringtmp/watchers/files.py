@@ -11,7 +11,7 @@ from typing import IO, Any
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import Evaluated, Regrouped, RunEnded, RunStarted, StepDone
 from ringtmp.run.what_to_train import Watcher
-from ringtmp.watchers.numbers import NUMBERS, forgiven, step_numbers, test_numbers
+from ringtmp.watchers.values_to_log import NUMBERS, forgiven, step_numbers, test_numbers
 
 #: Steps and epochs are counted from 1, as in `Result.history`.
 COLUMNS = ("run", "step", "epoch", *NUMBERS)

@@ -10,7 +10,7 @@ from typing import Any
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import Evaluated, Regrouped, RunEnded, RunStarted, StepDone
 from ringtmp.run.what_to_train import Watcher
-from ringtmp.watchers.numbers import forgiven, step_numbers, test_numbers
+from ringtmp.watchers.values_to_log import forgiven, step_numbers, test_numbers
 
 #: Numbers are sent together, at most this often: a request per step would make the ring wait.
 _EVERY_S = 1.0

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from ringtmp.wire.address import Address
 from ringtmp.wire.message_parts import Recipe, Specs
 
-from ringtmp.wire.permissions import (  # isort: skip
+from ringtmp.wire.who_may_send import (  # isort: skip
     BULK, CONTROL, MEETING, PLAN, SERVER, TENSOR, WORKER, NodeMessage, between, reported, told,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Every message nodes exchange, and who may say it to whom and when (permissions.py). Adding a field or a kind means a new
+"""Every message nodes exchange, and who may say it to whom and when (who_may_send.py). Adding a field or a kind means a new
 PROTOCOL number. Here are those of every run; a ring's passes and the data-parallel strategies have files of their own.
 
 The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale, GroupSum
@@ -19,7 +19,7 @@ from ringtmp.plan.route import Route
 from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
 
-from ringtmp.wire.permissions import (  # isort: skip
+from ringtmp.wire.who_may_send import (  # isort: skip
     ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, NodeMessage, between, reported, told,
 )  # fmt: skip
 from ringtmp.wire.data_parallel_messages import (  # isort: skip

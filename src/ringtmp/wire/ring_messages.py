@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ringtmp.wire.message_parts import Specs
-from ringtmp.wire.permissions import AFTER, BEFORE, MEMBER, TENSOR, NodeMessage, between
+from ringtmp.wire.who_may_send import AFTER, BEFORE, MEMBER, TENSOR, NodeMessage, between
 
 
 class Activations(NodeMessage, frozen=True, tag="activations"):

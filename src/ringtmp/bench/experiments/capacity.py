@@ -15,9 +15,9 @@ import msgspec
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.largest_model import Search, Try
+from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, program
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
-from ringtmp.bench.user_choices import Choices
 from ringtmp.lab.devices_file import toml
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text, count_text

@@ -17,9 +17,9 @@ from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
+from ringtmp.bench.requested_choices import ALONE, DIGITS_SAMPLES, Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.train_commands import Cell
-from ringtmp.bench.user_choices import ALONE, DIGITS_SAMPLES, Choices
 from ringtmp.metrics.energy import Sensitivity, sensitivity
 from ringtmp.report.page_content import Figure, Section, Series, Table, Verdict
 

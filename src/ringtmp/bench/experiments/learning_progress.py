@@ -16,10 +16,10 @@ from ringtmp.bench.analysis import per_step_values, ring_against_server
 from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
+from ringtmp.bench.requested_choices import ALONE, Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER
 from ringtmp.bench.training_runs.train_commands import Cell, cell
-from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.report.page_content import Figure, Holds, Section, Series, Table, Verdict
 from ringtmp.units import bytes_text, seconds_text
 

@@ -12,8 +12,8 @@ from typing import Any
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs import message_round_trip
+from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import program
-from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Section, Table
 
 

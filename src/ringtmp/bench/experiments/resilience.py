@@ -18,12 +18,12 @@ from ringtmp.bench.analysis import page_drawings
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.node_removal import Removal
+from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, program
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
 from ringtmp.bench.training_runs.train_commands import Cell, cell, local, train_words
 from ringtmp.bench.training_runs.workloads import Workload
-from ringtmp.bench.user_choices import Choices
 from ringtmp.lab.devices_file import toml
 from ringtmp.report.page_content import Figure, Holds, Mark, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import seconds_text

@@ -13,11 +13,11 @@ from ringtmp.bench.analysis import intervals, page_drawings, per_step_values, ri
 from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.measurement_files import Measured
+from ringtmp.bench.requested_choices import ALONE, Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.training_runs.workloads import Workload
-from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.units import bytes_text
 

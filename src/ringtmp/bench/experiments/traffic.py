@@ -17,11 +17,11 @@ from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, SERVERS, Net
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Track
+from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING, SERVER, Way
 from ringtmp.bench.training_runs.train_commands import Cell, local
 from ringtmp.bench.training_runs.workloads import Workload
-from ringtmp.bench.user_choices import Choices
 from ringtmp.report.page_content import Figure, Section, Series, Skipped, Table, Verdict
 from ringtmp.strategies.base import Sizes
 from ringtmp.units import bytes_text

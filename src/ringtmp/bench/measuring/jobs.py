@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from ringtmp.bench.analysis.intervals import Centre
-from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.machine_facts import Environment
 
 #: Stands for the interpreter in a command, so that a record names no path of one machine.
 PYTHON = "python"

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from ringtmp.bench.measuring import machine, read_output, run_command
+from ringtmp.bench.measuring import machine_facts, read_output, run_command
 from ringtmp.bench.measuring.jobs import PYTHON, Job, digest
-from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.machine_facts import Environment
 from ringtmp.bench.measuring.measurement_files import SCHEMA, Measurement, Outcome, Store
 from ringtmp.errors import RingError
 
@@ -55,8 +55,8 @@ def measure(job: Job, repeat: int, environment: Environment, limit_s: float) -> 
         for file, text in job.files.items():
             (folder / file).write_text(text)
         command = [sys.executable if word == PYTHON else word for word in job.command]
-        meter = machine.Meter()
-        processors = machine.processors(job.processors) if job.processors else ()
+        meter = machine_facts.Meter()
+        processors = machine_facts.processors(job.processors) if job.processors else ()
         finished = run_command.run(command, folder, processors, limit_s)
         stolen_s = meter.stolen_s()
         result, error = None, None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from ringtmp.bench.measuring.jobs import Job
-from ringtmp.bench.measuring.machine import Environment
+from ringtmp.bench.measuring.machine_facts import Environment
 from ringtmp.bench.measuring.run_command import last_line
 from ringtmp.bench.measuring.run_record import Record, from_facts
 from ringtmp.errors import RingError, UsageError

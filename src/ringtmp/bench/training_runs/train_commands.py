@@ -11,10 +11,10 @@ import msgspec
 
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.read_output import RUN
+from ringtmp.bench.requested_choices import ALONE, Choices
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.workloads import Workload, train_flags
-from ringtmp.bench.user_choices import ALONE, Choices
 from ringtmp.lab.devices_file import Device, toml
 
 EXPERIMENT = "run"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import unknown
-from ringtmp.model.hidden_matrices import hidden_matrices
+from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.runtime.optimizers.adagrad import ADAGRAD
 from ringtmp.runtime.optimizers.adam import ADAM, ADAMW
 from ringtmp.runtime.optimizers.lion import LION

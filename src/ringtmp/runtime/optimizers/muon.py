@@ -9,7 +9,7 @@ K. Jordan, Muon: An optimizer for hidden layers in neural networks, 2024; J. Liu
 
 With `match_adamw` scale is 0.2 sqrt(max(rows, columns)), so that one learning rate serves both optimizers; without it is
 sqrt(max(1, rows / columns)). A matrix lives on one node, so nothing travels. Which matrices are hidden is decided by the
-model alone (model/hidden_matrices.py).
+model alone (model/matrices_for_muon.py).
 """
 
 from __future__ import annotations

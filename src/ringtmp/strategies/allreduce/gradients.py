@@ -37,8 +37,8 @@ from ringtmp.runtime.clipping import parameter_order, total_norm
 from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel import parameter_keys
-from ringtmp.strategies.data_parallel.halving import HalvingReduce
 from ringtmp.strategies.data_parallel.member import MakeAlgorithm, MakeExchange, SummingExchange
+from ringtmp.strategies.data_parallel.recursive_halving import HalvingReduce
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.sum_over_workers import Algorithm, Sender, buckets
 from ringtmp.wire.messages import Enlist

@@ -31,9 +31,9 @@ from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
 from ringtmp.strategies.data_parallel.collected_model import mean_loss, mean_of, of_keys, without_frozen
-from ringtmp.strategies.data_parallel.layers_as_keys import by_range, by_tensor, from_tensors
 from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
+from ringtmp.strategies.data_parallel.one_key_per_layer import by_range, by_tensor, from_tensors
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
 from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.data_parallel.samples_already_sent import Ledger

@@ -13,7 +13,7 @@ from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.wire.formats import PLAIN, WireFormat, wire_format
 from ringtmp.wire.messages import Copied, Copy, GradientPart, Kept, Message, Pull, Pulled, Push, Specs, Squares, Total
-from ringtmp.wire.permissions import Who
+from ringtmp.wire.who_may_send import Who
 
 #: A worker is never this far ahead of a server, nor of another worker.
 MOST_AHEAD = 10_000

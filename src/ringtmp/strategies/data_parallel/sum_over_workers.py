@@ -1,5 +1,5 @@
 """Vectors summed over all workers, so that each ends with the same bits: in chunks around a ring, or whole up and down a tree.
-A third way is in `halving.py`.
+A third way is in `recursive_halving.py`.
 
 Whoever uses it cuts the model into `buckets`, starts a sum of each with its own vector, and is told when the sum is there.
 """

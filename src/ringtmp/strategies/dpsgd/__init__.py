@@ -24,7 +24,7 @@ from ringtmp.strategies.base import (
     Traffic,
     described,
 )
-from ringtmp.strategies.data_parallel import graphs
+from ringtmp.strategies.data_parallel import worker_topologies
 from ringtmp.strategies.data_parallel.checked_settings import refuse_rounding
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ringtmp.strategies.data_parallel.peers import PeerMember
     from ringtmp.wire.messages import Enlist
 
-NAMED = {"ring": graphs.ring, "complete": graphs.complete}
+NAMED = {"ring": worker_topologies.ring, "complete": worker_topologies.complete}
 
 
 class DpsgdSettings(Settings, frozen=True):
@@ -49,17 +49,17 @@ class DpsgdSettings(Settings, frozen=True):
                 f"graph={self.graph} and a matrix contradict each other: the matrix says who is a neighbour"
             )
 
-    def mixing(self, nodes: int) -> graphs.Matrix:
+    def mixing(self, nodes: int) -> worker_topologies.Matrix:
         """W; refuses what does not fit so many nodes."""
         if self.matrix:
-            found = graphs.read_matrix(self.matrix, nodes)
-            graphs.refuse_divided("matrix", self.matrix, graphs.graph_of(found))
+            found = worker_topologies.read_matrix(self.matrix, nodes)
+            worker_topologies.refuse_divided("matrix", self.matrix, worker_topologies.graph_of(found))
             return found
         if self.graph in NAMED:
-            return graphs.metropolis(NAMED[self.graph](nodes))
-        graph = graphs.of_edges("graph", self.graph, nodes)
-        graphs.refuse_divided("graph", self.graph, graph)
-        return graphs.metropolis(graph)
+            return worker_topologies.metropolis(NAMED[self.graph](nodes))
+        graph = worker_topologies.of_edges("graph", self.graph, nodes)
+        worker_topologies.refuse_divided("graph", self.graph, graph)
+        return worker_topologies.metropolis(graph)
 
     def check(self, nodes: int, wire: str) -> None:
         refuse_rounding("dpsgd", wire)
@@ -99,20 +99,20 @@ class Dpsgd(Strategy):
     def can_lose(self, settings: Any, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
         """As long as those who are left still reach each other."""
         lost = [each for each in range(nodes) if each == node or each not in roles.workers]
-        return graphs.connected(graphs.graph_of(settings.mixing(nodes)), lost)
+        return worker_topologies.connected(worker_topologies.graph_of(settings.mixing(nodes)), lost)
 
     def simulate(self, settings: DpsgdSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulate_peers import simulate_peers
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
-        load, graph = Workload.of(task), graphs.graph_of(settings.mixing(len(task.devices)))
+        load, graph = Workload.of(task), worker_topologies.graph_of(settings.mixing(len(task.devices)))
         sends = [(source, target) for source, others in graph.items() for target in sorted(others)]
         step = simulate_peers(load, task.devices, task.paths, sends)
         return OnPaper(step, load.memory(task, vectors=2 * max(len(each) for each in graph.values())))
 
     def traffic(self, settings: DpsgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """A model to every neighbour in every step."""
-        degrees = [len(each) for each in graphs.graph_of(settings.mixing(nodes)).values()]
+        degrees = [len(each) for each in worker_topologies.graph_of(settings.mixing(nodes)).values()]
         return Traffic(sizes.parameters * sum(degrees), sizes.parameters * max(degrees))
 
 

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.plan.groups import share_of
+from ringtmp.plan.node_groups import share_of
 from ringtmp.plan.route import Visit
 from ringtmp.plan.sum_tree import ROOT, SumTree, equal_shares
 from ringtmp.runtime.add_along_tree import Partial, Send, Slots, TreeAddition, flat_sum

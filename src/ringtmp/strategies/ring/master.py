@@ -25,7 +25,7 @@ from ringtmp.model.export import EXAMPLE_BATCH
 from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_frozen
 from ringtmp.model.output_tree import map_outputs, nest
 from ringtmp.model.portable_layer import Layer
-from ringtmp.plan.groups import admission
+from ringtmp.plan.node_groups import admission
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies, compute_device
@@ -36,10 +36,10 @@ from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import places
+from ringtmp.strategies.ring.diagnose_failure import NotFinite, WhatIsWrong
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
 from ringtmp.strategies.ring.tensor_routes import flow_of, neighbours, ways_of
-from ringtmp.strategies.ring.what_is_wrong import NotFinite, WhatIsWrong
 from ringtmp.wire.messages import (
     Activations,
     Echoed,

@@ -13,7 +13,7 @@ import msgspec
 
 from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
-from ringtmp.plan.groups import member_for
+from ringtmp.plan.node_groups import member_for
 from ringtmp.plan.route import holder_of
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.layer_snapshot import Label
@@ -23,8 +23,8 @@ from ringtmp.strategies.ring.segment_queue import Pass, VisitState
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.message_parts import fits
 from ringtmp.wire.messages import Activations, Gradients, GroupSum, Keep, Message, Norms, Scale, Setup, Specs
-from ringtmp.wire.permissions import Who
 from ringtmp.wire.tensors import TensorSpec, check
+from ringtmp.wire.who_may_send import Who
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 MOST_LABEL_BYTES = 2**20

@@ -18,8 +18,8 @@ import torch
 from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
-from ringtmp.plan.groups import share_of, who_has, without_any
 from ringtmp.plan.next_action import Action, next_action
+from ringtmp.plan.node_groups import share_of, who_has, without_any
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
 from ringtmp.plan.sum_tree import SumTree

@@ -24,7 +24,7 @@ from ringtmp.strategies.base import (
     Traffic,
     described,
 )
-from ringtmp.strategies.data_parallel import graphs
+from ringtmp.strategies.data_parallel import worker_topologies
 from ringtmp.strategies.data_parallel.checked_settings import refuse_outside, refuse_rounding, refuse_too_short
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class TreeEasgdSettings(Settings, frozen=True):
     def parents(self, nodes: int) -> dict[int, int]:
         """Refuses what is not a tree of so many nodes."""
         if self.tree == "binary":
-            return graphs.binary_tree(nodes)
-        return graphs.parents_in_tree("tree", self.tree, nodes)
+            return worker_topologies.binary_tree(nodes)
+        return worker_topologies.parents_in_tree("tree", self.tree, nodes)
 
     def check(self, nodes: int, wire: str) -> None:
         refuse_rounding("tree-easgd", wire)

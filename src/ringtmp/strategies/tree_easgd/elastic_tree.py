@@ -26,10 +26,10 @@ from typing import Protocol
 import torch
 
 from ringtmp.metrics.step_recorder import Recorder
-from ringtmp.strategies.data_parallel.graphs import living_parent
 from ringtmp.strategies.data_parallel.own_updates import OwnUpdates
 from ringtmp.strategies.data_parallel.peers import MakePeerExchange, Model, PeerExchange, Send
 from ringtmp.strategies.data_parallel.replica import Replica
+from ringtmp.strategies.data_parallel.worker_topologies import living_parent
 from ringtmp.wire.messages import Enlist
 
 

@@ -19,7 +19,7 @@ from ringtmp.strategies.registry import member
 from ringtmp.strategies.ring.device_trials import Answers
 from ringtmp.system.container_limits import group_limits
 from ringtmp.transport.base import Transport
-from ringtmp.transport.memory import Hub
+from ringtmp.transport.in_process import Hub
 from ringtmp.wire.address import NOWHERE, Address
 
 Wrapper = Callable[[Transport], Transport]

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtmp.model.call_module import called
-from ringtmp.model.shared_memory import standing_in
+from ringtmp.model.tensors_sharing_memory import standing_in
 
 
 def same_in_both_modes(module: nn.Module, sample: Any, keep_parameters: bool) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from ringtmp.config.build import SETTINGS
-from ringtmp.config.setting_type import Setting
+from ringtmp.config.setting_declaration import Setting
 from ringtmp.errors import UsageError, nearest
 
 Call = Literal["Ring", "fit"]

@@ -19,7 +19,7 @@ from ringtmp.run.export_adapters import write_adapters
 from ringtmp.run.export_folder import refuse_other_kind, refuse_own_files, require_source, write_transformers
 from ringtmp.run.export_graphs import beside, require_packages, write_onnx, write_program
 from ringtmp.run.saved_model import SavedModel
-from ringtmp.run.write_weights import all_names, compare_weights, require_mergeable, write_weights
+from ringtmp.run.write_safetensors import all_names, compare_weights, require_mergeable, write_weights
 from ringtmp.system.write_files_together import refuse_existing, staged
 
 SUFFIXES = (".safetensors", ".onnx", ".pt2")

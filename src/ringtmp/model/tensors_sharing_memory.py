@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
 from ringtmp.model.call_module import unpacked, without_cache
+from ringtmp.model.error_subject import Subject
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import Layer
-from ringtmp.model.subject import Subject
 
 
 @dataclass(frozen=True)

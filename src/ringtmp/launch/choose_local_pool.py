@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ringtmp.launch.node_pool import NodePool
-from ringtmp.launch.nodes_in_this_process import InMemoryPool
+from ringtmp.launch.ring_in_one_process import InMemoryPool
 
 
 def processes_here(
@@ -21,6 +21,6 @@ def processes_here(
     """As `LocalPool` takes them; ZeroMQ is loaded only where there is somebody to talk to."""
     if nodes == 1:
         return InMemoryPool(1, threads=threads)
-    from ringtmp.launch.local_processes import LocalPool
+    from ringtmp.launch.ring_of_processes import LocalPool
 
     return LocalPool(nodes, threads, logs, notice_s, spare=spare, keeps=keeps, device=device)
