@@ -27,7 +27,7 @@ from ringtmp.lab.devices_file import toml
 
 MODEL = """
 from torch import nn
-from ringtmp.data.sources import Shape
+from ringtmp.data.tables_and_streams import Shape
 from ringtmp.model import zoo
 
 class Gpt(nn.Module):

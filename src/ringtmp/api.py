@@ -16,7 +16,7 @@ from ringtmp.config.keyword_arguments import checked_keywords, fields, shows_set
 from ringtmp.config.keyword_types import FitKeywords, RingKeywords
 from ringtmp.config.options_to_keywords import as_keywords
 from ringtmp.data.randomness import left_alone
-from ringtmp.data.sources import Source, Stream, Table, from_python, text_of, with_loss
+from ringtmp.data.tables_and_streams import Source, Stream, Table, from_python, text_of, with_loss
 from ringtmp.data.text_samples import Reading, read_text
 from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone

@@ -10,7 +10,7 @@ import pytest
 from browser import Browser, chromium, legible
 from invented import choices, invented, measurement, page
 from ringtmp.bench import jobs_of_experiments
-from ringtmp.bench.catalogue import COMPARISONS
+from ringtmp.bench.experiment_registry import COMPARISONS
 from ringtmp.bench.experiments import energy, idle, resilience, traffic
 from ringtmp.bench.measuring.measurement_files import Measured, Result
 from ringtmp.bench.training_runs import learning_rate_sweep

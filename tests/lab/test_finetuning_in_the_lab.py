@@ -153,10 +153,10 @@ def in_transformers(folder: Path) -> Found:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ringtmp import Result
-    from ringtmp.data import named_sources
+    from ringtmp.data import source_registry
 
     torch.set_num_threads(1)
-    _, test = named_sources.load(f"{folder / 'mine.py'}:data", 0, {})
+    _, test = source_registry.load(f"{folder / 'mine.py'}:data", 0, {})
     assert test is not None
     rows = test.example(16)[0]
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")

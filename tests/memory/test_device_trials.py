@@ -28,7 +28,7 @@ from ringtmp.plan.devices import (
     rate_between,
 )
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
-from ringtmp.runtime.leader import Start
+from ringtmp.runtime.base_leader import Start
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.strategies.ring import device_trials

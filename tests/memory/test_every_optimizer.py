@@ -16,7 +16,7 @@ from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
 from ringtmp import api
 from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.data.batches import aligned
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
@@ -60,7 +60,7 @@ def plainly(name: str, model: nn.Module) -> Any:
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_any_ring_gives_the_bits_of_a_plain_loop(name: str, staleness: int, tmp_path: Path) -> None:
-    source = named_sources.load("pysource", 0, {"context": 12})[0]
+    source = source_registry.load("pysource", 0, {"context": 12})[0]
     settings = {"width": 16, "heads": 2, "depth": 2, "context": 12}
     batches = [tuple(map(aligned, source.take(torch.arange(8 * step, 8 * step + 8)))) for step in range(3)]
     torch.manual_seed(5)

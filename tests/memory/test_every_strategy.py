@@ -21,7 +21,7 @@ from ringtmp.bench.training_runs import strategy_variants as ways
 from ringtmp.bench.training_runs.speed_cases import case_named, pipelined
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.errors import NodeLost, RingError, UsageError
-from ringtmp.launch.admit_devices import Device, Hub
+from ringtmp.launch.authenticate_devices import Device, Hub
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
 from ringtmp.launch.ring_in_one_process import InMemoryPool

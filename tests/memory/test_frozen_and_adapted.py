@@ -16,7 +16,7 @@ from oracle import plain_loop, state_sha256
 from ordinary_models import TiedLanguageModel, class_loss, targets_for, tokens
 from ringtmp import Ring, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.lora import Lora, LoraLinear, add_adapters, parse_lora

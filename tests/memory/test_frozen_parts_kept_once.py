@@ -14,7 +14,7 @@ from torch import nn
 from oracle import state_sha256
 from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import Table, tensors
+from ringtmp.data.tables_and_streams import Table, tensors
 from ringtmp.errors import CheckpointError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.export import Exporter

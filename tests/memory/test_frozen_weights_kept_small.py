@@ -17,7 +17,7 @@ from ordinary_models import TiedLanguageModel, tokens
 from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Table, tensors
+from ringtmp.data.tables_and_streams import Table, tensors
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.export import Exporter

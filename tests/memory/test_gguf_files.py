@@ -16,7 +16,7 @@ from oracle import state_sha256
 from ringtmp.data.gguf_header import MOST_VALUES, check_gguf
 from ringtmp.data.tokenizer import open_tokenizer
 from ringtmp.errors import UsageError
-from ringtmp.model import built_in_files
+from ringtmp.model import build_larger_than_memory
 from ringtmp.model.layers import opened_model
 from ringtmp.model.pretrained import pretrained
 
@@ -104,16 +104,16 @@ def test_it_is_the_model_that_the_library_loads(tied: bool, tmp_path: Path) -> N
 def test_a_model_larger_than_the_memory_lies_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "m.gguf")
     expected = by_the_library(path)
-    monkeypatch.setattr(built_in_files, "free_memory_bytes", lambda: 0)
-    monkeypatch.setattr(built_in_files, "LARGE_BYTES", 1024)
+    monkeypatch.setattr(build_larger_than_memory, "free_memory_bytes", lambda: 0)
+    monkeypatch.setattr(build_larger_than_memory, "LARGE_BYTES", 1024)
     made: list[int] = []
-    mapped = built_in_files.BuiltInFiles._mapped
+    mapped = build_larger_than_memory.BuiltInFiles._mapped
 
     def counted(self: Any, planned: torch.Tensor) -> torch.Tensor:
         made.append(planned.nbytes)
         return mapped(self, planned)
 
-    monkeypatch.setattr(built_in_files.BuiltInFiles, "_mapped", counted)
+    monkeypatch.setattr(build_larger_than_memory.BuiltInFiles, "_mapped", counted)
     found: Any = opened_model(pretrained(f"hf:{path}"), 0, tmp_path).given
     large = [each.nbytes for each in found.parameters() if each.nbytes >= 1024]
     assert sum(made) >= sum(large), "every matrix"

@@ -11,7 +11,7 @@ import torch
 
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import from_python, tensors
+from ringtmp.data.tables_and_streams import from_python, tensors
 from ringtmp.errors import NodeLost
 from ringtmp.launch.ring_in_one_process import InMemoryPool, Wrapper
 from ringtmp.metrics import events

@@ -17,7 +17,7 @@ from oracle import state_sha256
 from ringtmp import Result, Ring, api
 from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import from_python, with_loss
+from ringtmp.data.tables_and_streams import from_python, with_loss
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model import export_as_eager_runs

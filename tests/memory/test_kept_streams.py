@@ -22,9 +22,9 @@ from ringtmp.config import KeepPart, StreamKeep
 from ringtmp.data import batches as data_batches
 from ringtmp.data import stream_store as spools
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Stream, from_python
 from ringtmp.data.stream_batches import Arrivals, StreamPlace
 from ringtmp.data.stream_store import Kept, Spool, kept_copy
+from ringtmp.data.tables_and_streams import Stream, from_python
 from ringtmp.errors import RingError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events

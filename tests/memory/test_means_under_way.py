@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringtmp import api
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
@@ -29,7 +29,7 @@ def by_hand(steps: int, *, tau: int, delay: int, rho: float, extrapolate: float)
     torch.manual_seed(0)
     shape = model()
     start = torch.cat([each.detach().flatten() for each in shape.parameters()])
-    source, _ = named_sources.load("digits", 0, {})
+    source, _ = source_registry.load("digits", 0, {})
     batches = TrainingBatches(source, 60, 6, 0)
     own = [start.clone() for _ in range(3)]
     means, taken_at = [start, start], 0

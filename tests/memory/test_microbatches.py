@@ -16,7 +16,7 @@ from ringtmp import Watcher, api
 from ringtmp.cli import train
 from ringtmp.cli.settings import build
 from ringtmp.config import RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events

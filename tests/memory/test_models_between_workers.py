@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringtmp import api
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies.data_parallel import replica
@@ -134,7 +134,7 @@ def alone(rank: int, steps: int) -> nn.Sequential:
     """What one of two workers does by itself, as a plain loop: three of a batch's six microbatches."""
     torch.manual_seed(0)
     own = model()
-    source, _ = named_sources.load("digits", 0, {})
+    source, _ = source_registry.load("digits", 0, {})
     batches = TrainingBatches(source, 60, 6, 0)
     descent = torch.optim.SGD(own.parameters(), lr=0.05)
     for step in range(steps):

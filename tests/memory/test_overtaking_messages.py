@@ -13,7 +13,7 @@ import pytest
 
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from oracle import state_sha256
 from ringtmp import Result, api
 from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import from_python
+from ringtmp.data.tables_and_streams import from_python
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.layers import opened_model

@@ -19,7 +19,7 @@ from oracle import RandomByOperator, plain_loop, state_sha256
 from ringtmp import api
 from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Source, tensors
+from ringtmp.data.tables_and_streams import Source, tensors
 from ringtmp.errors import CheckpointError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model import portable_layer

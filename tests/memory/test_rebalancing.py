@@ -22,7 +22,7 @@ from torch import nn
 from costs import layers
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.model.profile import Profiler

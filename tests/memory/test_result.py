@@ -18,7 +18,7 @@ from torch import nn
 import ringtmp
 from oracle import state_sha256
 from ringtmp import Result, Ring, Watcher, api
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics.events import Evaluated, StepDone

@@ -14,7 +14,7 @@ from torch import nn
 
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.data.batches import aligned
 from ringtmp.model import zoo
 from ringtmp.runtime.losses import cross_entropy, next_byte
@@ -43,7 +43,7 @@ BATCH, MICROBATCHES = 20, 6
 
 @cache
 def source(data: str) -> Any:
-    return named_sources.load(data, 0, {"context": 16})[0]
+    return source_registry.load(data, 0, {"context": 16})[0]
 
 
 def batches_of(data: str, steps: int) -> list[Any]:

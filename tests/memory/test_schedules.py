@@ -18,7 +18,7 @@ from oracle import plain_loop, state_sha256
 from ringtmp.api import Ring, Watcher, start
 from ringtmp.config import KeepPart, RingPart
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import Interrupted, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model import zoo

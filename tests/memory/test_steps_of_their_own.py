@@ -11,7 +11,7 @@ from torch import nn
 
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.strategies import registry

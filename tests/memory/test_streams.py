@@ -24,9 +24,9 @@ from torch.utils.data import (
 )
 
 from ringtmp import Ring, api
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
-from ringtmp.data.sources import from_python
+from ringtmp.data.tables_and_streams import from_python
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from test_healing import Death, Mortal, run
@@ -244,7 +244,7 @@ def test_a_loader_from_a_file_is_seeded_like_one_from_python(tmp_path: Path) -> 
     found = []
     for disturbed, seed in ((1, 5), (2, 5), (1, 6)):
         disturb(disturbed)
-        train, test = named_sources.load(f"{tmp_path / 'mine.py'}:data", seed, {})
+        train, test = source_registry.load(f"{tmp_path / 'mine.py'}:data", seed, {})
         assert test is not None
         scored = [each.inputs[0].tolist() for each in evaluation_batches(test, 4, 1)]
         found.append((read(TrainingBatches(train, 4, 2, seed), range(7)), scored))

@@ -12,8 +12,8 @@ import torch
 
 from ringtmp import api
 from ringtmp.config import KeepPart
-from ringtmp.data.sources import from_python
 from ringtmp.data.standard_input import standard_input
+from ringtmp.data.tables_and_streams import from_python
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events

@@ -14,7 +14,7 @@ import torch
 import ringtmp
 from ringtmp import Result, Ring, api
 from ringtmp.config import ModelPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import Table
+from ringtmp.data.tables_and_streams import Table
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.text_and_tokens import load_tokenizer

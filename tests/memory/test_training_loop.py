@@ -19,7 +19,7 @@ from ringtmp import Ring, api
 from ringtmp.api import Watcher, start
 from ringtmp.config import KeepPart, ModelPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import tensors
+from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import CheckpointError, Interrupted, LossNotFinite, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events

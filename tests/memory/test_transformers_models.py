@@ -20,7 +20,7 @@ from torch import nn
 from oracle import RandomByOperator, state_sha256
 from ringtmp import Result, api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.data.sources import from_python
+from ringtmp.data.tables_and_streams import from_python
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.model.call_module import call_arguments, without_cache

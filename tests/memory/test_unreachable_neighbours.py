@@ -12,9 +12,9 @@ import pytest
 
 from ringtmp.errors import DoesNotFit
 from ringtmp.launch import joined_devices
-from ringtmp.launch.admit_devices import Device, Hub
 from ringtmp.launch.agent import join
 from ringtmp.launch.agent_messages import Facts
+from ringtmp.launch.authenticate_devices import Device, Hub
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.joined_devices import DevicePool

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from invented import ENVIRONMENT, choices
-from ringtmp.bench.catalogue import COMPARISONS
+from ringtmp.bench.experiment_registry import COMPARISONS
 from ringtmp.bench.experiments import traffic
 from ringtmp.bench.measuring import measure_jobs, progress_bar
 from ringtmp.bench.measuring.jobs import Job

@@ -18,8 +18,8 @@ import pytest
 from commands import ringtmp
 from ringtmp.launch import agent, doctor, reach_master
 from ringtmp.launch import join_token as tokens
-from ringtmp.launch.admit_devices import JOINS_PER_S
 from ringtmp.launch.agent_messages import Died, End, Heartbeat
+from ringtmp.launch.authenticate_devices import JOINS_PER_S
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.doctor import Finding
 from ringtmp.launch.join_token import Token
@@ -362,7 +362,7 @@ def test_neither_keys_nor_tokens_nor_addresses_are_in_a_bug_report(tmp_path: Pat
 def test_the_agent_and_the_doctor_load_without_torch() -> None:
     names = (
         "launch.agent",
-        "launch.admit_devices",
+        "launch.authenticate_devices",
         "launch.doctor",
         "launch.reach_master",
         "cli.doctor",

@@ -20,8 +20,8 @@ import zmq
 from ringtmp.errors import UsageError
 from ringtmp.launch import agent, agent_messages
 from ringtmp.launch import join_token as tokens
-from ringtmp.launch.admit_devices import MOST_AT_ONCE, Hub
 from ringtmp.launch.agent_messages import Heartbeat, Join
+from ringtmp.launch.authenticate_devices import MOST_AT_ONCE, Hub
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import Rings, identity

@@ -12,7 +12,7 @@ from torch import nn
 
 from commands import here
 from ringtmp import Ring
-from ringtmp.data.sources import Table, from_python
+from ringtmp.data.tables_and_streams import Table, from_python
 from ringtmp.errors import UsageError
 from ringtmp.runtime.losses import LabelRange, Score, check_loss, mse
 from ringtmp.runtime.run_directory import LayerIndex

@@ -19,13 +19,13 @@ from commands import here
 from ringtmp.errors import UsageError
 from ringtmp.launch import agent, announce
 from ringtmp.launch import agent_messages as messages
-from ringtmp.launch.admit_devices import Hub
 from ringtmp.launch.agent import at_the_door
 from ringtmp.launch.announce import Found
+from ringtmp.launch.authenticate_devices import Hub
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
 from ringtmp.launch.pair_device import WrongCode, pair, pair_with
-from ringtmp.launch.pairing import MasterSide, shown
+from ringtmp.launch.pairing_code import MasterSide, shown
 from ringtmp.transport.encryption import new_key_pair
 from test_join_security import free_port
 

@@ -15,7 +15,7 @@ import zmq
 
 from crooked import Crooked
 from ringtmp.errors import ProtocolError
-from ringtmp.launch import admit_devices, agent_messages
+from ringtmp.launch import agent_messages, authenticate_devices
 from ringtmp.launch.agent_messages import Died, Heartbeat, Join, Started
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
@@ -307,7 +307,7 @@ class Table:
         rings.open("home", create=True)
         port = free_port()
         assert rings.admit("home", rings.new_secret("home", 1), keys.public, "board") is None
-        self.hub = admit_devices.Hub("home", rings, "127.0.0.1", port)
+        self.hub = authenticate_devices.Hub("home", rings, "127.0.0.1", port)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         connect_securely(self._dealer, keys, rings.open("home").public, "ring")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringtmp.model import built_in_files
-from ringtmp.model.built_in_files import LeftUnfilled
+from ringtmp.model.build_larger_than_memory import LeftUnfilled
 from ringtmp.model.layers import opened_model
 
 
@@ -34,7 +33,7 @@ def test_weights_built_in_files_have_the_bits_of_those_built_in_memory(
 ) -> None:
     expected = opened_model(Wide, 3).given.state_dict()
     assert _mapped_files() == 0
-    monkeypatch.setattr(built_in_files, "SHARE", 0.0)
+    monkeypatch.setattr(build_larger_than_memory, "SHARE", 0.0)
     opened = opened_model(Wide, 3, tmp_path)
     found = opened.given.state_dict()
     assert all(found[name].equal(tensor) for name, tensor in expected.items())

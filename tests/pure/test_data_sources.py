@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
-from ringtmp.data.sources import Stream, Table, from_python, tensors
+from ringtmp.data.tables_and_streams import Stream, Table, from_python, tensors
 from ringtmp.errors import UsageError
 
 
 def load(name: str, **settings: Any) -> tuple[Any, Any]:
-    return named_sources.load(name, 0, settings)
+    return source_registry.load(name, 0, settings)
 
 
 def test_digits_are_bundled_and_whole() -> None:
@@ -34,7 +34,7 @@ def test_digits_are_bundled_and_whole() -> None:
 
 
 def test_random_data_can_be_learnt_and_repeats_with_its_seed() -> None:
-    first, again, other = (named_sources.load("random:12x3", seed, {})[0] for seed in (1, 1, 2))
+    first, again, other = (source_registry.load("random:12x3", seed, {})[0] for seed in (1, 1, 2))
     index = torch.arange(20)
     assert first.take(index)[0].equal(again.take(index)[0])
     assert not first.take(index)[0].equal(other.take(index)[0])

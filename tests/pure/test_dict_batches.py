@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from ringtmp.data.batches import TrainingBatches, split_batch
 from ringtmp.data.nested_inputs import arranged, leaves, map_tensors, names
-from ringtmp.data.sources import Stream, Table, from_python, with_loss
 from ringtmp.data.stream_store import Kept, read, write
+from ringtmp.data.tables_and_streams import Stream, Table, from_python, with_loss
 from ringtmp.errors import UsageError
 
 IDS, MASK, LABELS = torch.arange(24).view(6, 4), torch.ones(6, 4), torch.arange(6)

@@ -11,13 +11,13 @@ from click.testing import CliRunner
 from invented import choices, record_of, run_events
 from ringtmp.bench.analysis import intervals, per_step_values, traffic_formulas
 from ringtmp.bench.analysis.intervals import Interval
-from ringtmp.bench.catalogue import CATALOG, COMPARISONS, named
+from ringtmp.bench.bench_request import default_ways
+from ringtmp.bench.experiment_registry import CATALOG, COMPARISONS, named
 from ringtmp.bench.experiments import capacity, idle, resilience, step_time_equations, traffic
 from ringtmp.bench.measuring import run_record
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.read_output import step_times
 from ringtmp.bench.programs import largest_model, node_removal
-from ringtmp.bench.requested_choices import default_ways
 from ringtmp.bench.training_runs.strategy_variants import parse, parse_all
 from ringtmp.cli import bench as verb
 from ringtmp.errors import UsageError

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ringtmp.data.sample_or_batch import OWN_LOSS
-from ringtmp.data.sources import Text
+from ringtmp.data.tables_and_streams import Text
 from ringtmp.errors import UsageError
 from ringtmp.runtime.losses import LOSSES, LabelRange, Loss, Score, TextScore, check_loss, is_of_bytes, loss_named
 

@@ -15,7 +15,7 @@ from ringtmp.launch import announce, system_service
 from ringtmp.launch.announce import Found
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.pair_device import choose
-from ringtmp.launch.pairing import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_OPEN, DeviceSide, MasterSide, shown, typed
+from ringtmp.launch.pairing_code import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_OPEN, DeviceSide, MasterSide, shown, typed
 from ringtmp.launch.ways_to_join import qr_code, ways_to_join
 from ringtmp.transport.encryption import new_key_pair
 

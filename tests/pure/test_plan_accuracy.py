@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from invented import choices, measurement, page
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.experiments import plan_accuracy
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement, Result
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.errors import UsageError
 from ringtmp.report.page_text import markdown
 

@@ -19,7 +19,7 @@ from ringtmp.cli.settings import build
 from ringtmp.config import SETTINGS, ModelPart, RunConfig, Setting, checked, replaced, value_of
 from ringtmp.config.keyword_arguments import checked_keywords, taken_by
 from ringtmp.config.setting_declaration import Declaration, settings_of
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.errors import UsageError
 from ringtmp.run.check_settings import resolve
 from ringtmp.runtime.losses import loss_named
@@ -179,7 +179,7 @@ def test_a_settings_file_that_is_wrong_says_what_to_write(text: str, says: str, 
         ("optimizer", lambda: resolve(replaced(RunConfig(), {"optimizer": "?"}))),
         ("lr_schedule", lambda: resolve(replaced(RunConfig(), {"lr_schedule": {"kind": "?"}}))),
         ("loss", lambda: loss_named("?")),
-        ("name", lambda: named_model(ModelPart("?"), named_sources.load("digits", 0, {})[0])),
+        ("name", lambda: named_model(ModelPart("?"), source_registry.load("digits", 0, {})[0])),
     ],
 )
 def test_the_help_names_everything_there_is(name: str, asked: Any) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from ringtmp.data import named_sources, shards
+from ringtmp.data import shards, source_registry
 from ringtmp.data.shards import Shards, open_shards
-from ringtmp.data.sources import Stream
 from ringtmp.data.standard_input import standard_input
+from ringtmp.data.tables_and_streams import Stream
 from ringtmp.errors import UsageError
 
 SAMPLES = 10
@@ -111,9 +111,9 @@ def test_a_shard_that_is_gone_in_mid_epoch_is_named(tmp_path: Path) -> None:
 
 def test_columns_are_for_parquet_and_have_a_target(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--columns is for --data parquet:PATH"):
-        named_sources.load(f"tar:{tmp_path}", 0, {}, columns="a,b")
+        source_registry.load(f"tar:{tmp_path}", 0, {}, columns="a,b")
     with pytest.raises(UsageError, match="name at least one input and, last, the target"):
-        named_sources.load(f"parquet:{tmp_path}", 0, {}, columns="a")
+        source_registry.load(f"parquet:{tmp_path}", 0, {}, columns="a")
 
 
 def test_parquet_files_are_read_by_column(tmp_path: Path) -> None:
@@ -123,15 +123,15 @@ def test_parquet_files_are_read_by_column(tmp_path: Path) -> None:
     rows = list(range(SAMPLES))
     table = pyarrow.table({"x": [float(n) for n in rows], "y": rows, "both": [[n, n] for n in rows], "label": rows})
     parquet.write_table(table, tmp_path / "train-0.parquet")
-    train, _ = named_sources.load(f"parquet:{tmp_path}", 0, {}, columns="x,y,label", batch_size=SAMPLES)
+    train, _ = source_registry.load(f"parquet:{tmp_path}", 0, {}, columns="x,y,label", batch_size=SAMPLES)
     inputs, targets = train.example(1) if not isinstance(train, Stream) else train.next() or ([], [])
     assert sorted(targets.tolist()) == rows
     assert inputs.tolist() == [[n, n] for n in targets.tolist()]
-    train, _ = named_sources.load(f"parquet:{tmp_path}", 0, {}, columns="both,label", batch_size=SAMPLES)
+    train, _ = source_registry.load(f"parquet:{tmp_path}", 0, {}, columns="both,label", batch_size=SAMPLES)
     assert isinstance(train, Stream)
     assert train.shape.inputs == (2,)
     with pytest.raises(UsageError, match="has no column 'inputs' and no 'targets'; it has x, y, both, label"):
-        named_sources.load(f"parquet:{tmp_path}", 0, {})
+        source_registry.load(f"parquet:{tmp_path}", 0, {})
 
 
 def line(number: int, **more: object) -> bytes:

@@ -11,10 +11,10 @@ from invented import choices, page
 from invented import measurement as measured_job
 from ringtmp.bench.analysis.step_time_bounds import Sizes, ceiling_s, ideal_s, limit_s
 from ringtmp.bench.analysis.traffic_formulas import busiest_sent
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.experiments import speed
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement, Result
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import SETTINGS
 from ringtmp.bench.training_runs.speed_cases import CASES, job, stage_ranks
 from ringtmp.bench.training_runs.workloads import WORKLOADS

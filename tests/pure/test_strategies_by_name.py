@@ -41,7 +41,7 @@ ALLOWED = {
     "cli/ring.py": "the verb `ringtmp ring`, which is about members",
     "cli/watch.py": "`--view ring`, which draws any strategy's nodes",
     "dashboard/run_view.py": "the part of the settings called ring",
-    "launch/admit_devices.py": "the name of a domain of keys",
+    "launch/authenticate_devices.py": "the name of a domain of keys",
     "launch/agent.py": "the name of a domain of keys",
     "launch/key_store.py": "the ring whose keys they are",
     "report/theme.py": "colours that stay the same from page to page",

@@ -16,7 +16,7 @@ from ordinary_models import ORDINARY, class_loss, targets_for
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Source, from_python
+from ringtmp.data.tables_and_streams import Source, from_python
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.runtime.run_directory import RunDirectory
 

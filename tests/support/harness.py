@@ -21,8 +21,8 @@ from ringtmp.plan.cuts_for_repeated_visits import bounds_for
 from ringtmp.plan.node_groups import grouped
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import holders_of, route_over
+from ringtmp.runtime.base_leader import BaseLeader, Start
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, update_digest
-from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.strategies.ring.master import Master
 from ringtmp.wire.messages import Recipe, Setup
 

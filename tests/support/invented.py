@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from ringtmp.bench import jobs_of_experiments
-from ringtmp.bench.catalogue import COMPARISONS
+from ringtmp.bench.bench_request import Choices
+from ringtmp.bench.experiment_registry import COMPARISONS
 from ringtmp.bench.measuring import run_record
 from ringtmp.bench.measuring.jobs import Job, digest
 from ringtmp.bench.measuring.machine_facts import Environment
 from ringtmp.bench.measuring.measurement_files import SCHEMA, Measurement, Result
 from ringtmp.bench.programs import largest_model, node_removal
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.strategy_variants import parse_all
 from ringtmp.metrics import events
 from ringtmp.metrics.energy import Power, Watts

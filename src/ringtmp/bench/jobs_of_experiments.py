@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from ringtmp.bench.catalogue import CATALOG
+from ringtmp.bench.bench_request import Choices
+from ringtmp.bench.experiment_registry import CATALOG
 from ringtmp.bench.measuring.jobs import Job, interleaved
 from ringtmp.bench.measuring.machine_facts import QUIET, Environment
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs import learning_rate_sweep
 from ringtmp.report.page_content import Page, Section, Skipped
 

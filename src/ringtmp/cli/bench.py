@@ -14,8 +14,8 @@ import click
 from ringtmp.errors import RingError, UsageError
 
 if TYPE_CHECKING:
+    from ringtmp.bench.bench_request import Choices
     from ringtmp.bench.measuring.measurement_files import Measurement, Store
-    from ringtmp.bench.requested_choices import Choices
     from ringtmp.lab.devices_file import Device
     from ringtmp.report.page_content import Page
 
@@ -24,7 +24,7 @@ class _Bench(click.Command):
     """Its help has the catalogue, and says of every option which experiments take it."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from ringtmp.bench.catalogue import CATALOG, EVERY
+        from ringtmp.bench.experiment_registry import CATALOG, EVERY
 
         for title, compares in (
             ("Comparisons of the ring with the parameter server", True),
@@ -43,7 +43,7 @@ class _Bench(click.Command):
 
 
 def _taken_by(option: click.Parameter) -> str:
-    from ringtmp.bench.catalogue import CATALOG
+    from ringtmp.bench.experiment_registry import CATALOG
 
     who = [each for each in CATALOG.values() if option.opts[0] in each.options]
     return f"Options of {'comparisons' if any(each.compares for each in who) else _names(who)}" if who else "Options"
@@ -101,19 +101,17 @@ def command(
     Every measurement is a file in OUT and is not measured again: interrupt the command at any time, and run it again to
     continue. What fails or cannot run is in the report with its reason, and is tried again the next time.
     """
-    from ringtmp.bench import catalogue, jobs_of_experiments, requested_choices
+    from ringtmp.bench import bench_request, experiment_registry, jobs_of_experiments
     from ringtmp.bench.measuring.measurement_files import Store
     from ringtmp.bench.training_runs import strategy_variants
     from ringtmp.launch.device_facts import usable_cores
 
-    wanted, quick = catalogue.named((*names, "quick") if small else names)
+    wanted, quick = experiment_registry.named((*names, "quick") if small else names)
     _refuse_mixed(listen, joined, file, no_isolation)
     _refuse_foreign(wanted)
-    choices = requested_choices.Choices(
+    choices = bench_request.Choices(
         names=wanted,
-        ways=(
-            strategy_variants.parse_all(strategies) if strategies is not None else requested_choices.default_ways(quick)
-        ),
+        ways=(strategy_variants.parse_all(strategies) if strategies is not None else bench_request.default_ways(quick)),
         devices=_devices(file),
         isolated=can_emulate() and not listen and not no_isolation,
         repeats=repeats,
@@ -130,7 +128,7 @@ def command(
     folder = out or Path("runs", "-".join(["bench", *(wanted if not choices.comparisons else ())]))
     store = Store(folder)
     try:
-        limit = limit_s or max(catalogue.CATALOG[name].limit_s for name in wanted)
+        limit = limit_s or max(experiment_registry.CATALOG[name].limit_s for name in wanted)
         page, results = _measure(choices, store, limit, quiet)
     finally:
         store.close()
@@ -248,7 +246,7 @@ def _refuse_mixed(listen: str, joined: int | None, file: Path | None, no_isolati
 
 def _refuse_foreign(wanted: tuple[str, ...]) -> None:
     """An option that none of the experiments takes would do nothing."""
-    from ringtmp.bench.catalogue import CATALOG
+    from ringtmp.bench.experiment_registry import CATALOG
 
     for option in _options_given():
         who = [each for each in CATALOG.values() if option.opts[0] in each.options]

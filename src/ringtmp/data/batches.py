@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ringtmp.data.sources import LeftOut, Source, Stream, Table, leaves, map_tensors
 from ringtmp.data.stream_batches import Arrivals, Keep, Stray, StreamPlace, TableMark
 from ringtmp.data.stream_store import MEMORY_LIMIT_BYTES, Spool
+from ringtmp.data.tables_and_streams import LeftOut, Source, Stream, Table, leaves, map_tensors
 from ringtmp.errors import UsageError
 
 

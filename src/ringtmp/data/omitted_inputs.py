@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ringtmp.data.nested_inputs import leaves
-from ringtmp.data.sources import Source, Stream, Table, shape_of
+from ringtmp.data.tables_and_streams import Source, Stream, Table, shape_of
 from ringtmp.errors import UsageError
 
 #: Samples of a table that are looked at together.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ringtmp.data.randomness import Repeatable
-from ringtmp.data.sources import Stream
+from ringtmp.data.tables_and_streams import Stream
 from ringtmp.errors import UsageError
 
 #: Samples that are shuffled among each other.

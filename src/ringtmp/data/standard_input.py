@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import torch
 
-from ringtmp.data.sources import LeftOut, Stream
+from ringtmp.data.tables_and_streams import LeftOut, Stream
 from ringtmp.errors import UsageError
 
 NAME = "-"

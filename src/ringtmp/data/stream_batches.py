@@ -8,8 +8,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from ringtmp.data.sources import Stream, Table, leaves
 from ringtmp.data.stream_store import Kept, Spool, kept_copy, mapped, memory_of
+from ringtmp.data.tables_and_streams import Stream, Table, leaves
 
 Keep = Literal["memory", "disk", "none"]
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import msgspec
 import torch
 
-from ringtmp.data.sources import leaves, map_tensors
+from ringtmp.data.tables_and_streams import leaves, map_tensors
 
 MAGIC = b"ringtmp batch 2\n"
 MEMORY_LIMIT_BYTES = 256 * 2**20

@@ -18,7 +18,7 @@ import torch
 
 from ringtmp.data.learn_answers_only import Tokens, of_chat, of_completion
 from ringtmp.data.sample_or_batch import IGNORED, LABELS, OWN_LOSS
-from ringtmp.data.sources import Shape, Table, Text, subset
+from ringtmp.data.tables_and_streams import Shape, Table, Text, subset
 from ringtmp.data.text_files import Answered, Chat, Document, Item, TextFiles
 from ringtmp.data.tokenizer import Encoder
 from ringtmp.errors import UsageError

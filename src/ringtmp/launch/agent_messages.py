@@ -57,7 +57,7 @@ class JoinCheck(msgspec.Struct, frozen=True, tag="knock"):
 
 
 class PairBegin(msgspec.Struct, frozen=True, tag="pair"):
-    """The first half of an exchange that a short code protects (launch/pairing.py)."""
+    """The first half of an exchange that a short code protects (launch/pairing_code.py)."""
 
     AT: ClassVar = (Heard.DOOR,)
     element: bytes

@@ -18,7 +18,7 @@ import msgspec
 
 from ringtmp.errors import UsageError
 from ringtmp.launch.device_names import NAME
-from ringtmp.launch.pairing import MISSING
+from ringtmp.launch.pairing_code import MISSING
 from ringtmp.transport.encryption import is_key
 
 KIND = "_ringtmp._tcp.local."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ringtmp.launch.admit_devices import Device
 from ringtmp.launch.agent_messages import Died
+from ringtmp.launch.authenticate_devices import Device
 
 #: A process that dies so often without a step between would go on dying: something on its device kills it.
 MOST_DEATHS = 3

@@ -10,13 +10,13 @@ import zmq
 
 from ringtmp.errors import DoesNotFit, NodeLost, UsageError, WaitTimeout
 from ringtmp.launch import join_token as tokens
-from ringtmp.launch.admit_devices import REOPEN_S, Device, Hub
 from ringtmp.launch.agent_messages import SILENCE_LIMIT_S, End
+from ringtmp.launch.authenticate_devices import REOPEN_S, Device, Hub
 from ringtmp.launch.dead_processes import MOST_DEATHS, Deaths, dead
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import Rings
-from ringtmp.launch.pairing import MasterSide
+from ringtmp.launch.pairing_code import MasterSide
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
 from ringtmp.launch.start_on_devices import start_on
 from ringtmp.launch.ways_to_join import pairing_for, ways_to_join

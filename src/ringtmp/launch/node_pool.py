@@ -7,12 +7,12 @@ from typing import Protocol
 
 from ringtmp.errors import NodeLost
 from ringtmp.plan.devices import Device
-from ringtmp.runtime import leader
+from ringtmp.runtime import base_leader
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.wire.address import Address
 
 
-class NodePool(leader.NodePool, Protocol):
+class NodePool(base_leader.NodePool, Protocol):
     """The other nodes, and how to start and end them. `nodes` and `threads` are settled once it has started."""
 
     nodes: int

@@ -13,7 +13,7 @@ from ringtmp.launch.agent import at_the_door
 from ringtmp.launch.announce import Found
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.key_store import SECRET_BYTES
-from ringtmp.launch.pairing import DeviceSide, typed
+from ringtmp.launch.pairing_code import DeviceSide, typed
 from ringtmp.transport.encryption import KeyPair
 
 #: A crowded door drops requests: an exchange that is not answered is begun anew, so often.

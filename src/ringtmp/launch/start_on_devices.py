@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 from ringtmp.errors import NodeLost
-from ringtmp.launch.admit_devices import Device, Hub
 from ringtmp.launch.agent_messages import Died, Prepare
+from ringtmp.launch.authenticate_devices import Device, Hub
 from ringtmp.transport.zeromq import ZeroMQTransport
 
 START_LIMIT_S = 60.0

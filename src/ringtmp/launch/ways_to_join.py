@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ringtmp.errors import UsageError
 from ringtmp.launch.announce import can_announce
 from ringtmp.launch.key_store import Rings
-from ringtmp.launch.pairing import MasterSide, shown
+from ringtmp.launch.pairing_code import MasterSide, shown
 
 #: Two modules of a QR code, one above the other, in one character; light ones are drawn, as terminals are mostly dark.
 _HALVES = {(0, 0): "█", (0, 1): "▀", (1, 0): "▄", (1, 1): " "}

@@ -28,13 +28,13 @@ from ringtmp.model.check_hooks import refuse_averaging, refuse_hooks
 from ringtmp.model.check_layer import Check
 from ringtmp.model.check_whole_model import check_whole, fits
 from ringtmp.model.cut_cells import CutCell
-from ringtmp.model.error_subject import Subject, layer_called, model_itself
 from ringtmp.model.export import AGAIN_BATCH, EXAMPLE_BATCH, Exporter
 from ringtmp.model.export_cache import ExportCache, Exported, module_key
 from ringtmp.model.frozen_formats import WHOLE, FrozenAs
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.layers import Model, layers_of, opened_model
 from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.name_in_errors import Subject, layer_called, model_itself
 from ringtmp.model.one_export_for_both_modes import same_in_both_modes
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
 from ringtmp.model.parameters_changed_in_forward import written_parameters

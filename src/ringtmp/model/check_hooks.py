@@ -10,7 +10,7 @@ from torch import nn
 
 from ringtmp.errors import UsageError
 from ringtmp.model.custom_backward import where
-from ringtmp.model.error_subject import Subject
+from ringtmp.model.name_in_errors import Subject
 
 
 def refuse_hooks(subject: Subject, module: nn.Module) -> None:

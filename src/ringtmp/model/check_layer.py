@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
 from ringtmp.model.call_module import called
-from ringtmp.model.error_subject import Subject
+from ringtmp.model.name_in_errors import Subject
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.parameters_changed_in_forward import written_parameters
 from ringtmp.model.portable_layer import Layer

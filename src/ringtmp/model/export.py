@@ -26,8 +26,8 @@ from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.call_module import unpacked, without_cache
 from ringtmp.model.check_hooks import lines, refuse_narrow
 from ringtmp.model.custom_backward import traced_along
-from ringtmp.model.error_subject import Subject, layer_called, model_itself
 from ringtmp.model.flatten_graph import Flat
+from ringtmp.model.name_in_errors import Subject, layer_called, model_itself
 from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import (
     Graph,

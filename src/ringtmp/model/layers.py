@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.model.built_in_files import FACTORIES, BuiltInFiles, planned_tensor
+from ringtmp.model.build_larger_than_memory import FACTORIES, BuiltInFiles, planned_tensor
 from ringtmp.model.prepare_weights import Preparation, Preparing
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text

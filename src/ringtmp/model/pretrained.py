@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from ringtmp.errors import UsageError, some_of, told_as_usage
-from ringtmp.model.built_in_files import LeftUnfilled
+from ringtmp.model.build_larger_than_memory import LeftUnfilled
 from ringtmp.model.checkpoint_names import names_in_model
 from ringtmp.model.gguf_file import GgufFile
 from ringtmp.model.weights_file import WeightsFile, refuse_pickle

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
 from ringtmp.model.call_module import unpacked, without_cache
-from ringtmp.model.error_subject import Subject
 from ringtmp.model.memory_aliases import Memory
+from ringtmp.model.name_in_errors import Subject
 from ringtmp.model.output_tree import flattened
 from ringtmp.model.portable_layer import Layer
 

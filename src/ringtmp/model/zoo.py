@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ringtmp.data.sources import Shape
+from ringtmp.data.tables_and_streams import Shape
 from ringtmp.errors import UsageError, unknown
 
 Layers = Iterator[tuple[str, nn.Module]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from ringtmp.data.sources import Source
+from ringtmp.data.tables_and_streams import Source
 from ringtmp.errors import UsageError
 from ringtmp.model.build import BuiltLayer, Known
 from ringtmp.model.frozen_parameters import frozen_names

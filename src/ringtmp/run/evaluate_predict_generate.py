@@ -15,7 +15,7 @@ from ringtmp.data.batches import Batch, evaluation_batches, split_batch
 from ringtmp.data.nested_inputs import leaves, map_tensors
 from ringtmp.data.omitted_inputs import names_of, without
 from ringtmp.data.randomness import left_alone
-from ringtmp.data.sources import from_python, text_of
+from ringtmp.data.tables_and_streams import from_python, text_of
 from ringtmp.data.user_factories import call_factory, is_factory
 from ringtmp.errors import UsageError
 from ringtmp.launch.agent_messages import DEFAULT_PORT

@@ -17,8 +17,8 @@ from ringtmp.metrics.events import NodeGone, Regrouped
 from ringtmp.model.portable_layer import Layer
 from ringtmp.run.members_and_plan import Generation, Generations, Origin, Run
 from ringtmp.run.rebalancing import Ready
+from ringtmp.runtime.base_leader import BaseLeader, Start
 from ringtmp.runtime.checkpoint import Progress
-from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
 from ringtmp.strategies.base import Leader

@@ -25,8 +25,8 @@ from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.partition import equal_cost
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
 from ringtmp.plan.route import MASTER, Route, plain_ring
+from ringtmp.runtime.base_leader import STOP_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.checkpoint import Weights, latest
-from ringtmp.runtime.leader import STOP_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
 from ringtmp.strategies.ring.master import Master

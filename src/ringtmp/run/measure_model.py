@@ -16,7 +16,7 @@ from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.nested_inputs import names
 from ringtmp.data.omitted_inputs import leave_out, names_of
 from ringtmp.data.sample_or_batch import LABELS
-from ringtmp.data.sources import Source, Stream, with_loss
+from ringtmp.data.tables_and_streams import Source, Stream, with_loss
 from ringtmp.errors import UsageError
 from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.blocks import patterns_of

@@ -26,8 +26,8 @@ from ringtmp.run.record_events import Record, unlike
 from ringtmp.run.save_checkpoints import Saving
 from ringtmp.run.what_to_train import Job
 from ringtmp.runtime import compute_device
+from ringtmp.runtime.base_leader import BaseLeader, Start
 from ringtmp.runtime.checkpoint import Checkpoint, Progress
-from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringtmp.config import RunConfig, replaced
-from ringtmp.data.named_sources import is_text
 from ringtmp.data.omitted_inputs import leave_out, names_of
-from ringtmp.data.sources import Source, with_loss
+from ringtmp.data.source_registry import is_text
+from ringtmp.data.tables_and_streams import Source, with_loss
 from ringtmp.errors import UsageError
 from ringtmp.run.text_settings import named_data
 from ringtmp.runtime.losses import LossFunction, loss_named

@@ -11,8 +11,8 @@ from functools import partial
 
 from ringtmp.config import usual_microbatches
 from ringtmp.data.batches import TrainingBatches
-from ringtmp.data.sources import Stream
 from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
+from ringtmp.data.tables_and_streams import Stream
 from ringtmp.errors import Interrupted, NodeLost, RingError, UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ringtmp.config import RunConfig, replaced
-from ringtmp.data import named_sources
-from ringtmp.data.sources import Source, text_of
+from ringtmp.data import source_registry
+from ringtmp.data.tables_and_streams import Source, text_of
 from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading
 from ringtmp.data.tokenizer import FILES, Encoder, has_tokenizer, open_tokenizer
 from ringtmp.errors import UsageError
@@ -29,7 +29,7 @@ def named_data(
     path = _tokenizer_path(config, model)
     if path is None:
         settings = {**config.model.settings, **({"context": training.context} if training.context else {})}
-        data = named_sources.load(
+        data = source_registry.load(
             training.data, training.seed, settings, batch_size=training.batch_size, columns=training.columns,
             bad_lines=training.bad_lines,
         )  # fmt: skip
@@ -40,7 +40,7 @@ def named_data(
     context = training.context or usual_context(encoder, facts)
     _refuse_misfit(config.model.name, facts, encoder.name, encoder.vocabulary, context)
     how = Reading(encoder, context, training.attention_mask, phase)
-    data = named_sources.load(training.data, training.seed, {}, how)
+    data = source_registry.load(training.data, training.seed, {}, how)
     return replaced(config, {"context": context}), data
 
 
@@ -75,7 +75,7 @@ def check_text(train: Source, name: str, model: Model) -> Model:
 def _tokenizer_path(config: RunConfig, model: Model | None) -> str | None:
     """None: the data is no text, or is read as bytes."""
     training = config.training
-    if not named_sources.is_text(training.data):
+    if not source_registry.is_text(training.data):
         for option, given in (
             ("--tokenizer", training.tokenizer), ("--context", training.context), ("--attention-mask", training.attention_mask),
         ):  # fmt: skip

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from ringtmp.data.batches import Batch, evaluation_batches
-from ringtmp.data.sources import text_of
+from ringtmp.data.tables_and_streams import text_of
 from ringtmp.errors import Interrupted, NodeLost, UsageError
 from ringtmp.metrics import events
 from ringtmp.run.healing import Healing

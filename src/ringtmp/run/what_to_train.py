@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringtmp.config import RunConfig
-from ringtmp.data.sources import Source
+from ringtmp.data.tables_and_streams import Source
 from ringtmp.metrics import events
 from ringtmp.model.layers import Model
 from ringtmp.runtime.losses import LossFunction

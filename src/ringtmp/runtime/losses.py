@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ringtmp.data.batches import Batch
 from ringtmp.data.sample_or_batch import IGNORED, LABELS, OWN_LOSS
-from ringtmp.data.sources import Text
+from ringtmp.data.tables_and_streams import Text
 from ringtmp.errors import UsageError, unknown
 from ringtmp.model.output_tree import described, field_of
 

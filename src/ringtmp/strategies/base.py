@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ringtmp.plan.planner import PlanOptions
     from ringtmp.plan.simulated_step import Simulated
     from ringtmp.plan.when_to_rebalance import Balance
+    from ringtmp.runtime.base_leader import NodePool, Start
     from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter
-    from ringtmp.runtime.leader import NodePool, Start
     from ringtmp.runtime.losses import LossFunction, Score
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.member import Member

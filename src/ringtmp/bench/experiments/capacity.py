@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.largest_model import Search, Try
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, program
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse
 from ringtmp.lab.devices_file import toml

@@ -13,11 +13,11 @@ import msgspec
 
 from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.ring_against_server import Contrast, Sampled
+from ringtmp.bench.bench_request import ALONE, DIGITS_SAMPLES, Choices
 from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
-from ringtmp.bench.requested_choices import ALONE, DIGITS_SAMPLES, Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.train_commands import Cell
 from ringtmp.metrics.energy import Sensitivity, sensitivity

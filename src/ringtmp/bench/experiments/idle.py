@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.measurement_files import Measured
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING
 from ringtmp.bench.training_runs.train_commands import Cell, cell

@@ -14,9 +14,9 @@ import msgspec
 
 from ringtmp.bench.analysis import per_step_values, ring_against_server
 from ringtmp.bench.analysis.ring_against_server import Sampled
+from ringtmp.bench.bench_request import ALONE, Choices
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
-from ringtmp.bench.requested_choices import ALONE, Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER
 from ringtmp.bench.training_runs.train_commands import Cell, cell

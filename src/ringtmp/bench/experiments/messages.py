@@ -9,10 +9,10 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs import message_round_trip
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import program
 from ringtmp.report.page_content import Section, Table
 

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured, Result
 from ringtmp.bench.measuring.read_output import RUN
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import DEVICES, equal_devices, lab
 from ringtmp.errors import UsageError, unknown
 from ringtmp.lab.devices_file import Device, toml

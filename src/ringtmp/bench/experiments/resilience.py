@@ -15,10 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from ringtmp.bench.analysis import page_drawings
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.programs.node_removal import Removal
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab, program
 from ringtmp.bench.training_runs.strategy_variants import RING, SERVER, Way, parse

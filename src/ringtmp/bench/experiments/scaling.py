@@ -11,9 +11,9 @@ import msgspec
 
 from ringtmp.bench.analysis import intervals, page_drawings, per_step_values, ring_against_server
 from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.bench_request import ALONE, Choices
 from ringtmp.bench.experiments import learning_progress
 from ringtmp.bench.measuring.measurement_files import Measured
-from ringtmp.bench.requested_choices import ALONE, Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell

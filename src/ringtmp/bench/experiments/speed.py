@@ -17,11 +17,11 @@ from ringtmp.bench.analysis.intervals import Interval
 from ringtmp.bench.analysis.page_drawings import bars, slug
 from ringtmp.bench.analysis.per_step_values import idle_times
 from ringtmp.bench.analysis.step_time_bounds import Sizes, ceiling_s, ideal_s, limit_s
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.machine_facts import QUIET
 from ringtmp.bench.measuring.measurement_files import Measured, Measurement
 from ringtmp.bench.measuring.run_record import from_facts
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.device_setups import SETTINGS, Setting
 from ringtmp.bench.training_runs.speed_cases import ALONE, ONE, SIDE_BY_SIDE, Case, chosen_cases, job, pipelined
 from ringtmp.bench.training_runs.workloads import QUICK, WORKLOADS, Workload

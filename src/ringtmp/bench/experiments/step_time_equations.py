@@ -16,9 +16,9 @@ import msgspec
 
 from ringtmp.bench.analysis import intervals, page_drawings, per_step_values
 from ringtmp.bench.analysis.intervals import Interval
+from ringtmp.bench.bench_request import LINK_MBPS, Choices
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Record
-from ringtmp.bench.requested_choices import LINK_MBPS, Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell

@@ -15,9 +15,9 @@ import msgspec
 from ringtmp.bench.analysis import page_drawings, per_step_values, ring_against_server, traffic_formulas
 from ringtmp.bench.analysis.ring_against_server import Sampled
 from ringtmp.bench.analysis.traffic_formulas import FAMILIES, NETS, SERVERS, Net
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.run_record import Track
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs import common_runs
 from ringtmp.bench.training_runs.strategy_variants import PLAIN_SERVER, RING, SERVER, Way
 from ringtmp.bench.training_runs.train_commands import Cell, local

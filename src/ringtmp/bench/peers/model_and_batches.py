@@ -18,9 +18,9 @@ from torch import nn
 
 from ringtmp.bench.measuring.read_output import PeerSteps
 from ringtmp.bench.training_runs.workloads import Workload
-from ringtmp.data import named_sources
+from ringtmp.data import source_registry
 from ringtmp.data.batches import Batch, TrainingBatches
-from ringtmp.data.sources import Source
+from ringtmp.data.tables_and_streams import Source
 from ringtmp.launch.device_facts import own_addresses
 from ringtmp.model import zoo
 from ringtmp.model.layers import layers_of, opened_model
@@ -62,7 +62,7 @@ class Task:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        self._source: Source = named_sources.load(work.data, work.seed, work.settings)[0]
+        self._source: Source = source_registry.load(work.data, work.seed, work.settings)[0]
         self.loss: LossFunction = loss_named(self._source.loss or "cross_entropy")
         made = zoo.build(work.model, self._source.shape, work.settings)
         self.layers: list[tuple[str, nn.Module]] = list(layers_of(opened_model(made, work.seed)))

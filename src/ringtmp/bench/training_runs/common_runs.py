@@ -7,8 +7,8 @@ from statistics import median
 
 import msgspec
 
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.measurement_files import Measured
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell
 from ringtmp.bench.training_runs.workloads import Workload

@@ -11,8 +11,8 @@ import math
 
 import msgspec
 
+from ringtmp.bench.bench_request import Choices
 from ringtmp.bench.measuring.measurement_files import Measured
-from ringtmp.bench.requested_choices import Choices
 from ringtmp.bench.training_runs.strategy_variants import RING, Way
 from ringtmp.bench.training_runs.train_commands import Cell, local
 from ringtmp.report.page_content import Table

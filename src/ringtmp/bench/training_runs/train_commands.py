@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ringtmp.bench.bench_request import ALONE, Choices
 from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.read_output import RUN
-from ringtmp.bench.requested_choices import ALONE, Choices
 from ringtmp.bench.training_runs.device_setups import DEVICES, RINGTMP, lab
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.workloads import Workload, train_flags

@@ -16,7 +16,7 @@ import torch
 
 from ringtmp import untrusted
 from ringtmp.data.batches import Batch
-from ringtmp.data.sources import leaves
+from ringtmp.data.tables_and_streams import leaves
 from ringtmp.errors import LossNotFinite, NodeLost, ProtocolError
 from ringtmp.metrics import events
 from ringtmp.model import portable_layer
@@ -24,8 +24,8 @@ from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies
+from ringtmp.runtime.base_leader import BaseLeader, Start
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
-from ringtmp.runtime.leader import BaseLeader, Start
 from ringtmp.runtime.losses import Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places

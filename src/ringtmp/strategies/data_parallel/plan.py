@@ -13,8 +13,8 @@ from ringtmp.model.parameters_changed_in_forward import refuse_written
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.running_statistics import refuse_statistics
 from ringtmp.plan.when_to_rebalance import Balance
+from ringtmp.runtime.base_leader import Start
 from ringtmp.runtime.clipping import parameter_order
-from ringtmp.runtime.leader import Start
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import PlanRequest, Roles, Share, Strategy

@@ -10,7 +10,7 @@ from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Runs, Siz
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.metrics.event_log import EventLog
-    from ringtmp.runtime.leader import NodePool
+    from ringtmp.runtime.base_leader import NodePool
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.runtime.member import Member
     from ringtmp.wire.messages import Hello, Message

@@ -20,8 +20,8 @@ from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.devices import LayerCost
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import check_node_replies
+from ringtmp.runtime.base_leader import HELLO_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.gradients_at_segment_edges import run_backward
-from ringtmp.runtime.leader import HELLO_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.ring.link_trials import (
     AGAIN_S,

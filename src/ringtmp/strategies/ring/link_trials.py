@@ -19,7 +19,7 @@ from itertools import count, pairwise
 import torch
 
 from ringtmp.errors import ProtocolError
-from ringtmp.runtime.leader import HELLO_LIMIT_S
+from ringtmp.runtime.base_leader import HELLO_LIMIT_S
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.wire.messages import Echo, Echoed, Tried, Try
 

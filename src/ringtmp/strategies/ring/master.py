@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from ringtmp.data.batches import Batch
-from ringtmp.data.sources import leaves
+from ringtmp.data.tables_and_streams import leaves
 from ringtmp.errors import NodeLost, ProtocolError, SnapshotUnusable, WaitTimeout
 from ringtmp.metrics.events import SnapshotWhole, Warned
 from ringtmp.model import portable_layer
@@ -29,9 +29,9 @@ from ringtmp.plan.node_groups import admission
 from ringtmp.plan.route import MASTER
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies, compute_device
+from ringtmp.runtime.base_leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
-from ringtmp.runtime.leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.losses import LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_values

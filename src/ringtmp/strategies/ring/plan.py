@@ -30,7 +30,7 @@ from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_nam
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
 from ringtmp.plan.when_to_rebalance import Balance
-from ringtmp.runtime.leader import NodePool, Start
+from ringtmp.runtime.base_leader import NodePool, Start
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.optimizers import delay_warning
 from ringtmp.strategies.base import PlanRequest, Share

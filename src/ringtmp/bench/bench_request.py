@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ringtmp.bench.catalogue import CATALOG
+from ringtmp.bench.experiment_registry import CATALOG
 from ringtmp.bench.training_runs import strategy_variants
 from ringtmp.bench.training_runs.strategy_variants import RING, Way
 from ringtmp.bench.training_runs.workloads import WORKLOADS, Workload

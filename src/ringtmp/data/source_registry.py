@@ -21,7 +21,7 @@ import torch
 
 from ringtmp.data import standard_input
 from ringtmp.data.shards import USUAL_COLUMNS, open_shards
-from ringtmp.data.sources import Shape, Source, Table, from_python, split, subset, tensors
+from ringtmp.data.tables_and_streams import Shape, Source, Table, from_python, split, subset, tensors
 from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading, read_files, read_text, tested
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import UsageError, unknown

@@ -18,7 +18,7 @@ from ringtmp.launch import agent_messages as messages
 from ringtmp.launch.announce import Announcement
 from ringtmp.launch.device_facts import checked, checked_death, checked_start
 from ringtmp.launch.key_store import Rings
-from ringtmp.launch.pairing import MasterSide
+from ringtmp.launch.pairing_code import MasterSide
 from ringtmp.transport.encryption import Gatekeeper, serve_securely
 from ringtmp.transport.zeromq import mail
 from ringtmp.wire.protocol import PROTOCOL
