@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from ringtmp.model import build_larger_than_memory
 from ringtmp.model.build_larger_than_memory import LeftUnfilled
 from ringtmp.model.layers import opened_model
 
