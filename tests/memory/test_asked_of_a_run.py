@@ -13,8 +13,18 @@ from ringtmp.errors import Interrupted
 from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.run.what_to_train import Watcher
-from ringtmp.runtime import run_requests
-from ringtmp.runtime.run_requests import CHECKPOINT, DETAIL, FRESH_S, PAUSE_S, STOP, Requests, ask, release, released
+from ringtmp.runtime import stop_and_checkpoint_requests
+from ringtmp.runtime.stop_and_checkpoint_requests import (
+    CHECKPOINT,
+    DETAIL,
+    FRESH_S,
+    PAUSE_S,
+    STOP,
+    Requests,
+    ask,
+    release,
+    released,
+)
 from test_training_loop import train
 
 
@@ -77,7 +87,7 @@ class Asking(Watcher):
 def test_a_run_saves_when_asked_ends_when_asked_and_says_who_cannot_be_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_requests, "PAUSE_S", 0.0)
+    monkeypatch.setattr(stop_and_checkpoint_requests, "PAUSE_S", 0.0)
     run = tmp_path / "run"
     with pytest.raises(Interrupted, match="interrupted after step 6"):
         train(run, 3, steps=50, watcher=Asking(run, {3: CHECKPOINT, 6: STOP}))
@@ -89,8 +99,8 @@ def test_a_run_saves_when_asked_ends_when_asked_and_says_who_cannot_be_released(
 def test_a_step_is_recorded_in_full_on_every_node_when_somebody_looks_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_requests, "PAUSE_S", 0.0)
-    monkeypatch.setattr(run_requests, "FRESH_S", 1e9)
+    monkeypatch.setattr(stop_and_checkpoint_requests, "PAUSE_S", 0.0)
+    monkeypatch.setattr(stop_and_checkpoint_requests, "FRESH_S", 1e9)
     run = tmp_path / "run"
 
     class Looking(Asking):

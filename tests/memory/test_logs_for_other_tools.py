@@ -16,7 +16,7 @@ import pytest
 from ringtmp import CSVWatcher, JSONLinesWatcher, MLflowWatcher, Result, Ring, TensorBoardWatcher, UsageError, Watcher
 from ringtmp.metrics.events import Evaluated, Regrouped, RunEnded, StepDone
 from ringtmp.watchers.functions import Calling, Functions
-from ringtmp.watchers.named import watcher_named
+from ringtmp.watchers.watcher_registry import watcher_named
 from test_training_loop import blobs, stack
 
 

@@ -18,7 +18,7 @@ from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.events import StepDone
-from ringtmp.metrics.predicted_before_learned import in_stretches, predicted
+from ringtmp.metrics.test_then_train_error import in_stretches, predicted
 from ringtmp.report.run_page import page
 from ringtmp.report.run_timeline import gather
 from test_healing import STEPS, Death, Mortal, run

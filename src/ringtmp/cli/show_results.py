@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ringtmp.metrics.predicted_before_learned import Predicted
 from ringtmp.metrics.summary import USUAL_MODE, NodeSummary, Summary
+from ringtmp.metrics.test_then_train_error import Predicted
 from ringtmp.run.progress import Several, Telling, shown
 from ringtmp.run.what_to_train import Watcher
 from ringtmp.units import bytes_text, count_text, seconds_text

@@ -77,7 +77,7 @@ def command(
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
         from ringtmp.runtime.run_directory import default_run_dir
-        from ringtmp.watchers.named import watcher_named
+        from ringtmp.watchers.watcher_registry import watcher_named
     from ringtmp.cli import show_results
 
     pool: NodePool | None = None

@@ -23,7 +23,7 @@ from ringtmp.dashboard.run_view import RunView
 from ringtmp.dashboard.step_detail import detail_of
 from ringtmp.dashboard.viewers import Viewers, event
 from ringtmp.report import theme
-from ringtmp.runtime import run_requests
+from ringtmp.runtime import stop_and_checkpoint_requests
 
 #: Between two looks at the files, while somebody watches and while nobody does.
 LOOK_S, UNWATCHED_S = 0.5, 2.0
@@ -133,10 +133,10 @@ class _Pages:
     async def act(self, request: Request) -> Response:
         if request.scope["role"] != ACT:
             return PlainTextResponse("With this address you may look, not act.\n", 403)
-        return await _ask(self._board, request, lambda wish: wish != run_requests.DETAIL)
+        return await _ask(self._board, request, lambda wish: wish != stop_and_checkpoint_requests.DETAIL)
 
     async def detail(self, request: Request) -> Response:
-        return await _ask(self._board, request, lambda wish: wish == run_requests.DETAIL)
+        return await _ask(self._board, request, lambda wish: wish == stop_and_checkpoint_requests.DETAIL)
 
 
 def application(board: Board, access: Access) -> App:
@@ -176,8 +176,10 @@ async def _ask(board: Board, request: Request, allowed: Callable[[str], bool]) -
             raise ValueError
         view = board.views[wish.run]
         if view.over:  # a page may ask for detail until it hears of the end
-            return PlainTextResponse("The run has ended.\n", 200 if wish.request == run_requests.DETAIL else 409)
-        run_requests.ask(view.path, wish.request)
+            return PlainTextResponse(
+                "The run has ended.\n", 200 if wish.request == stop_and_checkpoint_requests.DETAIL else 409
+            )
+        stop_and_checkpoint_requests.ask(view.path, wish.request)
     except (ValueError, msgspec.DecodeError, IndexError):
         return PlainTextResponse("A run cannot be asked for that.\n", 400)
     except OSError as error:

@@ -12,7 +12,7 @@ from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
 from ringtmp.metrics.events import NodeEnded, NodeStarted, NodeStep, Regrouped
 from ringtmp.metrics.fold_events import Part
-from ringtmp.metrics.predicted_before_learned import Predicted, predicted
+from ringtmp.metrics.test_then_train_error import Predicted, predicted
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)

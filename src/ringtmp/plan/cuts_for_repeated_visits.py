@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from ringtmp.plan.least_layers import Ends, too_few_for_route
+from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_for_route
 
 Bounds = list[tuple[int, int]]
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ringtmp.errors import UsageError
 from ringtmp.plan.devices import LayerCost
-from ringtmp.plan.least_layers import Ends
+from ringtmp.plan.minimum_layers_per_stage import Ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from ringtmp.plan.cuts_for_repeated_visits import bounds_for
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.exact_cuts import Candidate, Segments, least_missing, shortest_way
 from ringtmp.plan.layer_costs import CostTable
-from ringtmp.plan.least_layers import Ends, too_few_layers
 from ringtmp.plan.memory_forecast import forecast, held, held_in, refuse_single_layers, require_fit
+from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_layers
 from ringtmp.plan.route import holders_of, plain_ring, route_over
 from ringtmp.plan.simulate_pipeline import simulate_ring
 

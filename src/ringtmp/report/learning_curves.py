@@ -13,8 +13,8 @@ import msgspec
 from ringtmp.metrics.energy import Load
 from ringtmp.metrics.events import NodeStep
 from ringtmp.metrics.history import history_of
-from ringtmp.metrics.predicted_before_learned import in_stretches
 from ringtmp.metrics.summary import loads_of
+from ringtmp.metrics.test_then_train_error import in_stretches
 from ringtmp.report.page_content import Figure, Mark, Series, Table
 from ringtmp.report.run_timeline import Run
 from ringtmp.units import seconds_text

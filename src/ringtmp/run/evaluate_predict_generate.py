@@ -12,8 +12,8 @@ import torch
 
 from ringtmp.config import RunConfig, replaced
 from ringtmp.data.batches import Batch, evaluation_batches, split_batch
+from ringtmp.data.drop_unused_inputs import names_of, without
 from ringtmp.data.nested_inputs import leaves, map_tensors
-from ringtmp.data.omitted_inputs import names_of, without
 from ringtmp.data.randomness import left_alone
 from ringtmp.data.tables_and_streams import from_python, text_of
 from ringtmp.data.user_factories import call_factory, is_factory

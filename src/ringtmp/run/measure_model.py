@@ -13,8 +13,8 @@ from typing import Any
 
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
+from ringtmp.data.drop_unused_inputs import leave_out, names_of
 from ringtmp.data.nested_inputs import names
-from ringtmp.data.omitted_inputs import leave_out, names_of
 from ringtmp.data.sample_or_batch import LABELS
 from ringtmp.data.tables_and_streams import Source, Stream, with_loss
 from ringtmp.errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ringtmp.config import RunConfig, replaced
-from ringtmp.data.omitted_inputs import leave_out, names_of
+from ringtmp.data.drop_unused_inputs import leave_out, names_of
 from ringtmp.data.source_registry import is_text
 from ringtmp.data.tables_and_streams import Source, with_loss
 from ringtmp.errors import UsageError

@@ -14,7 +14,7 @@ from ringtmp.run.healing import Healing
 from ringtmp.run.members_and_plan import Generation, Run
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.losses import Score, is_of_bytes
-from ringtmp.runtime.run_requests import CHECKPOINT, STOP, Requests, released
+from ringtmp.runtime.stop_and_checkpoint_requests import CHECKPOINT, STOP, Requests, released
 
 #: Without --checkpoint-every a checkpoint is taken at the end of an epoch, but not more often than this.
 CHECKPOINT_PAUSE_S = 30.0

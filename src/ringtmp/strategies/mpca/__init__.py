@@ -1,7 +1,7 @@
 """MPCA-SGD: means of all models are made while workers compute, and pull at each of them through a penalty in its loss.
 
 M. Langer, A. Hall, Z. He, W. Rahayu, MPCA SGD: A Method for Distributed Training of Deep Learning Models on Spark, IEEE TPDS 29
-(2018), as M. Langer et al. (2020) place it in their taxonomy. The role is in penalised_rounds.py.
+(2018), as M. Langer et al. (2020) place it in their taxonomy. The role is in rounds_with_penalty_in_loss.py.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Mpca(Strategy):
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: MpcaSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.data_parallel.member import WorkerMember, up_and_down_a_tree
-        from ringtmp.strategies.mpca.penalised_rounds import penalised_rounds
+        from ringtmp.strategies.mpca.rounds_with_penalty_in_loss import penalised_rounds
 
         exchange = penalised_rounds(len(roles.workers), settings)
         return WorkerMember(endpoint, plan, roles, exchange, algorithm=up_and_down_a_tree, hands_over=True)

@@ -23,8 +23,8 @@ from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.model.running_statistics import refuse_statistics
 from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
 from ringtmp.plan.devices import Device, rate_between
-from ringtmp.plan.least_layers import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
+from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.node_groups import as_one_device, exchange_s, fitted, grouped, members_of, parse_groups
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
 from ringtmp.plan.planner import Plan, PlanOptions
