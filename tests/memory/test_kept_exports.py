@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ordinary_models import SharedBlock, vectors
 from ringtmp.errors import UsageError
 from ringtmp.model.build import build_layers
 from ringtmp.model.export import Exporter
-from ringtmp.model.export_cache import module_key
+from ringtmp.model.export_cache import DIGEST_BYTES, _digest, module_key
 from ringtmp.model.portable_layer import Layer
 
 
@@ -51,17 +52,34 @@ def test_a_refusal_for_too_few_cells_comes_at_once_and_forgets_nothing(folder: P
         assert len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"\x81", None])
-def test_a_kept_export_that_is_damaged_or_another_models_is_forgotten(folder: Path, content: bytes | None) -> None:
+def _other_activation(kept: Path) -> bytes:
+    """Of a model with another activation, whole: the comparison with eager mode tells."""
+    exported = kept.read_bytes()[DIGEST_BYTES:].replace(b"aten.tanh.default", b"aten.relu.default")
+    return _digest(kept.name, exported) + exported
+
+
+def _other_role(kept: Path) -> bytes:
+    """The comparison of the whole with eager mode would not see it, and the cut would train something else."""
+    flipped = kept.read_bytes().replace(b"\xa6copied\xc2", b"\xa6copied\xc3", 1)
+    assert flipped != kept.read_bytes()
+    return flipped
+
+
+@pytest.mark.parametrize(
+    "content", [lambda kept: b"", lambda kept: b"\x91" * 10_000, _other_role, _other_activation],
+    ids=["empty", "nested", "role", "activation"],
+)  # fmt: skip
+def test_a_kept_export_that_is_damaged_or_another_models_is_forgotten(
+    folder: Path, content: Callable[[Path], bytes]
+) -> None:
     expected = _layers(SharedBlock(), [])
     (kept,) = folder.iterdir()
-    if content is None:  # of a model with another activation: the comparison with eager mode tells
-        kept.write_bytes(kept.read_bytes().replace(b"aten.tanh.default", b"aten.relu.default"))
-    else:
-        kept.write_bytes(content)
+    whole = kept.read_bytes()
+    kept.write_bytes(content(kept))
     phases: list[str] = []
     assert _layers(SharedBlock(), phases) == expected
     assert "exporting the model" in phases
+    assert kept.read_bytes() == whole, "and written anew"
 
 
 def test_another_attribute_shape_or_sample_is_another_module() -> None:

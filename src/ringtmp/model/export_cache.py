@@ -2,7 +2,8 @@
 
 A module is the same when its classes' source files, its plain attributes, the shapes of its tensors, the shapes of the
 sample and the versions in use are. That is a good guess and no proof, so what comes from here is compared with eager mode
-like a fresh export, and forgotten if it differs. A file that cannot be read or written is no cache, never an error.
+like a fresh export, and forgotten if it differs. That compares the whole and not how it is cut, so a file begins with a digest
+of the rest: one that was damaged is forgotten. A file that cannot be read or written is no cache, never an error.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ringtmp.system.files import cache_folder, write_atomic
 
 #: Of all files together; the oldest go first.
 MOST_BYTES = 256 * 2**20
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Exported(msgspec.Struct, frozen=True):
@@ -46,7 +48,12 @@ class ExportCache:
         """What is known, and the tensors of the layer: the module's own, and constants."""
         path = self._folder / key
         try:
-            found = msgspec.msgpack.decode(path.read_bytes(), type=Exported)
+            content = path.read_bytes()
+            digest, exported = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+            if digest != _digest(key, exported):
+                self.forget(key)
+                return None
+            found = msgspec.msgpack.decode(exported, type=Exported)
             constants = load(found.constants)
             path.touch()
         except (OSError, msgspec.DecodeError, SafetensorError):
@@ -64,10 +71,10 @@ class ExportCache:
         constants = {
             each.name: tensors[each.name].clone().contiguous() for each in layer.tensors if each.kind == "constant"
         }
-        exported = Exported(layer, tuple(facts[0]), tuple(facts[1]), save(constants))
+        exported = msgspec.msgpack.encode(Exported(layer, tuple(facts[0]), tuple(facts[1]), save(constants)))
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._folder / key, msgspec.msgpack.encode(exported), durable=False)
+            write_atomic(self._folder / key, _digest(key, exported) + exported, durable=False)
             self._make_room()
 
     def forget(self, key: str) -> None:
@@ -81,6 +88,10 @@ class ExportCache:
             total += path.stat().st_size
             if total > MOST_BYTES:
                 path.unlink()
+
+
+def _digest(key: str, exported: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + exported).digest()
 
 
 def module_key(module: nn.Module, example: Any, path: int) -> str:
