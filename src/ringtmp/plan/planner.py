@@ -12,23 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.plan.device_order import shortest_orders
 from ringtmp.plan.devices import Device, LayerCost, Paths, check_devices
-from ringtmp.plan.exact_cuts import Candidate, Segments, every_multiset, given_order, states_of
+from ringtmp.plan.exact_cuts import Candidate, Segments
+from ringtmp.plan.groups import grouped, members_of, shape_text
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, refuse, require_layers, spread, step_s
+from ringtmp.plan.partition import REFINE_ACTIONS, refuse, spread
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
-from ringtmp.plan.route import Route, holders_of, route_over
+from ringtmp.plan.route import Route, holders_of
+from ringtmp.plan.search_groups import group_choices
+from ringtmp.plan.search_orders import Found, as_given, choices, named
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_step import Simulated
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.units import bytes_text, seconds_text
 
-#: Multisets of workers that are weighed one by one: 7 different workers make 128.
-MOST_STATES = 256
-#: Simulated, of those weighed.
-FINALISTS = 5
 #: A device is left out only for a gain above this.
 LEAST_GAIN = 0.01
 #: Below this share of the strongest's pace a device is weak: forecasts are least true of those (1.8 times too short at a tenth
@@ -36,8 +34,6 @@ LEAST_GAIN = 0.01
 WEAK_SHARE, WEAK_GAIN = 0.25, 0.1
 #: A wider window holds more activations, and must be worth it.
 WIDER_GAIN = 0.002
-#: Orders tried where there are too many to weigh.
-SEARCHED_ORDERS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +53,17 @@ class PlanOptions:
     shape: str = "ring"  # or v
     recompute: str = "none"  # or all, or auto: where it would not fit otherwise
     sum_tree: int = 1  # parts of a batch that are added up as a tree
+    groups: tuple[int, ...] = ()  # workers that share each stage, in their order; empty: one each
+    any_groups: bool = False  # the plan chooses them
     any_schedule: bool = False  # the plan may choose another one (choose_schedule.py)
 
     @property
     def ring(self) -> RingOptions:
         count = min(self.microbatches, self.batch_size)
-        return RingOptions(count, self.window, self.schedule, self.clip, staleness=self.staleness)
+        return RingOptions(
+            count, self.window, self.schedule, self.clip, staleness=self.staleness, sum_tree=self.sum_tree,
+            widest=max(self.groups, default=1),
+        )  # fmt: skip
 
     def sums_at_once(self, visits: int) -> int:
         """Sums of gradients that a visit holds."""
@@ -70,9 +71,11 @@ class PlanOptions:
         window = ring.window_for(visits)
         return SumTree(self.sum_tree).sums_at_once(ring.microbatches, ring.pipeline.places(window) - window)
 
-    def holders(self, nodes: int) -> list[int]:
-        """The node of every visit."""
-        return holders_of(nodes, self.laps, self.shape)
+    def holders(self, nodes: int) -> list[tuple[int, ...]]:
+        """The nodes of every visit."""
+        if self.groups and nodes > 1:
+            return members_of(self.groups, range(nodes))
+        return [(node,) for node in holders_of(nodes, self.laps, self.shape)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,12 @@ class Plan:
 
     @property
     def route(self) -> Route:
-        return route_over(self.options.holders(len(self.devices)), self.bounds)
+        return grouped(self.options.holders(len(self.devices)), self.bounds)
+
+    @property
+    def shape(self) -> str:
+        """M-2-1-M; empty where no stage is shared."""
+        return shape_text(self.options.groups) if self.route.grouped else ""
 
     @property
     def step_s(self) -> float:
@@ -108,10 +116,20 @@ class Plan:
     def samples_per_s(self) -> float:
         return self.options.batch_size / self.step_s
 
+    @property
+    def groups_text(self) -> str:
+        """'M-2-1-M: desk 0-1 | a + b 2-4 | c 5-6 | desk 7'; empty where no stage is shared."""
+        if not self.shape:
+            return ""
+        held = [
+            f"{' + '.join(self.devices[node].name for node in visit.members)} {range_text(visit.first, visit.stop)}"
+            for visit in self.route.visits
+        ]
+        return f"{self.shape}: {' | '.join(held)}"
+
     def layers_text(self, node: int) -> str:
         """'0-2, 9'"""
-        held = [(visit.first, visit.stop) for visit in self.route.on(node)]
-        return ", ".join("loss" if a == b else str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in held)
+        return ", ".join(range_text(visit.first, visit.stop) for visit in self.route.on(node))
 
     @property
     def left_out_text(self) -> str:
@@ -129,8 +147,9 @@ class Plan:
         """Lines for people. `chosen`: the number of microbatches is the plan's own choice."""
         tightest = max(self.memory, key=lambda each: each.total_bytes / each.free_bytes)
         held = " | ".join(f"{device.name} {self.layers_text(node)}" for node, device in enumerate(self.devices))
+        shape = f" as {self.shape}" if self.shape else ""
         return (
-            f"plan: {_count(len(self.devices), 'device')}, {_count(self.options.ring.microbatches, 'microbatch')}"
+            f"plan: {_count(len(self.devices), 'device')}{shape}, {_count(self.options.ring.microbatches, 'microbatch')}"
             f"{' (auto)' if chosen else ''}, {self.options.schedule}, about {seconds_text(self.step_s)} a step "
             f"({self.samples_per_s:.3g} samples/s), idle {self.simulated.idle_fraction:.0%}",
             f"layers by number: {held}",
@@ -166,6 +185,8 @@ def plan(
 
 
 def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, paths: Paths | None) -> Plan:
+    if options.any_groups and options.cuts is None:
+        options = replace(options, groups=())
     ring = options.ring
     samples, again = options.batch_size / ring.microbatches, options.recompute == "all"
     holders = options.holders(len(devices))
@@ -183,9 +204,9 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
             if found:
                 return _chosen(segments, devices, options, found, gap, paths)
     if _several_visits(options, len(devices)):
-        near, _ = spread(segments, devices, holders, paths, 0)
+        near, _ = spread(segments, devices, [first for first, *_ in holders], paths, 0)
         _make(table, devices, options, segments.options, bounds=near.bounds, paths=paths)
-    refuse(segments, devices, options.keep_all)
+    refuse(segments, devices, options.keep_all, options.groups)
     raise AssertionError("nothing fits, and nothing is missing")
 
 
@@ -207,14 +228,25 @@ def _candidates(
 ) -> tuple[Found, float]:
     gap = 0.0
     if _several_visits(options, len(devices)):
-        found = [spread(segments, devices, options.holders(len(devices)), paths, REFINE_ACTIONS)]
-    elif options.keep_all or len(devices) == 1:
-        found = _as_given(segments, devices, paths)
-    elif states_of(devices, _named(paths)) <= MOST_STATES:
-        found = _weighed(segments, devices, paths)
+        holders = [first for first, *_ in options.holders(len(devices))]
+        found = [spread(segments, devices, holders, paths, REFINE_ACTIONS)]
+    elif options.keep_all or options.groups or len(devices) == 1:
+        found = _one_each(segments, devices, options, paths)
     else:
-        found, gap = _searched(segments, devices, paths)
+        found, gap = choices(segments, devices, paths)
+    if options.any_groups and len(devices) > 2:
+        shared, gap = group_choices(segments, devices, paths, named(paths), options.keep_all)
+        found += shared
     return [each for each in found if math.isfinite(each[1])], gap
+
+
+def _one_each(segments: Segments, devices: Sequence[Device], options: PlanOptions, paths: Paths | None) -> Found:
+    try:
+        return as_given(segments, devices, paths, options.groups)
+    except UsageError:  # too few layers, which groups may make up for
+        if not options.any_groups or len(devices) < 3:
+            raise
+        return []
 
 
 def _chosen(
@@ -230,17 +262,20 @@ def _chosen(
     gone = [each for i, each in enumerate(devices) if i not in chosen.order]
     left_out = tuple(LeftOut(each.name, _reason(segments, found, chosen, took, each, len(devices))) for each in gone)
     members = [devices[i] for i in chosen.order]
+    if options.any_groups:
+        options = replace(options, groups=chosen.groups)
+    ring = replace(segments.options, widest=max(options.groups, default=1))
     made = _make(
         segments.table,
         members,
         options,
-        segments.options,
+        ring,
         bounds=chosen.bounds,
         paths=paths,
         left_out=left_out,
         gap=gap,
     )
-    return _widened(made, segments.table, segments.options, paths)
+    return _widened(made, segments.table, ring, paths)
 
 
 def _without_weak(found: Found, devices: Sequence[Device]) -> Found:
@@ -277,7 +312,7 @@ def _make(
     table: CostTable, devices: Sequence[Device], options: PlanOptions, ring: RingOptions, *,
     bounds: tuple[tuple[int, int], ...], paths: Paths | None, left_out: tuple[LeftOut, ...] = (), gap: float = 0.0,
 ) -> Plan:  # fmt: skip
-    route = route_over(options.holders(len(devices)), bounds)
+    route = grouped(options.holders(len(devices)), bounds)
     # Under a quota a step depends on where in a period it begins: take the mean of a few.
     steps = (5 if any(device.quota is not None for device in devices) else 2) + 4 * options.staleness
     simulated = simulate_ring(table, route, devices, replace(ring, steps=steps), paths)
@@ -289,141 +324,6 @@ def _make(
         table.layers, tuple(devices), left_out, options,
         bounds=bounds, window=window, simulated=simulated, memory=memory, gap=gap, paths=paths or {},
     )  # fmt: skip
-
-
-Found = list[tuple[Candidate, float]]
-
-
-def _as_given(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
-    require_layers(segments.table, len(devices))
-    start = given_order(segments, devices) if len(devices) > 1 else alone(segments, devices)
-    return [] if start is None else [refine(segments, devices, start, paths, REFINE_ACTIONS)]
-
-
-def _weighed(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
-    """Every choice of workers by its bottleneck and its way; the best few are simulated."""
-    candidates = every_multiset(segments, devices, _named(paths))
-    if paths:
-        candidates += _rearranged(segments, devices, candidates, paths)
-    ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each, paths))
-    return _simulated(segments, devices, ranked[:FINALISTS], candidates, paths)
-
-
-def _named(paths: Paths | None) -> set[str]:
-    """Devices that no other of their kind may stand in for."""
-    return {name for pair in paths or () for name in pair}
-
-
-def _rearranged(
-    segments: Segments, devices: Sequence[Device], known: Sequence[Candidate], paths: Paths
-) -> list[Candidate]:  # fmt: skip
-    """The same devices in the order with the shortest way, where that is another: bottlenecks are weighed by links alone."""
-    found = []
-    orders = shortest_orders([each.order for each in known], devices, paths, segments.table.mean_cut_bytes)
-    for each, order in zip(known, orders, strict=True):
-        again = None if order == each.order else given_order(segments, [devices[i] for i in order])
-        found += [replace(again, order=order)] if again is not None else []
-    return found
-
-
-def _simulated(
-    segments: Segments, devices: Sequence[Device], likely: Sequence[Candidate], known: Sequence[Candidate],
-    paths: Paths | None,
-) -> Found:  # fmt: skip
-    """The likely ones as they are; the two best of them, and the largest ring, with cuts moved; and the master alone."""
-    rough = [(each, step_s(segments, [devices[i] for i in each.order], each.bounds, paths)) for each in likely]
-    rough.sort(key=lambda each: each[1])
-    chosen = [each for each, _ in rough[:2]]
-    if known:
-        largest = min(known, key=lambda each: (-len(each.order), each.bottleneck))
-        around = _rearranged(segments, devices, [largest], paths) if paths else []
-        chosen += [each for each in (largest, *around) if each not in chosen]
-    found = [refine(segments, [devices[i] for i in each.order], each, paths, REFINE_ACTIONS) for each in chosen]
-    if (single := alone(segments, devices)) is not None:
-        found.append(refine(segments, devices[:1], single, paths, REFINE_ACTIONS))
-    return found
-
-
-def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> tuple[Found, float]:
-    """Orders by rule of thumb and by exchanging pairs; then without the slowest one, two, four, ... Where none fits, those with
-    the least memory go first."""
-    most = max(1, segments.table.count - segments.table.least_front - segments.table.least_tail)
-    workers = sorted(range(1, len(devices)), key=lambda i: -devices[i].pace)[:most]
-    best = _by_rule(segments, devices, workers)
-    smallest = sorted(workers, key=lambda i: devices[i].memory_bytes)
-    dropped = 1
-    while best is None and dropped < len(smallest):
-        workers = [i for i in workers if i not in smallest[:dropped]]
-        best = _by_rule(segments, devices, workers)
-        dropped *= 2
-    if best is None:  # the fastest may be the smallest
-        workers = sorted(range(1, len(devices)), key=lambda i: -devices[i].memory_bytes)[:most]
-        best = _by_rule(segments, devices, workers)
-    for attempt in range(SEARCHED_ORDERS if best is not None and len(best.order) > 2 else 0):
-        assert best is not None
-        order = list(best.order)
-        first = 1 + attempt % (len(order) - 1)
-        second = 1 + (first + len(order) // 2 + attempt // len(order)) % (len(order) - 1)
-        order[first], order[second] = order[second], order[first]
-        best = _better(segments, devices, best, order)
-    if best is None:
-        return _simulated(segments, devices, [], [], paths), 0.0
-    gap = best.bottleneck / _least_bottleneck(segments, devices, best.order) - 1
-    known = [best]
-    dropped = 1
-    while dropped < len(workers):
-        slow = set(workers[len(workers) - dropped :])
-        smaller = _better(segments, devices, None, [i for i in best.order if i not in slow])
-        known += [smaller] if smaller is not None else []
-        dropped *= 2
-    known += _rearranged(segments, devices, known, paths) if paths else []
-    return _simulated(segments, devices, known, known, paths), gap
-
-
-def _by_rule(segments: Segments, devices: Sequence[Device], workers: Sequence[int]) -> Candidate | None:
-    best: Candidate | None = None
-    by_memory = sorted(workers, key=lambda i: devices[i].memory_bytes)
-    for order in (sorted(workers), workers, workers[::-1], by_memory):
-        best = _better(segments, devices, best, [0, *order])
-    return best
-
-
-def _better(
-    segments: Segments, devices: Sequence[Device], best: Candidate | None, order: Sequence[int]
-) -> Candidate | None:
-    found = given_order(segments, [devices[i] for i in order])
-    if found is None or (best is not None and found.bottleneck >= best.bottleneck):
-        return best
-    return replace(found, order=tuple(order))
-
-
-def _least_bottleneck(segments: Segments, devices: Sequence[Device], order: Sequence[int]) -> float:
-    """No cut is better than all work spread evenly over the paces, nor than the largest layer on the fastest."""
-    table = segments.table
-    paces = [devices[i].pace for i in order]
-    each = [
-        table.forward_s[i + 1] - table.forward_s[i] + table.backward_s[i + 1] - table.backward_s[i]
-        for i in range(table.count)
-    ]
-    return max(sum(each) / sum(paces), max(each) / max(paces))
-
-
-def _estimate_s(segments: Segments, devices: Sequence[Device], each: Candidate, paths: Paths | None) -> float:
-    """(microbatches - 1) * bottleneck + the way of one microbatch."""
-    table, way, bottleneck = segments.table, 0.0, each.bottleneck
-    numbers = (*each.order, each.order[0])
-    for here, there, (_, stop) in zip(numbers, numbers[1:], each.bounds, strict=False) if paths else ():
-        for source, target in ((devices[here], devices[there]), (devices[there], devices[here])):
-            if paths and (path := paths.get((source.name, target.name))) is not None:
-                crossing_s = table.cut_bytes[stop] / path.bytes_per_s
-                bottleneck = max(bottleneck, crossing_s)
-                way += crossing_s + path.latency_s
-    for number, (first, stop) in zip(numbers, each.bounds, strict=True):
-        device, stage = devices[number], table.stage(first, stop)
-        way += (stage.forward_s + stage.backward_s) / device.pace
-        way += 2 * table.cut_bytes[first] / min(device.link.up_bytes_per_s, device.link.down_bytes_per_s)
-        way += 4 * device.link.latency_s
-    return (segments.options.microbatches - 1) * bottleneck + way
 
 
 def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, device: Device, devices: int) -> str:
@@ -451,6 +351,11 @@ def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, visits: int) -> 
         raise UsageError(f"cuts {cuts} must contain each of the {layers} layers exactly once, in {visits} visits")
     if any(first >= stop for first, stop in cuts[:-1]):
         raise UsageError(f"cuts {cuts}: only the tail may be empty")
+
+
+def range_text(first: int, stop: int) -> str:
+    """'0-2', '9', or 'loss' for a tail without layers."""
+    return "loss" if first == stop else str(first) if stop - first == 1 else f"{first}-{stop - 1}"
 
 
 def _count(number: int, word: str) -> str:
