@@ -15,6 +15,7 @@ from ringtmp.config import RunConfig
 from ringtmp.plan import advice
 from ringtmp.plan.devices import Device
 from ringtmp.plan.memory_forecast import MemoryForecast
+from ringtmp.plan.objective import told
 from ringtmp.plan.planner import Plan
 from ringtmp.plan.simulated_step import Simulated
 from ringtmp.strategies.compare import Way
@@ -85,6 +86,9 @@ class Page(msgspec.Struct, frozen=True):
     ways: list[WayPage]
     layers: list[str] = []  # their names, by number
     with_all: WithAll | None = None  # the best plan that uses every device, where this one does not
+    made_for: str = "time"  # what is least
+    purpose: str = ""  # the same for people
+    energy_source: str = "modelled"
     groups: str = ""  # M-2-2-M, with who holds what; empty where no stage is shared
 
 
@@ -115,7 +119,7 @@ def page(
         per_node=[_node(made, node) for node in range(len(made.devices))],
         ways=[_way(each, made.options.batch_size, steps_per_epoch) for each in (own, *others)],
         layers=[each.name for each in made.layers], with_all=None if with_all is None else _with_all(with_all),
-        groups=made.groups_text,
+        groups=made.groups_text, made_for=made.options.minimise, purpose=told(made.options.minimise, made.cost),
     )  # fmt: skip
 
 
@@ -181,6 +185,8 @@ def print_page(made: Page, stream: IO[str]) -> None:
         f"the ideal (the longer of computing and sending) is {seconds_text(made.ideal_s['max(c, T)'])}\n",
         soft_wrap=True,
     )
+    if made.purpose:
+        console.print(f"[bold]planned[/bold] {made.purpose}\n", soft_wrap=True)
     if made.groups:
         console.print(f"[bold]groups[/bold]  {escape(made.groups)}\n", soft_wrap=True)
     _print_nodes(console, made)

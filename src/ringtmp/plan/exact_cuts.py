@@ -26,6 +26,7 @@ from ringtmp.plan.devices import Device
 from ringtmp.plan.groups import BUCKET_BYTES, by_group, exchange_s
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, held
+from ringtmp.plan.objective import TIME, Objective
 from ringtmp.plan.simulate_pipeline import RingOptions
 from ringtmp.plan.sum_tree import SumTree
 
@@ -48,9 +49,10 @@ class Segments:
 
     def __init__(
         self, table: CostTable, options: RingOptions, process_bytes: float = PROCESS_BYTES, safe: bool = False,
-        protect: str = "off",
+        protect: str = "off", minimise: Objective = TIME,
     ) -> None:  # fmt: skip
         self.table = table
+        self.minimise: Objective = minimise  # what a simulated step is judged by
         self.options = options
         self.safe = safe  # count a full window everywhere
         self.process_bytes = process_bytes

@@ -25,6 +25,7 @@ from ringtmp.plan.groups import by_group, grouped, members_of
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.least_layers import Ends, too_few_layers
 from ringtmp.plan.memory_forecast import forecast, held, held_in, refuse_single_layers, require_fit
+from ringtmp.plan.objective import cost_of
 from ringtmp.plan.route import holders_of, plain_ring
 from ringtmp.plan.simulate_pipeline import simulate_ring
 
@@ -129,9 +130,9 @@ def require_layers(table: CostTable, nodes: int) -> None:
         raise too_few_layers(ends, nodes, table.count, f": use {ends.nodes(table.count)} or fewer, or a deeper model")
 
 
-def step_s(segments: Segments, devices: Sequence[Device], each: Candidate, paths: Paths | None = None) -> float:
-    """The simulated step; infinite where the cuts do not fit."""
-    return _Trial(segments, devices, paths, groups=each.groups).step_s(each.bounds)
+def simulated_cost(segments: Segments, devices: Sequence[Device], each: Candidate, paths: Paths | None = None) -> float:
+    """Of a simulated step, what is to be least; infinite where the cuts do not fit."""
+    return _Trial(segments, devices, paths, groups=each.groups).cost(each.bounds)
 
 
 def refine(
@@ -141,18 +142,18 @@ def refine(
     gets shorter; simulate all cuts there are where that is affordable."""
     trial = _Trial(segments, devices, paths, groups=start.groups)
     best = start.bounds
-    best_s = trial.step_s(best)
+    best_s = trial.cost(best)
     left = actions // trial.actions
     nodes, table = len(start.bounds) - 1, segments.table  # as many cuts
     if nodes > 0 and math.comb(table.count - 1, nodes) <= min(left, 2000):
         for cuts in combinations(range(1, table.count), nodes):
             bounds = _with_cuts(cuts, table.count)
-            if (took := trial.step_s(bounds)) < best_s * (1 - 1e-9):
+            if (took := trial.cost(bounds)) < best_s * (1 - 1e-9):
                 best, best_s = bounds, took
         return replace(start, bounds=best), best_s
     for factor in LOOSER if nodes > 1 else ():
         looser = shortest_way(segments, devices, start.bottleneck * factor * (1 + 1e-9), start.groups)
-        if looser is not None and (took := trial.step_s(looser.bounds)) < best_s * (1 - 1e-9):
+        if looser is not None and (took := trial.cost(looser.bounds)) < best_s * (1 - 1e-9):
             best, best_s = looser.bounds, took
     improved = nodes > 0
     while improved and left > 0:
@@ -161,7 +162,7 @@ def refine(
             # A move that helped is tried again at once: a layer more, and another.
             while left > 0 and (next_bounds := _moved(best, move)) is not None:
                 left -= 1
-                if (took := trial.step_s(next_bounds)) >= best_s * (1 - 1e-9):
+                if (took := trial.cost(next_bounds)) >= best_s * (1 - 1e-9):
                     break
                 best, best_s, improved = next_bounds, took, True
     return replace(start, bounds=best), best_s
@@ -190,24 +191,24 @@ def spread(
                 if not (found := trial.looked_at(next_bounds)).better_than(known):
                     break
                 best, known, improved = next_bounds, found, True
-    best_s = known.fitting_s
+    best_s = known.fitting
     return Candidate(tuple(range(len(devices))), best, best_s / segments.options.microbatches), best_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
     missing_bytes: float
-    step_s: float
+    cost: float  # seconds of a step, or what else is to be least (objective.py)
 
     @property
-    def fitting_s(self) -> float:
+    def fitting(self) -> float:
         """Infinite where it does not fit."""
-        return math.inf if self.missing_bytes > 0 else self.step_s
+        return math.inf if self.missing_bytes > 0 else self.cost
 
     def better_than(self, other: _Looked) -> bool:
         if other.missing_bytes > 0:
             return self.missing_bytes < other.missing_bytes
-        return self.missing_bytes <= 0 and self.step_s < other.step_s * (1 - 1e-9)
+        return self.missing_bytes <= 0 and self.cost < other.cost * (1 - 1e-9)
 
 
 class _Trial:
@@ -226,8 +227,8 @@ class _Trial:
         self._options = replace(segments.options, steps=steps, widest=max(groups, default=1))
         self.actions = steps * len(self._members) * (2 * segments.options.microbatches + 1)
 
-    def step_s(self, bounds: Bounds) -> float:
-        return self.looked_at(bounds).fitting_s
+    def cost(self, bounds: Bounds) -> float:
+        return self.looked_at(bounds).fitting
 
     def looked_at(self, bounds: Bounds) -> _Looked:
         table, nodes = self._segments.table, len(self._devices)
@@ -237,7 +238,8 @@ class _Trial:
         result = simulate_ring(table, route, self._devices, self._options, self._paths)
         counts = held_in(result, route, self._options, self._devices)
         memory = forecast(table, route, self._devices, counts, self._segments.process_bytes, self._segments.protect)
-        return _Looked(sum(max(each.missing_bytes, 0.0) for each in memory), result.step_s)
+        cost = cost_of(self._segments.minimise, result, memory)
+        return _Looked(sum(max(each.missing_bytes, 0.0) for each in memory), cost)
 
 
 def _with_cuts(cuts: Sequence[int], layers: int) -> Bounds:

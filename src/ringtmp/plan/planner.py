@@ -17,6 +17,7 @@ from ringtmp.plan.exact_cuts import Candidate, Segments
 from ringtmp.plan.groups import grouped, members_of, shape_text
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
+from ringtmp.plan.objective import TIME, Objective, cost_of, cost_text, require_watts, told
 from ringtmp.plan.partition import REFINE_ACTIONS, refuse, spread
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
 from ringtmp.plan.route import Route, holders_of
@@ -55,6 +56,7 @@ class PlanOptions:
     sum_tree: int = 1  # parts of a batch that are added up as a tree
     groups: tuple[int, ...] = ()  # workers that share each stage, in their order; empty: one each
     any_groups: bool = False  # the plan chooses them
+    minimise: Objective = TIME
     any_schedule: bool = False  # the plan may choose another one (choose_schedule.py)
 
     @property
@@ -113,6 +115,11 @@ class Plan:
         return self.simulated.step_s
 
     @property
+    def cost(self) -> float:
+        """What was to be least."""
+        return cost_of(self.options.minimise, self.simulated, self.memory)
+
+    @property
     def samples_per_s(self) -> float:
         return self.options.batch_size / self.step_s
 
@@ -155,6 +162,7 @@ class Plan:
             f"layers by number: {held}",
             f"memory: {tightest.device} is tightest, {bytes_text(tightest.total_bytes)} of "
             f"{bytes_text(tightest.free_bytes)}",
+            *([purpose] if (purpose := told(self.options.minimise, self.cost)) else []),
             *([self.left_out_text] if self.left_out else []),
         )
 
@@ -167,6 +175,7 @@ def plan(
     DoesNotFit with the missing bytes by device; UsageError for devices or cuts that cannot be.
     """
     check_devices(tuple(devices))
+    require_watts(options.minimise, devices)
     again = replace(options, recompute="all")
     if options.recompute == "all":
         return _plan(layers, devices, options, paths)
@@ -199,7 +208,7 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
     for each in _windows(ring, len(holders)):
         # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
         for safe in (False, True):
-            segments = Segments(table, each, options.process_bytes, safe, options.protect)
+            segments = Segments(table, each, options.process_bytes, safe, options.protect, options.minimise)
             found, gap = _candidates(segments, devices, options, paths)
             if found:
                 return _chosen(segments, devices, options, found, gap, paths)
@@ -252,7 +261,7 @@ def _one_each(segments: Segments, devices: Sequence[Device], options: PlanOption
 def _chosen(
     segments: Segments, devices: Sequence[Device], options: PlanOptions, found: Found, gap: float, paths: Paths | None
 ) -> Plan:
-    allowed = _without_weak(found, devices)
+    allowed = _without_weak(found, devices) if options.minimise == TIME else found
     fastest = min(took for _, took in allowed)
     # Of those as good as the fastest, the one with most devices: more memory, and nobody turned away for nothing.
     chosen, took = max(
@@ -289,7 +298,7 @@ def _without_weak(found: Found, devices: Sequence[Device]) -> Found:
 def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | None) -> Plan:
     """With more in flight where that is faster and fits: over slow lines a round trip takes longer than the usual window
     covers. Only where the window is the plan's own to choose, and the usual one fits."""
-    if ring.window is not None:
+    if ring.window is not None or made.options.minimise == "memory":
         return made
     most, window = ring.microbatches * (1 + ring.staleness), made.window
     while window < most:
@@ -302,7 +311,7 @@ def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | Non
             )  # fmt: skip
         except DoesNotFit:
             break
-        if found.step_s > made.step_s * (1 - WIDER_GAIN):
+        if found.cost > made.cost * (1 - WIDER_GAIN):
             break
         made = found
     return made
@@ -337,7 +346,10 @@ def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, de
         who = f"all {devices}" if most == devices else str(most)
         if slower < took:
             return f"it is far slower than the others, and with {who} a step would be less than {WEAK_GAIN:.0%} shorter"
-        return f"with {who} a step would take {seconds_text(slower)} instead of {seconds_text(took)}"
+        costs, need = (cost_text(segments.minimise, each) for each in (slower, took))
+        if segments.minimise == "memory":
+            return f"with {who} the fullest device would need {costs} instead of {need}"
+        return f"with {who} a step would take {costs} instead of {need}"
     table = segments.table
     spare = table.count - table.least_front - table.least_tail
     if devices > spare + 1:

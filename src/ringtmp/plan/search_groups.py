@@ -19,8 +19,8 @@ from itertools import islice, pairwise, product
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.exact_cuts import Candidate, Segments, given_order, kinds_of, shortest_way
 from ringtmp.plan.groups import by_group, exchange_s
-from ringtmp.plan.partition import REFINE_ACTIONS, refine, step_s
-from ringtmp.plan.search_orders import Found, least_bottleneck
+from ringtmp.plan.partition import REFINE_ACTIONS, refine, simulated_cost
+from ringtmp.plan.search_orders import Found, least_bottleneck, likely
 from ringtmp.plan.sum_tree import SumTree
 
 #: Shapes that are weighed one by one: 7 like workers make 127.
@@ -45,10 +45,13 @@ def group_choices(
     exact = len(shapes) <= MOST_SHAPES
     known = [each for shape in shapes if (each := search.weigh(shape)) is not None] if exact else search.climb()
     known.sort(key=lambda each: search.estimate_s(each))
-    likely = [(each, step_s(segments, [devices[i] for i in each.order], each, paths)) for each in known[:FINALISTS]]
-    likely.sort(key=lambda each: each[1])
+    rough = [
+        (each, simulated_cost(segments, [devices[i] for i in each.order], each, paths))
+        for each in likely(segments, known, FINALISTS)
+    ]
+    rough.sort(key=lambda each: each[1])
     found = [
-        refine(segments, [devices[i] for i in each.order], each, paths, REFINE_ACTIONS) for each, _ in likely[:MOVED]
+        refine(segments, [devices[i] for i in each.order], each, paths, REFINE_ACTIONS) for each, _ in rough[:MOVED]
     ]
     gap = 0.0
     if not exact and found:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from ringtmp.plan.device_order import shortest_orders
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.exact_cuts import Candidate, Segments, every_multiset, given_order, states_of
-from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, require_layers, step_s
+from ringtmp.plan.objective import TIME
+from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, require_layers, simulated_cost
 
 #: Multisets of workers that are weighed one by one: 7 different workers make 128.
 MOST_STATES = 256
@@ -20,7 +21,7 @@ FINALISTS = 5
 #: Orders tried where there are too many to weigh.
 SEARCHED_ORDERS = 24
 
-#: With the seconds of a simulated step; infinite where it does not fit.
+#: With what a simulated step costs (objective.py); infinite where it does not fit.
 Found = list[tuple[Candidate, float]]
 
 
@@ -43,7 +44,18 @@ def _weighed(segments: Segments, devices: Sequence[Device], paths: Paths | None)
     if paths:
         candidates += _rearranged(segments, devices, candidates, paths)
     ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each, paths))
-    return _simulated(segments, devices, ranked[:FINALISTS], candidates, paths)
+    return _simulated(segments, devices, likely(segments, ranked, FINALISTS), candidates, paths)
+
+
+def likely(segments: Segments, ranked: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Of candidates by their estimated time, those worth simulating. Where something else is to be least, fewer devices may do
+    better: the best of each number."""
+    if segments.minimise == TIME:
+        return list(ranked[:count])
+    sizes = dict.fromkeys(len(each.order) for each in ranked)
+    return [
+        each for size in sizes for each in [each for each in ranked if len(each.order) == size][: max(2, count // 4)]
+    ]
 
 
 def named(paths: Paths | None) -> set[str]:
@@ -68,7 +80,7 @@ def _simulated(
     paths: Paths | None,
 ) -> Found:  # fmt: skip
     """The likely ones as they are; the two best of them, and the largest ring, with cuts moved; and the master alone."""
-    rough = [(each, step_s(segments, [devices[i] for i in each.order], each, paths)) for each in likely]
+    rough = [(each, simulated_cost(segments, [devices[i] for i in each.order], each, paths)) for each in likely]
     rough.sort(key=lambda each: each[1])
     chosen = [each for each, _ in rough[:2]]
     if known:

@@ -272,6 +272,7 @@ def plan_options(
         sum_tree=training.sum_tree,
         any_schedule=ring.schedule == AUTO,
         any_groups=ring.groups == ANY_GROUPS,
+        minimise=ring.minimise,
     )
 
 
