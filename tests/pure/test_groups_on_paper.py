@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ringtmp.errors import UsageError
 from ringtmp.plan.devices import Device, Link, Quota
 from ringtmp.plan.node_groups import (
     admission,
-    as_one_device,
     check_groups,
+    exchange_bytes,
     exchange_s,
     fitted,
     grouped,
@@ -66,14 +68,15 @@ def test_groups_are_fitted_to_the_nodes_that_are_there() -> None:
     assert fitted((3, 2), 6) == (3, 3)
 
 
-def test_a_group_is_one_device_to_the_planner() -> None:
-    slow = Device("a", quota=Quota(0.002, 0.01), memory_bytes=4.0, link=Link(10.0, 10.0, 0.1))
-    fast = Device("b", speed=2.0, memory_bytes=9.0, link=Link(30.0, 20.0))
-    one = as_one_device([slow, fast])
-    assert (one.name, one.pace, one.memory_bytes) == ("a+b", pytest.approx(2.2), 4.0)
-    assert (one.link.up_bytes_per_s, one.link.down_bytes_per_s, one.link.latency_s) == (40.0, 30.0, 0.1)
-    assert as_one_device([slow]) is slow
-    assert exchange_s([slow, fast], 100.0) == pytest.approx(10.0)  # half there and half back, at the slowest link
+def test_adding_up_takes_the_slowest_link_every_round_and_the_messages() -> None:
+    slow = Device("a", quota=Quota(0.002, 0.01), link=Link(10.0, 10.0, 0.1))
+    fast = Device("b", speed=2.0, link=Link(30.0, 20.0))
+    assert exchange_bytes([slow, fast], 100.0) == 100.0  # half there and half back
+    assert exchange_s([slow, fast], 100.0) == pytest.approx(10.0 + 2 * 0.1)  # sums, and totals
+    busy = replace(slow, link=replace(slow.link, message_cpu_s=0.01))
+    # Two messages out and two in, at a fifth of a processor.
+    assert exchange_s([busy, fast], 100.0) == pytest.approx(10.0 + 2 * 0.1 + 4 * 0.01 / 0.2)
+    assert exchange_s([slow], 100.0) == 0.0
 
 
 def test_groups_that_cannot_be_are_refused() -> None:

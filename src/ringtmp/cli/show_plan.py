@@ -15,6 +15,7 @@ from ringtmp.config import RunConfig
 from ringtmp.plan import advice
 from ringtmp.plan.devices import Device
 from ringtmp.plan.memory_forecast import MemoryForecast
+from ringtmp.plan.objective import told
 from ringtmp.plan.planner import Plan
 from ringtmp.plan.simulated_step import Simulated
 from ringtmp.strategies.compare import Way
@@ -85,6 +86,10 @@ class Page(msgspec.Struct, frozen=True):
     ways: list[WayPage]
     layers: list[str] = []  # their names, by number
     with_all: WithAll | None = None  # the best plan that uses every device, where this one does not
+    made_for: str = "time"  # what is least
+    purpose: str = ""  # the same for people
+    energy_source: str = "modelled"
+    groups: str = ""  # M-2-2-M, with who holds what; empty where no stage is shared
 
 
 def headline(made: Plan) -> str:
@@ -114,6 +119,7 @@ def page(
         per_node=[_node(made, node) for node in range(len(made.devices))],
         ways=[_way(each, made.options.batch_size, steps_per_epoch) for each in (own, *others)],
         layers=[each.name for each in made.layers], with_all=None if with_all is None else _with_all(with_all),
+        groups=made.groups_text, made_for=made.options.minimise, purpose=told(made.options.minimise, made.cost),
     )  # fmt: skip
 
 
@@ -179,6 +185,10 @@ def print_page(made: Page, stream: IO[str]) -> None:
         f"the ideal (the longer of computing and sending) is {seconds_text(made.ideal_s['max(c, T)'])}\n",
         soft_wrap=True,
     )
+    if made.purpose:
+        console.print(f"[bold]planned[/bold] {made.purpose}\n", soft_wrap=True)
+    if made.groups:
+        console.print(f"[bold]groups[/bold]  {escape(made.groups)}\n", soft_wrap=True)
     _print_nodes(console, made)
     for each in made.left_out:
         console.print(f"[yellow]left out[/yellow] {each['device']}: {each['reason']}")
@@ -193,8 +203,9 @@ def print_page(made: Page, stream: IO[str]) -> None:
     console.print(f"\n[bold]a step of {made.parts_of}[/bold]  {parts}")
     console.print(f"[bold]limited by[/bold]  {made.limit}")
     if made.order_gap > 0:
+        other = "shape" if made.groups else "order"
         console.print(
-            f"[bold]searched[/bold]  another order could be at most {made.order_gap:.0%} better at its slowest node"
+            f"[bold]searched[/bold]  another {other} could be at most {made.order_gap:.0%} better at its slowest node"
         )
     _print_gains(console, made)
     if len(made.ways) > 1:

@@ -67,7 +67,8 @@ def _refused(said: str, where: str) -> UsageError:
     what, part, field, deeper = found.groups()
     wrong = re.fullmatch(r"Invalid enum value '?(.*?)'?", what)
     if wrong is not None and SETTINGS[field].choices:
-        return unknown(field.replace("_", "-"), wrong[1], SETTINGS[field].choices)
+        setting = SETTINGS[field]
+        return unknown(setting.option if setting.said.option else field.replace("_", "-"), wrong[1], setting.choices)
     kinds = re.fullmatch(r"Expected `(.*)`, got `(.*)`", what)
     if kinds is not None:
         wanted = tuple(_WORDS.get(each, each) for each in kinds[1].split(" | ") if each != "null")

@@ -13,6 +13,7 @@ import msgspec
 from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_declaration import Declaration as Is
 from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
+from ringtmp.plan.objective import TIME, Objective
 from ringtmp.plan.pipeline_schedules import AUTO, ScheduleChoice
 from ringtmp.wire.formats import WIRE_FORMATS
 
@@ -146,8 +147,11 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Cut a module only between its parts with these names, such as model.layers.*; several with commas.", PIPELINE,
         split=True, resume=False, metavar="PATTERN,…", usual="wherever little crosses")] = None
     groups: Annotated[str | None, Is(
-        "Nodes per stage between the master's front and tail, such as 2,2; each stage's share a step's microbatches.", PIPELINE,
-        split=True, metavar="N,…", usual="one each")] = None
+        "Nodes per stage between the master's front and tail, such as 2,2; each stage's share a step's microbatches. With auto "
+        "the plan chooses.", PIPELINE, split=True, metavar="N,…|auto", usual="one each")] = None
+    minimise: Annotated[Objective, Is(
+        "What the plan makes as small as possible: {choices}.", PIPELINE, option="for", variable="minimise",
+        split=True)] = TIME
     window: Annotated[int | None, Is(
         "Microbatches in flight at most.", PIPELINE, split=True, least=1, usual=_PLAN)] = None
     schedule: Annotated[ScheduleChoice, Is(

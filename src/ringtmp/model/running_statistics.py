@@ -9,6 +9,10 @@ from ringtmp.model.portable_layer import Layer
 from ringtmp.model.recompute import changed_buffers
 
 
+def changes_statistics(layers: Sequence[Layer]) -> bool:
+    return any(changed_buffers(layer.train) for layer in layers)
+
+
 def refuse_statistics(layers: Sequence[Layer], why: str, instead: str) -> None:
     """UsageError, by name, where there is no such order, and so no bits to keep. `why`; `instead`: what else can be used."""
     for layer in layers:

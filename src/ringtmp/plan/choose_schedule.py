@@ -38,8 +38,8 @@ def plan_with_schedule(
     if not made:
         raise problems[0]
     usual = next((each for each in made if each.options.schedule == DEFAULT_SCHEDULE.name), None)
-    best = min(made, key=lambda each: each.step_s)
-    return best if usual is None or best.step_s < usual.step_s * (1 - LEAST_GAIN) else usual
+    best = min(made, key=lambda each: each.cost)
+    return best if usual is None or best.cost < usual.cost * (1 - LEAST_GAIN) else usual
 
 
 def much_faster(made: Plan, least: int = 1) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -25,7 +25,10 @@ import numpy.typing as npt
 from ringtmp.plan.devices import Device
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, held
+from ringtmp.plan.node_groups import BUCKET_BYTES, by_group, exchange_s
+from ringtmp.plan.objective import TIME, Objective
 from ringtmp.plan.simulate_pipeline import RingOptions
+from ringtmp.plan.sum_tree import SumTree
 
 Matrix = npt.NDArray[np.float64]
 Bounds = list[tuple[int, int]]
@@ -38,6 +41,7 @@ class Candidate:
     order: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     bottleneck: float
+    groups: tuple[int, ...] = ()  # how many of the workers share each stage, in their order; empty: one each
 
 
 class Segments:
@@ -45,9 +49,10 @@ class Segments:
 
     def __init__(
         self, table: CostTable, options: RingOptions, process_bytes: float = PROCESS_BYTES, safe: bool = False,
-        protect: str = "off",
+        protect: str = "off", minimise: Objective = TIME,
     ) -> None:  # fmt: skip
         self.table = table
+        self.minimise: Objective = minimise  # what a simulated step is judged by
         self.options = options
         self.safe = safe  # count a full window everywhere
         self.process_bytes = process_bytes
@@ -64,6 +69,34 @@ class Segments:
         self._largest = self._running_largest()
         self._cache: dict[tuple[object, ...], Matrix] = {}
 
+    def stage(self, members: Sequence[Device], visit: int, visits: int, widest: int) -> Matrix:
+        """[first, stop]: seconds per microbatch of the whole step, for a group that shares a stage; `widest` is the largest
+        group. Adding up its gradients, once a step, is spread over the microbatches."""
+        if len(members) == widest == 1:
+            return self.worker(members[0], visit, visits)
+        options = replace(self.options, widest=widest)
+        count, total = held(visit, visits, options, self.safe, len(members)), options.microbatches
+        key = (tuple(each.kind for each in members), count)
+        if key not in self._cache:
+            adding, tree = len(members) > 1, SumTree(options.sum_tree)
+            compute, crossing = self._compute[None, :] - self._compute[:, None], _sum(self._cut, self._cut)
+            need = self._memory(count) + self.process_bytes + (self._exchanged() if adding else 0.0)
+            costs = np.zeros_like(need)
+            for rank, each in enumerate(members):
+                share = len(tree.microbatches(tree.share(rank, len(members)), total)) / total
+                np.maximum(costs, self._seconds(each, compute, crossing) * share, out=costs)
+                costs[need + each.extra_bytes > each.memory_bytes] = math.inf
+            none, much = (exchange_s(members, size) for size in (0.0, BUCKET_BYTES))
+            costs += ((much - none) / BUCKET_BYTES * self._exchanged() + none) / total
+            self._cache[key] = _proper(costs)
+        return self._cache[key]
+
+    def _exchanged(self) -> Matrix:
+        """[first, stop]: bytes of gradients."""
+        gradients = np.array(self.table.gradients)
+        each: Matrix = gradients[None, :] - gradients[:, None]
+        return each
+
     def worker(self, device: Device, visit: int, visits: int) -> Matrix:
         """[first, stop]: seconds per microbatch."""
         count = held(visit, visits, self.options, self.safe)
@@ -79,11 +112,11 @@ class Segments:
         need = self._memory(held(visit, visits, self.options, self.safe)) + self.process_bytes + device.extra_bytes
         return _proper(np.maximum(need - device.memory_bytes, 0.0))
 
-    def master(self, device: Device, visits: int) -> Matrix:
+    def master(self, device: Device, visits: int, widest: int = 1) -> Matrix:
         """[end of front, begin of tail]: seconds per microbatch."""
         compute = self._compute[:, None] + self._compute[-1] - self._compute[None, :]
         costs = self._seconds(device, compute, _sum(self._cut, self._cut))
-        costs[self._master_memory(visits) + device.extra_bytes > device.memory_bytes] = math.inf
+        costs[self._master_memory(visits, widest) + device.extra_bytes > device.memory_bytes] = math.inf
         return self._allowed(costs)
 
     def master_missing(self, device: Device, visits: int) -> Matrix:
@@ -108,9 +141,10 @@ class Segments:
         total: Matrix = each[None, :] - each[:, None] + (count + 1) * _sum(self._crossing, self._crossing)
         return np.add(total, self._largest, out=total)
 
-    def _master_memory(self, visits: int) -> Matrix:
-        front = self._memory(held(0, visits, self.options, self.safe))[0]
-        tail = self._memory(held(visits - 1, visits, self.options, self.safe))[:, -1]
+    def _master_memory(self, visits: int, widest: int = 1) -> Matrix:
+        options = replace(self.options, widest=widest)
+        front = self._memory(held(0, visits, options, self.safe))[0]
+        tail = self._memory(held(visits - 1, visits, options, self.safe))[:, -1]
         # Both have counted the working space of their largest layer; one of them works at a time.
         overlap = np.minimum(self._largest[0][:, None], self._largest[:, -1][None, :])
         total: Matrix = _sum(front, tail) - overlap + self.process_bytes
@@ -131,11 +165,13 @@ class Segments:
         return largest
 
 
-def given_order(segments: Segments, devices: Sequence[Device]) -> Candidate | None:
-    """The best cuts for devices in this order, the master first. None where no cuts fit."""
-    visits = len(devices) + 1
-    costs = [segments.worker(device, index, visits) for index, device in enumerate(devices) if index]
-    return _in_order(segments.master(devices[0], visits), costs)
+def given_order(segments: Segments, devices: Sequence[Device], groups: tuple[int, ...] = ()) -> Candidate | None:
+    """The best cuts for devices in this order, the master first; `groups` as in a Candidate. None where no cuts fit."""
+    stages = by_group(groups or (1,) * (len(devices) - 1), devices)
+    visits, widest = len(stages) + 1, max(groups, default=1)
+    costs = [segments.stage(members, index, visits, widest) for index, members in enumerate(stages) if index]
+    found = _in_order(segments.master(devices[0], visits, widest), costs)
+    return None if found is None else replace(found, order=tuple(range(len(devices))), groups=groups)
 
 
 def least_missing(segments: Segments, devices: Sequence[Device]) -> Candidate | None:
@@ -165,20 +201,24 @@ def _in_order(master: Matrix, costs: Sequence[Matrix]) -> Candidate | None:
     return Candidate(tuple(range(len(costs) + 1)), _bounds(cuts, len(master) - 1), bottleneck)
 
 
-def shortest_way(segments: Segments, devices: Sequence[Device], cap: float) -> Candidate | None:
+def shortest_way(
+    segments: Segments, devices: Sequence[Device], cap: float, groups: tuple[int, ...] = ()
+) -> Candidate | None:
     """The cuts with the shortest way of one microbatch through the ring, none of them slower than `cap`.
 
     A step takes about (microbatches - 1) * bottleneck + the way of one microbatch, so with few microbatches on many
     devices the fast ones should hold more than the bottleneck alone would give them. Same recurrence, with a sum.
     """
-    visits, count = len(devices) + 1, segments.table.count
-    master = segments.master(devices[0], visits)
+    stages = by_group(groups or (1,) * (len(devices) - 1), devices)
+    visits, count, widest = len(stages) + 1, segments.table.count, max(groups, default=1)
+    master = segments.master(devices[0], visits, widest)
     tails = [int(tail) for tail in np.flatnonzero((master <= cap).any(axis=0))]
     if not tails:
         return None
     costs = []
-    for index, device in enumerate(devices[1:], start=1):
-        costs.append(np.where(segments.worker(device, index, visits) <= cap, segments.passing_s(device), math.inf))
+    for index, members in enumerate(stages[1:], start=1):
+        passing = np.maximum.reduce([segments.passing_s(each) for each in members])
+        costs.append(np.where(segments.stage(members, index, visits, widest) <= cap, passing, math.inf))
     best = [_nobody(count + 1, tails)]
     for each in reversed(costs):
         best.append(_through(each, best[-1], np.add))
@@ -192,17 +232,17 @@ def shortest_way(segments: Segments, devices: Sequence[Device], cap: float) -> C
     for index, each in enumerate(costs):
         rest = best[len(costs) - index - 1][:, column]
         cuts.append(cuts[-1] + 1 + int((each[cuts[-1], cuts[-1] + 1 :] + rest[cuts[-1] + 1 :]).argmin()))
-    return Candidate(tuple(range(len(devices))), _bounds(cuts, count), cap)
+    return Candidate(tuple(range(len(devices))), _bounds(cuts, count), cap, groups)
 
 
 def states_of(devices: Sequence[Device], named: Collection[str] = ()) -> int:
     """How many multisets of workers there are; those named are of no kind but their own."""
-    return math.prod(len(members) + 1 for members in _kinds(devices, named))
+    return math.prod(len(members) + 1 for members in kinds_of(devices, named))
 
 
 def every_multiset(segments: Segments, devices: Sequence[Device], named: Collection[str] = ()) -> list[Candidate]:
     """For every choice of workers that can hold the model: the best order and cuts, bottleneck first."""
-    kinds = _kinds(devices, named)
+    kinds = kinds_of(devices, named)
     states = sorted(product(*(range(len(members) + 1) for members in kinds)), key=sum)
     rows = segments.table.count + 1
     best: dict[tuple[int, ...], Matrix] = {states[0]: _nobody(rows, range(rows))}
@@ -253,7 +293,8 @@ def _costs_of(segments: Segments, device: Device, state: tuple[int, ...]) -> Mat
     return segments.worker(device, 1, visits)
 
 
-def _kinds(devices: Sequence[Device], named: Collection[str]) -> list[list[int]]:
+def kinds_of(devices: Sequence[Device], named: Collection[str]) -> list[list[int]]:
+    """Workers by number, those together that may stand in for each other."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(devices[1:], start=1):
         name = device.name if device.name in named else None

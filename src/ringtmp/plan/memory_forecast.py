@@ -71,21 +71,25 @@ class MemoryForecast:
         return max(0.0, self.total_bytes - self.free_bytes)
 
 
-def held(visit: int, visits: int, options: RingOptions, safe: bool = False) -> int:
-    """Microbatches a visit holds where all take about the same time; `safe`: whatever happens."""
+def held(visit: int, visits: int, options: RingOptions, safe: bool = False, members: int = 1) -> int:
+    """Microbatches a visit holds where all take about the same time; `safe`: whatever happens. Each of several `members` has
+    its share of them."""
     window = options.window_for(visits)
     there_are = options.microbatches * (1 + options.staleness)
-    return min(there_are, options.pipeline.held(visit, visits, window, safe))
+    if safe or options.widest == 1:
+        return min(there_are, options.pipeline.held(visit, visits, window, safe))
+    narrow = options.pipeline.held(visit, visits, -(-window // options.widest), safe)
+    return min(there_are, -(-narrow * options.widest // members))
 
 
 def held_in(simulated: Simulated, route: Route, options: RingOptions, devices: Sequence[Device]) -> tuple[int, ...]:
     """By visit: what the simulation held, and one more where the window allows it; two more on a device that takes turns
     with others, which goes on while its neighbour waits for a core and finds what came while it waited itself."""
-    seen = {
-        visit.index: most + (2 if devices[node].takes_turns else 1)
-        for node, each in enumerate(simulated.nodes)
-        for visit, most in zip(route.on(node), each.held, strict=True)
-    }
+    seen: dict[int, int] = {}
+    for node, each in enumerate(simulated.nodes):
+        for visit, most in zip(route.on(node), each.held, strict=True):
+            more = most + (2 if devices[node].takes_turns else 1)
+            seen[visit.index] = max(more, seen.get(visit.index, 0))
     visits = len(route.visits)
     return tuple(min(seen[index], held(index, visits, options, safe=True)) for index in range(visits))
 
@@ -120,6 +124,8 @@ def forecast(
             stored += table.stored_by(count) * stage.stored_bytes
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             boundary += count * stage.waiting_bytes if visit.stop < table.count else 0.0
+            if visit.others:  # what comes of others while the group adds up
+                boundary += table.gradients[visit.stop] - table.gradients[visit.first]
             working = max(working, largest_working(table, visit.first, visit.stop))
         without = MemoryForecast(
             device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=weights,

@@ -62,7 +62,7 @@ def best_plan(
     made: dict[int, Plan] = {}
     problems: list[DoesNotFit] = []
 
-    def step_s(place: int) -> float:
+    def cost(place: int) -> float:
         count = counts[place]
         if count not in made:
             try:
@@ -70,16 +70,16 @@ def best_plan(
             except DoesNotFit as problem:
                 problems.append(problem)
                 return math.inf
-        return made[count].step_s
+        return made[count].cost
 
     start = min(range(len(counts)), key=lambda place: abs(counts[place] - options.microbatches))
-    best, best_s = start, step_s(start)
+    best, least = start, cost(start)
     for direction in (1, -1):
         place = best
         while 0 <= place + direction < len(counts) and abs(place + direction - best) <= 2:
             place += direction
-            if (took := step_s(place)) < best_s:
-                best, best_s = place, took
+            if (took := cost(place)) < least:
+                best, least = place, took
     if not made:
         raise problems[-1]
-    return made[min(count for count, each in made.items() if each.step_s <= best_s * (1 + CLOSE))]
+    return made[min(count for count, each in made.items() if each.cost <= least * (1 + CLOSE))]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import TypeVar
 
@@ -24,12 +23,19 @@ from ringtmp.plan.devices import Device
 from ringtmp.plan.route import MASTER, Route, Visit
 from ringtmp.plan.sum_tree import SumTree
 
+#: Gradients travel together until they have this many bytes (strategies/ring/group_sums.py).
+BUCKET_BYTES = 4 << 16
+
+
+#: `--groups auto`: the plan chooses.
+ANY_GROUPS = "auto"
+
 
 def parse_groups(text: str) -> tuple[int, ...]:
     """'2,2' -> (2, 2)"""
     sizes = text.split(",")
     if not all(re.fullmatch(r"\s*[1-9]\d{0,3}\s*", each) for each in sizes):
-        raise UsageError(f"--groups {text!r} must be numbers of nodes with commas, such as 2,2")
+        raise UsageError(f"--groups {text!r} must be numbers of nodes with commas, such as 2,2, or {ANY_GROUPS}")
     return tuple(int(each) for each in sizes)
 
 
@@ -78,6 +84,11 @@ def members_of(groups: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, .
     return [*by_group(groups, nodes), (MASTER,)]
 
 
+def shape_text(groups: Sequence[int]) -> str:
+    """M-2-2-M"""
+    return "-".join(["M", *map(str, groups), "M"])
+
+
 def grouped(members: Sequence[tuple[int, ...]], bounds: Sequence[tuple[int, int]]) -> Route:
     visits = zip(members, bounds, strict=True)
     return Route(
@@ -87,35 +98,27 @@ def grouped(members: Sequence[tuple[int, ...]], bounds: Sequence[tuple[int, int]
     )  # fmt: skip
 
 
-def as_one_device(members: Sequence[Device]) -> Device:
-    """What a group is to the planner: as fast as all of them together, with the memory of the smallest, and every link."""
-    if len(members) == 1:
-        return members[0]
-    first, links = members[0], [each.link for each in members]
-    link = replace(
-        first.link,
-        up_bytes_per_s=sum(each.up_bytes_per_s for each in links),
-        down_bytes_per_s=sum(each.down_bytes_per_s for each in links),
-        latency_s=max(each.latency_s for each in links),
-    )
-    return replace(
-        first,
-        name="+".join(each.name for each in members),
-        speed=sum(each.pace for each in members),
-        quota=None,
-        cores=sum(each.cores for each in members),
-        memory_bytes=min(each.memory_bytes for each in members),
-        extra_bytes=max(each.extra_bytes for each in members),
-        link=link,
-        takes_turns=any(each.takes_turns for each in members),
-        identity="",
-    )
+def exchange_bytes(members: Sequence[Device], gradient_bytes: float) -> float:
+    """What each sends while its group adds up: its gradients once while sums are made and once at the end, but for its own
+    share."""
+    return 2 * gradient_bytes * (len(members) - 1) / len(members)
 
 
 def exchange_s(members: Sequence[Device], gradient_bytes: float) -> float:
-    """Adding up over a group: each sends its gradients once while sums are made and once at the end, but for its own share."""
+    """Adding up over a group, when all have done their microbatches: the slowest link, every round's latency, and what the
+    messages cost the slowest of them."""
+    if len(members) == 1:
+        return 0.0
     rate = min(min(each.link.up_bytes_per_s, each.link.down_bytes_per_s) for each in members)
-    return 2 * gradient_bytes * (len(members) - 1) / len(members) / rate
+    rounds = (len(members) - 1).bit_length()
+    latency_s = (rounds + 1) * sum(sorted(each.link.latency_s for each in members)[-2:])
+    sent = exchange_bytes(members, gradient_bytes)
+    messages = -(-gradient_bytes // BUCKET_BYTES) * (rounds + len(members) - 1)
+    own_s = max(
+        2 * (messages * each.link.message_cpu_s + sent * each.link.byte_cpu_s) * each.speed / each.pace
+        for each in members
+    )
+    return sent / rate + latency_s + own_s
 
 
 def member_for(visit: Visit, part: int, tree: SumTree) -> int:

@@ -24,7 +24,9 @@ from ringtmp.plan.exact_cuts import Candidate, Segments, least_missing, shortest
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import forecast, held, held_in, refuse_single_layers, require_fit
 from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_layers
-from ringtmp.plan.route import holders_of, plain_ring, route_over
+from ringtmp.plan.node_groups import by_group, grouped, members_of
+from ringtmp.plan.objective import cost_of
+from ringtmp.plan.route import holders_of, plain_ring
 from ringtmp.plan.simulate_pipeline import simulate_ring
 
 Bounds = tuple[tuple[int, int], ...]
@@ -99,9 +101,12 @@ def alone(segments: Segments, devices: Sequence[Device]) -> Candidate | None:
     return Candidate((0,), ((0, table.count),), compute_s) if fits else None
 
 
-def refuse(segments: Segments, devices: Sequence[Device], keep_all: bool) -> None:
-    """Say why no cuts exist: too few layers, a layer too large for everyone, or the bytes that are missing at least."""
+def refuse(segments: Segments, devices: Sequence[Device], keep_all: bool, groups: tuple[int, ...] = ()) -> None:
+    """Say why no cuts exist: too few layers, a layer too large for everyone, or the bytes that are missing at least. Of a group
+    the smallest member stands for all."""
     table = segments.table
+    if groups:
+        devices = [min(each, key=lambda device: device.memory_bytes) for each in by_group(groups, devices)]
     if not keep_all:  # of more than there are layers for, those with most memory
         room = max(table.count - table.least_front - table.least_tail, 0)
         roomiest = sorted(devices[1:], key=lambda each: -each.memory_bytes)[:room]
@@ -125,9 +130,9 @@ def require_layers(table: CostTable, nodes: int) -> None:
         raise too_few_layers(ends, nodes, table.count, f": use {ends.nodes(table.count)} or fewer, or a deeper model")
 
 
-def step_s(segments: Segments, devices: Sequence[Device], bounds: Bounds, paths: Paths | None = None) -> float:
-    """The simulated step; infinite where the cuts do not fit."""
-    return _Trial(segments, devices, paths).step_s(bounds)
+def simulated_cost(segments: Segments, devices: Sequence[Device], each: Candidate, paths: Paths | None = None) -> float:
+    """Of a simulated step, what is to be least; infinite where the cuts do not fit."""
+    return _Trial(segments, devices, paths, groups=each.groups).cost(each.bounds)
 
 
 def refine(
@@ -135,29 +140,29 @@ def refine(
 ) -> tuple[Candidate, float]:
     """Begin with the best bottleneck or a looser one with a shorter way, and move cuts for as long as the simulated step
     gets shorter; simulate all cuts there are where that is affordable."""
-    trial = _Trial(segments, devices, paths)
+    trial = _Trial(segments, devices, paths, groups=start.groups)
     best = start.bounds
-    best_s = trial.step_s(best)
+    best_s = trial.cost(best)
     left = actions // trial.actions
-    nodes, table = len(devices), segments.table
-    if nodes > 1 and math.comb(table.count - 1, nodes) <= min(left, 2000):
+    nodes, table = len(start.bounds) - 1, segments.table  # as many cuts
+    if nodes > 0 and math.comb(table.count - 1, nodes) <= min(left, 2000):
         for cuts in combinations(range(1, table.count), nodes):
             bounds = _with_cuts(cuts, table.count)
-            if (took := trial.step_s(bounds)) < best_s * (1 - 1e-9):
+            if (took := trial.cost(bounds)) < best_s * (1 - 1e-9):
                 best, best_s = bounds, took
         return replace(start, bounds=best), best_s
     for factor in LOOSER if nodes > 1 else ():
-        looser = shortest_way(segments, devices, start.bottleneck * factor * (1 + 1e-9))
-        if looser is not None and (took := trial.step_s(looser.bounds)) < best_s * (1 - 1e-9):
+        looser = shortest_way(segments, devices, start.bottleneck * factor * (1 + 1e-9), start.groups)
+        if looser is not None and (took := trial.cost(looser.bounds)) < best_s * (1 - 1e-9):
             best, best_s = looser.bounds, took
-    improved = nodes > 1
+    improved = nodes > 0
     while improved and left > 0:
         improved = False
         for move in _moves(nodes):
             # A move that helped is tried again at once: a layer more, and another.
             while left > 0 and (next_bounds := _moved(best, move)) is not None:
                 left -= 1
-                if (took := trial.step_s(next_bounds)) >= best_s * (1 - 1e-9):
+                if (took := trial.cost(next_bounds)) >= best_s * (1 - 1e-9):
                     break
                 best, best_s, improved = next_bounds, took, True
     return replace(start, bounds=best), best_s
@@ -186,52 +191,55 @@ def spread(
                 if not (found := trial.looked_at(next_bounds)).better_than(known):
                     break
                 best, known, improved = next_bounds, found, True
-    best_s = known.fitting_s
+    best_s = known.fitting
     return Candidate(tuple(range(len(devices))), best, best_s / segments.options.microbatches), best_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
     missing_bytes: float
-    step_s: float
+    cost: float  # seconds of a step, or what else is to be least (objective.py)
 
     @property
-    def fitting_s(self) -> float:
+    def fitting(self) -> float:
         """Infinite where it does not fit."""
-        return math.inf if self.missing_bytes > 0 else self.step_s
+        return math.inf if self.missing_bytes > 0 else self.cost
 
     def better_than(self, other: _Looked) -> bool:
         if other.missing_bytes > 0:
             return self.missing_bytes < other.missing_bytes
-        return self.missing_bytes <= 0 and self.step_s < other.step_s * (1 - 1e-9)
+        return self.missing_bytes <= 0 and self.cost < other.cost * (1 - 1e-9)
 
 
 class _Trial:
-    """Simulates cuts; infinite for those that do not fit. `holders` None: a plain ring."""
+    """Simulates cuts; infinite for those that do not fit. `holders` None: a plain ring, or one of groups."""
 
     def __init__(
-        self, segments: Segments, devices: Sequence[Device], paths: Paths | None, holders: Sequence[int] | None = None
-    ) -> None:
+        self, segments: Segments, devices: Sequence[Device], paths: Paths | None, holders: Sequence[int] | None = None,
+        groups: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         self._segments, self._devices, self._paths = segments, devices, paths
-        self._holders = holders_of(len(devices)) if holders is None else holders
+        holders = holders_of(len(devices)) if holders is None else holders
+        self._members = members_of(groups, range(len(devices))) if groups else [(each,) for each in holders]
         # Under a quota a single step depends on where in a period it begins; steps that overlap need a few to settle.
         steps = 2 if any(device.quota is not None for device in devices) else 1
         steps += 4 * segments.options.staleness
-        self._options = replace(segments.options, steps=steps)
-        self.actions = steps * len(self._holders) * (2 * segments.options.microbatches + 1)
+        self._options = replace(segments.options, steps=steps, widest=max(groups, default=1))
+        self.actions = steps * len(self._members) * (2 * segments.options.microbatches + 1)
 
-    def step_s(self, bounds: Bounds) -> float:
-        return self.looked_at(bounds).fitting_s
+    def cost(self, bounds: Bounds) -> float:
+        return self.looked_at(bounds).fitting
 
     def looked_at(self, bounds: Bounds) -> _Looked:
         table, nodes = self._segments.table, len(self._devices)
         if nodes > 1 and (bounds[0][1] < table.least_front or bounds[-1][0] > table.count - table.least_tail):
             return _Looked(math.inf, math.inf)
-        route = route_over(self._holders, bounds)
+        route = grouped(self._members, bounds)
         result = simulate_ring(table, route, self._devices, self._options, self._paths)
         counts = held_in(result, route, self._options, self._devices)
         memory = forecast(table, route, self._devices, counts, self._segments.process_bytes, self._segments.protect)
-        return _Looked(sum(max(each.missing_bytes, 0.0) for each in memory), result.step_s)
+        cost = cost_of(self._segments.minimise, result, memory)
+        return _Looked(sum(max(each.missing_bytes, 0.0) for each in memory), cost)
 
 
 def _with_cuts(cuts: Sequence[int], layers: int) -> Bounds:

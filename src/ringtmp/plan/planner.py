@@ -7,18 +7,22 @@ without which the ring is more than a hundredth faster is left out and named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ringtmp.errors import DoesNotFit, UsageError
-from ringtmp.plan.candidate_rings import Found, candidates
 from ringtmp.plan.devices import Device, LayerCost, Paths, check_devices
 from ringtmp.plan.exact_cuts import Candidate, Segments
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.partition import refuse, spread
+from ringtmp.plan.node_groups import grouped, members_of, shape_text
+from ringtmp.plan.objective import TIME, Objective, cost_of, cost_text, require_watts, told
+from ringtmp.plan.partition import REFINE_ACTIONS, refuse, spread
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
-from ringtmp.plan.route import Route, holders_of, route_over
+from ringtmp.plan.route import Route, holders_of
+from ringtmp.plan.search_groups import group_choices
+from ringtmp.plan.search_orders import Found, as_given, choices, named
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_step import Simulated
 from ringtmp.plan.sum_tree import SumTree
@@ -50,12 +54,18 @@ class PlanOptions:
     shape: str = "ring"  # or v
     recompute: str = "none"  # or all, or auto: where it would not fit otherwise
     sum_tree: int = 1  # parts of a batch that are added up as a tree
+    groups: tuple[int, ...] = ()  # workers that share each stage, in their order; empty: one each
+    any_groups: bool = False  # the plan chooses them
+    minimise: Objective = TIME
     any_schedule: bool = False  # the plan may choose another one (choose_schedule.py)
 
     @property
     def ring(self) -> RingOptions:
         count = min(self.microbatches, self.batch_size)
-        return RingOptions(count, self.window, self.schedule, self.clip, staleness=self.staleness)
+        return RingOptions(
+            count, self.window, self.schedule, self.clip, staleness=self.staleness, sum_tree=self.sum_tree,
+            widest=max(self.groups, default=1),
+        )  # fmt: skip
 
     def sums_at_once(self, visits: int) -> int:
         """Sums of gradients that a visit holds."""
@@ -63,9 +73,11 @@ class PlanOptions:
         window = ring.window_for(visits)
         return SumTree(self.sum_tree).sums_at_once(ring.microbatches, ring.pipeline.places(window) - window)
 
-    def holders(self, nodes: int) -> list[int]:
-        """The node of every visit."""
-        return holders_of(nodes, self.laps, self.shape)
+    def holders(self, nodes: int) -> list[tuple[int, ...]]:
+        """The nodes of every visit."""
+        if self.groups and nodes > 1:
+            return members_of(self.groups, range(nodes))
+        return [(node,) for node in holders_of(nodes, self.laps, self.shape)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +103,40 @@ class Plan:
 
     @property
     def route(self) -> Route:
-        return route_over(self.options.holders(len(self.devices)), self.bounds)
+        return grouped(self.options.holders(len(self.devices)), self.bounds)
+
+    @property
+    def shape(self) -> str:
+        """M-2-1-M; empty where no stage is shared."""
+        return shape_text(self.options.groups) if self.route.grouped else ""
 
     @property
     def step_s(self) -> float:
         return self.simulated.step_s
 
     @property
+    def cost(self) -> float:
+        """What was to be least."""
+        return cost_of(self.options.minimise, self.simulated, self.memory)
+
+    @property
     def samples_per_s(self) -> float:
         return self.options.batch_size / self.step_s
 
+    @property
+    def groups_text(self) -> str:
+        """'M-2-1-M: desk 0-1 | a + b 2-4 | c 5-6 | desk 7'; empty where no stage is shared."""
+        if not self.shape:
+            return ""
+        held = [
+            f"{' + '.join(self.devices[node].name for node in visit.members)} {range_text(visit.first, visit.stop)}"
+            for visit in self.route.visits
+        ]
+        return f"{self.shape}: {' | '.join(held)}"
+
     def layers_text(self, node: int) -> str:
         """'0-2, 9'"""
-        held = [(visit.first, visit.stop) for visit in self.route.on(node)]
-        return ", ".join("loss" if a == b else str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in held)
+        return ", ".join(range_text(visit.first, visit.stop) for visit in self.route.on(node))
 
     @property
     def left_out_text(self) -> str:
@@ -122,13 +154,15 @@ class Plan:
         """Lines for people. `chosen`: the number of microbatches is the plan's own choice."""
         tightest = max(self.memory, key=lambda each: each.total_bytes / each.free_bytes)
         held = " | ".join(f"{device.name} {self.layers_text(node)}" for node, device in enumerate(self.devices))
+        shape = f" as {self.shape}" if self.shape else ""
         return (
-            f"plan: {_count(len(self.devices), 'device')}, {_count(self.options.ring.microbatches, 'microbatch')}"
+            f"plan: {_count(len(self.devices), 'device')}{shape}, {_count(self.options.ring.microbatches, 'microbatch')}"
             f"{' (auto)' if chosen else ''}, {self.options.schedule}, about {seconds_text(self.step_s)} a step "
             f"({self.samples_per_s:.3g} samples/s), idle {self.simulated.idle_fraction:.0%}",
             f"layers by number: {held}",
             f"memory: {tightest.device} is tightest, {bytes_text(tightest.total_bytes)} of "
             f"{bytes_text(tightest.free_bytes)}",
+            *([purpose] if (purpose := told(self.options.minimise, self.cost)) else []),
             *([self.left_out_text] if self.left_out else []),
         )
 
@@ -141,6 +175,7 @@ def plan(
     DoesNotFit with the missing bytes by device; UsageError for devices or cuts that cannot be.
     """
     check_devices(tuple(devices))
+    require_watts(options.minimise, devices)
     again = replace(options, recompute="all")
     if options.recompute == "all":
         return _plan(layers, devices, options, paths)
@@ -159,6 +194,8 @@ def plan(
 
 
 def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, paths: Paths | None) -> Plan:
+    if options.any_groups and options.cuts is None:
+        options = replace(options, groups=())
     ring = options.ring
     samples, again = options.batch_size / ring.microbatches, options.recompute == "all"
     holders = options.holders(len(devices))
@@ -168,18 +205,17 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
         _check_cuts(options.cuts, table.count, len(holders))
         made = _make(table, devices, options, ring, bounds=options.cuts, paths=paths)
         return _widened(made, table, ring, paths)
-    several = _several_visits(options, len(devices))
     for each in _windows(ring, len(holders)):
         # First with the microbatches a visit usually holds; where the simulation held more than fit, with a full window.
         for safe in (False, True):
-            segments = Segments(table, each, options.process_bytes, safe, options.protect)
-            found, gap = candidates(segments, devices, holders if several else None, options.keep_all, paths)
+            segments = Segments(table, each, options.process_bytes, safe, options.protect, options.minimise)
+            found, gap = _candidates(segments, devices, options, paths)
             if found:
                 return _chosen(segments, devices, options, found, gap, paths)
-    if several:
-        near, _ = spread(segments, devices, holders, paths, 0)
+    if _several_visits(options, len(devices)):
+        near, _ = spread(segments, devices, [first for first, *_ in holders], paths, 0)
         _make(table, devices, options, segments.options, bounds=near.bounds, paths=paths)
-    refuse(segments, devices, options.keep_all)
+    refuse(segments, devices, options.keep_all, options.groups)
     raise AssertionError("nothing fits, and nothing is missing")
 
 
@@ -196,10 +232,36 @@ def _windows(ring: RingOptions, visits: int) -> list[RingOptions]:
     return [ring, *(replace(ring, window=each) for each in sorted(smaller, reverse=True) if 1 <= each < first)]
 
 
+def _candidates(
+    segments: Segments, devices: Sequence[Device], options: PlanOptions, paths: Paths | None
+) -> tuple[Found, float]:
+    gap = 0.0
+    if _several_visits(options, len(devices)):
+        holders = [first for first, *_ in options.holders(len(devices))]
+        found = [spread(segments, devices, holders, paths, REFINE_ACTIONS)]
+    elif options.keep_all or options.groups or len(devices) == 1:
+        found = _one_each(segments, devices, options, paths)
+    else:
+        found, gap = choices(segments, devices, paths)
+    if options.any_groups and len(devices) > 2:
+        shared, gap = group_choices(segments, devices, paths, named(paths), options.keep_all)
+        found += shared
+    return [each for each in found if math.isfinite(each[1])], gap
+
+
+def _one_each(segments: Segments, devices: Sequence[Device], options: PlanOptions, paths: Paths | None) -> Found:
+    try:
+        return as_given(segments, devices, paths, options.groups)
+    except UsageError:  # too few layers, which groups may make up for
+        if not options.any_groups or len(devices) < 3:
+            raise
+        return []
+
+
 def _chosen(
     segments: Segments, devices: Sequence[Device], options: PlanOptions, found: Found, gap: float, paths: Paths | None
 ) -> Plan:
-    allowed = _without_weak(found, devices)
+    allowed = _without_weak(found, devices) if options.minimise == TIME else found
     fastest = min(took for _, took in allowed)
     # Of those as good as the fastest, the one with most devices: more memory, and nobody turned away for nothing.
     chosen, took = max(
@@ -209,17 +271,20 @@ def _chosen(
     gone = [each for i, each in enumerate(devices) if i not in chosen.order]
     left_out = tuple(LeftOut(each.name, _reason(segments, found, chosen, took, each, len(devices))) for each in gone)
     members = [devices[i] for i in chosen.order]
+    if options.any_groups:
+        options = replace(options, groups=chosen.groups)
+    ring = replace(segments.options, widest=max(options.groups, default=1))
     made = _make(
         segments.table,
         members,
         options,
-        segments.options,
+        ring,
         bounds=chosen.bounds,
         paths=paths,
         left_out=left_out,
         gap=gap,
     )
-    return _widened(made, segments.table, segments.options, paths)
+    return _widened(made, segments.table, ring, paths)
 
 
 def _without_weak(found: Found, devices: Sequence[Device]) -> Found:
@@ -233,7 +298,7 @@ def _without_weak(found: Found, devices: Sequence[Device]) -> Found:
 def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | None) -> Plan:
     """With more in flight where that is faster and fits: over slow lines a round trip takes longer than the usual window
     covers. Only where the window is the plan's own to choose, and the usual one fits."""
-    if ring.window is not None:
+    if ring.window is not None or made.options.minimise == "memory":
         return made
     most, window = ring.microbatches * (1 + ring.staleness), made.window
     while window < most:
@@ -246,7 +311,7 @@ def _widened(made: Plan, table: CostTable, ring: RingOptions, paths: Paths | Non
             )  # fmt: skip
         except DoesNotFit:
             break
-        if found.step_s > made.step_s * (1 - WIDER_GAIN):
+        if found.cost > made.cost * (1 - WIDER_GAIN):
             break
         made = found
     return made
@@ -256,7 +321,7 @@ def _make(
     table: CostTable, devices: Sequence[Device], options: PlanOptions, ring: RingOptions, *,
     bounds: tuple[tuple[int, int], ...], paths: Paths | None, left_out: tuple[LeftOut, ...] = (), gap: float = 0.0,
 ) -> Plan:  # fmt: skip
-    route = route_over(options.holders(len(devices)), bounds)
+    route = grouped(options.holders(len(devices)), bounds)
     # Under a quota a step depends on where in a period it begins: take the mean of a few.
     steps = (5 if any(device.quota is not None for device in devices) else 2) + 4 * options.staleness
     simulated = simulate_ring(table, route, devices, replace(ring, steps=steps), paths)
@@ -281,7 +346,10 @@ def _reason(segments: Segments, found: Found, chosen: Candidate, took: float, de
         who = f"all {devices}" if most == devices else str(most)
         if slower < took:
             return f"it is far slower than the others, and with {who} a step would be less than {WEAK_GAIN:.0%} shorter"
-        return f"with {who} a step would take {seconds_text(slower)} instead of {seconds_text(took)}"
+        costs, need = (cost_text(segments.minimise, each) for each in (slower, took))
+        if segments.minimise == "memory":
+            return f"with {who} the fullest device would need {costs} instead of {need}"
+        return f"with {who} a step would take {costs} instead of {need}"
     table = segments.table
     spare = table.count - table.least_front - table.least_tail
     if devices > spare + 1:
@@ -295,6 +363,11 @@ def _check_cuts(cuts: tuple[tuple[int, int], ...], layers: int, visits: int) -> 
         raise UsageError(f"cuts {cuts} must contain each of the {layers} layers exactly once, in {visits} visits")
     if any(first >= stop for first, stop in cuts[:-1]):
         raise UsageError(f"cuts {cuts}: only the tail may be empty")
+
+
+def range_text(first: int, stop: int) -> str:
+    """'0-2', '9', or 'loss' for a tail without layers."""
+    return "loss" if first == stop else str(first) if stop - first == 1 else f"{first}-{stop - 1}"
 
 
 def _count(number: int, word: str) -> str:

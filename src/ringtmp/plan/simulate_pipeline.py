@@ -1,34 +1,38 @@
 """A ring on paper: the same local rule as the live nodes, on simulated processors and lines.
 
-Events in a heap, ordered by time and then by number, so equal inputs give equal results. A visit needs no queues: links
-keep order, so counts of what arrived and what was done say which microbatch is next. O(visits * microbatches) events.
+Events in a heap, ordered by time and then by number, so equal inputs give equal results. What comes to a visit is worked
+off in the order in which it came. O(visits * microbatches) events.
 
     two visits, one second each, free links, window 2         bubble (p-1)/(m+p-1)
     visit 0  F0 F1 .  B0 F2 B1 .  B2 U
     visit 1  .  F0 B0 F1 B1 F2 B2 U  .
 
 Deferred weight gradients (zero-bubble) are worked off a layer at a time. With staleness 1 a visit may be in two steps.
-Routes may visit a node any number of times. What a schedule to come needs: a new kind of action in the rule, its duration
-in `_durations` and what follows from it in `_done`.
+Routes may visit a node any number of times, and a visit may have several members (groups.py): each takes its own
+microbatches, and the update waits until the group has added up its gradients. What a schedule to come needs: a new kind of
+action in the rule, its duration in `_durations` and what follows from it in `_done`.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.layer_costs import CostTable, StageCost
 from ringtmp.plan.next_action import Action, Ready, next_action
+from ringtmp.plan.node_groups import admission, exchange_bytes, exchange_s, share_of
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, ScheduleName
-from ringtmp.plan.route import Route
+from ringtmp.plan.route import Route, Visit
 from ringtmp.plan.simulated_clocks import Lines, Processor
 from ringtmp.plan.simulated_step import NodeStep, Simulated, Span, line_bytes, per_step
+from ringtmp.plan.sum_tree import SumTree
 
 #: A clipping norm or coefficient on its way.
 NORM_BYTES = 64.0
-_DONE, _DEPART, _ACTIVATIONS, _GRADIENTS, _NORMS, _SCALE = range(6)
+_DONE, _DEPART, _ACTIVATIONS, _GRADIENTS, _NORMS, _SCALE, _SUMMED = range(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,12 @@ class RingOptions:
     clip: bool = False
     steps: int = 1  # with more than one the first only warms up
     staleness: int = 0
+    sum_tree: int = 1
+    widest: int = 1  # members of the largest group: as many times more are in flight
 
     def window_for(self, visits: int) -> int:
-        return self.window or self.pipeline.default_window(visits, self.microbatches, self.staleness)
+        usual = self.pipeline.default_window(visits, self.microbatches, self.staleness)
+        return self.window or (usual if self.widest == 1 else min(usual * self.widest, self.microbatches))
 
     @property
     def pipeline(self) -> PipelineSchedule:
@@ -66,19 +73,25 @@ def simulate_ring(
 
 
 class _Visit:
-    """Counts over all passes so far; the pass a visit is in is `turn`."""
+    """One member's part of a visit. Counts over all passes so far; the pass it is in is `turn`."""
 
     __slots__ = (
-        "activations", "backwarded", "first", "forwarded", "gradients", "held", "index", "last", "most_held", "node",
-        "norms", "norms_sent", "pieces", "pieces_left", "scaled", "stage", "turn", "weighed",
+        "answers", "backwarded", "coming", "count", "first", "forwarded", "held", "index", "last", "most_held", "node",
+        "norms", "norms_sent", "number", "pieces", "pieces_left", "scaled", "stage", "summed", "turn", "weighed",
     )  # fmt: skip
 
-    def __init__(self, index: int, node: int, stage: StageCost, last: int, pieces: int) -> None:
-        self.index, self.node, self.stage = index, node, stage
+    def __init__(
+        self, number: int, index: int, node: int, stage: StageCost, *, last: int, pieces: int, count: int
+    ) -> None:
+        self.number, self.index, self.node, self.stage = number, index, node, stage
+        self.count = count  # microbatches of a step
+        self.coming: deque[int] = deque()  # microbatches whose activations are here
+        self.answers: deque[int] = deque()  # and whose gradients
+        self.summed = 0  # passes whose gradients the whole group has added up
         self.pieces = self.pieces_left = pieces  # of a microbatch's deferred weight gradients; 0: none are deferred
         self.weighed = 0  # microbatches whose weight gradients are done
         self.first, self.last = index == 0, index == last
-        self.turn = self.activations = self.gradients = self.forwarded = self.backwarded = 0
+        self.turn = self.forwarded = self.backwarded = 0
         self.held = self.most_held = 0
         self.norms = self.norms_sent = self.scaled = 0  # passes
 
@@ -108,27 +121,49 @@ class _Ring:
         self._schedule = options.pipeline
         self._nodes = [_Node(device) for device in devices]
         self._visits: list[_Visit] = []
+        self._groups: list[list[_Visit]] = []  # the members of every visit of the route
+        self._has: list[list[_Visit]] = []  # by visit of the route and microbatch: who has it
+        self._admitted = (
+            admission(route, SumTree(options.sum_tree), options.microbatches)
+            if route.grouped
+            else list(range(options.microbatches))
+        )
         for each in route.visits:
-            stage = table.stage(each.first, each.stop)
-            pieces = max(1, each.stop - each.first) if self._schedule.defers_weights and stage.weights_s > 0 else 0
-            visit = _Visit(each.index, each.node, stage, route.last, pieces)
-            self._visits.append(visit)
-            self._nodes[each.node].visits.append(visit)
+            self._add(table, each, route.last)
+        self._gradient_bytes = [table.gradients[each.stop] - table.gradients[each.first] for each in route.visits]
         self._cut_bytes = [table.cut_bytes[each.first] for each in route.visits]  # into each visit
         self._durations = [self._visit_durations(visit) for visit in self._visits]
         self._lines = Lines(devices, paths)
-        self._heap: list[tuple[float, int, int, int, float]] = []  # time, number, kind, visit, bytes
+        #: time, number, kind, member of a visit (or node), bytes, microbatch, node that sends
+        self._heap: list[tuple[float, int, int, int, float, int, int]] = []
         self._number = 0
         self._ends: list[float] = []  # of steps, as the master sees them
         self._warm: dict[tuple[int, int], float] = {}
+
+    def _add(self, table: CostTable, visit: Visit, last: int) -> None:
+        stage, tree = table.stage(visit.first, visit.stop), SumTree(self._options.sum_tree)
+        pieces = max(1, visit.stop - visit.first) if self._schedule.defers_weights and stage.weights_s > 0 else 0
+        has: list[_Visit] = []
+        self._groups.append([])
+        for node in visit.members:
+            alone = not visit.others
+            count = (
+                self._microbatches if alone else len(tree.microbatches(share_of(visit, node, tree), self._microbatches))
+            )
+            made = _Visit(len(self._visits), visit.index, node, stage, last=last, pieces=pieces, count=count)
+            has += [made] * count
+            self._visits.append(made)
+            self._nodes[node].visits.append(made)
+            self._groups[-1].append(made)
+        self._has.append(has)
 
     def _visit_durations(self, visit: _Visit) -> dict[str, tuple[float, float]]:
         """By action: work in profiled seconds, and what the messages cost this device itself."""
         link = self._devices[visit.node].link
         before = after = 0.0
-        if not visit.first and self._visits_node(visit.index - 1) != visit.node:
+        if not visit.first and self._groups[visit.index - 1][0].node != visit.node:
             before = link.cpu_s(self._cut_bytes[visit.index])
-        if not visit.last and self._visits_node(visit.index + 1) != visit.node:
+        if not visit.last and self._groups[visit.index + 1][0].node != visit.node:
             after = link.cpu_s(self._cut_bytes[visit.index + 1])
         stage = visit.stage
         later_s = stage.weights_s if visit.pieces else 0.0
@@ -139,13 +174,11 @@ class _Ring:
             "update": (stage.update_s, 0.0),
         }
 
-    def _visits_node(self, index: int) -> int:
-        return self._visits[index].node
-
     # -- the clock ----------------------------------------------------------------------------------------------------
 
     def run(self) -> Simulated:
-        self._visits[0].activations = self._microbatches * min(1 + self._options.staleness, self._options.steps)
+        for _ in range(min(1 + self._options.staleness, self._options.steps)):
+            self._visits[0].coming.extend(self._admitted)
         self._choose(self._nodes[self._visits[0].node], 0.0)
         heap = self._heap
         while heap:
@@ -153,16 +186,16 @@ class _Ring:
             woken: dict[int, None] = {}
             # Everything that happens at this moment happens before anyone decides, as a node empties its mail first.
             while heap and heap[0][0] == now:
-                _, _, kind, index, size = heapq.heappop(heap)
+                _, _, kind, index, size, microbatch, source = heapq.heappop(heap)
                 if kind == _DONE:
                     self._done(self._nodes[index], now)
                     woken[index] = None
                 elif kind == _DEPART:
-                    # The target visit is encoded beside the kind of message it will be.
+                    # The target is encoded beside the kind of message it will be.
                     visit, message = divmod(index, 8)
-                    self._leave(now, visit, message, size)
+                    self._leave(now, visit, message, size, microbatch, source)
                 else:
-                    self._arrived(kind, index, now)
+                    self._arrived(kind, index, now, microbatch)
                     woken[self._visits[index].node] = None
             for number in woken:
                 node = self._nodes[number]
@@ -170,26 +203,28 @@ class _Ring:
                     self._choose(node, now)
         return self._result()
 
-    def _push(self, time: float, kind: int, index: int, size: float = 0.0) -> None:
+    def _push(
+        self, time: float, kind: int, index: int, size: float = 0.0, microbatch: int = -1, source: int = -1
+    ) -> None:
         self._number += 1
-        heapq.heappush(self._heap, (time, self._number, kind, index, size))
+        heapq.heappush(self._heap, (time, self._number, kind, index, size, microbatch, source))
 
-    def _send(self, now: float, source: int, visit: int, message: int, size: float) -> None:
-        """To a visit; within a node at once."""
-        target = self._visits[visit].node
-        if source == target:
-            self._push(now, message, visit)
+    def _send(
+        self, now: float, source: int, visit: _Visit, message: int, size: float, microbatch: int = -1
+    ) -> None:  # fmt: skip
+        """To a member of a visit; within a node at once."""
+        if source == visit.node:
+            self._push(now, message, visit.number, microbatch=microbatch)
             return
-        start = self._lines.depart(now, source, target, size)
+        start = self._lines.depart(now, source, visit.node, size)
         if start > now:
-            self._push(start, _DEPART, visit * 8 + message, size)
+            self._push(start, _DEPART, visit.number * 8 + message, size, microbatch, source)
         else:
-            self._leave(now, visit, message, size)
+            self._leave(now, visit.number, message, size, microbatch, source)
 
-    def _leave(self, now: float, visit: int, message: int, size: float) -> None:
-        forward = message in (_ACTIVATIONS, _SCALE)
-        source = self._visits_node(visit - 1 if forward else visit + 1)
-        self._push(self._lines.arrive(now, source, self._visits_node(visit), size), message, visit)
+    def _leave(self, now: float, visit: int, message: int, size: float, microbatch: int, source: int) -> None:
+        there = self._lines.arrive(now, source, self._visits[visit].node, size)
+        self._push(there, message, visit, microbatch=microbatch)
 
     # -- a node -------------------------------------------------------------------------------------------------------
 
@@ -201,31 +236,34 @@ class _Ring:
         if now > node.free_since:
             node.gaps.append((node.free_since, now, node.cause))
         visit = self._visits[action.visit]
-        if action.kind == "forward":
+        if action.kind == "backward":
+            visit.answers.popleft()
+        elif action.kind == "forward":
+            visit.coming.popleft()
             visit.held += 1
             visit.most_held = max(visit.most_held, visit.held)
             self._weigh(node, visit.stage.stored_bytes)
         work, own = self._durations[action.visit][action.kind]
         end = node.processor.finish(now, work, own)
         node.busy = action
-        microbatch = visit.weighed % self._microbatches if action.kind == "weights" else action.microbatch
-        node.spans.append((action.kind, action.visit, microbatch, now, end))
+        microbatch = visit.weighed % visit.count if action.kind == "weights" else action.microbatch
+        node.spans.append((action.kind, visit.index, microbatch, now, end))
         self._push(end, _DONE, visit.node)
 
     def _ready(self, visit: _Visit) -> Ready:
-        count = self._microbatches
+        count = visit.count
         may_go = visit.forwarded // count - visit.turn <= self._options.staleness
         answering = visit.backwarded // count  # the pass whose gradient comes next
         end = (visit.turn + 1) * count
         return Ready(
-            visit.index,
+            visit.number,
             visit.first,
-            visit.forwarded % count if visit.activations > visit.forwarded and may_go else None,
-            visit.backwarded % count if visit.gradients > visit.backwarded else None,
+            visit.coming[0] if visit.coming and may_go else None,
+            visit.answers[0] if visit.answers else None,
             forwarded=min(visit.forwarded - answering * count, count),
             in_flight=visit.forwarded - visit.backwarded if visit.first else 0,
             microbatches=count,
-            update=visit.weighed >= end and (not self._options.clip or visit.scaled > visit.turn),
+            update=visit.summed > visit.turn and (not self._options.clip or visit.scaled > visit.turn),
             deferred=visit.backwarded - visit.weighed,
             stored=visit.forwarded - visit.weighed,
             closing=visit.backwarded >= end,
@@ -233,14 +271,14 @@ class _Ring:
 
     def _cause(self, node: _Node) -> str:
         """As the live node tells it."""
-        count = self._microbatches
         deepest = node.visits[-1]
         for visit in (deepest, *node.visits):
+            count = visit.count
             forwarded = visit.forwarded - visit.turn * count
             if forwarded:  # in a pass
                 if visit.backwarded - visit.turn * count >= count:
-                    return "clipping"
-                if visit.first and visit.activations > visit.forwarded:
+                    return "clipping" if visit.summed > visit.turn else "sums"
+                if visit.first and visit.coming:
                     return "window"
                 if forwarded >= count:
                     return "gradients"
@@ -254,13 +292,15 @@ class _Ring:
         if action.kind == "forward":
             visit.forwarded += 1
             if visit.last:
-                self._push(now, _GRADIENTS, visit.index)
+                self._push(now, _GRADIENTS, visit.number, microbatch=action.microbatch)
             else:
-                self._send(now, visit.node, visit.index + 1, _ACTIVATIONS, self._cut_bytes[visit.index + 1])
+                target = self._has[visit.index + 1][action.microbatch]
+                self._send(now, visit.node, target, _ACTIVATIONS, self._cut_bytes[visit.index + 1], action.microbatch)
         elif action.kind == "backward":
             visit.backwarded += 1
             if not visit.first:
-                self._send(now, visit.node, visit.index - 1, _GRADIENTS, self._cut_bytes[visit.index])
+                target = self._has[visit.index - 1][action.microbatch]
+                self._send(now, visit.node, target, _GRADIENTS, self._cut_bytes[visit.index], action.microbatch)
             if not visit.pieces:
                 self._let_go(node, visit, now)
         elif action.kind == "weights":
@@ -279,16 +319,35 @@ class _Ring:
         stage = visit.stage
         freed = stage.stored_bytes + (0.0 if visit.first else stage.input_bytes)
         self._weigh(node, -freed - (0.0 if visit.last else stage.output_bytes))
-        self._pass_norms_on(visit, now)
+        if visit.weighed % visit.count == 0:
+            self._add_up(visit, now)
 
-    def _arrived(self, kind: int, index: int, now: float) -> None:
+    def _add_up(self, visit: _Visit, now: float) -> None:
+        """The last of a group that is done with its own microbatches: then all of them exchange their sums."""
+        group = self._groups[visit.index]
+        if len(group) == 1:
+            visit.summed += 1
+            self._pass_norms_on(visit, now)
+        elif all(each.weighed // each.count >= visit.weighed // visit.count for each in group):
+            size, members = self._gradient_bytes[visit.index], [self._devices[each.node] for each in group]
+            end, each_way = now + exchange_s(members, size), exchange_bytes(members, size) / (len(group) - 1)
+            for member in group:
+                self._push(end, _SUMMED, member.number)
+                for other in group:
+                    if other is not member:
+                        self._lines.carry(member.node, other.node, each_way)
+
+    def _arrived(self, kind: int, index: int, now: float, microbatch: int) -> None:
         visit = self._visits[index]
         if kind == _ACTIVATIONS:
-            visit.activations += 1
+            visit.coming.append(microbatch)
             self._weigh(self._nodes[visit.node], visit.stage.input_bytes)
         elif kind == _GRADIENTS:
-            visit.gradients += 1
+            visit.answers.append(microbatch)
             self._weigh(self._nodes[visit.node], 0.0 if visit.last else visit.stage.output_bytes)
+        elif kind == _SUMMED:
+            visit.summed += 1
+            self._pass_norms_on(visit, now)
         elif kind == _NORMS:
             visit.norms += 1
             self._pass_norms_on(visit, now)
@@ -300,7 +359,8 @@ class _Ring:
         node.most_level = max(node.most_level, node.level)
 
     def _pass_norms_on(self, visit: _Visit, now: float) -> None:
-        if not self._options.clip or visit.weighed < (visit.norms_sent + 1) * self._microbatches:
+        first = self._groups[visit.index][0]
+        if not self._options.clip or visit is not first or visit.summed <= visit.norms_sent:
             return
         if not visit.last and visit.norms <= visit.norms_sent:
             return
@@ -308,12 +368,13 @@ class _Ring:
         if visit.first:
             self._scale(visit, now)
         else:
-            self._send(now, visit.node, visit.index - 1, _NORMS, NORM_BYTES)
+            self._send(now, visit.node, self._groups[visit.index - 1][0], _NORMS, NORM_BYTES)
 
     def _scale(self, visit: _Visit, now: float) -> None:
         visit.scaled += 1
-        if not visit.last:
-            self._send(now, visit.node, visit.index + 1, _SCALE, NORM_BYTES)
+        if not visit.last and visit is self._groups[visit.index][0]:
+            for member in self._groups[visit.index + 1]:
+                self._send(now, visit.node, member, _SCALE, NORM_BYTES)
 
     def _end_of_step(self, node: _Node, now: float) -> None:
         """The master begins the next step when all its own visits are done with this one."""
@@ -326,7 +387,7 @@ class _Ring:
         if done == self._options.warm_up:
             self._warm = dict(self._lines.carried)
         if done + self._options.staleness < self._options.steps:
-            self._visits[0].activations += self._microbatches
+            self._visits[0].coming.extend(self._admitted)
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 

@@ -67,6 +67,10 @@ class Lines:
         self.carried[source, target] = self.carried.get((source, target), 0.0) + size
         return start
 
+    def carry(self, source: int, target: int, size: float) -> None:
+        """Bytes whose time is counted elsewhere."""
+        self.carried[source, target] = self.carried.get((source, target), 0.0) + size
+
     def arrive(self, start: float, source: int, target: int, size: float) -> float:
         """When the last byte of a message that begins to leave at `start` is there."""
         path = self._paths.get((source, target))

@@ -26,7 +26,7 @@ from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.lora import lora_text
 from ringtmp.plan.microbatches import MOST
-from ringtmp.plan.node_groups import check_groups, parse_groups
+from ringtmp.plan.node_groups import ANY_GROUPS, check_groups, parse_groups
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.sum_tree import check_parts, check_workers
 from ringtmp.runtime.learning_rates import checked_schedule
@@ -104,7 +104,15 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
 
 def _check_groups(ring: RingPart, training: TrainingPart) -> None:
     assert ring.groups is not None
-    check_groups(parse_groups(ring.groups), ring.nodes, training.sum_tree)
+    if ring.groups != ANY_GROUPS:
+        check_groups(parse_groups(ring.groups), ring.nodes, training.sum_tree)
+    elif training.sum_tree == 1:
+        raise UsageError(
+            f"--groups {ANY_GROUPS} needs --sum-tree, without which groups would change the bits: use --sum-tree 4, say, for "
+            "up to 4 nodes a stage"
+        )
+    elif ring.cuts is not None:
+        raise UsageError(f"--groups {ANY_GROUPS} chooses the cuts too: leave out --cuts, or give --groups 2,2, say")
     if ring.laps > 1 or ring.route != RingPart().route or training.staleness:
         raise UsageError(f"--groups {ring.groups} cannot be combined with --laps, --route v or --staleness 1 yet")
 

@@ -28,10 +28,11 @@ from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.profile import ProfileCache, Profiler
+from ringtmp.model.running_statistics import changes_statistics
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan.choose_schedule import plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost
-from ringtmp.plan.node_groups import as_one_device, by_group, fitted, parse_groups
+from ringtmp.plan.node_groups import ANY_GROUPS, fitted, parse_groups
 from ringtmp.plan.planner import Plan
 from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, make_optimizer
@@ -82,6 +83,7 @@ class MeasuredModel:
     checked: str
     input_names: tuple[str, ...]
     evaluated: tuple[tuple[Crossing, ...], ...] = ()  # each cell, in evaluation; empty: as in training
+    in_order: bool = False  # its running statistics go by the order in which microbatches pass
     state: tuple[tuple[str, str], ...] = ()  # the names in the model's state_dict, where it is no list of layers
 
 
@@ -111,7 +113,7 @@ def measure(
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
     evaluated: list[tuple[Crossing, ...]] = []
-    outputs, one_sample, checked, matrices = None, True, "", 0
+    outputs, one_sample, checked, matrices, in_order = None, True, "", 0, False
     state: tuple[tuple[str, str], ...] = ()
     cutting = _cutting(how, names(sample(1)))
     built_layers = build_layers(
@@ -121,6 +123,7 @@ def measure(
     for index, built in enumerate(built_layers):
         take(index, built)
         costs.append(profiler.cost(built))
+        in_order = in_order or changes_statistics([built.layer])
         matrices += len(hidden_matrices(built.layer))
         if built.cell is None:
             leaving.append(_crossings(built.sample_outputs, sizes[-1]))
@@ -138,7 +141,7 @@ def measure(
     return MeasuredModel(
         tuple(each.only_at(how.measured) for each in costs), tuple(costs),
         _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
-        input_names=names(sample(1)), evaluated=tuple(evaluated), state=state,
+        input_names=names(sample(1)), evaluated=tuple(evaluated), state=state, in_order=in_order,
     )  # fmt: skip
 
 
@@ -219,11 +222,13 @@ def work_of(
 
 def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:
     """As the run's settings have it; with "auto" with the number of microbatches that is found fastest."""
-    costs = work.model.costs
-    if config.ring.groups is not None:
-        groups = fitted(parse_groups(config.ring.groups), len(devices) - 1)
-        devices, keep_all = [as_one_device(each) for each in by_group(groups, devices)], True
-    options = plan_options(config, work.batch_size, work.microbatches, len(costs), len(devices), keep_all)
+    costs, given, nodes = work.model.costs, config.ring.groups, len(devices)
+    groups: tuple[int, ...] = ()
+    if given not in (None, ANY_GROUPS) and nodes > 1:
+        groups = fitted(parse_groups(given or ""), nodes - 1)
+        nodes, keep_all = len(groups) + 1, True
+    options = plan_options(config, work.batch_size, work.microbatches, len(costs), nodes, keep_all)
+    options = replace(options, groups=groups, any_groups=options.any_groups and not work.model.in_order)
     if config.training.microbatches == "auto":
         return counts.best_plan(costs, devices, options, work.allows)
     return plan_with_schedule(costs, devices, options)

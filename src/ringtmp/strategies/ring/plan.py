@@ -15,20 +15,19 @@ from typing import Any
 import msgspec
 
 from ringtmp.config import RingPart, RunConfig
-from ringtmp.errors import DoesNotFit
 from ringtmp.metrics.event_log import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
-from ringtmp.model.running_statistics import refuse_statistics
+from ringtmp.model.running_statistics import changes_statistics, refuse_statistics
 from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
-from ringtmp.plan.devices import Device, rate_between
+from ringtmp.plan.devices import rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_for_route, too_few_layers
-from ringtmp.plan.node_groups import as_one_device, exchange_s, fitted, grouped, members_of, parse_groups
+from ringtmp.plan.node_groups import ANY_GROUPS, fitted, grouped, members_of, parse_groups
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
 from ringtmp.plan.planner import Plan, PlanOptions
-from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts, route_over
+from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts
 from ringtmp.plan.when_to_rebalance import Balance
 from ringtmp.runtime.base_leader import NodePool, Start
 from ringtmp.runtime.mailbox import Endpoint
@@ -40,7 +39,7 @@ from ringtmp.strategies.ring.master import Master
 from ringtmp.strategies.ring.tensor_routes import flow_of, what_travels
 from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
 from ringtmp.system.resources import peak_rss_bytes
-from ringtmp.units import bytes_text, seconds_text
+from ringtmp.units import bytes_text
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Setup
 
@@ -68,100 +67,81 @@ class RingPlan:
 
 
 def plan(request: PlanRequest) -> RingPlan:
-    if request.config.ring.groups is not None and len(request.addresses) > 1:
-        return _plan_groups(request, request.config.ring.groups)
-    members = kept_apart(sorted(request.addresses), request.apart)
-    request = _arranged(request, members)
-    planned = plan_with_schedule(request.index.costs, request.devices, _options(request), request.paths)
-    route, warnings = _route(request, planned)
+    groups = _given_groups(request)
+    members = _reaching(request, groups) if groups else kept_apart(sorted(request.addresses), request.apart)
+    there, options = _arranged(request, members), None
+    if groups:
+        there, options = _with_groups(there, fitted(groups, len(members) - 1), groups)
+    elif not _may_group(request):
+        options = replace(_options(there), any_groups=False)
+    planned = plan_with_schedule(there.index.costs, there.devices, options or _options(there), there.paths)
+    route, warnings = _route(there, planned)
     route = _numbered(route, members)
+    if planned.shape:
+        refuse_statistics(
+            request.layers, "with --groups microbatches pass it in another order", "a ring without --groups"
+        )
     if gone := sorted(set(request.addresses) - set(members)):
         who = ", ".join(f"node {node}" for node in gone)
-        warnings += (f"{who} is left out: no order of the ring lets every node reach its neighbours",)
+        why = "it cannot reach everyone it would work with" if groups else (
+            "no order of the ring lets every node reach its neighbours"
+        )  # fmt: skip
+        warnings += (f"{who} is left out: {why}",)
     if request.step == 0:
         warnings += _slow_ways(planned)
-    made = _laid_out(request, planned, route, warnings, _lines(route, members, request))
+    made = _laid_out(there, planned, route, warnings, {} if planned.shape else _lines(route, members, there))
     lines = planned.summary(request.chosen)
     if request.step == 0 and not request.chosen and (faster := much_faster(planned, request.index.least_microbatch)):
         lines += (faster,)
-    facts = {**_chosen(planned), "forecast": msgspec.to_builtins(_forecast(request, planned))}
-    movable = planned if _movable(request.config.ring) else None
-    return replace(made, lines=lines, facts=facts, planned=movable, left_out=bool(planned.left_out))
+    facts = {**_chosen(planned), "forecast": msgspec.to_builtins(_forecast(there, planned))}
+    movable = planned if _movable(request.config.ring) and not planned.shape else None
+    return replace(made, lines=lines, facts=facts, planned=movable, left_out=bool(planned.left_out or gone))
 
 
 def _chosen(planned: Plan) -> dict[str, Any]:
     options = planned.options
-    return {"window": planned.window, "schedule": options.schedule, "schedule_chosen": options.any_schedule}
+    found: dict[str, Any] = {
+        "window": planned.window, "schedule": options.schedule, "schedule_chosen": options.any_schedule,
+    }  # fmt: skip
+    return {**found, "groups": planned.shape} if planned.shape else found
 
 
-def _plan_groups(request: PlanRequest, text: str) -> RingPlan:
-    """Every group is one device to the planner; the window is as much wider as the largest group has members."""
-    refuse_statistics(request.layers, "with --groups microbatches pass it in another order", "a ring without --groups")
-    there = dict(zip(sorted(request.addresses), request.devices, strict=True))
-    groups, members = _reaching(request, parse_groups(text))
-    stages = [[there[node] for node in each] for each in members[:-1]]
-    planned = _planned_as_one(request, groups, stages, text)
-    route = grouped(members, planned.bounds)
-    warnings = _exposed(request, planned.bounds)
-    if gone := sorted(set(there) - set(route.nodes())):
-        who = ", ".join(f"node {node}" for node in gone)
-        warnings += (f"{who} is left out: it cannot reach everyone it would work with",)
-    made = _laid_out(request, planned, route, warnings, {})
-    costs = request.index.costs
-    sums_s = max(
-        exchange_s(stage, sum(cost.gradient_bytes for cost in costs[slice(*bound)]))
-        for stage, bound in zip(stages, planned.bounds, strict=False)
-    )
-    shape = "-".join(["M", *map(str, groups), "M"])
-    lines = (
-        f"plan: groups {shape}, {planned.options.ring.microbatches} microbatches, about "
-        f"{seconds_text(planned.step_s + sums_s)} a step, of which groups add up their gradients for {seconds_text(sums_s)}",
-        *planned.summary(request.chosen)[1:],
-    )
-    found = zip(members[:-1], planned.memory, planned.simulated.nodes, strict=True)
-    forecast = Forecast(
-        planned.step_s + sums_s, planned.simulated.idle_fraction,
-        tuple(
-            NodeForecast(node, there[node].name, memory.total_bytes, _known(there[node].memory_bytes), step.busy_s)
-            for who, memory, step in found
-            for node in who
-        ),
-        (), "",
-    )  # fmt: skip
-    facts = {**_chosen(planned), "groups": shape, "forecast": msgspec.to_builtins(forecast)}
-    return replace(made, lines=lines, facts=facts, left_out=bool(gone))
+def _given_groups(request: PlanRequest) -> tuple[int, ...]:
+    text = request.config.ring.groups
+    return () if text in (None, ANY_GROUPS) or len(request.addresses) == 1 else parse_groups(text or "")
 
 
-def _reaching(request: PlanRequest, wanted: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Groups and their members, without those that cannot reach a neighbour or another member."""
+def _may_group(request: PlanRequest) -> bool:
+    """Whether the plan chooses groups. Where some nodes cannot reach each other it does without."""
+    ring = request.config.ring
+    return ring.groups == ANY_GROUPS and not request.apart and not changes_statistics(request.layers)
+
+
+def _reaching(request: PlanRequest, wanted: tuple[int, ...]) -> list[int]:
+    """The nodes, without those that cannot reach a neighbour or another member of their group."""
     nodes = sorted(request.addresses)
     while True:
-        groups = fitted(wanted, len(nodes) - 1)
-        members = members_of(groups, nodes)
+        members = members_of(fitted(wanted, len(nodes) - 1), nodes)
         route = grouped(members, [(0, 0)] * len(members))
         apart = [each for each in request.apart if max(each) in nodes and min(each) in route.neighbours(max(each))]
         if not apart:
-            return groups, members
+            return nodes
         nodes.remove(max(apart[0]))
 
 
-def _planned_as_one(request: PlanRequest, groups: Sequence[int], stages: Sequence[Sequence[Device]], text: str) -> Plan:
+def _with_groups(
+    request: PlanRequest, groups: tuple[int, ...], wanted: tuple[int, ...]
+) -> tuple[PlanRequest, PlanOptions]:
+    """Everyone takes part; cuts that were meant for as many stages as there were are the plan's again."""
     ring = request.config.ring
-    if len(groups) != len(parse_groups(text)):  # cuts were meant for as many stages as there were
+    if len(groups) != len(wanted):
         ring = msgspec.structs.replace(ring, cuts=None)
+    request = replace(request, config=msgspec.structs.replace(request.config, ring=ring), keep_all=True)
+    nodes = len(groups) + 1
     options = plan_options(
-        msgspec.structs.replace(request.config, ring=ring), request.batch_size, request.microbatches, len(request.layers),
-        len(stages), keep_all=True,
-    )  # fmt: skip
-    devices = [as_one_device(each) for each in stages]
-    if options.window is not None:
-        return plan_with_schedule(request.index.costs, devices, options, None)
-    wide = options.ring.window_for(len(stages) + 1) * max(groups)
-    wider = replace(options, window=min(wide, options.ring.microbatches))
-    try:
-        return plan_with_schedule(request.index.costs, devices, wider, None)
-    except DoesNotFit:
-        return plan_with_schedule(request.index.costs, devices, options, None)
+        request.config, request.batch_size, request.microbatches, len(request.layers), nodes, keep_all=True
+    )
+    return request, replace(options, groups=groups)
 
 
 def _laid_out(
@@ -251,7 +231,9 @@ def refuse_too_few(
     """What the number of layers, and which of them have parameters, tells before they are compared and measured. `why`:
     what keeps a module from being cut into more; empty for a list of layers."""
     ring, layers, ends = config.ring, len(has_parameters), Ends.of(has_parameters)
-    if ring.groups is not None:
+    if ring.groups == ANY_GROUPS:
+        nodes = min(nodes, 2)
+    elif ring.groups is not None:
         nodes = 1 + len(fitted(parse_groups(ring.groups), nodes - 1))
     visits = len(holders_of(nodes, ring.laps, ring.route))
     if ring.cuts is not None:
@@ -289,12 +271,14 @@ def plan_options(
         protect=config.keep.protect,
         sum_tree=training.sum_tree,
         any_schedule=ring.schedule == AUTO,
+        any_groups=ring.groups == ANY_GROUPS,
+        minimise=ring.minimise,
     )
 
 
 def _movable(ring: RingPart) -> bool:
     """Whether the cuts are the plan's own, on a plain ring."""
-    return ring.cuts is None and ring.groups is None and ring.laps == 1 and ring.route == "ring"
+    return ring.cuts is None and ring.groups in (None, ANY_GROUPS) and ring.laps == 1 and ring.route == "ring"
 
 
 def _forecast(request: PlanRequest, planned: Plan) -> Forecast:
@@ -330,8 +314,8 @@ def _members(request: PlanRequest, planned: Plan) -> list[int]:
 
 def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]:
     members = _members(request, planned)
-    holders = [members[holder] for holder in planned.options.holders(len(members))]
-    return route_over(holders, planned.bounds), _exposed(request, planned.bounds)
+    holders = [tuple(members[node] for node in each) for each in planned.options.holders(len(members))]
+    return grouped(holders, planned.bounds), _exposed(request, planned.bounds)
 
 
 def _exposed(request: PlanRequest, bounds: Sequence[tuple[int, int]]) -> tuple[str, ...]:
@@ -352,7 +336,14 @@ def _exposed(request: PlanRequest, bounds: Sequence[tuple[int, int]]) -> tuple[s
 
 def _numbered(route: Route, members: Sequence[int]) -> Route:
     """The same route over the nodes that are there: where one was lost, the numbers have a hole."""
-    return Route(tuple(msgspec.structs.replace(visit, node=members[visit.node]) for visit in route.visits))
+    return Route(
+        tuple(
+            msgspec.structs.replace(
+                visit, node=members[visit.node], others=tuple(members[each] for each in visit.others)
+            )
+            for visit in route.visits
+        )
+    )
 
 
 def _lines(route: Route, members: Sequence[int], request: PlanRequest) -> dict[int, float]:
@@ -367,7 +358,7 @@ def _lines(route: Route, members: Sequence[int], request: PlanRequest) -> dict[i
 
 def _slow_ways(planned: Plan) -> tuple[str, ...]:
     """Workers next to each other that reach each other worse than others."""
-    around = [planned.devices[node].name for node in planned.options.holders(len(planned.devices))]
+    around = [planned.devices[node].name for node, *_ in planned.options.holders(len(planned.devices))]
     found: dict[frozenset[str], str] = {}
     for here, there in pairwise(around):
         ways = [planned.paths.get(pair) for pair in ((here, there), (there, here))]

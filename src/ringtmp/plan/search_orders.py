@@ -1,18 +1,18 @@
-"""Rings worth simulating, out of all choices and orders of the devices.
+"""Which devices in which order: every choice is weighed where there are few kinds of them, else orders are searched.
 
-Pure. Where the devices are of few kinds every choice of them is weighed by its bottleneck; else orders are searched.
+Pure. A choice is weighed by its bottleneck and by the way of one microbatch; the best few are simulated, with cuts moved.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ringtmp.plan.device_order import shortest_orders
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.exact_cuts import Candidate, Segments, every_multiset, given_order, states_of
-from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, require_layers, spread, step_s
+from ringtmp.plan.objective import TIME
+from ringtmp.plan.partition import REFINE_ACTIONS, alone, refine, require_layers, simulated_cost
 
 #: Multisets of workers that are weighed one by one: 7 different workers make 128.
 MOST_STATES = 256
@@ -21,42 +21,44 @@ FINALISTS = 5
 #: Orders tried where there are too many to weigh.
 SEARCHED_ORDERS = 24
 
+#: With what a simulated step costs (objective.py); infinite where it does not fit.
 Found = list[tuple[Candidate, float]]
 
 
-def candidates(
-    segments: Segments, devices: Sequence[Device], holders: Sequence[int] | None, keep_all: bool, paths: Paths | None
-) -> tuple[Found, float]:
-    """Rings with their simulated steps, and how far the bottleneck of the best may be from the best possible one. `holders`:
-    the node of every visit, where nodes have several; then all take part, as when all are kept."""
-    gap = 0.0
-    if holders is not None:
-        found = [spread(segments, devices, holders, paths, REFINE_ACTIONS)]
-    elif keep_all or len(devices) == 1:
-        found = _as_given(segments, devices, paths)
-    elif states_of(devices, _named(paths)) <= MOST_STATES:
-        found = _weighed(segments, devices, paths)
-    else:
-        found, gap = _searched(segments, devices, paths)
-    return [each for each in found if math.isfinite(each[1])], gap
+def choices(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> tuple[Found, float]:
+    """Rings of one device a stage, and how far the best bottleneck may be from the least possible one."""
+    if states_of(devices, named(paths)) <= MOST_STATES:
+        return _weighed(segments, devices, paths), 0.0
+    return _searched(segments, devices, paths)
 
 
-def _as_given(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
-    require_layers(segments.table, len(devices))
-    start = given_order(segments, devices) if len(devices) > 1 else alone(segments, devices)
+def as_given(segments: Segments, devices: Sequence[Device], paths: Paths | None, groups: tuple[int, ...] = ()) -> Found:
+    require_layers(segments.table, len(groups) + 1 if groups else len(devices))
+    start = given_order(segments, devices, groups) if len(devices) > 1 else alone(segments, devices)
     return [] if start is None else [refine(segments, devices, start, paths, REFINE_ACTIONS)]
 
 
 def _weighed(segments: Segments, devices: Sequence[Device], paths: Paths | None) -> Found:
     """Every choice of workers by its bottleneck and its way; the best few are simulated."""
-    candidates = every_multiset(segments, devices, _named(paths))
+    candidates = every_multiset(segments, devices, named(paths))
     if paths:
         candidates += _rearranged(segments, devices, candidates, paths)
     ranked = sorted(candidates, key=lambda each: _estimate_s(segments, devices, each, paths))
-    return _simulated(segments, devices, ranked[:FINALISTS], candidates, paths)
+    return _simulated(segments, devices, likely(segments, ranked, FINALISTS), candidates, paths)
 
 
-def _named(paths: Paths | None) -> set[str]:
+def likely(segments: Segments, ranked: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Of candidates by their estimated time, those worth simulating. Where something else is to be least, fewer devices may do
+    better: the best of each number."""
+    if segments.minimise == TIME:
+        return list(ranked[:count])
+    sizes = dict.fromkeys(len(each.order) for each in ranked)
+    return [
+        each for size in sizes for each in [each for each in ranked if len(each.order) == size][: max(2, count // 4)]
+    ]
+
+
+def named(paths: Paths | None) -> set[str]:
     """Devices that no other of their kind may stand in for."""
     return {name for pair in paths or () for name in pair}
 
@@ -78,7 +80,7 @@ def _simulated(
     paths: Paths | None,
 ) -> Found:  # fmt: skip
     """The likely ones as they are; the two best of them, and the largest ring, with cuts moved; and the master alone."""
-    rough = [(each, step_s(segments, [devices[i] for i in each.order], each.bounds, paths)) for each in likely]
+    rough = [(each, simulated_cost(segments, [devices[i] for i in each.order], each, paths)) for each in likely]
     rough.sort(key=lambda each: each[1])
     chosen = [each for each, _ in rough[:2]]
     if known:
@@ -115,7 +117,7 @@ def _searched(segments: Segments, devices: Sequence[Device], paths: Paths | None
         best = _better(segments, devices, best, order)
     if best is None:
         return _simulated(segments, devices, [], [], paths), 0.0
-    gap = best.bottleneck / _least_bottleneck(segments, devices, best.order) - 1
+    gap = best.bottleneck / least_bottleneck(segments, devices, best.order) - 1
     known = [best]
     dropped = 1
     while dropped < len(workers):
@@ -144,7 +146,7 @@ def _better(
     return replace(found, order=tuple(order))
 
 
-def _least_bottleneck(segments: Segments, devices: Sequence[Device], order: Sequence[int]) -> float:
+def least_bottleneck(segments: Segments, devices: Sequence[Device], order: Sequence[int]) -> float:
     """No cut is better than all work spread evenly over the paces, nor than the largest layer on the fastest."""
     table = segments.table
     paces = [devices[i].pace for i in order]
