@@ -40,7 +40,8 @@ def test_stretches_of_time_keep_every_second_and_byte_while_they_are_merged() ->
     for number in range(4000):
         frames.take([node_step(0, number, 2.0 * number), node_step(1, number, 2.0 * number)], number, 2.0 * number + 2)
     assert len(frames.frames) <= MOST_FRAMES
-    idle = sum(each.nodes[1].work["idle: activations"] for each in frames.frames)
+    assert frames.rows(0), "what is told was added up"
+    idle = sum(each.nodes[1].idle["activations"] for each in frames.frames)
     assert idle == pytest.approx(0.75 * 4000)
     assert sum(each.nodes[0].sent_bytes for each in frames.frames) == 1000 * 4000
     assert frames.frames[-1].step == 3999

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ringtmp.metrics.events import NodeStep, Reading, StepDone
+from ringtmp.metrics.fold_events import sums_by_name
 
 MOST_POINTS = 1600
 #: Stretches of time, and numbers of nodes times stretches.
@@ -31,6 +32,13 @@ class Point:
     samples: int
     wall_s: float
 
+    def add(self, last: int, at_s: float, loss: float, *, low: float, high: float, samples: int, wall_s: float) -> None:
+        """Steps that follow. A loss that is no number is drawn as such."""
+        self.last, self.at_s, self.loss = last, at_s, loss
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.samples += samples
+        self.wall_s += wall_s
+
     @property
     def row(self) -> list[float]:
         return [
@@ -49,15 +57,14 @@ class Points:
 
     def take(self, step: StepDone, at_s: float) -> None:
         loss = step.loss
-        new = Point(
-            step.step, step.step, at_s, loss, low=loss, high=loss, samples=step.samples, wall_s=step.wall_s
-        )  # fmt: skip
         last = self.rows[-1] if self.rows else None
         if last is not None and last.last - last.first + 1 < self._steps_each and step.step == last.last + 1:
-            self.rows[-1] = _joined(last, new)
+            last.add(step.step, at_s, loss, low=loss, high=loss, samples=step.samples, wall_s=step.wall_s)
             self.changed_from = min(self.changed_from, len(self.rows) - 1)
-        else:
-            self.rows.append(new)
+            return
+        self.rows.append(
+            Point(step.step, step.step, at_s, loss, low=loss, high=loss, samples=step.samples, wall_s=step.wall_s)
+        )
         if len(self.rows) > MOST_POINTS:
             self._halve()
 
@@ -73,37 +80,35 @@ class Points:
         for row in rows:
             last = self.rows[-1] if self.rows else None
             if last is not None and row.last - last.first < self._steps_each and row.first == last.last + 1:
-                self.rows[-1] = _joined(last, row)
+                last.add(
+                    row.last, row.at_s, row.loss, low=row.low, high=row.high, samples=row.samples, wall_s=row.wall_s
+                )  # fmt: skip
             else:
                 self.rows.append(row)
         self.changed_from = 0
 
 
-def _joined(one: Point, two: Point) -> Point:
-    return Point(
-        first=one.first, last=two.last, at_s=two.at_s, loss=two.loss, low=min(one.low, two.low),
-        high=max(one.high, two.high), samples=one.samples + two.samples, wall_s=one.wall_s + two.wall_s,
-    )  # fmt: skip
-
-
 @dataclass
 class NodeShare:
-    """What one node did in a stretch of time."""
+    """What one node did in a stretch of time. Its steps are added up together, when somebody wants to know."""
 
-    work: dict[str, float] = field(default_factory=dict)  # seconds by kind of work, and of waiting by cause
+    busy: dict[str, float] = field(default_factory=dict)  # seconds by kind of work
+    idle: dict[str, float] = field(default_factory=dict)  # seconds of waiting by cause
     sent_bytes: int = 0
     received_bytes: int = 0
     rss_bytes: int = 0
     sent_to: dict[int, int] = field(default_factory=dict)  # by reading
     read_s: float = 0.0  # that these readings cover
+    steps: list[NodeStep] = field(default_factory=list)  # not yet added up
 
-    def take(self, step: NodeStep) -> None:
-        for kind, seconds in step.busy.items():
-            self.work[kind] = self.work.get(kind, 0.0) + seconds
-        for cause, seconds in step.idle.items():
-            self.work[IDLE + cause] = self.work.get(IDLE + cause, 0.0) + seconds
-        self.sent_bytes += step.sent_bytes
-        self.received_bytes += step.received_bytes
+    def add_up(self) -> None:
+        if not self.steps:
+            return
+        steps, self.steps = self.steps, []
+        _add(self.busy, sums_by_name([each.busy for each in steps]))
+        _add(self.idle, sums_by_name([each.idle for each in steps]))
+        self.sent_bytes += sum([each.sent_bytes for each in steps])
+        self.received_bytes += sum([each.received_bytes for each in steps])
 
     def read(self, before: Reading | None, now: Reading) -> None:
         self.rss_bytes = now.rss_bytes
@@ -115,16 +120,24 @@ class NodeShare:
                     self.sent_to[peer] = self.sent_to.get(peer, 0) + more
 
     def add(self, later: NodeShare) -> None:
-        _add(self.work, later.work)
+        self.add_up()
+        later.add_up()
+        _add(self.busy, later.busy)
+        _add(self.idle, later.idle)
         _add(self.sent_to, later.sent_to)
         self.sent_bytes += later.sent_bytes
         self.received_bytes += later.received_bytes
         self.rss_bytes = later.rss_bytes or self.rss_bytes
         self.read_s += later.read_s
 
-    def row(self, node: int, kinds: Mapping[str, int]) -> list[object]:
-        """[node, [kind, seconds, kind, seconds, ...], sent, received, memory, [peer, bytes per second, ...]]"""
-        work = [each for kind, seconds in self.work.items() for each in (kinds[kind], _short(seconds))]
+    def row(self, node: int, kinds: dict[str, int]) -> list[object]:
+        """[node, [kind, seconds, kind, seconds, ...], sent, received, memory, [peer, bytes per second, ...]]
+
+        A kind that is seen for the first time gets the next number."""
+        self.add_up()
+        work: list[float] = []
+        for kind, seconds in (*self.busy.items(), *((IDLE + cause, waited) for cause, waited in self.idle.items())):
+            work += (kinds.setdefault(kind, len(kinds)), _short(seconds))
         links = [each for peer, count in self.sent_to.items() for each in (peer, round(count / self.read_s))]
         return [node, work, self.sent_bytes, self.received_bytes, self.rss_bytes, links if self.read_s else []]
 
@@ -143,9 +156,13 @@ class Frame:
     step: int
     nodes: dict[int, NodeShare] = field(default_factory=dict)
 
+    def add_up(self) -> None:
+        for share in self.nodes.values():
+            share.add_up()
+
 
 class Frames:
-    """`kinds` names what nodes do, in the order of first sight; rows refer to it by number."""
+    """`kinds` names what nodes do; rows refer to it by number. A kind is named when a row with it is first made."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -159,15 +176,17 @@ class Frames:
         """What all nodes reported until a moment."""
         place = max(int(at_s / self.frame_s), self.frames[-1].place if self.frames else 0)
         if not self.frames or self.frames[-1].place != place:
+            if self.frames:
+                self.frames[-1].add_up()
             self.frames.append(Frame(place, at_s, step))
         frame = self.frames[-1]
         frame.at_s, frame.step = at_s, step
         self.changed_from = min(self.changed_from, len(self.frames) - 1)
         for each in steps:
-            for kind in (*each.busy, *(IDLE + cause for cause in each.idle)):
-                self.kinds.setdefault(kind, len(self.kinds))
-            share = frame.nodes.setdefault(each.node, NodeShare())
-            share.take(each)
+            share = frame.nodes.get(each.node)
+            if share is None:
+                share = frame.nodes[each.node] = NodeShare()
+            share.steps.append(each)
             if each.reading is not None:
                 share.read(self._readings.get(each.node), each.reading)
                 self._readings[each.node] = each.reading

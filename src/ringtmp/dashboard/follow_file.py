@@ -15,11 +15,9 @@ import msgspec
 from ringtmp.metrics import events
 
 #: Taken from the file at once, so that a large one does not keep others waiting.
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 512 * 2**10
 #: A line longer than this is nobody's event.
 MOST_LINE_BYTES = 16 * 2**20
-_NODE_STEP = b'{"type":"node_step"'
-_NO_SPANS = b'"spans":[]'
 #: Steps recorded in full whose places in the file are remembered.
 MOST_DETAILED = 4096
 
@@ -86,27 +84,30 @@ class Follower:
             self._rest = b""
             self.damaged += 1
         for line in lines:
-            place, self._at = self._at, self._at + len(line) + 1
-            if (event := self._decoded(line, place)) is not None:
-                yield event
-
-    def _decoded(self, line: bytes, place: int) -> events.Event | None:
-        if not line:
-            return None
-        try:
-            event = events.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            place = self._at
+            self._at += len(line) + 1
             try:
-                _kind.decode(line)
-                self.unknown += 1
+                event = events.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
-                self.damaged += 1
-            return None
-        if isinstance(event, events.NodeStep) and event.spans:
-            self.detailed.setdefault(event.step, []).append(place)
-            if len(self.detailed) > MOST_DETAILED:
-                del self.detailed[next(iter(self.detailed))]
-        return event
+                self._passed_over(line)
+                continue
+            if isinstance(event, events.NodeStep) and event.spans:
+                self._remember(event.step, place)
+            yield event
+
+    def _passed_over(self, line: bytes) -> None:
+        if not line:
+            return
+        try:
+            _kind.decode(line)
+            self.unknown += 1
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.damaged += 1
+
+    def _remember(self, step: int, place: int) -> None:
+        self.detailed.setdefault(step, []).append(place)
+        if len(self.detailed) > MOST_DETAILED:
+            del self.detailed[next(iter(self.detailed))]
 
     def spans_of(self, step: int) -> list[events.NodeStep]:
         """A step that was recorded in full, read again from the file; what was done last counts."""

@@ -22,13 +22,14 @@ from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import Fold
 from ringtmp.metrics.summary import Summary, of_parts
 
-#: Steps that are kept apart of all nodes together, and of each at least.
-RECENT_NODE_STEPS, LEAST_RECENT = 8192, 32
+#: Steps that are kept apart of all nodes together, and of each at least. A loss that undoes more has the file read again, and
+#: more kept.
+RECENT_NODE_STEPS, LEAST_RECENT, MORE_RECENT = 512, 32, 16
 #: The summary takes at most this share of a core.
 SUMMARY_SHARE = 0.01
 SUMMARY_PAUSE_S = 1.0
-#: Read without a pause, before others have their turn.
-TURN_S = 0.2
+#: Read without a pause, before others have their turn and viewers are told how far it is.
+TURN_S = 0.5
 MOST_TOLD_STEPS = 60
 
 
@@ -37,10 +38,11 @@ class RunView:
         self.path = run
         self.number = number
         self.follower = Follower(run / "events.jsonl")
+        self._recent = RECENT_NODE_STEPS
         self._begin()
 
     def _begin(self) -> None:
-        self._fold = Fold(RECENT_NODE_STEPS)
+        self._fold = Fold(self._recent)
         self._points, self._frames, self._log = Points(), Frames(), Happenings()
         self._tests: list[Test] = []
         self._tests_from = 0
@@ -81,28 +83,29 @@ class RunView:
         return self._behind
 
     def _read_all_again(self) -> None:
-        """With all of what nodes did kept apart: a loss undid more than had been."""
+        """With more of what nodes did kept apart: a loss undid more than had been."""
         self.follower.restart()
+        self._recent *= MORE_RECENT
         self._begin()
-        self._anew, self._fold = True, Fold()
+        self._anew = True
 
     def _take(self, event: events.Event) -> None:
+        if isinstance(event, events.NodeStep):  # nearly all are: first
+            self._fold.take(event)
+            self._pending.append(event)
+            return
+        if isinstance(event, events.StepDone):
+            self._fold.take(event)
+            self._step_done(event, self._fold.run_s(event.at))
+            return
         if isinstance(event, events.RunStarted) and self._started is None:
             self._fold_for(event)
         self._fold.take(event)
-        if isinstance(event, events.NodeStep):
-            self._pending.append(event)
-            return
         if isinstance(event, events.NodeEnded):
             return
         at_s = self._fold.run_s(event.at)
         self._log.take(event, at_s)
-        if isinstance(event, events.StepDone):
-            self._points.take(event, at_s)
-            self._frames.take(self._pending, event.step, at_s)
-            self._pending.clear()
-            self._now = Now(at_s, event.step + 1, event.epoch + 1, event.loss, event.lr, event.unprotected)
-        elif isinstance(event, events.Evaluated):
+        if isinstance(event, events.Evaluated):
             self._tests.append(
                 Test(event.step, at_s, event.loss, event.accuracy, event.bits_per_byte, event.perplexity)
             )
@@ -118,6 +121,12 @@ class RunView:
         elif isinstance(event, events.RunEnded) and event.begun:
             self._ended = event
 
+    def _step_done(self, event: events.StepDone, at_s: float) -> None:
+        self._points.take(event, at_s)
+        self._frames.take(self._pending, event.step, at_s)
+        self._pending.clear()
+        self._now = Now(at_s, event.step + 1, event.epoch + 1, event.loss, event.lr, event.unprotected)
+
     def _run_started(self, event: events.RunStarted) -> None:
         self._started, self._ended = event, None
         self._undo(event.first_step)
@@ -126,8 +135,7 @@ class RunView:
 
     def _fold_for(self, event: events.RunStarted) -> None:
         nodes = event.config.get("ring", {}).get("nodes", 4) if isinstance(event.config, dict) else 4
-        if self._fold.recent is not None:
-            self._fold.recent = max(LEAST_RECENT, RECENT_NODE_STEPS // max(1, nodes if isinstance(nodes, int) else 4))
+        self._fold.recent = max(LEAST_RECENT, self._recent // max(1, nodes if isinstance(nodes, int) else 4))
 
     def _joined(self, event: events.NodeStarted, at_s: float) -> None:
         name = event.device or ("master" if event.node == 0 else f"node {event.node}")
@@ -229,6 +237,7 @@ class RunView:
         )
         training = started.config.get("training", {}) if started is not None else {}
         written_by = "" if started is None else started.version
+        frame_rows = frames.rows(since[1])  # before `kinds`, which they name
         return News(
             run=self.number, name=self.path.name or str(self.path), status=status, whole=whole,
             read=self.follower.read / self.follower.size if self._behind else 1.0,
@@ -240,7 +249,7 @@ class RunView:
             memberships=self._memberships, outages=self._outages,
             detailed=sorted(self.follower.detailed)[-MOST_TOLD_STEPS:],
             points=More(since[0], [each.row for each in points.rows[since[0] :]]),
-            frames=More(since[1], frames.rows(since[1])),
+            frames=More(since[1], frame_rows),
             tests=More(since[2], self._tests[since[2] :]),
             log=More(since[3], self._log.entries[since[3] :]),
         )  # fmt: skip

@@ -72,6 +72,9 @@ class Board:
         """Whether there is more to read at once, and the news."""
         with self._lock:
             more = max([each.look() for each in self.views])
+            if not len(self.viewers):  # who comes later gets everything
+                self._whole = None
+                return more, []
             made = [news for each in self.views if (news := each.news()) is not None]
             if made:
                 self._whole = None

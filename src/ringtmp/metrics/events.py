@@ -1,6 +1,7 @@
 """The events of a run, one JSON object per line in `<run>/events.jsonl`. Times are seconds of the master's clock.
 
-A new field is optional; a changed meaning is a new SCHEMA.
+A new field is optional; a changed meaning is a new SCHEMA. Those that come by the hundred thousand are `gc=False`: nothing
+in them can refer back to them, and the collector need not look at them again and again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ringtmp.metrics.energy import Power
 SCHEMA = 1
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Something a node did: forward, backward, weights, update (compute), serialise, mail, send, receive."""
 
     kind: str
@@ -51,7 +52,7 @@ class NodeStarted(msgspec.Struct, frozen=True, tag="node"):
     device: str = ""  # its own name, where it has one
 
 
-class StepDone(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
+class StepDone(msgspec.Struct, frozen=True, tag="step", omit_defaults=True, gc=False):
     at: float
     step: int
     epoch: int
@@ -65,7 +66,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     predicted_accuracy: float | None = None
 
 
-class Reading(msgspec.Struct, frozen=True):
+class Reading(msgspec.Struct, frozen=True, gc=False):
     """Of one node at the end of a step, about once a second: the memory it has, and what it has sent to each peer since its
     process began (tensor payload, evaluations included)."""
 
@@ -74,7 +75,7 @@ class Reading(msgspec.Struct, frozen=True):
     sent_to: dict[int, int] = {}
 
 
-class NodeStep(msgspec.Struct, frozen=True, tag="node_step"):
+class NodeStep(msgspec.Struct, frozen=True, tag="node_step", gc=False):
     """One node's share of one step. busy_s + idle_s is the whole of end - start; `busy` and `idle` say what each was."""
 
     node: int

@@ -8,6 +8,7 @@ clock may begin anew between two parts, so the time of a run is that of its part
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -104,7 +105,13 @@ class Fold:
 
     def take(self, event: events.Event) -> None:
         tallies = self._tallies
-        if isinstance(event, events.RunStarted):
+        if isinstance(event, events.NodeStep):  # nearly all are: first
+            if tallies:
+                tallies[-1].take_node_step(event)
+        elif isinstance(event, events.StepDone):
+            if tallies:
+                tallies[-1].take_step(event)
+        elif isinstance(event, events.RunStarted):
             for earlier in tallies:
                 earlier.resume_from(event.first_step)
             tallies.append(_Tally(event, self._waiting, self.recent))
@@ -152,19 +159,30 @@ class _Tally:
         self.evaluations: dict[int, events.Evaluated] = {}
         self.ended: events.RunEnded | None = None
 
-    def take(self, event: events.Event) -> None:
-        if isinstance(event, events.NodeStep | events.NodeEnded) and event.power is not None:
+    def take_node_step(self, event: events.NodeStep) -> None:
+        if event.power is not None:
             self._powers[event.node] = event.power
+        done = self._node_steps.get(event.node)
+        if done is None:
+            done = self._node_steps[event.node] = []
+        done.append(event)
+        if self._recent is not None and len(done) > 2 * self._recent + 1:
+            self._added_up[event.node] = done[-self._recent - 1].step
+            self._node_steps[event.node] = [_together(done[: -self._recent]), *done[-self._recent :]]
+
+    def take_step(self, event: events.StepDone) -> None:
+        self._steps.append(event)
+        self._every_step.append(event)
+        self._last_at = event.at
+
+    def take(self, event: events.Event) -> None:
+        """Any but a step, and a node's share of one."""
         if isinstance(event, events.NodeStarted):
             self._nodes[event.node] = event
         elif isinstance(event, events.NodeEnded):
             self._ends[event.node] = event
-        elif isinstance(event, events.NodeStep):
-            self._node_steps.setdefault(event.node, []).append(event)
-            self._add_up(event.node)
-        elif isinstance(event, events.StepDone):
-            self._steps.append(event)
-            self._every_step.append(event)
+            if event.power is not None:
+                self._powers[event.node] = event.power
         elif isinstance(event, events.Evaluated):
             self.evaluations[event.step] = event
         elif isinstance(event, events.RunEnded):
@@ -181,9 +199,7 @@ class _Tally:
             self._warnings.append(event.text)
         else:
             assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried | events.NodeGone)
-        if isinstance(
-            event, events.StepDone | events.Evaluated | events.CheckpointSaved | events.Regrouped | events.RunEnded
-        ):
+        if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped | events.RunEnded):
             self._last_at = event.at
         if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped):
             self._pauses.append(event.at)
@@ -195,12 +211,6 @@ class _Tally:
     @property
     def seconds(self) -> float:
         return self._last_at - self._started.at
-
-    def _add_up(self, node: int) -> None:
-        done = self._node_steps[node]
-        if self._recent is not None and len(done) > 2 * self._recent + 1:
-            self._added_up[node] = done[-self._recent - 1].step
-            self._node_steps[node] = [_together(done[: -self._recent]), *done[-self._recent :]]
 
     def resume_from(self, step: int) -> None:
         """A later part begins with this step."""
@@ -234,12 +244,12 @@ def _together(done: Sequence[events.NodeStep]) -> events.NodeStep:
     return msgspec.structs.replace(
         done[-1],
         start=done[0].start,
-        busy_s=sum(each.busy_s for each in done),
-        idle_s=sum(each.idle_s for each in done),
-        idle=_sums(each.idle for each in done),
-        busy=_sums(each.busy for each in done),
-        sent_bytes=sum(each.sent_bytes for each in done),
-        received_bytes=sum(each.received_bytes for each in done),
+        busy_s=sum([each.busy_s for each in done]),
+        idle_s=sum([each.idle_s for each in done]),
+        idle=sums_by_name([each.idle for each in done]),
+        busy=sums_by_name([each.busy for each in done]),
+        sent_bytes=sum([each.sent_bytes for each in done]),
+        received_bytes=sum([each.received_bytes for each in done]),
         spans=(),
         oldest=None,
         joules=sum(joules) if len(joules) == len(done) else None,
@@ -248,9 +258,13 @@ def _together(done: Sequence[events.NodeStep]) -> events.NodeStep:
     )
 
 
-def _sums(several: Iterable[dict[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for each in several:
-        for name, value in each.items():
-            found[name] = found.get(name, 0.0) + value
-    return found
+def sums_by_name(several: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Added from the first to the last, names in the order of first sight. Name by name: a day has millions of them."""
+    first = several[0]
+    if sum(map(len, several)) == len(first) * len(several):
+        try:
+            return {name: sum([each[name] for each in several], 0.0) for name in first}
+        except KeyError:  # as many names, and not the same
+            pass
+    names = dict.fromkeys(chain.from_iterable(several))
+    return {name: sum([each[name] for each in several if name in each], 0.0) for name in names}
