@@ -178,3 +178,11 @@ def test_what_is_no_data_is_refused(wrong: Any) -> None:
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     with pytest.raises(UsageError, match="batch size 11 is larger than the 10 training samples"):
         TrainingBatches(table(10), 11, 1, 0)
+
+
+def test_a_factory_may_return_a_pair_of_arrays(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import numpy as np\ndef data():\n    return np.zeros((10, 3)), np.arange(10)\n")
+    train, test = source_registry.load(f"{tmp_path / 'mine.py'}:data", 0, {})
+    assert isinstance(train, Table)
+    assert isinstance(test, Table)
+    assert (train.size, test.size) == (8, 2)

@@ -125,6 +125,9 @@ class Stream:
         self.left_out = left_out or LeftOut()
         self._batches = batches
         self.once = isinstance(batches, Iterator)
+        #: Of every batch but the last of a pass, where the loader says so.
+        declared = getattr(batches, "batch_size", None)
+        self.declared_batch_size = declared if isinstance(declared, int) else None
         #: Why the order of batches cannot be reproduced; None: another reading gives the same.
         self.not_ours = not_ours(batches)
         self._randomness = Randomness(seed, None if self.once else batches)
