@@ -8,6 +8,7 @@ Both read items as `data/sample_or_batch.py` has them: pairs, or mappings with l
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -282,6 +283,8 @@ def from_python(data: Any, name: str = "given", seed: int = 0) -> Source:
         return _dataset(name, data)
     if isinstance(data, Iterable):
         return Stream(name, data, seed=seed)
+    if inspect.isgeneratorfunction(data):
+        raise UsageError(f"{data.__name__} is a generator function, not data: call it, {data.__name__}()")
     raise UsageError(
         f"a {type(data).__name__} is not data: give (inputs, targets) tensors, a Dataset, a DataLoader or an "
         "iterable of (inputs, targets) batches"
