@@ -27,6 +27,7 @@ from ringtmp import Ring, api
 from ringtmp.data import source_registry
 from ringtmp.data.batches import TrainingBatches, evaluation_batches
 from ringtmp.data.tables_and_streams import from_python
+from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from test_healing import Death, Mortal, run
@@ -336,3 +337,43 @@ def test_resuming_with_other_batches_is_noticed_and_never_called_exact_again(tmp
     again = ring.resume(tmp_path / "run", other, steps=7, watcher=told)
     assert again.summary.exactness == "stream"
     assert len(told.warnings) == 1
+
+
+def test_a_resumed_loader_with_another_batch_size_is_refused(tmp_path: Path) -> None:
+    data, ring = TensorDataset(*blobs(64)), Ring(nodes=1, progress=False)
+    ring.fit(stack(), DataLoader(data, 16), epochs=1, microbatches=4, run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="gives batches of 8, where the run had batches of 16"):
+        ring.resume(tmp_path / "run", DataLoader(data, 8), epochs=2)
+
+
+def test_a_resumed_loader_with_more_data_still_trains_its_epoch(tmp_path: Path) -> None:
+    ring = Ring(nodes=1, progress=False)
+    ring.fit(stack(), DataLoader(TensorDataset(*blobs(64)), 16), epochs=1, microbatches=4, run_dir=tmp_path / "run")
+    longer = DataLoader(TensorDataset(*blobs(128)), 16)
+    assert ring.resume(tmp_path / "run", longer, epochs=2).summary.steps == 16
+
+
+def test_data_that_ends_before_the_steps_do_is_said(tmp_path: Path) -> None:
+    told = Listening()
+    inputs, labels = blobs(64)
+    pieces = ((inputs[at : at + 16], labels[at : at + 16]) for at in range(0, 64, 16))
+    result = Ring(nodes=1).fit(stack(), pieces, steps=9, microbatches=4, run_dir=tmp_path / "run", watcher=told)
+    assert result.summary.steps == 4
+    assert told.warnings == ["the data ended after 4 of 9 steps"]
+
+
+def test_a_last_batch_too_small_for_a_batch_norm_is_left_out_where_the_data_is_read_once(tmp_path: Path) -> None:
+    told = Listening()
+    inputs, labels = blobs(36)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+    def pieces() -> Iterator[Any]:
+        return ((inputs[at : at + 16], labels[at : at + 16]) for at in range(0, 36, 16))
+
+    result = Ring(nodes=1).fit(model, pieces(), microbatches=4, run_dir=tmp_path / "run", watcher=told)
+    assert result.summary.steps == 2
+    (warning,) = told.warnings
+    assert "the batch of step 3 has 4 samples" in warning
+    assert "left out, number 4 so far" in warning
+    with pytest.raises(UsageError, match="the batch of step 3 has 4 samples.*drop_last=True"):
+        Ring(nodes=1, progress=False).fit(model, list(pieces()), epochs=1, microbatches=4, run_dir=tmp_path / "again")

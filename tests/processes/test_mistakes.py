@@ -175,7 +175,7 @@ def test_a_label_out_of_range_in_a_stream_and_in_the_test_part_is_named_too(tmp_
     good, bad = torch.zeros(4, dtype=torch.long), torch.tensor([0, 1, 9, 0])
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     batches = [(torch.randn(4, 4), good), (torch.randn(4, 4), bad)]
-    with pytest.raises(UsageError, match="sample 2 of the batch of step 1 has label 9"):
+    with pytest.raises(UsageError, match="sample 2 of the batch of step 2 has label 9"):
         Ring(nodes=1).fit(model, batches, epochs=1, microbatches=2, run_dir=tmp_path / "a")
     with pytest.raises(UsageError, match="sample 2 of the test part of given has label 9"):
         Ring(nodes=1).fit(model, batches[0], test_data=batches[1], batch_size=4, epochs=1, run_dir=tmp_path / "b")

@@ -178,3 +178,27 @@ def test_what_is_no_data_is_refused(wrong: Any) -> None:
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     with pytest.raises(UsageError, match="batch size 11 is larger than the 10 training samples"):
         TrainingBatches(table(10), 11, 1, 0)
+
+
+def test_a_factory_may_return_a_pair_of_arrays(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import numpy as np\ndef data():\n    return np.zeros((10, 3)), np.arange(10)\n")
+    train, test = source_registry.load(f"{tmp_path / 'mine.py'}:data", 0, {})
+    assert isinstance(train, Table)
+    assert isinstance(test, Table)
+    assert (train.size, test.size) == (8, 2)
+
+
+def test_a_generator_function_is_told_to_be_called() -> None:
+    def pieces() -> Iterator[Any]:
+        yield torch.zeros(2, 1), torch.zeros(2)
+
+    with pytest.raises(UsageError, match=r"call it, pieces\(\)"):
+        from_python(pieces)
+
+
+def test_a_module_that_a_file_imports_is_not_offered_as_its_factory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import datetime as date\ndef data():\n    return None\n")
+    with pytest.raises(UsageError) as error:
+        source_registry.load(f"{tmp_path / 'mine.py'}:dat", 0, {})
+    assert "data" in str(error.value)
+    assert "date" not in str(error.value)

@@ -161,3 +161,10 @@ def test_samples_on_standard_input_become_batches_in_their_order() -> None:
 def test_a_malformed_line_is_refused_with_its_number(bad: bytes, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         standard_input(4, [line(0), line(1), bad, line(2)])
+
+
+def test_bad_lines_are_counted_anew_after_every_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringtmp.data.standard_input.MOST_BAD_IN_A_ROW", 3)
+    stream = standard_input(2, [line(0), b"no\n", b"no\n", line(1), b"no\n", b"no\n", line(2)], bad_lines="skip")
+    assert [len(each[1]) for each in iter(stream.next, None)] == [2, 1]
+    assert stream.left_out.count == 4

@@ -134,6 +134,16 @@ class TrainingBatches:
         self._told_of = self._source.left_out.count
         return self._source.left_out
 
+    def leave_out_last(self, step: int, text: str) -> bool:
+        """Whether the batch of this step is the last of data that is read once; if so it is counted as left out."""
+        if not isinstance(self._source, Stream) or not self.once or (batch := self.batch(step)) is None:
+            return False
+        if self.batch(step + 1) is not None:
+            return False
+        self._source.left_out.count += batch.samples
+        self._source.left_out.text = text
+        return True
+
     def go_on(self, step: int, place: StreamPlace) -> None:
         """The run begins at this step, or goes on from there."""
         if self._arrivals is not None:

@@ -242,7 +242,11 @@ def _bytes_of(name: str, raw: bytes, context: int) -> tuple[Table, Table]:
 def _factory(name: str, seed: int) -> tuple[Source, Source | None]:
     """The factory returns data, or (train, test)."""
     made = call_factory("data", name, {})()
-    pair = isinstance(made, tuple) and len(made) == 2 and not all(isinstance(each, torch.Tensor) for each in made)
+    pair = (
+        isinstance(made, tuple)
+        and len(made) == 2
+        and not all(isinstance(each, torch.Tensor | np.ndarray) for each in made)
+    )
     if pair:
         return from_python(made[0], name, seed), from_python(made[1], name, seed)
     source = from_python(made, name, seed)

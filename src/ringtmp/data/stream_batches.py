@@ -10,6 +10,7 @@ import torch
 
 from ringtmp.data.stream_store import Kept, Spool, kept_copy, mapped, memory_of
 from ringtmp.data.tables_and_streams import Stream, Table, leaves
+from ringtmp.errors import UsageError
 
 Keep = Literal["memory", "disk", "none"]
 
@@ -21,6 +22,7 @@ class StreamPlace(msgspec.Struct, frozen=True):
     mark: int | None = None  # their checksum, one after the other; None: not known
     skipped: int = 0  # samples that could not be had again after a loss
     strayed: bool = False  # the batches are no longer those of an undisturbed run
+    batch_size: int | None = None  # that the loader declares; None: it declares none
 
 
 class Stray(msgspec.Struct, frozen=True):
@@ -80,6 +82,12 @@ class Arrivals:
 
     def go_on(self, step: int, place: StreamPlace) -> None:
         """A run begins at this step, or goes on from there."""
+        given, before = self._stream.declared_batch_size, place.batch_size
+        if None not in (given, before) and given != before:
+            raise UsageError(
+                f"data {self._stream.name} gives batches of {given}, where the run had batches of {before}: give a loader with "
+                f"batch_size={before}, or start a new run"
+            )
         self.skipped, self.strayed = place.skipped, place.strayed
         if place.arrived is not None:
             self._ahead = place.arrived - step
@@ -93,7 +101,8 @@ class Arrivals:
 
     def place(self, step: int) -> StreamPlace:
         arrived = step + self._ahead
-        return StreamPlace(arrived, self._marks.get(arrived, 0 if not arrived else None), self.skipped, self.strayed)
+        mark = self._marks.get(arrived, 0 if not arrived else None)
+        return StreamPlace(arrived, mark, self.skipped, self.strayed, self._stream.declared_batch_size)
 
     def get(self, step: int) -> Kept | None:
         """The batch of this step; None when the stream has ended for good."""

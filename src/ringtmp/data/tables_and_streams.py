@@ -8,6 +8,7 @@ Both read items as `data/sample_or_batch.py` has them: pairs, or mappings with l
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,6 +126,9 @@ class Stream:
         self.left_out = left_out or LeftOut()
         self._batches = batches
         self.once = isinstance(batches, Iterator)
+        #: Of every batch but the last of a pass, where the loader says so.
+        declared = getattr(batches, "batch_size", None)
+        self.declared_batch_size = declared if isinstance(declared, int) else None
         #: Why the order of batches cannot be reproduced; None: another reading gives the same.
         self.not_ours = not_ours(batches)
         self._randomness = Randomness(seed, None if self.once else batches)
@@ -279,6 +283,8 @@ def from_python(data: Any, name: str = "given", seed: int = 0) -> Source:
         return _dataset(name, data)
     if isinstance(data, Iterable):
         return Stream(name, data, seed=seed)
+    if inspect.isgeneratorfunction(data):
+        raise UsageError(f"{data.__name__} is a generator function, not data: call it, {data.__name__}()")
     raise UsageError(
         f"a {type(data).__name__} is not data: give (inputs, targets) tensors, a Dataset, a DataLoader or an "
         "iterable of (inputs, targets) batches"

@@ -83,7 +83,8 @@ def load_factory(kind: str, name: str) -> Callable[..., Any]:
         raise UsageError(f"{kind} {name!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
     made = getattr(module, what, None)
     if made is None:
-        raise unknown(f"name in {where}", what, [each for each in vars(module) if not each.startswith("_")])
+        has = [each for each, item in vars(module).items() if each[0] != "_" and callable(item)]
+        raise unknown(f"name in {where}", what, has)
     if not callable(made):
         raise UsageError(f"{kind} {name!r}: {what} is a {type(made).__name__}, not a function")
     factory: Callable[..., Any] = made

@@ -63,10 +63,12 @@ class TrainingLoop:
         total, epochs = self._run.total_steps, self._run.job.config.training.epochs
         while total is None or self.progress.step < total:
             batch = self._batch()
-            if batch is None or batch.epoch != self.progress.epochs_done:
+            if batch is None or batch.epoch > self.progress.epochs_done:
                 if self._end_epoch():
                     return "stopped early"
                 self._fresh = True
+            if batch is None and total is not None:
+                self._record.warn(f"the data ended after {self.progress.step} of {total} steps")
             if batch is None or (total is None and epochs is not None and self.progress.epochs_done >= epochs):
                 return "done"
             self._step(batch)
@@ -84,6 +86,8 @@ class TrainingLoop:
         """The next; None when a stream has ended. Says what could not be had again."""
         batches = self._run.batches
         batch = batches.batch(self.progress.step)
+        if batch is not None and self._is_unusable_rest(batch):
+            batch, self._warn_at = None, 1
         for stray in batches.strays():
             self._record.write(events.StreamStrayed(time.monotonic(), stray.step, stray.skipped, stray.text))
             self._record.warn(stray.text)
@@ -97,10 +101,19 @@ class TrainingLoop:
             self._record.warn(f"batches of the stream cannot be written: {trouble}; they are kept in memory")
         return batch
 
+    def _is_unusable_rest(self, batch: Batch) -> bool:
+        """A last batch too small for the model, of data that is read once: nobody could have made it larger."""
+        step = self.progress.step
+        why = _too_small(batch, self._run.index.least_microbatch, step)
+        return why is not None and self._run.batches.leave_out_last(step, why)
+
     def _step(self, batch: Batch) -> None:
         run, log, step = self._run, self._record.log, self.progress.step
-        _refuse_too_small(batch, run.index.least_microbatch, step)
-        batch = run.index.check_batch(batch, run.job.loss_name, run.job.train.name, f"the batch of step {step}")
+        if (why := _too_small(batch, run.index.least_microbatch, step)) is not None:
+            raise UsageError(
+                f"{why}: use fewer --microbatches, or drop the last, smaller batch (drop_last=True of a DataLoader)"
+            )
+        batch = run.index.check_batch(batch, run.job.loss_name, run.job.train.name, f"the batch of step {step + 1}")
         predicted = self._predicted(batch) if run.job.config.keep.test_then_train else None
         started = time.monotonic()
         run.protection.progress = self.progress
@@ -169,7 +182,7 @@ class TrainingLoop:
             return None
         leaving = run.interrupted() or bool(self._asked) or self._change() is not None
         early = None if leaving else run.batches.early(step)
-        return None if early is None else run.index.in_order(early, f"the batch of step {step}")
+        return None if early is None else run.index.in_order(early, f"the batch of step {step + 1}")
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
@@ -240,11 +253,12 @@ class TrainingLoop:
         return score.loss
 
 
-def _refuse_too_small(batch: Batch, least: int, step: int) -> None:
-    """A table's sizes are checked before the start; a stream may bring any."""
+def _too_small(batch: Batch, least: int, step: int) -> str | None:
+    """Why the model cannot learn from it. A table's sizes are checked before the start; a stream may bring any."""
     smallest = min(len(each) for each in batch.targets)
-    if smallest < least:
-        raise UsageError(
-            f"the batch of step {step} has {batch.samples} samples, so its smallest microbatch has {smallest}, but a "
-            f"BatchNorm needs {least}: use fewer --microbatches, or drop the last, smaller batch"
-        )
+    if smallest >= least:
+        return None
+    return (
+        f"the batch of step {step + 1} has {batch.samples} samples, so its smallest microbatch has {smallest}, but a "
+        f"BatchNorm needs {least}"
+    )
