@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,33 @@ class Growing(nn.Module):
         return x * self.strength
 
 
+CALLS = [0]
+
+
+class OfTheClass(nn.Module):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        OfTheClass.calls += 1
+        return x * 2 if OfTheClass.calls > 200 else x
+
+
+class InAnObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(calls=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.calls += 1
+        return x * 2 if self.kept.calls > 200 else x
+
+
+class InAGlobal(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS[0] += 1
+        return x * 2 if CALLS[0] > 200 else x
+
+
 class Elsewhere(nn.Module):
     """Counts where nobody looks."""
 
@@ -80,12 +109,13 @@ class NumpyDicing(nn.Module):
 
 
 class Unsteady(nn.Module):
-    seen: list[int] = []  # noqa: RUF012
+    """Counts where it is not looked for, with effect at once."""
+
+    seen = itertools.count(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_exporting():
-            self.seen.append(1)
-            return x * len(self.seen)
+            return x * next(self.seen)
         return x
 
 
@@ -176,6 +206,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a branch for one sample": (Alone, r"layer '0' .Alone.* eager mode: with inputs of shape .1, 8., output 0"),
     "a counter": (Counting, "layer '0' .Counting.* changes its attribute calls .*register_buffer"),
     "a number that grows": (Growing, "layer '0' .Growing.* changes its attribute strength"),
+    "a counter of the class": (OfTheClass, "layer '0' .OfTheClass.* changes the class attribute OfTheClass.calls with ev"),
+    "a counter in an object": (InAnObject, "layer '0' .InAnObject.* changes its attribute kept.calls with every"),
+    "a global counter": (InAGlobal, "layer '0' .InAGlobal.* changes the global variable CALLS with every"),
     "a counter elsewhere": (Elsewhere, "layer '0' .Elsewhere.* changes from one forward pass to the next"),
     "Python's random": (Dicing, rf"layer '0' .Dicing.* draws random numbers from Python or NumPy .{HERE}.*torch.rand"),
     "NumPy's random": (NumpyDicing, rf"layer '0' .NumpyDicing.* draws random numbers from Python or NumPy .{HERE}"),

@@ -16,7 +16,7 @@ from oracle import plain_loop, state_sha256
 from ringtmp import Ring
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.model.export import Exporter
-from ringtmp.model.tensors_sharing_memory import overlapping
+from ringtmp.model.overlapping_memory import overlapping
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.clipping import norms_of, total_norm
 from ringtmp.runtime.gradients_at_segment_edges import copied_alike, once_each, whole

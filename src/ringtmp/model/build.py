@@ -37,13 +37,14 @@ from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.name_in_errors import Subject, layer_called, model_itself
 from ringtmp.model.one_export_for_both_modes import same_in_both_modes
 from ringtmp.model.output_tree import described, flattened, is_plain, nest
+from ringtmp.model.overlapping_memory import named_tensors, refuse_overlapping
 from ringtmp.model.parameters_changed_in_forward import written_parameters
 from ringtmp.model.portable_layer import CUSTOM, Layer, hides_inputs
 from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.random_operators import random_count
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.shrink_frozen_weights import channel_axes, shrink
-from ringtmp.model.tensors_sharing_memory import Sample, refuse_own_writes, refuse_shared_writes, untie
+from ringtmp.model.tensors_sharing_memory import Sample, refuse_own_writes, refuse_shared_writes, refuse_stale, untie
 
 T = TypeVar("T")
 #: Told before the long work: of every layer whether it has parameters of its own behind the inputs, and of one module why it
@@ -147,6 +148,7 @@ def _build_cells(
     smallest, largest = min(microbatch_sizes), max(microbatch_sizes)
     sizes = _spread(sorted(set(microbatch_sizes)))
     _refuse_what_cannot_travel("", module)
+    refuse_overlapping(named_tensors(module))
     refuse_unmatched(module, cutting.blocks)
     samples = {size: Sample(call_arguments(module, sample(size))) for size in {1, EXAMPLE_BATCH, AGAIN_BATCH, *sizes}}
     refuse_hooks(subject, module)
@@ -310,6 +312,9 @@ def _check(
 
 
 def _apart(layer: Layer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    trained = {each.name: tensors[each.name] for each in layer.tensors if each.trainable}
+    constants = {each.name: tensors[each.name] for each in layer.tensors if each.kind == "constant"}
+    refuse_stale(layer.name, trained, constants)
     return untie(layer.name, tensors, changed_buffers(layer.train) | changed_buffers(layer.evaluate))
 
 

@@ -27,6 +27,7 @@ from ringtmp.model.call_module import called
 from ringtmp.model.name_in_errors import Subject
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.parameters_changed_in_forward import written_parameters
+from ringtmp.model.plain_state import plain_state
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.run_graph import Program
 
@@ -69,9 +70,9 @@ class Check:
                     f"{self._label} draws random numbers from Python or NumPy{self._drawing(sample)}, which would "
                     "differ on every node: use torch's, such as torch.rand"
                 )
-            attributes = _attributes(self._module)
+            counted = plain_state(self._module)
             second = self._tried(run_eager, sample)
-            self._refuse_counters(attributes)
+            self._refuse_counters(counted)
             self._compare(first, second, sample, "is not deterministic: run twice on the same samples,")
             self._compare(first, self._tried(run_graph, sample), sample, "would not train as it does in eager mode:")
 
@@ -154,11 +155,11 @@ class Check:
             )
 
     def _refuse_counters(self, before: dict[str, object]) -> None:
-        for name, value in _attributes(self._module).items():
+        for name, value in plain_state(self._module).items():
             if before.get(name) != value:
                 raise UsageError(
-                    f"{self._label} changes its attribute {name} with every forward pass, and a graph of tensor operations "
-                    "would not: make it a buffer (register_buffer) and change that in place"
+                    f"{self._label} changes {name} with every forward pass, and a graph of tensor operations would not: "
+                    "make it a buffer (register_buffer) and change that in place"
                 )
 
     @contextmanager
@@ -275,26 +276,6 @@ def _copied(sample: Any) -> Any:
 
 def _samples(sample: Any) -> str:
     return "inputs of shape " + ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(sample))
-
-
-def _attributes(module: nn.Module) -> dict[str, object]:
-    """Plain values a module keeps: what a forward pass might count with."""
-    found: dict[str, object] = {}
-    for path, each in module.named_modules():
-        for name, value in vars(each).items():
-            if isinstance(value, bool | int | float | str) or (
-                isinstance(value, list | tuple | dict) and not name.startswith("_")
-            ):
-                found[f"{path}.{name}".lstrip(".")] = repr(value) if _is_plain(value) else None
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(each) for each in value.values())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(each) for each in value)
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _python_random() -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.model.build_larger_than_memory import FACTORIES, BuiltInFiles, planned_tensor
+from ringtmp.model.overlapping_memory import named_tensors, overlaps, refuse_overlapping
 from ringtmp.model.prepare_weights import Preparation, Preparing
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text
@@ -72,7 +73,9 @@ def _is_whole(module: nn.Module) -> bool:
 
 def shares_weights(module: nn.Module) -> bool:
     every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return len({id(tensor) for _, tensor in every}) < len(every)
+    if len({id(tensor) for _, tensor in every}) < len(every):
+        return True
+    return any(not isinstance(each, nn.Parameter) for pair in overlaps(named_tensors(module)) for _, each in pair)
 
 
 def layers_of(
@@ -103,6 +106,7 @@ def layers_of(
         owners.check(name, module)
         if later:
             preparing.take(f"{name}.", module)
+            refuse_overlapping(owners.alive())
         yield name, module
         del item, module  # one layer in memory, not two
     if not taken:
@@ -116,6 +120,7 @@ def _look_at_all(layers: list[tuple[str, nn.Module]], known: Callable[[list[nn.M
     owners = _TiedWeights()
     for name, module in layers:
         owners.check(name, module)
+    refuse_overlapping(owners.alive())
     if known is not None:
         known([module for _, module in layers])
 
@@ -201,6 +206,10 @@ class _TiedWeights:
             self._note(layer, local, parameter, within=True)
         for local, buffer in module.named_buffers(remove_duplicate=False):
             self._note(layer, local, buffer, within=False)
+
+    def alive(self) -> list[tuple[str, torch.Tensor]]:
+        found = ((name, tensor()) for tensor, name, _ in self._names.values())
+        return [(name, tensor) for name, tensor in found if tensor is not None]
 
     def _note(self, layer: str, local: str, tensor: torch.Tensor, within: bool) -> None:
         name = f"{layer}.{local}"

@@ -20,6 +20,7 @@ from ringtmp.model.call_module import unpacked, without_cache
 from ringtmp.model.memory_aliases import Memory
 from ringtmp.model.name_in_errors import Subject
 from ringtmp.model.output_tree import flattened
+from ringtmp.model.overlapping_memory import overlapping, overlaps
 from ringtmp.model.portable_layer import Layer
 
 
@@ -116,6 +117,18 @@ def refuse_own_writes(subject: Subject, layer: Layer) -> None:
                 )
 
 
+def refuse_stale(name: str, trained: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> None:
+    """A plain attribute in the memory of a parameter changes with it in one process; a node has it as it was at first."""
+    for pair in overlaps([*trained.items(), *constants.items()]):
+        (one, _), (other, _) = pair
+        if {one, other} & constants.keys() and {one, other} & trained.keys():
+            constant, parameter = (one, other) if one in constants else (other, one)
+            raise UsageError(
+                f"{name}.{constant} lies in the memory of the parameter {name}.{parameter} and would not change with it on a "
+                "node: take it from the parameter in forward, or keep a copy (.clone())"
+            )
+
+
 def untie(name: str, tensors: dict[str, torch.Tensor], changed: Iterable[str]) -> dict[str, torch.Tensor]:
     """Every tensor of a layer in memory of its own. Two that share some are told apart, unless the layer changes one."""
     seen: dict[int, str] = {}
@@ -130,28 +143,6 @@ def untie(name: str, tensors: dict[str, torch.Tensor], changed: Iterable[str]) -
             )
         apart[local] = tensor if other == local else tensor.clone()
     return apart
-
-
-def overlapping(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether any element of one lies where an element of the other does."""
-    if _storage(a) != _storage(b) or not a.numel() or not b.numel():
-        return False
-    (first, stop), (start, end) = _span(a), _span(b)
-    if stop <= start or end <= first:
-        return False
-    if a.dtype.itemsize != b.dtype.itemsize:
-        return True  # one memory, two kinds of numbers: not worth telling apart
-    size, lowest = a.dtype.itemsize, min(first, start)
-    taken = torch.zeros((max(stop, end) - lowest) // size, dtype=torch.bool)
-    taken.as_strided(a.shape, a.stride(), (first - lowest) // size).fill_(True)
-    return bool(taken.as_strided(b.shape, b.stride(), (start - lowest) // size).any())
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte in its storage, and the one after the last."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset()) * tensor.dtype.itemsize
-    return start, start + extent * tensor.dtype.itemsize
 
 
 def _storage(tensor: torch.Tensor) -> int:
