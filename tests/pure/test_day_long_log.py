@@ -1,4 +1,4 @@
-"""The events of a run that lasted for days: they are opened whole, with little memory, and their numbers are those of --json."""
+"""The events of a run that lasted for days: opened whole, with little memory, and their numbers are those of --json."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from ringtmp.dashboard.news import News
 
 import day_long_log
 from ringtmp.dashboard.decimated_history import MOST_FRAMES, MOST_POINTS
-from ringtmp.dashboard.news import News
 from ringtmp.dashboard.run_view import LEAST_RECENT, RECENT_NODE_STEPS, RunView
 from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import parts_of
