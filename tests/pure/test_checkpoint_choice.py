@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ringtmp.errors import CheckpointError
 from ringtmp.model.portable_layer import Graph, Layer, OutputTree, OwnedTensor
-from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress, latest, weights_sha256
+from ringtmp.runtime import json_with_checksum
+from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Manifest, Progress, latest, weights_sha256
 
 _NOTHING = Graph((), (), (), False)
 LAYER = Layer(
@@ -127,3 +130,21 @@ def test_writing_a_frozen_file_anew_leaves_the_one_that_another_run_shares(tmp_p
     assert (one.stat().st_ino, one.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert latest(tmp_path / "one" / "checkpoints")[1] == []
     assert names(two.parent) == ["manifest.json", "weights-0000.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "strides", ["{", '{"layer.w": [-1]}', '{"layer.w": [1, 1]}', '{"layer.w": ["1"]}', '{"layer.w": [8000000000]}']
+)
+def test_how_a_tensor_is_laid_out_is_not_believed_unchecked(tmp_path: Path, strides: str) -> None:
+    """The file has the digest its manifest names: whoever wrote it wrote that, too."""
+    folder = saved(tmp_path, 10)
+    path = folder / "weights-0000.safetensors"
+    tensors = load_file(path)
+    assert list(tensors) == ["layer.w"]
+    save_file(tensors, path, metadata={"strides": strides})
+    manifest = folder / "manifest.json"
+    found = json_with_checksum.decode(manifest.read_bytes(), Manifest)
+    found.files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest.write_bytes(json_with_checksum.encode(found))
+    with pytest.raises(CheckpointError, match=r"step-00000010: weights-0000.safetensors cannot be read"):
+        latest(tmp_path)[0].layer(0, LAYER)

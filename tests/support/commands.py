@@ -99,5 +99,5 @@ def workers_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _gone, alive = psutil.wait_procs(processes, timeout=5)
+    _gone, alive = psutil.wait_procs(processes, timeout=20)  # a moment, but for a machine with much else to do
     assert not alive, f"orphans: {alive}"

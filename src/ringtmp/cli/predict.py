@@ -112,4 +112,5 @@ def _read(path: Path) -> dict[str, Any]:
         with loaded:
             return {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UsageError(f"the inputs {path} cannot be read: {error}") from error
+        why = error if path.suffix in {".npy", ".npz"} else "write them as .npy or .npz, with numpy.save or numpy.savez"
+        raise UsageError(f"the inputs {path} cannot be read: {why}") from error

@@ -19,8 +19,8 @@ def named_again(
 ) -> tuple[Source, Source | None]:  # fmt: skip
     if config.training.data == "given":
         raise UsageError(
-            "this run was trained on data given from Python: go on with Ring(...).resume(RUN, data), or name it with "
-            "--data FILE.py:factory"
+            "this run was trained on data given from Python: use Ring(...).resume(RUN, data) or Ring(...).evaluate(RUN, data), "
+            "or name it with --data FILE.py:factory"
         )
     return named_data(config, phase=phase)[1]
 

@@ -37,6 +37,9 @@ from ringtmp.system.files import sync, write_atomic
 from ringtmp.wire.tensors import raw_bytes
 
 FORMAT = 1
+#: A tensor's numbers are believed to lie at most this far apart on average: it may be a column of a wide matrix.
+MOST_SPREAD = 4096
+_strides = msgspec.json.Decoder(dict[str, list[int]])
 #: The folder of what all checkpoints of a run share.
 _NAME = re.compile(r"step-(\d{8,})")
 StateName = tuple[str, str]
@@ -274,16 +277,25 @@ class Checkpoint:
     def _opened(self, path: Path) -> dict[str, torch.Tensor]:
         try:
             with safe_open(str(path), framework="pt") as file:
-                strides: dict[str, list[int]] = json.loads((file.metadata() or {}).get("strides", "{}"))
+                strides = _strides.decode((file.metadata() or {}).get("strides", "{}"))
                 return {key: _strided(file.get_tensor(key), strides.get(key)) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, msgspec.DecodeError, _NoLayout) as error:
             raise CheckpointError(f"{self.folder.name}: {path.name} cannot be read: {error}") from error
+
+
+class _NoLayout(ValueError):  # noqa: N818
+    pass
 
 
 def _strided(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
     """As it was laid out when it was written."""
     if strides is None:
         return tensor
+    if len(strides) != tensor.dim() or min(strides, default=0) < 0:
+        raise _NoLayout(f"strides {strides} for a tensor of shape {tuple(tensor.shape)}")
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    if spanned > MOST_SPREAD * tensor.numel() + 2**20:
+        raise _NoLayout(f"strides {strides} spread {tensor.numel()} numbers over the room of {spanned}")
     return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype).copy_(tensor)
 
 

@@ -109,7 +109,7 @@ class LabelRange:
         sample = int(numbers[row]) if numbers is not None else row
         raise UsageError(
             f"sample {sample} of {where} has label {label}, and the model has {self.classes} outputs, for labels 0 to "
-            f"{self.classes - 1}: correct the label, or give the model's last layer {label + 1} outputs"
+            f"{self.classes - 1}: {_advice(label, targets.dim())}"
             if label >= 0
             else f"sample {sample} of {where} has label {label}: labels are 0 to {self.classes - 1} ({IGNORED} is ignored)"
         )
@@ -123,6 +123,15 @@ class LabelRange:
             else:
                 self.check(targets, stream, torch.arange(first, first + len(targets)))
             first += len(targets)
+
+
+def _advice(label: int, dimensions: int) -> str:
+    if dimensions == 1:
+        return f"correct the label, or give the model's last layer {label + 1} outputs"
+    return (
+        "correct the label, or see that classes are dimension 1 of the outputs, where this loss looks for them (a language "
+        "model's are often the last: transpose them, or give a loss of your own)"
+    )
 
 
 @dataclass
