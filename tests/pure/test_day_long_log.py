@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ringtmp.dashboard.news import News
 
 import day_long_log
 from ringtmp.dashboard.decimated_history import MOST_FRAMES, MOST_POINTS
+from ringtmp.dashboard.messages_to_browser import News
 from ringtmp.dashboard.run_view import LEAST_RECENT, RECENT_NODE_STEPS, RunView
 from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import parts_of
