@@ -60,6 +60,7 @@ busy_w = 2
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(planned_devices, "peak_rss_bytes", lambda: PROCESS_BYTES)  # not what other tests have left here
     (tmp_path / "devices.toml").write_text(FOUR)
     return tmp_path
 
@@ -204,7 +205,6 @@ def test_refusals_say_why_in_one_line(
     says: str,
 ) -> None:
     (folder / "tiny.toml").write_text(FOUR.replace("512", "266").replace("1024", "240"))
-    monkeypatch.setattr(planned_devices, "peak_rss_bytes", lambda: PROCESS_BYTES)  # not what other tests have left here
     monkeypatch.chdir(folder)
     with pytest.raises(RingError) as refusal:
         run("plan", "--quiet", *args)
