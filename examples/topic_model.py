@@ -13,6 +13,7 @@ from random import Random
 import torch
 
 from ringtmp import KeyValueStore
+from ringtmp.kv import KeyValueWorker
 
 THEMES = (
     "bread flour oven yeast salt dough crust",
@@ -32,7 +33,7 @@ def documents(count: int) -> list[list[int]]:
     return found
 
 
-def sample(worker, texts: list[list[int]], passes: int) -> None:
+def sample(worker: KeyValueWorker, texts: list[list[int]], passes: int) -> None:
     draw = Random(worker.number)
     topics = [[draw.randrange(TOPICS) for _ in text] for text in texts]
     first = torch.zeros(len(WORDS), TOPICS, dtype=torch.int64)

@@ -129,7 +129,7 @@ class KeyValueStore:
             raise UsageError(
                 f"an update of {count} rows of table {table!r} is {_kind(whole, count)}, not {_kind(update, len(update))}"
             )
-        if numbers is not None and table in self._rules and len(numbers.unique()) < count:
+        if numbers is not None and table in self._rules and len(set(numbers.tolist())) < count:
             raise UsageError(f"a row of table {table!r} occurs twice in one push: its rule takes one update a row")
         with self._lock:
             for node, share in self._holders(table):
@@ -314,7 +314,7 @@ class _Leader(BaseLeader):
         return next(self._questions)
 
     def turn(self) -> bool:
-        return self._turn()
+        return self._work_once()
 
     def stop(self, reason: str, limit_s: float = 2.0) -> Any:
         self.stopped = True

@@ -196,12 +196,12 @@ class BaseLeader:
             raise NodeLost(str(stalled), node, limit_s) from None
 
     def _pump(self) -> bool:
-        worked = self._turn()
+        worked = self._work_once()
         if not worked:
             self.endpoint.wait(WAIT_S)
         return worked
 
-    def _turn(self) -> bool:
+    def _work_once(self) -> bool:
         """One piece of work, without waiting for any."""
         mail = self.endpoint.collect()
         for each in mail:
