@@ -1,4 +1,4 @@
-"""Data larger than memory: a stream of a million samples that nobody stores, and shards of two gigabytes. Memory stays flat, and
+"""Data larger than memory: a stream of a million samples that nobody stores, shards of two gigabytes. Memory stays flat, and
 nothing but the event log grows on the disk."""
 
 from __future__ import annotations
