@@ -20,7 +20,7 @@ def tar_rows(path: Path) -> Iterator[Sample]:
         with tarfile.open(path) as archive:
             key, found = "", dict[str, bytes]()
             while (member := archive.next()) is not None:
-                archive.members = []  # else it keeps a description of all that went by
+                archive.members = []  # type: ignore[attr-defined]  # else it keeps a description of all that went by
                 if not member.isfile():
                     continue
                 stem, _, ending = member.name.partition(".")

@@ -107,6 +107,8 @@ class Endpoint:
         self.node = transport.node
         self.clock = clock
         self._transport = transport
+        #: Where the transport's library makes sums over all nodes itself; None: it makes none.
+        self.sums: SumsTogether | None = getattr(transport, "sums", None)
         #: What outlives a generation.
         self.snapshots = snapshots or SnapshotStore()
         self._ring = ring
@@ -151,11 +153,6 @@ class Endpoint:
     def end(self) -> None:
         """Everyone is told to stop."""
         self._ending = True
-
-    @property
-    def sums(self) -> SumsTogether | None:
-        """Where the transport's library makes sums over all nodes itself; None: it makes none."""
-        return getattr(self._transport, "sums", None)
 
     def judge(self, sender: int, message: Message) -> None:
         """The one place where it is decided whether a message may be handled. ProtocolError: it may not."""
