@@ -17,6 +17,7 @@ from ringtmp.dashboard import listen_until_stopped
 from ringtmp.dashboard.listen_until_stopped import Place, listening
 from ringtmp.dashboard.messages_to_browser import News
 from ringtmp.dashboard.run_view import RunView
+from ringtmp.dashboard.shared_layers import groups_of
 from ringtmp.dashboard.step_detail import detail_of
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import Event, NodeGone, NodeStarted, Regrouped, encode
@@ -109,6 +110,29 @@ def test_a_file_that_was_replaced_or_emptied_is_read_from_its_beginning(tmp_path
     page.take(view.news())
     assert len(page.rows["points"]) == 1
     assert view.status == "running"
+
+
+def test_nodes_that_hold_the_same_layers_are_a_group_until_one_of_them_goes(tmp_path: Path) -> None:
+    held = {0: ("#0 a", "#3 d"), 1: ("#1 b",), 2: ("#1 b",), 3: ("#2 c",)}
+
+    def told(at: float, generation: int, nodes: list[int]) -> list[Event]:
+        return [NodeStarted(at, node, "worker", 1, generation, held[node], 10) for node in nodes]
+
+    lost = Regrouped(4.0, 1, 2, "node 2 is gone", 3, 0.5, lost=(2,))
+    write(
+        tmp_path / "events.jsonl",
+        [started(), *told(0.0, 1, [0, 1, 2, 3]), step(0, 2.0), lost, *told(4.1, 2, [0, 1, 3])],
+    )
+    view = RunView(tmp_path)
+    all_of(view)
+    shapes = {each.generation: each.groups for each in view.everything().memberships}
+    assert shapes == {1: ((1, 2), (3,)), 2: ()}
+
+
+@pytest.mark.parametrize("held", [("whole model",), ("3 keys", "whole model"), ("#0-1 a", "#3 d"), ()])
+def test_trainers_and_servers_are_no_group_however_alike_they_are(held: tuple[str, ...]) -> None:
+    expected = ((1, 2),) if held and held[0][0] == "#" else ()
+    assert groups_of({0: ("#9 z",), 1: held, 2: held}) == expected
 
 
 def test_a_lost_node_is_out_until_the_ring_has_healed(tmp_path: Path) -> None:
