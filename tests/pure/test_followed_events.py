@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,22 @@ def test_a_run_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", [msgspec.structs.replace(started(), schema=2, version="9.0")])
     with pytest.raises(UsageError, match=r"was written by ringtmp 9.0, whose events \(schema 2\)"):
         watch(tmp_path)
+
+
+@pytest.mark.parametrize("in_the_terminal", [None, "lynx", "w3m"])
+def test_where_no_browser_has_a_window_that_is_said_and_none_is_started(
+    in_the_terminal: str | None, tmp_path: Path
+) -> None:
+    if in_the_terminal is not None:
+        (tmp_path / in_the_terminal).write_text("#!/bin/sh\ntouch started\n")
+        (tmp_path / in_the_terminal).chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", "from ringtmp.cli.watch import _open; _open('http://127.0.0.1:1/')"], cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/nothing", "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "there is no browser here: open the address yourself" in done.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_port_in_use_names_its_process_and_the_next_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
