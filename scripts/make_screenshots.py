@@ -1,4 +1,4 @@
-"""Pictures of the live page for docs/: `make screenshots`. Trains a few times for some seconds, then looks with a headless Chromium.
+"""Pictures of the live page for docs/: `make screenshots`. Trains a few times for some seconds, then looks with Chromium.
 
 The browser is the one of the tests (tests/support), so nothing else need be installed.
 """

@@ -23,6 +23,7 @@ import urllib.request
 from http.cookiejar import CookieJar
 from pathlib import Path
 from statistics import fmean, median
+from typing import cast
 
 import msgspec
 import psutil
@@ -188,7 +189,7 @@ def _connected(viewers: subprocess.Popen[str] | None) -> int:
     if viewers is None:
         return 0
     found = psutil.Process(viewers.pid).net_connections("tcp")
-    return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
+    return len([each for each in found if each.status == psutil.CONN_ESTABLISHED])
 
 
 def look(address: str, count: int, read: bool) -> None:
@@ -198,7 +199,8 @@ def look(address: str, count: int, read: bool) -> None:
     urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar)).open(address, timeout=60).read()
     cookie = "; ".join(f"{each.name}={each.value}" for each in jar)
     name, _, port = host.rpartition(":")
-    held, waiting = [], selectors.DefaultSelector()
+    held: list[socket.socket] = []
+    waiting = selectors.DefaultSelector()
     for _ in range(count):
         made = socket.create_connection((name, int(port)), timeout=60)
         if not read:
@@ -211,7 +213,7 @@ def look(address: str, count: int, read: bool) -> None:
         time.sleep(60)
     while waiting.get_map():
         for key, _ in waiting.select():
-            if not key.fileobj.recv(2**16):  # type: ignore[union-attr]
+            if not cast(socket.socket, key.fileobj).recv(2**16):
                 waiting.unregister(key.fileobj)
 
 

@@ -97,39 +97,6 @@ def test_a_killed_worker_appears_and_heals_on_screen_and_the_end_has_the_numbers
 
 @pytest.mark.long
 @needs_browser
-@pytest.mark.timeout(400)
-def test_groups_are_drawn_while_they_train_and_in_the_replay(tmp_path: Path) -> None:
-    """Quick twins: test_followed_events.py, test_terminal_view.py."""
-    process, addresses = started(tmp_path, 400, "--model", "mlp", "--nodes", 4, "--groups", "2,1", "--sum-tree", 4)
-    hulls = "document.querySelectorAll('#ring-drawing .group:not(.edge)').length"
-    try:
-        with Browser(tmp_path / "browser") as browser:
-            shown(browser, addresses["look"])
-            until(browser, "ringtmp.state().status === 'running' && ringtmp.state().step > 5", 120)
-            until(browser, "document.getElementById('lead').textContent.includes('4 nodes as M-2-1-M')")
-            until(browser, f"{hulls} == 1")
-            labels = browser.evaluate(
-                "[...document.querySelectorAll('#ring-drawing [role=button]')].map(each => each.ariaLabel)"
-            )
-            assert [("shared with" in each) for each in labels] == [False, True, True, False], labels
-            until(browser, "document.querySelectorAll('#ring-drawing .lane.dots.s[style*=visible]').length == 2")
-            until(browser, "ringtmp.state().status === 'done'", 120)
-            browser.evaluate(
-                "const s = document.querySelector('#slider'); s.value = 500; s.dispatchEvent(new Event('input'))"
-            )
-            until(browser, "!document.querySelector('#moment').textContent.startsWith('0:00 of 0:00')")
-            until(browser, f"{hulls} == 1")
-            held = browser.evaluate("document.querySelectorAll('#nodes-table tbody small')[1].textContent")
-            assert held.endswith("shared with node 2")
-            assert browser.problems == []
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.long
-@needs_browser
 @pytest.mark.timeout(120)
 def test_who_has_the_address_to_act_saves_a_checkpoint_and_stops_the_run_after_being_asked(tmp_path: Path) -> None:
     """Quick twin: test_asked_of_a_run.py."""

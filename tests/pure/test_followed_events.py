@@ -209,7 +209,7 @@ def test_where_no_browser_has_a_window_that_is_said_and_none_is_started(
     in_the_terminal: str | None, tmp_path: Path
 ) -> None:
     if in_the_terminal is not None:
-        (tmp_path / in_the_terminal).write_text("#!/bin/sh\ntouch started\n")
+        (tmp_path / in_the_terminal).write_text("#!/bin/sh\n: > started\n")
         (tmp_path / in_the_terminal).chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-c", "from ringtmp.cli.watch import _open; _open('http://127.0.0.1:1/')"], cwd=tmp_path,
