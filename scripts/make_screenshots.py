@@ -20,7 +20,7 @@ PICTURES = (
     ("page-dark", ("ring",), 1280, 1180, True),
     ("page-phone", ("ring",), 390, 1560, True),
     ("page-compare", ("ring", "ps"), 1280, 1420, False),
-    ("page-groups", ("groups",), 1280, 800, False),
+    ("page-groups", ("groups",), 1280, 860, False),
 )
 RUNS = {
     "ring": ("--nodes", "4"),
