@@ -1,4 +1,4 @@
-"""Pictures of the live page for docs/: `make screenshots`. Trains twice for a few seconds, then looks with a headless Chromium.
+"""Pictures of the live page for docs/: `make screenshots`. Trains a few times for some seconds, then looks with Chromium.
 
 The browser is the one of the tests (tests/support), so nothing else need be installed.
 """
@@ -20,7 +20,13 @@ PICTURES = (
     ("page-dark", ("ring",), 1280, 1180, True),
     ("page-phone", ("ring",), 390, 1560, True),
     ("page-compare", ("ring", "ps"), 1280, 1420, False),
+    ("page-groups", ("groups",), 1280, 860, False),
 )
+RUNS = {
+    "ring": ("--nodes", "4"),
+    "ps": ("--nodes", "4", "--strategy", "ps:bsp"),
+    "groups": ("--nodes", "5", "--groups", "2,2", "--sum-tree", "4"),
+}
 
 
 def main() -> None:
@@ -29,18 +35,8 @@ def main() -> None:
 
     OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name, strategy in (("ring", "ring"), ("ps", "ps:bsp")):
-            command = [
-                "train",
-                "--strategy",
-                strategy,
-                "--nodes",
-                "4",
-                "--epochs",
-                "4",
-                "--run-dir",
-                f"{folder}/{name}",
-            ]
+        for name, settings in RUNS.items():
+            command = ["train", *settings, "--epochs", "4", "--run-dir", f"{folder}/{name}"]
             subprocess.run([sys.executable, "-m", "ringtmp", *command], check=True)
         with Browser(Path(folder) / "browser") as browser:
             for name, runs, width, height, dark in PICTURES:

@@ -10,7 +10,10 @@ pytest.importorskip("uvicorn")
 from pathlib import Path
 
 from browser import TOO_WIDE, Browser, chromium
+from known_run import started, step
+from ringtmp.metrics.events import Event, NodeStarted, NodeStep, Reading, RunEnded
 from ringtmp.metrics.summary import Summary
+from test_followed_events import write
 from test_training_loop import train
 from watched import SERIOUS, axe, shown, state, tiles, until, watching
 
@@ -81,3 +84,49 @@ def test_it_fits_a_phone_in_both_colour_schemes_and_axe_finds_nothing_serious(
         assert browser.problems == []
     if source is None:
         pytest.skip("axe-core could not be had (npm pack axe-core): contrast and roles were not looked at")
+
+
+HELD = (("#0 embed", "#3 head"), ("#1 block",), ("#1 block",), ("#2 block",))
+#: Who sends to whom: from the master to the group of two, from either to the next, on to the master; and within the group.
+SPOKEN = {0: (1, 2, 3), 1: (0, 2, 3), 2: (0, 1, 3), 3: (0, 1, 2)}
+
+
+def grouped(first: int, stop: int) -> list[Event]:
+    """Steps of M-2-1-M, half a second each."""
+    found: list[Event] = []
+    for number in range(first, stop):
+        for node in range(4):
+            told = Reading((number + 1) / 2, 2**28, dict.fromkeys(SPOKEN[node], 1000 * (number + 1)))
+            found.append(
+                NodeStep(node, number, number / 2, number / 2 + 0.5, 0.3, 0.2, {"activations": 0.2}, 3000, 3000, (),
+                         {"forward": 0.3}, reading=told)
+            )  # fmt: skip
+        found.append(step(number, (number + 1) / 2, 0.5))
+    return found
+
+
+@pytest.mark.long  # quick twins: test_followed_events.py, test_terminal_view.py
+def test_groups_are_drawn_while_they_train_and_in_the_replay(tmp_path: Path) -> None:
+    nodes = [NodeStarted(0.0, node, "worker" if node else "master", 1, 1, held, 10) for node, held in enumerate(HELD)]
+    write(tmp_path / "events.jsonl", [started(), *nodes, *grouped(0, 8)])
+    band = "document.querySelectorAll('#ring-drawing .group:not(.edge)').length === 1"
+    sums = "document.querySelectorAll('#ring-drawing .lane.dots.s[style*=visible]').length === 2"
+    with watching(tmp_path, cwd=tmp_path) as addresses, Browser(tmp_path / "browser") as browser:
+        shown(browser, addresses["look"])
+        until(browser, "ringtmp.state().status === 'running' && ringtmp.state().step === 8")
+        until(browser, f"{band} && {sums}")
+        until(browser, "document.getElementById('lead').textContent.includes('4 nodes as M-2-1-M')")
+        labels = browser.evaluate(
+            "[...document.querySelectorAll('#ring-drawing [role=button]')].map(each => each.getAttribute('aria-label'))"
+        )
+        assert [("shared with" in each) for each in labels] == [False, True, True, False], labels
+        held = browser.evaluate("document.querySelectorAll('#nodes-table tbody small')[1].textContent")
+        assert held == "layer 1, shared with node 2"
+        write(tmp_path / "events.jsonl", [*grouped(8, 12), RunEnded(6.5, 12, "done", "ab" * 32)])
+        until(browser, "ringtmp.state().status === 'done' && ringtmp.state().step === 12")
+        browser.evaluate(
+            "const s = document.querySelector('#slider'); s.value = 500; s.dispatchEvent(new Event('input'))"
+        )
+        until(browser, "document.querySelector('#moment').textContent.startsWith('0:03 of')")
+        until(browser, f"{band} && {sums}")
+        assert browser.problems == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ringtmp.dashboard import listen_until_stopped
 from ringtmp.dashboard.listen_until_stopped import Place, listening
 from ringtmp.dashboard.messages_to_browser import News
 from ringtmp.dashboard.run_view import RunView
+from ringtmp.dashboard.shared_layers import groups_of
 from ringtmp.dashboard.step_detail import detail_of
 from ringtmp.errors import UsageError
 from ringtmp.metrics.events import Event, NodeGone, NodeStarted, Regrouped, encode
@@ -111,6 +114,29 @@ def test_a_file_that_was_replaced_or_emptied_is_read_from_its_beginning(tmp_path
     assert view.status == "running"
 
 
+def test_nodes_that_hold_the_same_layers_are_a_group_until_one_of_them_goes(tmp_path: Path) -> None:
+    held = {0: ("#0 a", "#3 d"), 1: ("#1 b",), 2: ("#1 b",), 3: ("#2 c",)}
+
+    def told(at: float, generation: int, nodes: list[int]) -> list[Event]:
+        return [NodeStarted(at, node, "worker", 1, generation, held[node], 10) for node in nodes]
+
+    lost = Regrouped(4.0, 1, 2, "node 2 is gone", 3, 0.5, lost=(2,))
+    write(
+        tmp_path / "events.jsonl",
+        [started(), *told(0.0, 1, [0, 1, 2, 3]), step(0, 2.0), lost, *told(4.1, 2, [0, 1, 3])],
+    )
+    view = RunView(tmp_path)
+    all_of(view)
+    shapes = {each.generation: each.groups for each in view.everything().memberships}
+    assert shapes == {1: ((1, 2), (3,)), 2: ()}
+
+
+@pytest.mark.parametrize("held", [("whole model",), ("3 keys", "whole model"), ("#0-1 a", "#3 d"), ()])
+def test_trainers_and_servers_are_no_group_however_alike_they_are(held: tuple[str, ...]) -> None:
+    expected = ((1, 2),) if held and held[0][0] == "#" else ()
+    assert groups_of({0: ("#9 z",), 1: held, 2: held}) == expected
+
+
 def test_a_lost_node_is_out_until_the_ring_has_healed(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", [*known_events()[:9], NodeGone(4.0, 2, 1, "node 1 is gone")])
     view = RunView(tmp_path)
@@ -176,6 +202,22 @@ def test_a_run_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", [msgspec.structs.replace(started(), schema=2, version="9.0")])
     with pytest.raises(UsageError, match=r"was written by ringtmp 9.0, whose events \(schema 2\)"):
         watch(tmp_path)
+
+
+@pytest.mark.parametrize("in_the_terminal", [None, "lynx", "w3m"])
+def test_where_no_browser_has_a_window_that_is_said_and_none_is_started(
+    in_the_terminal: str | None, tmp_path: Path
+) -> None:
+    if in_the_terminal is not None:
+        (tmp_path / in_the_terminal).write_text("#!/bin/sh\n: > started\n")
+        (tmp_path / in_the_terminal).chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", "from ringtmp.cli.watch import _open; _open('http://127.0.0.1:1/')"], cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/nothing", "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "there is no browser here: open the address yourself" in done.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_port_in_use_names_its_process_and_the_next_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

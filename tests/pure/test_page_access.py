@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("starlette")
 
 from known_run import known_events
-from ringtmp.dashboard.access import ACT, HEADERS, LOOK, MOST_SESSIONS, Access
-from ringtmp.dashboard.listen_until_stopped import hosts_of
+from ringtmp.dashboard.access import ACT, HEADERS, LOOK, MOST_SESSIONS, Access, Refused
+from ringtmp.dashboard.listen_until_stopped import Place, hosts_of, listening
 from ringtmp.dashboard.run_view import RunView
 from ringtmp.dashboard.server import Board, application
+from ringtmp.errors import UsageError
 from ringtmp.metrics.events import encode
 
 PORT = 8650
@@ -150,6 +151,21 @@ def test_old_sessions_make_room_for_new_ones(client: Client) -> None:
     for _ in range(MOST_SESSIONS):
         client.cookie(LOOK)
     assert client.ask("/", cookie=first)[0] == 401
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "10.9.8.7", "fd00::7", "Desk.local"])
+def test_a_browser_may_name_the_address_that_was_printed(host: str) -> None:
+    named = f"[{host}]" if ":" in host else host
+    access = Access(PORT, hosts_of(host, PORT), secure=False, may_act=False)
+    access.check_origin("GET", {"host": f"{named}:{PORT}"})
+    with pytest.raises(Refused, match="not the host that ringtmp serves"):
+        access.check_origin("GET", {"host": f"evil.example:{PORT}"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_a_page_is_served_on_one_named_address(host: str) -> None:
+    with pytest.raises(UsageError, match="every address of this machine"):
+        listening(Place(host))
 
 
 # -- acting ---------------------------------------------------------------------------------------------------------------

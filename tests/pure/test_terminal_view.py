@@ -7,19 +7,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from known_run import known_events
+from known_run import known_events, started, step
 from ringtmp.dashboard.run_view import RunView
 from ringtmp.dashboard.terminal_view import drawing, watch
-from ringtmp.metrics.events import NodeGone
+from ringtmp.metrics.events import Event, NodeGone, NodeStarted
 from test_followed_events import write
 
 
-def drawn(folder: Path) -> str:
+def drawn(folder: Path, columns: int = 140) -> str:
     view = RunView(folder)
     while view.look():
         pass
     out = io.StringIO()
-    Console(file=out, width=140).print(drawing(view.everything()))
+    Console(file=out, width=columns).print(drawing(view.everything(), columns))
     return out.getvalue()
 
 
@@ -33,6 +33,30 @@ def test_every_node_has_a_row_with_its_busy_share_and_what_it_waits_for(tmp_path
     assert "50%" in rows["node 1"]
     assert "activations" in rows["node 1"]
     assert "The run ended: done" in text
+
+
+def with_groups() -> list[Event]:
+    held = [("#0-1 embed to block1", "#5 head"), ("#2 block2",), ("#2 block2",), ("#3-4 block3 to block4",)]
+    found = [NodeStarted(0.0, node, "worker", 1, 1, segments, 10) for node, segments in enumerate(held)]
+    return [started(), *found, step(0, 2.0)]
+
+
+def test_nodes_that_hold_the_same_layers_stand_behind_one_bracket(tmp_path: Path) -> None:
+    write(tmp_path / "events.jsonl", with_groups())
+    lines = drawn(tmp_path).splitlines()
+    assert lines[0].startswith(("running  4 nodes as M-2-1-M", "cut off  4 nodes as M-2-1-M"))
+    assert [line[:8] for line in lines if "#" in line[:20]] == ["  master", "┌ node 1", "└ node 2", "  node 3"]
+
+
+def test_in_eighty_columns_names_and_numbers_are_whole(tmp_path: Path) -> None:
+    known = known_events()
+    write(tmp_path / "events.jsonl", [*known[:-1], NodeGone(7.0, 2, 1, "node 1 is gone")])
+    lines = drawn(tmp_path, 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split("  ")[0]: line for line in lines}
+    for part in ("75%", "gradients", "500 B/s"):
+        assert part in rows["master"]
+    assert "lost" in rows["node 1"]
 
 
 def test_a_lost_node_is_marked_and_what_another_node_wrote_moves_no_cursor(tmp_path: Path) -> None:

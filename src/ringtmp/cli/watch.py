@@ -65,8 +65,14 @@ def _in_terminal(runs: tuple[Path, ...]) -> None:
 
 
 def _open(address: str) -> None:
+    """In a browser with a window. One that runs in the terminal would keep the page's server waiting, and cannot draw it."""
     import sys
     import webbrowser
 
-    if not webbrowser.open(address):
+    try:
+        browser = webbrowser.get()
+        opened = type(browser) is not webbrowser.GenericBrowser and browser.open(address)
+    except webbrowser.Error:
+        opened = False
+    if not opened:
         print("there is no browser here: open the address yourself, on this machine", file=sys.stderr)

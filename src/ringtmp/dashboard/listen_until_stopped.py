@@ -40,6 +40,12 @@ class Place:
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
 
+    @property
+    def everywhere(self) -> bool:
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_unspecified
+        return self.host == ""
+
 
 def require_web() -> None:
     try:
@@ -52,6 +58,11 @@ def require_web() -> None:
 
 def listening(place: Place) -> socket.socket:
     """A socket on the port that was asked for, or the next free one where none was."""
+    if place.everywhere:
+        raise UsageError(
+            f"{place.host} stands for every address of this machine, and a page is served on one that is named: "
+            "give one that `ip address` lists"
+        )
     first = PORT if place.port is None else place.port
     last = first + MORE_PORTS if place.port is None else first
     for port in range(first, last + 1):
@@ -106,7 +117,9 @@ def _next_free(host: str, port: int) -> str:
 
 def hosts_of(host: str, port: int) -> frozenset[str]:
     """What a browser may call us."""
-    names = {"localhost", "127.0.0.1", "[::1]"} if Place(host).loopback else {f"[{host}]" if ":" in host else host}
+    names = {f"[{host}]" if ":" in host else host.lower()}
+    if Place(host).loopback:
+        names |= {"localhost", "127.0.0.1", "[::1]"}
     return frozenset(f"{name}:{port}" for name in names)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ringtmp.dashboard.shared_layers import groups_of
 from ringtmp.metrics.summary import Summary
 
 
@@ -23,6 +24,12 @@ class Membership(msgspec.Struct, frozen=True):
     at_s: float
     generation: int
     members: tuple[Member, ...]
+    #: The nodes of every group, in the order of layers; empty where no two nodes hold the same.
+    groups: tuple[tuple[int, ...], ...] = ()
+
+
+def membership(at_s: float, generation: int, members: tuple[Member, ...]) -> Membership:
+    return Membership(at_s, generation, members, groups_of({each.node: each.segments for each in members}))
 
 
 class Outage(msgspec.Struct):

@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from ringtmp import __version__
 from ringtmp.dashboard.decimated_history import Frames, Points
 from ringtmp.dashboard.follow_file import Follower
-from ringtmp.dashboard.messages_to_browser import Member, Membership, More, News, Now, Outage, Test
+from ringtmp.dashboard.messages_to_browser import Member, Membership, More, News, Now, Outage, Test, membership
 from ringtmp.dashboard.sentences_for_events import Happenings
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events
@@ -143,11 +142,11 @@ class RunView:
         last = self._memberships[-1] if self._memberships else None
         self._frames.forget_readings([event.node])
         if last is None or last.generation != event.generation or at_s < last.at_s:
-            self._memberships.append(Membership(at_s, event.generation, (new,)))
+            self._memberships.append(membership(at_s, event.generation, (new,)))
             return
         others = tuple(each for each in last.members if each.node != new.node)
         members = tuple(sorted((*others, new), key=lambda each: each.node))
-        self._memberships[-1] = msgspec.structs.replace(last, members=members)
+        self._memberships[-1] = membership(last.at_s, last.generation, members)
 
     def _regrouped(self, event: events.Regrouped, at_s: float) -> None:
         told = {each.node for each in self._outages if each.to_s is None}
@@ -159,7 +158,7 @@ class RunView:
             last is not None and event.lost and last.at_s < at_s - event.seconds
         ):  # nobody started: others take its place
             members = tuple(each for each in last.members if each.node not in event.lost)
-            self._memberships.append(Membership(at_s, event.generation, members))
+            self._memberships.append(membership(at_s, event.generation, members))
         self._undo(event.step)
 
     def _undo(self, step: int) -> None:

@@ -16,13 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ringtmp.dashboard.decimated_history import IDLE
-from ringtmp.dashboard.messages_to_browser import News
+from ringtmp.dashboard.messages_to_browser import Member, Membership, News
 from ringtmp.dashboard.run_view import RunView
+from ringtmp.plan.node_groups import shape_text
 from ringtmp.units import bytes_text, count_text, seconds_text
 from ringtmp.untrusted import printable
 
 LOOK_S, LINE_S = 0.5, 10.0
-BAR, LOSSES, HAPPENED = 24, 48, 5
+LOSSES, HAPPENED = 48, 5
+#: A terminal of so many columns is wide. How wide the bar, a name and what is held may be there, and in a narrower one.
+WIDE, BAR, NAME, HELD = 112, (24, 8), (34, 16), (28, 14)
+LOST = ("lost; its place is being taken", "lost")
 _LEVELS = "▁▂▃▄▅▆▇█"
 #: The ring goes on for as long as it is one of these.
 GOING = ("waiting", "reading", "running", "healing")
@@ -38,7 +42,7 @@ def watch(run: Path, stream: IO[str], sleep: Callable[[float], None] = time.slee
         while True:
             more = view.look()
             told = view.everything()
-            live.update(drawing(told), refresh=True)
+            live.update(drawing(told, console.width), refresh=True)
             if told.status not in GOING:
                 return
             sleep(0.05 if more else LOOK_S)
@@ -66,6 +70,9 @@ def _lines(view: RunView, console: Console, sleep: Callable[[float], None]) -> N
 
 def headline(news: News) -> str:
     parts = [news.status]
+    if news.memberships and news.memberships[-1].groups:
+        there = news.memberships[-1]
+        parts.append(f"{len(there.members)} nodes as {shape_text([len(each) for each in there.groups])}")
     if news.now is not None:
         parts.append(f"step {news.now.step}{f' of {news.total_steps}' if news.total_steps else ''}")
         parts.append(f"loss {news.now.loss:.4f}")
@@ -76,33 +83,52 @@ def headline(news: News) -> str:
     return "  ".join(parts)
 
 
-def drawing(news: News) -> Group:
-    """The whole picture, as rich draws it."""
+def drawing(news: News, columns: int) -> Group:
+    """The whole picture, as rich draws it in a terminal of so many columns."""
+    narrow = columns < WIDE
+    full = BAR[narrow]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, justify in (("node", "left"), ("holds", "left"), ("", "left"), ("busy", "right"), ("waits most for", "left"),
                            ("sends", "right"), ("memory", "right")):  # fmt: skip
         table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     shares = _shares(news)
     out = {each.node for each in news.outages if each.to_s is None}
-    for member in news.memberships[-1].members if news.memberships else ():
-        held = Text(printable(", ".join(member.segments)))
-        held.truncate(28, overflow="ellipsis")
+    for bracket, member in _rows(news.memberships[-1]) if news.memberships else ():
+        name, held = Text(bracket + printable(member.name)), Text(printable(", ".join(member.segments)))
+        name.truncate(NAME[narrow], overflow="ellipsis")
+        held.truncate(HELD[narrow], overflow="ellipsis")
         if member.node in out:
-            table.add_row(Text(printable(member.name), "red"), held, Text("lost; its place is being taken", "red"))
+            name.stylize("red")
+            table.add_row(name, held, Text(LOST[narrow], "red"))
             continue
         work, sent, rss = shares.get(member.node, ({}, 0, 0))
         total = sum(work.values())
         idle = {kind.removeprefix(IDLE): seconds for kind, seconds in work.items() if kind.startswith(IDLE)}
         busy = 1 - sum(idle.values()) / total if total else 0.0
-        bar = Text("█" * round(BAR * busy), "blue") + Text("░" * (BAR - round(BAR * busy)), "bright_black")
+        bar = Text("█" * round(full * busy), "blue") + Text("░" * (full - round(full * busy)), "bright_black")
         table.add_row(
-            Text(printable(member.name)), held, bar, f"{busy:.0%}" if total else "",
+            name, held, bar, f"{busy:.0%}" if total else "",
             Text(printable(max(idle, key=lambda each: idle[each]))) if idle else "",
             f"{bytes_text(sent / total)}/s" if total else "", bytes_text(rss) if rss else "",
         )  # fmt: skip
     happened = news.log.rows[-HAPPENED:] if news.log is not None else []
     lines = [Text(f"{seconds_text(each.at_s):>12}  {printable(each.text)}", "bright_black") for each in happened]
     return Group(Text(headline(news), "bold"), Text(_losses(news), "blue"), table, *lines)
+
+
+def _rows(there: Membership) -> list[tuple[str, Member]]:
+    """Every member; those of a group stand together, behind one bracket."""
+    if not there.groups:
+        return [("", each) for each in there.members]
+    by_node = {each.node: each for each in there.members}
+    grouped = {node for group in there.groups for node in group}
+    rows = [("  ", each) for each in there.members if each.node not in grouped]
+    for group in there.groups:
+        last = len(group) - 1
+        for place, node in enumerate(group):
+            bracket = "  " if not last else "┌ " if not place else "└ " if place == last else "│ "
+            rows.append((bracket, by_node[node]))
+    return rows
 
 
 def _shares(news: News) -> dict[int, tuple[dict[str, float], int, int]]:
@@ -122,7 +148,7 @@ def _losses(news: News) -> str:
     values = [row[2] for row in news.points.rows] if news.points is not None else []
     if not values:
         return ""
-    width = max(1, len(values) // LOSSES)
+    width = -(-len(values) // LOSSES)
     means = [sum(values[at : at + width]) / len(values[at : at + width]) for at in range(0, len(values), width)]
     low, high = min(means), max(means)
     return "".join(_LEVELS[round((each - low) / (high - low or 1) * (len(_LEVELS) - 1))] for each in means)

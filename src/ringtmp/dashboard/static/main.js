@@ -1,7 +1,7 @@
 // The page: listens to the stream of news, keeps what is known of each run, and draws the moment that is shown.
 
 import { $, bytes, clock, count, joules, loss, make, percent, rate, say, seconds } from "./text.js";
-import { Run } from "./runs.js";
+import { Run, shape } from "./runs.js";
 import { RingDrawing } from "./ring.js";
 import { NodeTable, legend } from "./nodes.js";
 import { Charts, RUN_COLOURS } from "./charts.js";
@@ -70,7 +70,7 @@ function head(run, view) {
   say($("title"), summary ? `${summary.model} on ${summary.data}` : run.name || "Waiting for the run");
   document.title = `${summary ? `${summary.model}, ` : ""}${run.status} · RingTMP`;
   const several = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-  say($("lead"), summary ? `${summary.strategy}, ${several(view.members.length || summary.nodes, "node")}, batches of ${summary.batch_size} in ${several(summary.microbatches, "microbatch").replace("microbatchs", "microbatches")}, ${summary.schedule}${summary.emulated ? ", emulated devices" : ""}` : "The page fills as soon as there is something to see.");
+  say($("lead"), summary ? `${summary.strategy}, ${several(view.members.length || summary.nodes, "node")}${view.groups.length ? ` as ${shape(view.groups)}` : ""}, batches of ${summary.batch_size} in ${several(summary.microbatches, "microbatch").replace("microbatchs", "microbatches")}, ${summary.schedule}${summary.emulated ? ", emulated devices" : ""}` : "The page fills as soon as there is something to see.");
   status(run === nothing ? "connecting" : !connected && !ended && !run.ended ? "lost" : run.status);
   const notes = [];
   if (run.status === "reading") notes.push(`Reading the events: ${percent(run.read)}.`);
@@ -108,14 +108,20 @@ function tiles(run, view) {
 function caption(run, view) {
   if (node !== null) {
     const member = view.members.find((each) => each.node === node), mine = view.nodes.get(node);
-    if (member) return `${member.name}: ${member.segments.join(", ") || member.role}, ${count(member.parameters)} parameters${mine?.total ? `; sends ${rate(mine.sent / mine.total)}, receives ${rate(mine.received / mine.total)}` : ""}.`;
+    if (member) return `${member.name}: ${member.segments.join(", ") || member.role}, ${count(member.parameters)} parameters${mine?.total ? `; sends ${rate(mine.sent / mine.total)}${to(view, node)}, receives ${rate(mine.received / mine.total)}` : ""}.`;
   }
   return view.members.length ? `Ring around each node: its busy share, by kind of work. Dots: tensors on their way${view.links.size ? ", the faster the more bytes a second" : ""}.` : "";
 }
 
+// What goes to each, where that is told: " (1.2 MiB/s to node 2, 3.4 MiB/s to node 3)".
+function to(view, node) {
+  const found = view.members.map((each) => [view.links.get(`${node}>${each.node}`), each.name]).filter(([value]) => value).map(([value, name]) => `${rate(value)} to ${name}`);
+  return found.length > 1 && found.length <= 6 ? ` (${found.join(", ")})` : "";
+}
+
 function linkLegend(view) {
   const ringlike = !view.members.some((each) => each.role === "server") && view.members.some((each) => each.segments.some((name) => /^#\d/.test(name)));
-  const texts = ringlike ? ["activations, clockwise", "gradients, back"] : ["one way", "the other way"], list = $("link-legend");
+  const texts = ringlike ? ["activations, clockwise", "gradients, back", ...(view.groups.length ? ["gradients added up in a group"] : [])] : ["one way", "the other way"], list = $("link-legend");
   if (list.dataset.key === texts.join()) return;
   list.dataset.key = texts.join();
   list.replaceChildren(...texts.map((text, i) => { const swatch = make("i"); swatch.style.setProperty("--c", `var(--c${i})`); return make("li", {}, swatch, text); }));

@@ -1,7 +1,7 @@
 // The table of nodes: what each did in the last seconds, by kind and cause, what it sent, and its memory against its cap.
 
 import { bytes, joules, make, percent, rate, say } from "./text.js";
-import { look } from "./runs.js";
+import { look, sharers } from "./runs.js";
 import { holds } from "./ring.js";
 
 export class NodeTable {
@@ -41,9 +41,9 @@ export class NodeTable {
     parts.row.classList.toggle("out", out);
     parts.row.classList.toggle("chosen", selected === member.node);
     say(parts.title, member.role === "server" ? `${member.name} (server)` : member.name);
-    const held = holds(member.segments);
+    const others = sharers(view, member.node), held = holds(member.segments) + (others.length ? `, shared with ${others.length > 2 ? `${others.length} others` : others.join(" and ")}` : "");
     say(parts.small, out ? "lost; its place is being taken" : held || member.role);
-    parts.small.title = member.segments.join(", ");
+    parts.small.title = member.segments.join(", ") + (others.length ? `, shared with ${others.join(", ")}` : "");
     const wanted = mine?.total && !out ? [...mine.work].map(([kind, s]) => ({ ...look(kind), s })).sort((a, b) => a.place - b.place) : [];
     while (parts.stack.children.length < wanted.length) parts.stack.append(make("i"));
     while (parts.stack.children.length > wanted.length) parts.stack.lastChild.remove();

@@ -2,7 +2,7 @@
 // It is built anew only when other nodes take part or the room changes; else only what differs is written.
 
 import { bytes, rate, percent, say, svg } from "./text.js";
-import { look } from "./runs.js";
+import { look, sharers } from "./runs.js";
 
 const LARGE = 12; // more nodes are drawn small
 const LABELLED = 10; // with more, a link's rate is told in the table alone
@@ -28,9 +28,12 @@ export class RingDrawing {
     this.last = [view, selected, moving];
     const members = [...view.members];
     const width = this.box.clientWidth, height = this.box.clientHeight;
-    const pairs = pairsOf(view, members);
-    const key = JSON.stringify([members.map((m) => [m.node, m.name, m.role, m.segments]), pairs, Math.round(width), Math.round(height)]);
-    if (key !== this.key) { this.key = key; this.build(members, pairs, width, height); }
+    const there = JSON.stringify([view.groups, members.map((m) => m.node)]);
+    if (there !== this.there) { this.there = there; this.spoken = new Set(); }
+    for (const each of view.links.keys()) this.spoken.add(each);  // who has once spoken to whom stays joined
+    const pairs = view.groups.length ? pairsOfGroups(view, members, this.spoken) : pairsOf(view, members);
+    const key = JSON.stringify([there, members.map((m) => [m.node, m.name, m.role, m.segments]), pairs, Math.round(width), Math.round(height)]);
+    if (key !== this.key) { this.key = key; this.build(members, pairs, width, height, view.groups); }
     this.box.classList.toggle("still", !moving);
     for (const member of members) this.update(member, view, selected);
     if (this.middle) {
@@ -44,7 +47,7 @@ export class RingDrawing {
     for (const [name, link] of this.links) link.set(view.links.get(name) ?? 0, most);
   }
 
-  build(members, pairs, width, height) {
+  build(members, pairs, width, height, groups) {
     this.nodes = new Map();
     this.links = new Map();
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "The ring and its nodes" });
@@ -69,6 +72,10 @@ export class RingDrawing {
     }));
     inside.forEach((m, i) => at.set(m.node, { x: cx + (i - (inside.length - 1) / 2) * radius * 2.9, y: cy, angle: 0, place: -1 }));
     const lanes = svg("g");
+    for (const group of groups) if (group.length > 1 && group.every((node) => at.has(node))) {
+      const d = hull(group.map((node) => at.get(node)), { cx, cy, rx, ry, more: small ? (0.8 * Math.PI) / n : 0 }), wide = 2 * radius + (small ? 6 : 12), ends = small ? "butt" : "round";
+      drawing.append(svg("path", { class: "group edge", d, "stroke-width": wide + 2.5, "stroke-linecap": ends }), svg("path", { class: "group", d, "stroke-width": wide, "stroke-linecap": ends }));
+    }
     drawing.append(lanes);
     this.middle = null;
     if (small && !inside.length) {
@@ -78,13 +85,14 @@ export class RingDrawing {
       this.middle = [big, under];
     }
     const label = n <= LABELLED && !(narrow && n > 3) && !inside.length;
-    for (const [a, b] of pairs.both) if (at.has(a) && at.has(b)) this.link(lanes, a, b, at.get(a), at.get(b), { cx, cy, rx, ry, n, radius, label, narrow, circle: pairs.circle });
+    for (const [a, b, within] of pairs.both) if (at.has(a) && at.has(b)) this.link(lanes, a, b, at.get(a), at.get(b), { cx, cy, rx, ry, n, radius, label, narrow, within, circle: pairs.circle });
     for (const member of members) drawing.append(this.node(member, at.get(member.node), { radius, small, narrow, n, inside: inside.includes(member) }));
   }
 
   link(lanes, a, b, from, to, room) {
     const next = room.circle && from.place >= 0 && to.place >= 0 && (to.place - from.place + room.n) % room.n === 1;
-    for (const [source, target, start, end, side, kind] of [[a, b, from, to, 1, "a"], [b, a, to, from, -1, "g"]]) {
+    const [there, back] = room.within ? ["s", "s"] : ["a", "g"];
+    for (const [source, target, start, end, side, kind] of [[a, b, from, to, 1, there], [b, a, to, from, -1, back]]) {
       const d = next ? arc(from, to, room, side) : straight(start, end, room.radius, room);
       const bed = svg("path", { d, class: `lane bed ${kind}` }), dots = svg("path", { d, class: `lane dots ${kind}` });
       const text = svg("text", { class: `rate ${kind}`, "text-anchor": "middle" });
@@ -156,7 +164,8 @@ export class RingDrawing {
     if (parts.holds) say(parts.holds, out ? "its place is being taken" : holds(member.segments));
     if (parts.share) say(parts.share, out ? "lost" : busy === null ? "–" : percent(busy));
     if (parts.word) say(parts.word, out ? "" : busy === null ? "" : "busy");
-    const said = `${member.name} (${member.role}, ${holds(member.segments)}${out ? ", lost" : busy === null ? "" : `, ${percent(busy)} busy`}${mine?.rss ? `, ${bytes(mine.rss)}` : ""})`;
+    const others = sharers(view, member.node);
+    const said = `${member.name} (${member.role}, ${holds(member.segments)}${others.length ? `, shared with ${others.join(", ")}` : ""}${out ? ", lost" : busy === null ? "" : `, ${percent(busy)} busy`}${mine?.rss ? `, ${bytes(mine.rss)}` : ""})`;
     if (parts.button.getAttribute("aria-label") !== said) parts.button.setAttribute("aria-label", said);
     const wanted = out || !mine?.total ? [] : [...mine.work].map(([kind, s]) => ({ ...look(kind), share: s / mine.total })).filter((each) => !each.idle).sort((x, y) => x.place - y.place);
     while (parts.arcs.children.length < wanted.length) parts.arcs.append(svg("circle", { class: "arc", r: parts.r, "stroke-width": parts.stroke, transform: "rotate(-90)", pathLength: "1" }));
@@ -186,6 +195,25 @@ function pairsOf(view, members) {
   return { both: list, circle: layered };
 }
 
+// Among groups a microbatch goes from whoever has it in one group to whoever has it in the next: who that is, the links that
+// carried something say, and before the first has, anyone of the next may be. Within a group go the sums of gradients.
+function pairsOfGroups(view, members, spoken) {
+  const stages = view.groups.length + 1, stage = new Map(members.map((m) => [m.node, 0])), both = new Map();
+  view.groups.forEach((group, i) => group.forEach((node) => stage.set(node, i + 1)));
+  const put = (a, b) => {
+    if (a === b || !stage.has(a) || !stage.has(b)) return;
+    const gap = (stage.get(b) - stage.get(a) + stages) % stages, on = gap === 0 ? a < b : stages === 2 ? stage.get(a) === 0 : gap === 1 || (gap !== stages - 1 && stage.get(a) < stage.get(b));
+    both.set(a < b ? `${a}-${b}` : `${b}-${a}`, on ? [a, b, gap === 0] : [b, a, gap === 0]);
+  };
+  for (const each of [...spoken].sort()) put(...each.split(">").map(Number));
+  const order = [members.filter((m) => stage.get(m.node) === 0).map((m) => m.node), ...view.groups];
+  order.forEach((group, i) => {
+    const next = order[(i + 1) % stages], joined = group.some((a) => next.some((b) => spoken.has(`${a}>${b}`)));
+    if (!joined) for (const a of group) for (const b of next) put(a, b);
+  });
+  return { both: [...both.values()], circle: true };
+}
+
 const middleOf = (from, to, { cx, cy, rx, ry, n }) => {
   const angle = from.angle + Math.PI / n;
   const nx = Math.cos(angle) * ry, ny = Math.sin(angle) * rx, length = Math.hypot(nx, ny) || 1;
@@ -203,6 +231,13 @@ function arc(from, to, { cx, cy, rx, ry, n, radius }, side) {
   }
   if (side < 0) points.reverse();
   return points.length ? `M${points.join("L")}` : `M${from.x} ${from.y}`;
+}
+
+// What lies behind the nodes of a group: along the ellipse, from the first of them to the last.
+function hull(places, { cx, cy, rx, ry, more }) {
+  const angles = places.map((each) => each.angle), first = Math.min(...angles) - more, last = Math.max(...angles) + more, points = [];
+  for (let i = 0; i <= 40; i++) { const angle = first + ((last - first) * i) / 40; points.push(`${(cx + rx * Math.cos(angle)).toFixed(1)} ${(cy + ry * Math.sin(angle)).toFixed(1)}`); }
+  return `M${points.join("L")}`;
 }
 
 // Between two that are not next to each other; to the right of its way, so that both ways are seen.

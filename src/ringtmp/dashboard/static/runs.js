@@ -66,7 +66,7 @@ export class Run {
     const whole = live && this.summary;
     const sums = this.soFar()[frame] ?? { idle: 0, busy: 0, sent: 0 };
     return {
-      live, moment: live ? this.end : moment, point, frame, out, members: group?.members ?? [], generation: group?.generation,
+      live, moment: live ? this.end : moment, point, frame, out, members: group?.members ?? [], groups: group?.groups ?? [], generation: group?.generation,
       step: live ? this.now?.step ?? 0 : point?.[0] ?? 0, loss: live ? this.now?.loss : point?.[2],
       test: live ? this.tests.at(-1) : this.tests[before(this.tests, moment, (each) => each[1])],
       speed: this.speed(live ? this.end : moment), ...this.share(frame),
@@ -116,6 +116,12 @@ export class Run {
     return 0;
   }
 }
+
+// The other nodes that hold the same layers.
+export const sharers = (view, node) => (view.groups.find((group) => group.includes(node)) ?? []).filter((each) => each !== node).map((each) => view.members.find((m) => m.node === each)?.name ?? `node ${each}`);
+
+// "M-2-2-M": how many nodes hold each part of the model, beginning and ending at the master.
+export const shape = (groups) => ["M", ...groups.map((group) => group.length), "M"].join("-");
 
 // As ringtmp's own summary has it: dedicated servers are told of apart.
 const idleOf = (summary) => {
