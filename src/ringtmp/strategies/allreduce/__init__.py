@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import unknown
 from ringtmp.strategies.base import About, OnPaper, Roles, Runs, Settings, Sizes, Strategy, Task, Traffic, described
 
 if TYPE_CHECKING:
+    from ringtmp.config import RunConfig
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
@@ -58,6 +60,11 @@ class AllReduce(Strategy):
 
     def sums_by_tree(self, settings: AllReduceSettings) -> bool:
         return settings.halving
+
+    def ways(self, config: RunConfig) -> Sequence[RunConfig]:
+        from ringtmp.config import replaced
+
+        return [replaced(config, {"strategy_settings": {self.short: each}}) for each in ALGORITHMS]
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
         from ringtmp.strategies.allreduce.gradients import Gradients, by_halving
