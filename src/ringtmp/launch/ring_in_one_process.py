@@ -96,7 +96,7 @@ class InMemoryPool:
             return on_accelerator([as_this_process(Device("master", quota=quota))])
         return tuple(Device("master" if node == 0 else f"node {node}") for node in range(self.nodes))
 
-    def alone(self) -> Device:
+    def alone(self) -> Device | None:
         return self.devices()[0]
 
     def send_home(self) -> None:

@@ -140,7 +140,8 @@ def _worth_a_look(way: Way, nodes: int) -> bool:
 def _described(strategy: Strategy, config: RunConfig, asked: RunConfig) -> Way:
     training, given = config.training, config.ring.strategy_settings
     settings, more = strategy.read(given), training.staleness > asked.training.staleness
-    gives_up, needs = [], []
+    gives_up: list[str] = []
+    needs: list[str] = []
     if not strategy.keeps_data:
         gives_up.append(DATA_GIVEN_UP)
         needs += [] if asked.ring.share_data else ["--share-data"]

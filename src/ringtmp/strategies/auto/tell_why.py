@@ -46,7 +46,9 @@ def _what_travels(choice: Choice) -> str:
 
 def _others(choice: Choice, objective: Objective) -> list[str]:
     """The best of every other kind that had leave, the fastest first; those too large for the memory behind them."""
-    seen, found, large = {_kind(choice.best)}, [], []
+    seen = {_kind(choice.best)}
+    found: list[str] = []
+    large: list[str] = []
     for each in sorted(choice.ways, key=lambda each: each.cost):
         if each.needs or _kind(each) in seen:
             continue

@@ -296,7 +296,8 @@ def options_on_paper(
     config: RunConfig, batch_size: int, microbatches: int, layers: int, nodes: int, keep_all: bool, in_order: bool
 ) -> PlanOptions:
     """As `plan_options`, with groups as they fit so many nodes. `in_order`: no two nodes may share a stage unasked."""
-    given, groups = config.ring.groups, ()
+    given = config.ring.groups
+    groups: tuple[int, ...] = ()
     if given not in (None, ANY_GROUPS) and nodes > 1:
         groups = fitted(parse_groups(given or ""), nodes - 1)
         nodes, keep_all = len(groups) + 1, True
