@@ -19,7 +19,7 @@ import msgspec
 from ringtmp.config import SETTINGS, RingPart, RunConfig, parse_pairs
 from ringtmp.errors import RingError, UsageError, unknown
 from ringtmp.strategies.allreduce import STRATEGY as ALLREDUCE
-from ringtmp.strategies.auto import STRATEGY as AUTO
+from ringtmp.strategies.auto import STRATEGY as CHOOSER
 from ringtmp.strategies.averaging import STRATEGY as AVERAGING
 from ringtmp.strategies.base import About, Settings, Strategy
 from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 GROUP = "ringtmp.strategies"
 _OURS = (RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA)
-#: All but the one that stands for whichever of them is chosen.
+#: Stands for whichever of the others is chosen.
+AUTO: Strategy = CHOOSER
+#: All the others.
 OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
