@@ -16,7 +16,7 @@ from ringtmp.strategies import registry
 from ringtmp.strategies.auto import choose as choosing
 from ringtmp.strategies.auto.choose import Choice, Question, Way, choose
 from ringtmp.strategies.auto.tell_why import why
-from ringtmp.strategies.base import Strategy
+from ringtmp.strategies.base import Strategy, keeps_bits
 
 MIB = 2**20
 
@@ -103,7 +103,7 @@ def test_with_a_tree_of_sums_only_ways_that_add_up_along_it_are_open() -> None:
     made = asked(model, like(4, 1.25e7), share_data=True, sum_tree=4)
     assert made.best.gives_up == (choosing.DATA_GIVEN_UP,)
     open_ = [each for each in made.ways if each.fits]
-    assert all(each.strategy.keeps_bits(each.strategy.read(each.config.ring.strategy_settings), 4) for each in open_)
+    assert all(keeps_bits(each.strategy, each.strategy.read(each.config.ring.strategy_settings), 4) for each in open_)
     assert "keeps the bits of one process" in str(way(made, "allreduce:ring").problem)
     few = asked(model, like(4, 1.25e7), share_data=True, sum_tree=2)
     assert few.best.strategy.keeps_data, "four workers cannot share two parts"
@@ -250,7 +250,7 @@ def test_whatever_a_strategy_puts_up_for_choice_can_be_read_and_keeps_what_it_sa
         settings = strategy.read(each.ring.strategy_settings)
         assert each.ring.strategy == strategy.name
         resolve(each)
-        if strategy.keeps_bits(settings, 1):
+        if keeps_bits(strategy, settings, 1):
             assert strategy.exactness(settings) == "bits"
         assert strategy.keeps_data == strategy.splits_layers, "who holds the whole model is sent samples"
 

@@ -33,7 +33,7 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Leader, Plan, PlanRequest, Strategy
+from ringtmp.strategies.base import Leader, Plan, PlanRequest, Strategy, keeps_bits
 from ringtmp.system.resources import fingerprint, set_threads
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Recipe
@@ -278,7 +278,7 @@ class Generations:
         strategy, settings = registry.of(self.config.ring)
         if compute_device.here().type != "cpu":
             return "replay"
-        bits = strategy.keeps_bits(settings, self.config.training.sum_tree)
+        bits = keeps_bits(strategy, settings, self.config.training.sum_tree)
         return "bits" if bits else strategy.exactness(settings)
 
     def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:

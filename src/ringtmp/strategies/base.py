@@ -204,9 +204,9 @@ class Strategy:
         """Whether workers add up whole parts of the tree of sums (plan/sum_tree.py), for the bits of one process."""
         return False
 
-    def keeps_bits(self, settings: Any, sum_tree: int) -> bool:
-        """Whether float32 on the wire ends in the bits of one process with so many parts of a batch."""
-        return self.exactness(settings) == "bits" or (sum_tree > 1 and self.sums_by_tree(settings))
+    def needs_ranks(self, settings: Any) -> bool:
+        """Whether torch.distributed itself makes the sums, so that it must have started the nodes (torchrun)."""
+        return False
 
     def delayed(self, settings: Any) -> bool:
         """Whether gradients may be of other weights than those they change."""
@@ -275,6 +275,11 @@ class Strategy:
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
         raise NotImplementedError
+
+
+def keeps_bits(strategy: Strategy, settings: Any, sum_tree: int) -> bool:
+    """Whether float32 on the wire ends in the bits of one process with so many parts of a batch."""
+    return strategy.exactness(settings) == "bits" or (sum_tree > 1 and strategy.sums_by_tree(settings))
 
 
 # -- what a plan is made of, and what it makes --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ringtmp.plan.devices import Device, LayerCost, Paths
 from ringtmp.plan.memory_forecast import require_fit
 from ringtmp.plan.objective import TIME, cost_of
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import OnPaper, Strategy, Task
+from ringtmp.strategies.base import OnPaper, Strategy, Task, keeps_bits
 from ringtmp.strategies.ring.plan import options_on_paper
 
 #: What gives something up, or sends devices home, must take so much less than the best other way: forecasts are not exact.
@@ -148,7 +148,7 @@ def _described(strategy: Strategy, config: RunConfig, asked: RunConfig) -> Way:
     if more or strategy.delayed(settings):
         gives_up.append(DELAY_GIVEN_UP)
         needs += [] if asked.ring.any_bits else ["--any-bits"]
-    elif not strategy.keeps_bits(settings, training.sum_tree):
+    elif not keeps_bits(strategy, settings, training.sum_tree):
         gives_up.append(BITS_GIVEN_UP)
     label = registry.spelled(
         registry.Choice(strategy.name, given, {"staleness": training.staleness} if more else {})
