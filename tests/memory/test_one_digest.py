@@ -109,6 +109,20 @@ def test_every_synchronous_way_ends_in_the_bits_of_one_process(
     assert summary.exactness == "bits"
 
 
+def test_slices_of_a_batch_lie_in_memory_as_with_one_process(tmp_path: Path) -> None:
+    """Three rows of 6 values take 72 bytes, and a wide layer's kernels give other bits where inputs begin elsewhere."""
+
+    def digest(name: str, nodes: int) -> str | None:
+        torch.manual_seed(SEED)
+        wide = nn.Sequential(nn.Linear(6, 600), nn.Tanh(), nn.Linear(600, 3))
+        training = TrainingPart(batch_size=24, microbatches=8, steps=1, optimizer="sgd", sum_tree=PARTS)
+        config = RunConfig(training=training, ring=RingPart(nodes=nodes, strategy=name))
+        folder, pool = tmp_path / name.replace(":", "-"), InMemoryPool(nodes)
+        return api.start(config, wide, (tensors("t", *blobs()), None), run_dir=folder, pool=pool).summary.weights_sha256
+
+    assert digest("allreduce:halving", 2) == digest("ring", 1)
+
+
 @pytest.mark.long
 def test_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
     """Halving goes on from what the survivors have, a server from a checkpoint, a ring of groups from a snapshot."""

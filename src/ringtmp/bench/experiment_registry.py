@@ -74,6 +74,15 @@ CATALOG = {
             limit_s=600.0,
         ),
         Experiment(
+            "choice",
+            "--strategy auto against every way it could have chosen, in twelve settings of emulated devices",
+            "strategy_choice",
+            compares=False,
+            options=("--beds", *_STEPS),
+            repeats=2,
+            limit_s=600.0,
+        ),
+        Experiment(
             "messages",
             "one-way latency of a small message between two nodes, and of Gloo",
             compares=False,

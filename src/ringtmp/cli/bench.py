@@ -57,11 +57,13 @@ def _names(experiments: list[Any]) -> str:
     "bench", cls=_Bench, no_args_is_help=True, short_help="Run benchmarks: the ring against other strategies."
 )
 @click.argument("names", nargs=-1, required=True, metavar="NAME… | quick | all")
-@click.option("--repeats", type=click.IntRange(1), help="Repeats of every run, interleaved.  [5; quick: 1; plan: 2]")
+@click.option(
+    "--repeats", type=click.IntRange(1), help="Repeats of every run, interleaved.  [5; quick: 1; plan, choice: 2]"
+)
 @click.option("--seed", type=int, default=0, show_default=True,
               help="Random seed for weights, batches, the order of runs and intervals.")  # fmt: skip
 @click.option("--limit", "limit_s", type=click.FloatRange(1), metavar="S",
-              help="Time limit per measurement, in seconds.  [1800; speed: 900; plan: 600]")  # fmt: skip
+              help="Time limit per measurement, in seconds.  [1800; speed: 900; plan, choice: 600]")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path),
               help="Folder for measurements and the report.  [runs/bench, runs/bench-speed, …]")  # fmt: skip
 @click.option("--quick", "small", is_flag=True, help="Small sizes: does everything work? The same as the name quick.")
@@ -86,7 +88,7 @@ def _names(experiments: list[Any]) -> str:
 @click.option(
     "--warm-up", type=click.IntRange(1), default=2, show_default=True, help="Warm-up steps before the measured ones."
 )
-@click.option("--beds", default="", metavar="NAME,NAME", help="Rings to measure.  [all]")
+@click.option("--beds", default="", metavar="NAME,NAME", help="Rings, or settings, to measure.  [all]")
 @click.option("--size", "size_bytes", type=click.IntRange(4, 2**20), default=1024, show_default=True, metavar="BYTES",
               help="Size of a message.")  # fmt: skip
 @click.option("--count", type=click.IntRange(1), default=1000, show_default=True, help="Messages of a round.")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ringtmp.config import RunConfig
     from ringtmp.plan.devices import Device
     from ringtmp.plan.planner import Plan, PlanOptions
+    from ringtmp.run.choose_strategy import ChosenOnPaper
     from ringtmp.run.measure_model import Work
     from ringtmp.strategies.compare import Way
     from ringtmp.strategies.registry import Choice
@@ -44,9 +45,9 @@ def command(
     """Show which node would hold what, how fast the ring would be, how much memory and energy it would take, what limits
     it and what would help. Nothing is started.
 
-    Takes the options of train, with --strategy ring; --compare puts other ways to train beside it. Layers are measured on
-    this machine, which takes a few seconds once (kept in ~/.cache/ringtmp/profile). The devices come from a file, as for
-    the lab, or are processes on this machine.
+    Takes the options of train, with --strategy ring or auto; --compare puts other ways to train beside it. Layers are
+    measured on this machine, which takes a few seconds once (kept in ~/.cache/ringtmp/profile). The devices come from a
+    file, as for the lab, or are processes on this machine.
     """
     chosen = flags(given)
     settings = build(config, chosen)
@@ -77,15 +78,19 @@ def command(
         work = measure_model.work_of(settings, model, train, watcher.phase, known=enough)
         watcher.phase("planning")
         devices = planned_devices.with_master_here(devices, counted_bytes)
+        auto = _chosen(settings, work, devices, file is not None)
+        settings, devices = _to_draw(auto, settings, devices)
         made = measure_model.plan(settings, work, devices, keep_all)
         everyone = _with_all(settings, work, devices, made)
         watcher.phase("comparing")
         # At equal numbers, and without those who would slow all: the ring's own devices, if there are two.
-        others = _others(settings, choices, work, made, members=made.devices if len(made.devices) > 1 else devices)
+        members = made.devices if len(made.devices) > 1 else devices
+        others = [*_looked_at(auto), *_others(settings, choices, work, made, members=members)]
         watcher.phase("trying what would help")
         page = show_plan.page(
             replace(made, layers=work.model.costs_at_all_sizes), devices, file is not None, others,
             steps_per_epoch=work.batches.steps_per_epoch, settings=settings, data=train.name, with_all=everyone,
+            strategy=auto.choice.best.label if auto else "", why=auto.why if auto else "",
         )  # fmt: skip
     if svg is not None:
         _draw(made, f"{settings.model.name} on {train.name}: {show_plan.headline(made)}", svg)
@@ -93,6 +98,52 @@ def command(
         show_results.print_json(page)
     else:
         show_plan.print_page(page, sys.stdout)
+
+
+def _chosen(settings: RunConfig, work: Work, devices: tuple[Device, ...], described: bool) -> ChosenOnPaper | None:
+    """What `--strategy auto` would choose; None: nobody asked. Of described devices the plan leaves some out; processes of
+    this machine can be sent home."""
+    from ringtmp.run.choose_strategy import on_paper
+    from ringtmp.strategies import registry
+
+    if not registry.get(settings.ring.strategy).chooses:
+        return None
+    every = settings.ring.all_devices
+    return on_paper(settings, work, devices, every or not described, None if every or described else _alone(settings))
+
+
+def _to_draw(
+    auto: ChosenOnPaper | None, settings: RunConfig, devices: tuple[Device, ...]
+) -> tuple[RunConfig, tuple[Device, ...]]:
+    """The best ring, beside which the others are listed."""
+    if auto is None:
+        return settings, devices
+    return auto.ring.config, (_alone(settings),) if auto.ring.alone else devices
+
+
+def _alone(settings: RunConfig) -> Device:
+    """The master where no other process of this machine takes part."""
+    from ringtmp.launch import planned_devices
+    from ringtmp.system.resources import rss_bytes
+
+    counted_bytes = rss_bytes()
+    return planned_devices.with_master_here(_devices(None, 1, 1, settings.training.threads or 1), counted_bytes)[0]
+
+
+def _looked_at(auto: ChosenOnPaper | None) -> list[Way]:
+    """The ways that were compared, but for the one that is drawn."""
+    from ringtmp.strategies.compare import Way
+
+    if auto is None:
+        return []
+    return [
+        Way(
+            f"{each.label} ({' '.join(each.needs)})" if each.needs else each.label,
+            None if each.made is None else each.made.step, () if each.made is None else each.made.memory,
+            str(each.problem or ""),
+        )
+        for each in auto.choice.ways if each is not auto.ring
+    ]  # fmt: skip
 
 
 def _refuse_other_strategies(settings: RunConfig) -> None:

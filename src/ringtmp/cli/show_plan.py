@@ -89,6 +89,8 @@ class Page(msgspec.Struct, frozen=True):
     made_for: str = "time"  # what is least
     purpose: str = ""  # the same for people
     energy_source: str = "modelled"
+    strategy: str = ""  # the way that --strategy auto chooses; everything above is of the best ring
+    strategy_chosen: str = ""  # why, in one line
     groups: str = ""  # M-2-2-M, with who holds what; empty where no stage is shared
 
 
@@ -99,7 +101,7 @@ def headline(made: Plan) -> str:
 
 def page(
     made: Plan, everyone: Sequence[Device], may_grow: bool, others: Sequence[Way], steps_per_epoch: int | None,
-    settings: RunConfig, data: str, with_all: Plan | None = None,
+    settings: RunConfig, data: str, with_all: Plan | None = None, strategy: str = "", why: str = "",
 ) -> Page:  # fmt: skip
     limits, parts, limit = advice.bounds(made), advice.parts(made), advice.limit(made)
     gains = advice.gains(made, tuple(everyone), may_grow)
@@ -120,6 +122,7 @@ def page(
         ways=[_way(each, made.options.batch_size, steps_per_epoch) for each in (own, *others)],
         layers=[each.name for each in made.layers], with_all=None if with_all is None else _with_all(with_all),
         groups=made.groups_text, made_for=made.options.minimise, purpose=told(made.options.minimise, made.cost),
+        strategy=strategy or settings.ring.strategy, strategy_chosen=why,
     )  # fmt: skip
 
 
@@ -185,6 +188,8 @@ def print_page(made: Page, stream: IO[str]) -> None:
         f"the ideal (the longer of computing and sending) is {seconds_text(made.ideal_s['max(c, T)'])}\n",
         soft_wrap=True,
     )
+    if made.strategy_chosen:
+        console.print(f"{escape(made.strategy_chosen)}\n", soft_wrap=True)
     if made.purpose:
         console.print(f"[bold]planned[/bold] {made.purpose}\n", soft_wrap=True)
     if made.groups:

@@ -79,6 +79,8 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     console.print(table)
     if summary.forecast is not None and summary.forecast.left_out_text:
         console.print(summary.forecast.left_out_text, highlight=False, markup=False, soft_wrap=True)
+    if summary.strategy_chosen:
+        console.print(summary.strategy_chosen, highlight=False, markup=False, soft_wrap=True)
     mode = "" if summary.numeric_mode == USUAL_MODE else f"; numeric mode {summary.numeric_mode}"
     console.print(
         f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]}{mode})", highlight=False, soft_wrap=True

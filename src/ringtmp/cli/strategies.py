@@ -92,6 +92,7 @@ def _overview(strategies: Sequence[Strategy]) -> Iterator[str]:
     width = max(len(each.name) for each in strategies)
     for each in strategies:
         yield from _wrapped(f"{each.name:<{width}}  {each.about.title}", 0, _width(), width + 2)
+    yield from _wrapped(f"{registry.AUTO.name:<{width}}  {registry.AUTO.about.title}", 0, _width(), width + 2)
     yield "\nringtmp strategies NAME lists the settings of one."
 
 

@@ -10,6 +10,8 @@ class RingKeywords(TypedDict, total=False):
     threads: int | None
     strategy: str
     settings: Mapping[str, Any] | None
+    share_data: bool
+    any_bits: bool
     all_devices: bool
     device: Literal["cpu", "cuda", "mps", "auto"]
     cuts: str | None

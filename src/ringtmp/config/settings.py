@@ -132,10 +132,16 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who works, and how. With the ring nothing here changes the bits but the strategy."""
 
     nodes: Annotated[int, Is("Number of nodes, the master included.", NODES, least=1)] = 3
-    strategy: Annotated[str, Is("Way to train; ringtmp strategies lists them.", NODES, bits=True)] = "ring"
+    strategy: Annotated[str, Is(
+        "Way to train; ringtmp strategies lists them. auto picks the fastest that fits and keeps bits and data at home.", NODES,
+        bits=True)] = "ring"
     strategy_settings: Annotated[dict[str, Any], Is(
         "Settings of the strategy; ringtmp strategies lists them.", NODES, option="with", variable="with_",
         keyword="settings", bits=True)] = {}
+    share_data: Annotated[bool, Is(
+        "With strategy auto: allow ways in which inputs and labels leave the master.", NODES, bits=True)] = False
+    any_bits: Annotated[bool, Is(
+        "With strategy auto: allow ways with delayed gradients, which give other weights.", NODES, bits=True)] = False
     all_devices: Annotated[bool, Is("Use every device, even one that slows the ring down.", NODES)] = False
     device: Annotated[ComputeDevice, Is(
         "Where the nodes of this machine compute: {choices}. Devices that join say so themselves.", NODES, split=True,

@@ -14,6 +14,9 @@ from ringtmp.data.stream_store import MEMORY_LIMIT_BYTES, Spool
 from ringtmp.data.tables_and_streams import LeftOut, Source, Stream, Table, leaves, map_tensors
 from ringtmp.errors import UsageError
 
+#: Bytes. Matrix kernels give other bits where a tensor begins elsewhere.
+BOUNDARY = 64
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -48,7 +51,17 @@ def split_batch(
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, copied if it does not start on a 64-byte boundary: matrix kernels change bits with alignment."""
-    return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % BOUNDARY == 0 else tensor.clone()
+
+
+def as_in_the_batch(piece: torch.Tensor, before: int) -> torch.Tensor:
+    """A copy of some rows that lies as a slice of its batch does, of which so many rows come `before` it."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(piece.shape, piece.stride(), strict=True))
+    if not piece.dim() or extent != piece.numel():  # nothing in it, or memory between its values
+        return piece.clone()
+    offset = before * piece.stride(0) % max(1, BOUNDARY // piece.element_size())
+    storage = torch.empty(offset + extent, dtype=piece.dtype)
+    return storage.as_strided(piece.shape, piece.stride(), offset).copy_(piece)
 
 
 class TrainingBatches:

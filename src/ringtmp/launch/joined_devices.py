@@ -312,6 +312,12 @@ class DevicePool:
             found.append(planned.Device(unique, cores=facts.cores, memory_bytes=facts.memory_bytes, identity=who))
         return tuple(found)
 
+    def alone(self) -> None:
+        return None  # the plan of the ring leaves out whoever slows it down, and it may have another chance later
+
+    def send_home(self) -> None:
+        raise AssertionError("nobody is sent home")
+
     def pids(self) -> dict[int, int]:
         return {node: device.started.pid for node, device in self._devices.items() if device.started is not None}
 

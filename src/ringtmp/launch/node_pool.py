@@ -31,6 +31,14 @@ class NodePool(base_leader.NodePool, Protocol):
         """Of every node, the master first, as far as it is known without trying."""
         ...
 
+    def alone(self) -> Device | None:
+        """The master's device as it is without the others, where they can be sent home; else None."""
+        ...
+
+    def send_home(self) -> None:
+        """The master goes on alone; asked only where it can."""
+        ...
+
     def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
         """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
         they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.

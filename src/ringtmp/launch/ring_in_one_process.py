@@ -96,6 +96,13 @@ class InMemoryPool:
             return on_accelerator([as_this_process(Device("master", quota=quota))])
         return tuple(Device("master" if node == 0 else f"node {node}") for node in range(self.nodes))
 
+    def alone(self) -> Device | None:
+        return self.devices()[0]
+
+    def send_home(self) -> None:
+        self.stop()
+        self.nodes = 1
+
     def pids(self) -> dict[int, int]:
         return {}
 

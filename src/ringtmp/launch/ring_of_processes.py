@@ -89,6 +89,24 @@ class LocalPool:
         )
         return planned_devices.on_accelerator((planned_devices.as_this_process(master), *each))
 
+    def alone(self) -> Device:
+        master, *_ = planned_devices.local_processes(
+            1, self.threads, usable_cores(), machine_free_bytes(), group_limits()
+        )
+        return planned_devices.on_accelerator([planned_devices.as_this_process(master)])[0]
+
+    def send_home(self) -> None:
+        """Their processes end; for one node nobody need be ready to take a place."""
+        for child in self._children.values():
+            let_go(child)
+        for child in self._children.values():
+            end(child)
+        self._children.clear()
+        self.nodes = 1
+        if self._spare is not None:
+            self._spare.end()
+            self._spare = None
+
     def pids(self) -> dict[int, int]:
         return {node: child.pid for node, child in self._children.items()}
 

@@ -166,6 +166,12 @@ class RankPool:
             )
         return planned_devices.as_this_process(master), *others
 
+    def alone(self) -> None:
+        return None  # ranks that torchrun started stay to the end
+
+    def send_home(self) -> None:
+        raise AssertionError("nobody is sent home")
+
     def pids(self) -> dict[int, int]:
         return {}
 

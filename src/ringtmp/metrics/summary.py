@@ -83,6 +83,16 @@ class Forecast(msgspec.Struct, frozen=True):
     left_out_text: str = ""  # one line for people: who trains, who does not, why, and how all would
 
 
+class Considered(msgspec.Struct, frozen=True):
+    """A way to train that `--strategy auto` looked at before the first step."""
+
+    strategy: str  # as --strategy takes it; or the master's device alone
+    step_s: float | None  # as forecast
+    problem: str = ""  # why it cannot be
+    gives_up: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # options that would have allowed it
+
+
 class PartSummary(msgspec.Struct, frozen=True):
     """From a start, or a resumption, to its end."""
 
@@ -140,6 +150,8 @@ class Summary(msgspec.Struct, frozen=True):
     #: Against eager PyTorch before the start: "model", "layers", "evaluation" alone, "traced" (docs/models.md), or not ("").
     checked: str = ""
     perplexity: float | None = None  # of the test part, if it is text
+    strategy_chosen: str = ""  # by --strategy auto: why, in one line
+    considered: tuple[Considered, ...] = ()  # by --strategy auto
     sum_tree: int = 1  # parts of a batch that are added up as a tree
     numeric_mode: str = USUAL_MODE  # within one mode bits repeat (docs/exactness.md)
 
@@ -223,6 +235,8 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         bad_lines=last.left_out,
         predicted=predicted(steps),
         checked=facts.get("checked", ""),
+        strategy_chosen=parts[0].started.facts.get("strategy_chosen", ""),
+        considered=msgspec.convert(parts[0].started.facts.get("considered", ()), tuple[Considered, ...]),
         perplexity=evaluation.perplexity if evaluation else None,
     )
 

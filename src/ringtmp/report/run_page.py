@@ -311,6 +311,7 @@ def _facts(run: Run) -> tuple[tuple[str, str], ...]:
         ("started", run.parts[0].started.wall_clock.replace("T", " ").replace("+00:00", " UTC")),
         ("took", seconds_text(summary.wall_s) + (f" in {len(run.parts)} parts" if len(run.parts) > 1 else "")),
         ("strategy", summary.strategy),
+        *([("why", summary.strategy_chosen)] if summary.strategy_chosen else []),
         ("nodes", str(summary.nodes)),
         ("batch", f"{summary.batch_size} samples in {summary.microbatches} microbatches"),
         ("wire", summary.wire),

@@ -35,6 +35,9 @@ from ringtmp.strategies import registry
 from ringtmp.strategies.base import Strategy
 from ringtmp.wire.formats import PLAIN, wire_format
 
+#: What lets a run choose how it is trained; once it has chosen there is nothing left to choose.
+CHOOSING = ("strategy", "share_data", "any_bits")
+
 
 def resolve(config: RunConfig) -> RunConfig:
     """The same settings with defaults filled in. Refuses what cannot be."""
@@ -45,6 +48,7 @@ def resolve(config: RunConfig) -> RunConfig:
     settings.check(ring.nodes, training.wire)
     strategy.refuse_wire(training.wire)
     _check_split_only(config, strategy.splits_layers)
+    _check_leave(ring, strategy)
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v cannot be combined with --laps")
     if training.epochs is not None and training.steps is not None:
@@ -95,11 +99,37 @@ def resolve(config: RunConfig) -> RunConfig:
 
 def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """What a run goes on with: its own settings, but for what is given by field name."""
-    if isinstance(given.get("strategy"), str):
+    if isinstance(given.get("strategy"), str) and registry.get(given["strategy"].partition(":")[0]).chooses:
+        kept = (*CHOOSING, "nodes") if saved.ring.nodes == 1 else CHOOSING  # the master's device alone is a choice, too
+        given = {key: value for key, value in given.items() if key not in kept}
+    elif isinstance(given.get("strategy"), str):
         choice = registry.parse(given["strategy"])
         settings = {**choice.settings, **given.get("strategy_settings", {})}
         given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
     return resolve(merge_for_resume(saved, given))
+
+
+def _check_leave(ring: RingPart, strategy: Strategy) -> None:
+    """Refuse leave that nobody asked for, and what a choice could not keep."""
+    auto = registry.AUTO.name
+    if strategy.chooses:
+        plain = RingPart()
+        by_hand = [SETTINGS[each] for each in ("cuts", "laps", "route") if getattr(ring, each) != getattr(plain, each)]
+        if by_hand:
+            raise UsageError(
+                f"--strategy {auto} cannot keep {by_hand[0].option}, which only a ring has: leave it out, or use --strategy "
+                f"{registry.splitting_layers()}"
+            )
+        return
+    if ring.share_data and strategy.keeps_data:
+        raise UsageError(
+            f"--share-data is not needed: with --strategy {ring.strategy} inputs and labels stay on the master. It goes with "
+            f"--strategy {auto}"
+        )
+    if ring.any_bits:
+        raise UsageError(
+            f"--any-bits goes with --strategy {auto}, which it lets choose: leave it out with {ring.strategy}"
+        )
 
 
 def _check_groups(ring: RingPart, training: TrainingPart) -> None:

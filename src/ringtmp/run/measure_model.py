@@ -26,17 +26,18 @@ from ringtmp.model.frozen_formats import FROZEN_AS
 from ringtmp.model.layers import Model
 from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.output_tree import leaves_of
+from ringtmp.model.portable_layer import Layer
 from ringtmp.model.prepare_weights import Preparation
 from ringtmp.model.profile import ProfileCache, Profiler
 from ringtmp.model.running_statistics import changes_statistics
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan.choose_schedule import plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost
-from ringtmp.plan.node_groups import ANY_GROUPS, fitted, parse_groups
 from ringtmp.plan.planner import Plan
 from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, make_optimizer
-from ringtmp.strategies.ring.plan import plan_options
+from ringtmp.strategies.data_parallel.plan import refuse_unshared
+from ringtmp.strategies.ring.plan import options_on_paper
 from ringtmp.system.resources import set_threads
 from ringtmp.wire.message_parts import FREE, Crossing
 
@@ -83,6 +84,7 @@ class MeasuredModel:
     checked: str
     input_names: tuple[str, ...]
     evaluated: tuple[tuple[Crossing, ...], ...] = ()  # each cell, in evaluation; empty: as in training
+    unshared: str = ""  # why no two nodes may hold the same of its layers
     in_order: bool = False  # its running statistics go by the order in which microbatches pass
     state: tuple[tuple[str, str], ...] = ()  # the names in the model's state_dict, where it is no list of layers
 
@@ -113,7 +115,7 @@ def measure(
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
     evaluated: list[tuple[Crossing, ...]] = []
-    outputs, one_sample, checked, matrices, in_order = None, True, "", 0, False
+    outputs, one_sample, checked, matrices, in_order, unshared = None, True, "", 0, False, ""
     state: tuple[tuple[str, str], ...] = ()
     cutting = _cutting(how, names(sample(1)))
     built_layers = build_layers(
@@ -123,7 +125,7 @@ def measure(
     for index, built in enumerate(built_layers):
         take(index, built)
         costs.append(profiler.cost(built))
-        in_order = in_order or changes_statistics([built.layer])
+        in_order, unshared = in_order or changes_statistics([built.layer]), unshared or why_unshared([built.layer])
         matrices += len(hidden_matrices(built.layer))
         if built.cell is None:
             leaving.append(_crossings(built.sample_outputs, sizes[-1]))
@@ -142,7 +144,17 @@ def measure(
         tuple(each.only_at(how.measured) for each in costs), tuple(costs),
         _crossings(sample(sizes[-1]), sizes[-1]), tuple(leaving), 1 if one_sample else 2, checked,
         input_names=names(sample(1)), evaluated=tuple(evaluated), state=state, in_order=in_order,
+        unshared=unshared,
     )  # fmt: skip
+
+
+def why_unshared(layers: Sequence[Layer]) -> str:
+    """Why no two nodes may hold the same layers; empty: they may."""
+    try:
+        refuse_unshared(layers, "a strategy with a copy of the model on every node")
+    except UsageError as problem:
+        return str(problem)
+    return ""
 
 
 def _require_matrices(optimizer: str, count: int) -> None:
@@ -222,13 +234,10 @@ def work_of(
 
 def plan(config: RunConfig, work: Work, devices: Sequence[Device], keep_all: bool = False) -> Plan:
     """As the run's settings have it; with "auto" with the number of microbatches that is found fastest."""
-    costs, given, nodes = work.model.costs, config.ring.groups, len(devices)
-    groups: tuple[int, ...] = ()
-    if given not in (None, ANY_GROUPS) and nodes > 1:
-        groups = fitted(parse_groups(given or ""), nodes - 1)
-        nodes, keep_all = len(groups) + 1, True
-    options = plan_options(config, work.batch_size, work.microbatches, len(costs), nodes, keep_all)
-    options = replace(options, groups=groups, any_groups=options.any_groups and not work.model.in_order)
+    costs = work.model.costs
+    options = options_on_paper(
+        config, work.batch_size, work.microbatches, len(costs), len(devices), keep_all, work.model.in_order
+    )
     if config.training.microbatches == "auto":
         return counts.best_plan(costs, devices, options, work.allows)
     return plan_with_schedule(costs, devices, options)

@@ -20,6 +20,7 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model.frozen_parameters import frozen_names, without_frozen
 from ringtmp.model.portable_layer import Layer
+from ringtmp.run.choose_strategy import STRATEGY_CHOSEN, best_way
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record_events import Record, unlike
@@ -32,15 +33,16 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Leader, Plan, PlanRequest, Strategy
+from ringtmp.strategies.base import Leader, Plan, PlanRequest, Strategy, keeps_bits
 from ringtmp.system.resources import fingerprint, set_threads
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Recipe
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Run:
-    """What lasts as long as the run, whatever its generation."""
+    """What lasts as long as the run, whatever its generation. A strategy that stands for others makes place for the one it
+    chooses with the first layout."""
 
     job: Job
     pool: NodePool
@@ -58,6 +60,10 @@ class Run:
     protection: Protection
     rebalancing: Rebalancing
     strategy: Strategy
+
+    def go_by(self, config: RunConfig) -> None:
+        """The strategy of the run is chosen."""
+        self.strategy, self.protection = registry.get(config.ring.strategy), protection_of(config)
 
     @property
     def kept_in_snapshots(self) -> list[int]:
@@ -105,6 +111,11 @@ def settled(config: RunConfig, pool: NodePool) -> RunConfig:
     return msgspec.structs.replace(config, training=training, ring=ring)
 
 
+def protection_of(config: RunConfig) -> Protection:
+    by_snapshot = registry.get(config.ring.strategy).state_from == "snapshot"
+    return Protection(config.keep.protect if by_snapshot else "checkpoint", config.training.staleness)
+
+
 class Generations:
     """Makes one generation after another. `newest` is there from the moment somebody leads it, laid out or not."""
 
@@ -117,6 +128,7 @@ class Generations:
         self.number = 1
         self.newest: Generation | None = None
         self.begun = False  # the run's first line is written
+        self._chosen: dict[str, Any] = {}  # facts of the choice of a strategy
         self._left = 0  # the number of the last generation that was left
         self._told: Mapping[int, float] = {}
         self._named: set[str] = set()  # nodes unlike the master that were told of
@@ -137,11 +149,13 @@ class Generations:
         request, hellos = self._measured(self._request(origin), origin.hellos)
         if self.config.training.microbatches == "auto":
             request = self._choose_microbatches(request)
+        if run.strategy.chooses:
+            request = self._choose_strategy(origin, request)
         plan = run.strategy.plan(request)
         # One that was left out may have been busy with something else: it has another chance with the next layout.
         again = pool.same_machine or plan.left_out
         self._known = None if again else request
-        run.record.watcher.expect(plan.lines)
+        run.record.watcher.expect((*filter(None, [self._chosen.get(STRATEGY_CHOSEN)]), *plan.lines))
         for warning in plan.warnings:
             run.record.warn(warning)
         self._write_settings()
@@ -210,6 +224,22 @@ class Generations:
         self._run.batches.slice_into(self._microbatches)
         return request
 
+    def _choose_strategy(self, origin: Origin, request: PlanRequest) -> PlanRequest:
+        """From here on it is this one, in the settings that are kept too."""
+        run = self._run
+        run.record.watcher.phase("choosing a strategy")
+        best, self._chosen = best_way(request, run.pool)
+        self.config = best.config
+        run.go_by(best.config)
+        if best.alone:
+            for node in range(1, run.pool.nodes):
+                self.endpoint.forget(node)
+            run.pool.send_home()
+        devices = run.pool.devices() if best.alone else request.devices
+        return dataclasses.replace(
+            self._request(origin), devices=devices, paths=request.paths, chosen=request.chosen
+        )  # fmt: skip
+
     def _write_settings(self) -> None:
         job = self._run.job
         training = msgspec.structs.replace(self.config.training, lr_schedule=self._run.lr_schedule)
@@ -230,7 +260,7 @@ class Generations:
             events.RunStarted(
                 time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), events.SCHEMA, run.index.run,
                 version=__version__, config=msgspec.to_builtins(self.config),
-                facts={**fingerprint(run.pool.threads), **plan.facts, "microbatches": self._microbatches,
+                facts={**fingerprint(run.pool.threads), **plan.facts, **self._chosen, "microbatches": self._microbatches,
                  "microbatches_chosen": chosen, "checked": run.index.checked, "total_steps": run.total_steps,
                  "device": compute_device.name(),
                  "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
@@ -248,8 +278,8 @@ class Generations:
         strategy, settings = registry.of(self.config.ring)
         if compute_device.here().type != "cpu":
             return "replay"
-        by_tree = self.config.training.sum_tree > 1 and strategy.sums_by_tree(settings)
-        return "bits" if by_tree else strategy.exactness(settings)
+        bits = keeps_bits(strategy, settings, self.config.training.sum_tree)
+        return "bits" if bits else strategy.exactness(settings)
 
     def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:
         for text in unlike(hellos, fingerprint(self._run.pool.threads)):

@@ -23,7 +23,7 @@ from ringtmp.run.build_model import write_model
 from ringtmp.run.healing import Healing
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.measure_model import Reading
-from ringtmp.run.members_and_plan import Generations, Origin, Run, settled
+from ringtmp.run.members_and_plan import Generations, Origin, Run, protection_of, settled
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record_events import Record
 from ringtmp.run.save_checkpoints import Saving
@@ -31,7 +31,6 @@ from ringtmp.run.training_loop import TrainingLoop
 from ringtmp.run.what_to_train import Job, Watcher
 from ringtmp.runtime.checkpoint import Progress, weights_sha256
 from ringtmp.runtime.learning_rates import checked_schedule
-from ringtmp.runtime.snapshot_schedule import Protection
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Leader
 from ringtmp.system.resources import free_memory_bytes, keeping_what_is_there
@@ -123,18 +122,16 @@ class Session:
     def _opened(self, record: Record) -> Run:
         """With the model as it lies in the run directory."""
         job, (index, layers) = self._job, self._job.run.read_layers()
-        training, ring, keep = job.config.training, job.config.ring, job.config.keep
+        training, ring = job.config.training, job.config.ring
         total, per_epoch = training.steps, self._batches.steps_per_epoch
         if total is None and per_epoch is not None and training.epochs is not None:
             total = per_epoch * training.epochs
-        strategy = registry.get(ring.strategy)
-        protect = keep.protect if strategy.state_from == "snapshot" else "checkpoint"
         return Run(
             job=job, pool=self._node_pool, record=record, interrupted=self._interrupted, name=self._ring, index=index,
             layers=layers, batches=self._batches, batch_size=self._batch_size, targets=self._targets, total_steps=total,
             lr_schedule=checked_schedule(training.lr_schedule, total),
             saving=Saving(job.run.checkpoints, index.run, self._batches, record),
-            strategy=strategy, protection=Protection(protect, training.staleness), rebalancing=Rebalancing(ring.rebalance),
+            strategy=registry.get(ring.strategy), protection=protection_of(job.config), rebalancing=Rebalancing(ring.rebalance),
         )  # fmt: skip
 
     def _led(self, run: Run, generations: Generations) -> str:

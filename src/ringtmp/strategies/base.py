@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.units import bytes_text
 from ringtmp.wire.formats import WIRE_FORMATS, wire_format
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class OnPaper:
 
     step: Simulated
     memory: tuple[MemoryForecast, ...]  # of every node
+    shape: str = ""  # what was chosen for it, for people
 
 
 #: Where the state comes from with which a run goes on after a loss that needs a new generation.
@@ -138,6 +140,10 @@ class Strategy:
     #: Each node holds some of the layers: cuts, window, laps, route, recompute, schedule, staleness and microbatches=auto
     #: apply.
     splits_layers: ClassVar[bool] = False
+    #: Inputs and labels stay with the master.
+    keeps_data: ClassVar[bool] = False
+    #: It stands for whichever way is chosen before the first step.
+    chooses: ClassVar[bool] = False
     #: Every step takes the whole data.
     full_batch: ClassVar[bool] = False
     #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
@@ -206,6 +212,15 @@ class Strategy:
         """Whether gradients may be of other weights than those they change."""
         return False
 
+    def ways(self, config: RunConfig) -> Sequence[RunConfig]:
+        """A run's settings for each way in which it is considered by `--strategy auto`; none: it must be asked for."""
+        return ()
+
+    def carried(self, task: Task) -> str:
+        """What a step sends, for people."""
+        size = sum(layer.gradient_bytes for layer in task.layers) * task.options.wire_ratio
+        return f"{bytes_text(size)} of gradients"
+
     def refuse_too_few(
         self, config: RunConfig, nodes: int, keep_all: bool, has_parameters: Sequence[bool], why: str
     ) -> None:
@@ -260,6 +275,11 @@ class Strategy:
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
         raise NotImplementedError
+
+
+def keeps_bits(strategy: Strategy, settings: Any, sum_tree: int) -> bool:
+    """Whether float32 on the wire ends in the bits of one process with so many parts of a batch."""
+    return strategy.exactness(settings) == "bits" or (sum_tree > 1 and strategy.sums_by_tree(settings))
 
 
 # -- what a plan is made of, and what it makes --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import msgspec
 from ringtmp.config import SETTINGS, RingPart, RunConfig, parse_pairs
 from ringtmp.errors import RingError, UsageError, unknown
 from ringtmp.strategies.allreduce import STRATEGY as ALLREDUCE
+from ringtmp.strategies.auto import STRATEGY as CHOOSER
 from ringtmp.strategies.averaging import STRATEGY as AVERAGING
 from ringtmp.strategies.base import About, Settings, Strategy
 from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 GROUP = "ringtmp.strategies"
 _OURS = (RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA)
+#: Stands for whichever of the others is chosen.
+AUTO: Strategy = CHOOSER
+#: All the others.
 OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
@@ -60,7 +64,7 @@ class Found(msgspec.Struct, frozen=True):
 def installed() -> tuple[Found, ...]:
     """What packages offer, in the order of their names."""
     found: list[Found] = []
-    taken = set(OURS)
+    taken = {*OURS, AUTO.name}
     for point in sorted(entry_points(group=GROUP), key=lambda each: (each.name, _package(each))):
         found.append(_load(point, taken))
         taken.add(point.name)
@@ -116,12 +120,14 @@ def problems() -> list[str]:
 def get(name: str) -> Strategy:
     if name in OURS:  # what is installed is looked at only where it must be
         return OURS[name]
+    if name == AUTO.name:
+        return AUTO
     for each in installed():
         if each.name == name and each.strategy is not None:
             return each.strategy
         if each.name == name:
             raise UsageError(f"strategy {name!r} of {each.package} cannot be used: {each.problem}")
-    raise unknown("strategy", name, every())
+    raise unknown("strategy", name, [*every(), AUTO.name])
 
 
 def package_of(text: str) -> str:

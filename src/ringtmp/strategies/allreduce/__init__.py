@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import UsageError, unknown
@@ -10,6 +11,7 @@ from ringtmp.strategies.base import About, OnPaper, Roles, Runs, Settings, Sizes
 from ringtmp.wire.formats import PLAIN
 
 if TYPE_CHECKING:
+    from ringtmp.config import RunConfig
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
@@ -72,6 +74,11 @@ class AllReduce(Strategy):
 
     def sums_by_tree(self, settings: AllReduceSettings) -> bool:
         return settings.halving
+
+    def ways(self, config: RunConfig) -> Sequence[RunConfig]:
+        from ringtmp.config import replaced
+
+        return [replaced(config, {"strategy_settings": {self.short: each}}) for each in ALGORITHMS if each != TORCH]
 
     def needs_ranks(self, settings: AllReduceSettings) -> bool:
         return settings.by_torch

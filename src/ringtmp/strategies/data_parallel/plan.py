@@ -74,6 +74,17 @@ class ParallelPlan:
         return DataParallelLeader(start, self)
 
 
+def refuse_unshared(layers: Sequence[Layer], strategy: str) -> None:
+    """UsageError for a layer that several nodes cannot hold."""
+    refuse_written(layers, strategy)
+    for layer in layers:
+        for each in layer.tensors:
+            if each.trainable and each.dtype != PLAIN.name:
+                raise UsageError(
+                    f"{layer.full_name(each)} is {each.dtype}: {strategy} exchanges {PLAIN.name} parameters only"
+                )
+
+
 def plan(
     request: PlanRequest, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = STEADY,
     *, warnings: tuple[str, ...] = (),
@@ -81,17 +92,11 @@ def plan(
     """`settings`: where they are not those of the run, which were given for more nodes."""
     config, name, nodes = request.config, strategy.name, request.config.ring.nodes
     settings = config.ring.strategy_settings if settings is None else settings
-    refuse_written(request.layers, name)
+    refuse_unshared(request.layers, name)
     loss = None
     if request.loss_name not in LOSSES:
         loss = exported(request.loss, request.layers[-1], request.index.outputs[-1], request.targets)
     roles = strategy.roles(strategy.read(settings), nodes)
-    for layer in request.layers:
-        for each in layer.tensors:
-            if each.trainable and each.dtype != PLAIN.name:
-                raise UsageError(
-                    f"{layer.full_name(each)} is {each.dtype}: {name} exchanges {PLAIN.name} parameters only"
-                )
     sizes = tuple(layer_flat(layer).size for layer in request.layers)
     slots: tuple[tuple[int, ...], ...] = ()
     order: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from ringtmp.data.batches import as_in_the_batch
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
@@ -94,6 +95,12 @@ class _Task:
     gradients: list[dict[Value, torch.Tensor]] = field(default_factory=list)
 
 
+def _samples_before(microbatch: int, work: Work) -> int:
+    """In its batch, which `tensor_split` has sliced."""
+    least, longer = divmod(work.samples, max(1, work.microbatches))
+    return microbatch * least + min(microbatch, longer)
+
+
 class Trainer:
     def __init__(
         self, endpoint: Endpoint, plan: Enlist, recorder: Recorder, exchange: Exchange, replica: Replica
@@ -157,10 +164,10 @@ class Trainer:
         inputs, targets = self._rows.take(work.table, tensors)
         pieces = [torch.split(each, list(work.sizes)) for each in inputs]
         numbers = tuple(range(work.first, work.first + len(work.sizes)))
-        # A slice of a batch need not start on a 64-byte boundary, and arithmetic depends on it.
+        starts = [_samples_before(number, work) for number in numbers]
         values = [
-            {(0, place): column[position].clone() for place, column in enumerate(pieces)}
-            for position in range(len(numbers))
+            {(0, place): as_in_the_batch(column[position], start) for place, column in enumerate(pieces)}
+            for position, start in enumerate(starts)
         ]
         return _Task(work, numbers, values, list(torch.split(targets, list(work.sizes))))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError
@@ -11,12 +11,19 @@ from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Ru
 from ringtmp.strategies.ps.settings import BOUNDS, PsSettings, fitted
 
 if TYPE_CHECKING:
+    from ringtmp.config import RunConfig
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import ParallelMember
     from ringtmp.wire.messages import Enlist
 
 #: Steps of work a worker may have before it where nobody waits for the others.
 AHEAD_ASYNC = 16
+#: With which it takes part in a choice.
+CHOICES = tuple(
+    {"consistency": consistency, "servers": servers}
+    for consistency in ("bsp", "ssp:3", "async")
+    for servers in ("workers", 1)
+)
 
 
 class ParameterServer(Strategy):
@@ -78,6 +85,11 @@ class ParameterServer(Strategy):
 
     def delayed(self, settings: PsSettings) -> bool:
         return not settings.gathered
+
+    def ways(self, config: RunConfig) -> Sequence[RunConfig]:
+        from ringtmp.config import replaced
+
+        return [replaced(config, {"strategy_settings": each}) for each in CHOICES]
 
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.model.recompute import refuse_unrepeatable

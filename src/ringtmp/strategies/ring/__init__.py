@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Runs, Sizes, Strategy, Task, Traffic
+from ringtmp.units import bytes_text
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
@@ -24,6 +25,7 @@ class Ring(Strategy):
         "ring", "the project's own",
     )  # fmt: skip
     splits_layers = True
+    keeps_data = True
     state_from = "snapshot"
     tree_name = "ring"
     runs = (
@@ -77,10 +79,24 @@ class Ring(Strategy):
         return Node(endpoint, message)
 
     def simulate(self, settings: Any, task: Task) -> OnPaper:
-        from ringtmp.plan.choose_schedule import plan_with_schedule
+        from ringtmp.strategies.ring.plan import planned_once
 
-        made = plan_with_schedule(task.layers, task.devices, task.options, task.paths)
-        return OnPaper(made.simulated, made.memory)
+        made = planned_once(task.layers, task.devices, task.options, task.paths)
+        shape = ", ".join(filter(None, (made.shape, made.options.schedule)))
+        return OnPaper(made.simulated, made.memory, shape)
+
+    def ways(self, config: RunConfig) -> Sequence[RunConfig]:
+        """With the groups that were asked for, or that keep the bits; and with delayed gradients."""
+        from ringtmp.strategies.ring.plan import ways
+
+        return ways(config)
+
+    def carried(self, task: Task) -> str:
+        from ringtmp.plan.layer_costs import CostTable
+
+        count = task.options.ring.microbatches
+        table = CostTable(task.layers, task.options.batch_size / count, task.options.wire_ratio)
+        return f"{bytes_text(count * table.mean_cut_bytes)} each way over a cut"
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
         """A sample's activations go over every cut and its gradients come back; a node sends what leaves it, and the

@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from ringtmp.config import RingPart, RunConfig
+from ringtmp.config import RingPart, RunConfig, replaced
 from ringtmp.metrics.event_log import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
 from ringtmp.model.portable_layer import Layer, hides_inputs
 from ringtmp.model.recompute import refuse_unrepeatable
 from ringtmp.model.running_statistics import changes_statistics, refuse_statistics
 from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
-from ringtmp.plan.devices import rate_between
+from ringtmp.plan.devices import Device, LayerCost, Path, Paths, rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_for_route, too_few_layers
 from ringtmp.plan.node_groups import ANY_GROUPS, fitted, grouped, members_of, parse_groups
@@ -74,7 +75,7 @@ def plan(request: PlanRequest) -> RingPlan:
         there, options = _with_groups(there, fitted(groups, len(members) - 1), groups)
     elif not _may_group(request):
         options = replace(_options(there), any_groups=False)
-    planned = plan_with_schedule(there.index.costs, there.devices, options or _options(there), there.paths)
+    planned = planned_once(there.index.costs, there.devices, options or _options(there), there.paths)
     route, warnings = _route(there, planned)
     route = _numbered(route, members)
     if planned.shape:
@@ -96,6 +97,21 @@ def plan(request: PlanRequest) -> RingPlan:
     facts = {**_chosen(planned), "forecast": msgspec.to_builtins(_forecast(there, planned))}
     movable = planned if _movable(request.config.ring) and not planned.shape else None
     return replace(made, lines=lines, facts=facts, planned=movable, left_out=bool(planned.left_out or gone))
+
+
+def planned_once(
+    layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanOptions, paths: Paths | None
+) -> Plan:
+    """A way is chosen by its plan, and then planned: the search is made once."""
+    return _planned(tuple(layers), tuple(devices), options, tuple(sorted((paths or {}).items())))
+
+
+@lru_cache(maxsize=2)
+def _planned(
+    layers: tuple[LayerCost, ...], devices: tuple[Device, ...], options: PlanOptions,
+    paths: tuple[tuple[tuple[str, str], Path], ...],
+) -> Plan:  # fmt: skip
+    return plan_with_schedule(layers, devices, options, dict(paths))
 
 
 def _chosen(planned: Plan) -> dict[str, Any]:
@@ -274,6 +290,27 @@ def plan_options(
         any_groups=ring.groups == ANY_GROUPS,
         minimise=ring.minimise,
     )
+
+
+def options_on_paper(
+    config: RunConfig, batch_size: int, microbatches: int, layers: int, nodes: int, keep_all: bool, in_order: bool
+) -> PlanOptions:
+    """As `plan_options`, with groups as they fit so many nodes. `in_order`: no two nodes may share a stage unasked."""
+    given = config.ring.groups
+    groups: tuple[int, ...] = ()
+    if given not in (None, ANY_GROUPS) and nodes > 1:
+        groups = fitted(parse_groups(given or ""), nodes - 1)
+        nodes, keep_all = len(groups) + 1, True
+    options = plan_options(config, batch_size, microbatches, layers, nodes, keep_all)
+    return replace(options, groups=groups, any_groups=options.any_groups and not in_order)
+
+
+def ways(config: RunConfig) -> list[RunConfig]:
+    """Those that end in the bits asked for first. Groups take part wherever they keep them."""
+    ring, training = config.ring, config.training
+    shared = ring.groups is None and training.sum_tree > 1 and training.staleness == 0
+    found = [replaced(config, {"groups": ANY_GROUPS}) if shared else config]
+    return found if training.staleness else [*found, replaced(config, {"staleness": 1})]
 
 
 def _movable(ring: RingPart) -> bool:
