@@ -125,6 +125,8 @@ def _facts() -> Facts:
 class RankPool:
     """All ranks but this one, which is rank 0."""
 
+    outlives_master = False
+
     def __init__(self, rank: Rank, limit_s: float = MEET_LIMIT_S, device: str = "cpu") -> None:
         """`device`: where every rank computes."""
         self._rank = rank
