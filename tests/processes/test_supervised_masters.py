@@ -21,6 +21,7 @@ import pytest
 from commands import REMEMBERING, assert_all_gone, begin, here, remembering_model, ringtmp, wait_for_step
 from ringtmp.cli import supervised
 from ringtmp.cli.train import command as train
+from ringtmp.launch.start_process import ask_to_leave_snapshots, end
 from ringtmp.launch.supervise import Death, goes_on, steps_done, why_not_again
 from ringtmp.metrics import events
 
@@ -82,6 +83,20 @@ try:
 except RingError as error:
     say(str(error))
     sys.exit(error.exit_code)
+"""
+
+COMPUTING = """
+import sys, threading
+from pathlib import Path
+from ringtmp.launch import compute_process
+
+class Store:
+    def leave(self):
+        Path("left").touch()
+
+sys.stdin.buffer.readline()
+threading.Thread(target=compute_process._follow_parent, args=([Store()],)).start()
+Path("begun").touch()
 """
 
 
@@ -166,6 +181,21 @@ def test_a_killed_supervisor_takes_its_master_along(tmp_path: Path) -> None:
     process.communicate()
     assert_all_gone([master])
     assert (tmp_path / "wishes").read_text() == f"[{int(signal.SIGTERM)}]"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_compute_process_leaves_its_snapshots_where_it_is_asked_to(asked: bool, tmp_path: Path) -> None:
+    """What a store writes down, and who finds it: test_left_with_nodes."""
+    child = subprocess.Popen([sys.executable, "-c", COMPUTING], cwd=tmp_path, stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    child.stdin.write(b'{"orders": "read already"}\n')
+    child.stdin.flush()
+    wait_for(tmp_path / "begun")
+    if asked:
+        ask_to_leave_snapshots(child)
+    end(child, 60)
+    assert child.returncode == 0
+    assert (tmp_path / "left").exists() == asked
 
 
 def test_when_it_is_enough() -> None:

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from ringtmp.config import RunConfig
 from ringtmp.dashboard.beside_training import page_beside
 from ringtmp.errors import UsageError
-from ringtmp.launch.supervise import RESTARTS, SUPERVISED, Begun, Supervisor, goes_on
+from ringtmp.launch.supervise import RESTARTS, SUPERVISED, Begun, Supervisor, command, goes_on
 from ringtmp.system.files import default_run_dir
 from ringtmp.untrusted import printable
 
@@ -56,7 +56,7 @@ def supervise(config: RunConfig, chosen: dict[str, Any], restarts: int, page: li
     with ExitStack() as beside:
         if page is not None:
             beside.enter_context(page_beside(run, page, _say))
-        code = Supervisor(run, begun, restarts, _say).to_the_end()
+        code = Supervisor(run, begun, restarts, _say, command()).to_the_end()
     sys.exit(code)
 
 

@@ -30,7 +30,6 @@ from ringtmp.system.end_with_parent import tied
 from ringtmp.system.files import write_atomic
 from ringtmp.system.signals import WISHES, on_signals
 
-COMMAND = (sys.executable, "-m", "ringtmp", "train")
 RESTARTS = 10
 #: In a master's environment: the process that starts it again.
 SUPERVISED = "RINGTMP_SUPERVISED_BY"
@@ -41,6 +40,12 @@ PAUSE_S = 1.5
 LOOK_EVERY_S = 0.2
 _TELLING = (b'{"type":"run"', b'{"type":"node"', b'{"type":"step"')
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+def command() -> tuple[str, ...]:
+    """That finds the user's modules where this process does: in the working folder only if that is on its path."""
+    path = () if sys.path[:1] in ([""], [os.getcwd()]) else ("-P",)
+    return (sys.executable, *path, "-m", "ringtmp", "train")
 
 
 class Death(NamedTuple):
@@ -83,7 +88,7 @@ class Begun(NamedTuple):
 
 class Supervisor:
     def __init__(
-        self, run: Path, begun: Begun, restarts: int, say: Callable[[str], None], command: Sequence[str] = COMMAND
+        self, run: Path, begun: Begun, restarts: int, say: Callable[[str], None], command: Sequence[str]
     ) -> None:
         self._command = command
         self._run = run
@@ -94,6 +99,7 @@ class Supervisor:
         self._run_is_ours = not self._there()  # it is begun here, so that the same command may go on with it
         self._child: subprocess.Popen[bytes] | None = None
         self._wished: int | None = None  # a signal that came through here
+        self._early: int | None = None  # and before there was a master to pass it on to
         self._leaving = threading.Event()
         self._deaths: list[Death] = []
 
@@ -119,10 +125,11 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             # Results come once, from the master that came to its end: what a killed one wrote of them is not shown.
             results = None if sys.stdout.isatty() else stack.enter_context(tempfile.TemporaryFile())
-            self._child = self._started(self._begun.again if again else self._begun.first, results)
-            if self._wished is not None:  # it came while the master was being started
-                self._send(self._wished)
-            code = self._ended(self._child)
+            self._child = child = self._started(self._begun.again if again else self._begun.first, results)
+            if self._early is not None:
+                child.send_signal(self._early)
+            code = self._ended(child)
+            self._child = None
             if code >= 0 and results is not None:
                 results.seek(0)
                 sys.stdout.write(results.read().decode())
@@ -154,11 +161,10 @@ class Supervisor:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._wished = number
         self._leaving.set()
-        self._send(number)
-
-    def _send(self, number: int) -> None:
         if self._child is not None:
             self._child.send_signal(number)  # nothing, where it has ended
+        else:
+            self._early = number
 
     # -- between two ----------------------------------------------------------------------------------------------------
 
