@@ -39,8 +39,7 @@ class Outlived(InMemoryPool):
 
     def _endpoint(self, node: int, ring: str, generation: int) -> Endpoint:
         endpoint = super()._endpoint(node, ring, generation)
-        endpoint.snapshots = SnapshotStore(self._found.get(node, self._folder / "nodes" / str(node)))
-        endpoint.snapshots.take_up()
+        endpoint.snapshots = SnapshotStore(self._found.get(node, self._folder / "nodes" / str(node)), taken_up=True)
         return endpoint
 
     def advance(self) -> bool:

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from ringtmp.config import RunConfig
 from ringtmp.dashboard.beside_training import page_beside
 from ringtmp.errors import UsageError
+from ringtmp.launch.rank_environment import Rank
 from ringtmp.launch.supervise import RESTARTS, SUPERVISED, Begun, Supervisor, command, goes_on
 from ringtmp.system.files import default_run_dir
 from ringtmp.untrusted import printable
@@ -35,7 +36,9 @@ def is_supervised() -> bool:
     return os.environ.get(SUPERVISED) == str(os.getppid())
 
 
-def restarts_allowed(supervised: bool, restarts: int | None) -> int:
+def restarts_allowed(supervised: bool, restarts: int | None, rank: Rank | None) -> int:
+    if supervised and rank is not None:
+        raise UsageError("--supervised is for a master of its own: torchrun --max-restarts N starts ranks again")
     if restarts is not None and not supervised:
         raise UsageError("--restarts goes with --supervised")
     return RESTARTS if restarts is None else restarts

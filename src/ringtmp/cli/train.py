@@ -72,14 +72,10 @@ def command(
     rank = as_rank(chosen, listen)
     if resume is not None and (run_dir is not None or config is not None):
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
-    if start_with is not None and listen is None:
-        raise UsageError("--start-with goes with --listen: processes on this machine all start")
-    _refuse_without_listen(listen, qr, discovery)
-    page = _page_options(dashboard, dashboard_port)
-    settings, at_most = build(config, chosen), restarts_allowed(supervised, restarts)
+    _refuse_without_listen(listen, qr, discovery, start_with)
+    page, at_most = _page_options(dashboard, dashboard_port), restarts_allowed(supervised, restarts, rank)
+    settings = build(config, chosen)
     if supervised:
-        if rank is not None:
-            raise UsageError("--supervised is for a master of its own: torchrun --max-restarts N starts ranks again")
         supervise(settings, chosen, at_most, page)
 
     from ringtmp.system.resources import loading
@@ -121,7 +117,9 @@ def command(
         show_results.print_summary(result.summary, sys.stdout)
 
 
-def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None) -> None:
+def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None, start_with: int | None) -> None:
+    if start_with is not None and listen is None:
+        raise UsageError("--start-with goes with --listen: processes on this machine all start")
     source = click.get_current_context().get_parameter_source
     if listen is None and (qr or (discovery and source("discovery") is ParameterSource.COMMANDLINE)):
         raise UsageError(f"{'--qr' if qr else '--discovery'} goes with --listen: only devices need to find the ring")

@@ -85,9 +85,9 @@ def main() -> int:
     compute_device.use(compute_device.find(orders.device, orders.node))
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
-    snapshots = SnapshotStore(Path(orders.snapshots)) if orders.snapshots else SnapshotStore()
+    # On a device that joined there may be what a process before this one has left.
+    snapshots = SnapshotStore(Path(orders.snapshots), taken_up=orders.secure) if orders.snapshots else SnapshotStore()
     if orders.secure:
-        snapshots.take_up()
         stores.append(snapshots)
     endpoint = Endpoint(
         slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, snapshots=snapshots

@@ -27,8 +27,11 @@ ROOM_FACTOR = 4
 
 
 class SnapshotStore:
-    def __init__(self, folder: Path | None = None, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
-        """Without a folder everything is in memory. The folder is made when it is first needed."""
+    def __init__(
+        self, folder: Path | None = None, free_bytes: Callable[[], int] = free_memory_bytes, taken_up: bool = False
+    ) -> None:
+        """Without a folder everything is in memory. The folder is made when it is first needed. `taken_up`: with what another
+        process has left there."""
         self._folder = folder
         self._free_bytes = free_bytes
         self._held: dict[tuple[int, int], LayerSnapshot] = {}
@@ -38,6 +41,8 @@ class SnapshotStore:
         self._frozen: dict[int, dict[str, torch.Tensor]] = {}  # by layer: in no snapshot, since nothing changes it
         #: What must stay free whatever is kept. The master's checkpoints pass through its memory layer by layer.
         self.reserve_bytes = 0
+        if taken_up:
+            self._take_up()
 
     def put(self, label: Label, views: Sequence[memoryview], mode: str) -> str | None:
         """Why it could not be kept; None if it is. The label that is kept has the digest."""
@@ -171,7 +176,7 @@ class SnapshotStore:
             if (label := self.label(*key)) is not None:
                 self._label_path(*key).write_bytes(msgspec.msgpack.encode(label))
 
-    def take_up(self) -> None:
+    def _take_up(self) -> None:
         """What the process before this one left in the folder."""
         for path in sorted(self._folder.glob("*.label")) if self._folder is not None else ():
             with contextlib.suppress(OSError, msgspec.DecodeError):
