@@ -60,10 +60,10 @@ MOMENTS = {
     "after its update": Moment(f"{NODE}._update", "after", 7),
     "before its step is told": Moment(f"{NODE}._close_step", "before", 7),
     "after its step was told": Moment(f"{NODE}._close_step", "after", 7),
-    "before a copy": Moment(f"{KEEPING}.take", "before", 2, (FIRST,)),
-    "after a copy": Moment(f"{KEEPING}.take", "after", 2, (FIRST,)),
-    "holder before it tells": Moment(f"{KEEPING}._hold", "before", 2, (3,)),
-    "holder after it told": Moment(f"{KEEPING}._hold", "after", 2, (3,)),
+    "before a copy": Moment(f"{KEEPING}.take", "before", 1, (FIRST,)),
+    "after a copy": Moment(f"{KEEPING}.take", "after", 1, (FIRST,)),
+    "holder before it tells": Moment(f"{KEEPING}._hold", "before", 1, (3,)),
+    "holder after it told": Moment(f"{KEEPING}._hold", "after", 1, (3,)),
 }
 QUICK = {("after a sum was sent", OTHER), ("when its sum is whole", FIRST)}
 
