@@ -43,7 +43,8 @@ from ringtmp.run.text_settings import check_text, named_data, usual_context
 from ringtmp.run.what_to_train import Job, Watcher
 from ringtmp.runtime.compute_device import computing_on
 from ringtmp.runtime.losses import LossFunction, loss_named
-from ringtmp.runtime.run_directory import RunDirectory, default_run_dir
+from ringtmp.runtime.run_directory import RunDirectory
+from ringtmp.system.files import default_run_dir
 from ringtmp.system.resources import require_files
 from ringtmp.watchers.functions import Functions
 

@@ -93,7 +93,7 @@ class Ring:
             *FLAGS,
             *args,
         )
-        self.token = self.until("master", r"rt1\.[\w-]+")
+        self.token = self.until("master", r"rt1\.[\w-]+", 300)
         return process
 
     def device(self, name: str, *args: object) -> subprocess.Popen[str]:
@@ -414,3 +414,24 @@ def test_wrong_use_is_one_line_and_exit_2(
     done = (here if args[0] == "train" else ringtmp)(*args, cwd=tmp_path, code=2)
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.long  # in memory: test_left_with_nodes; local processes: test_supervised_masters
+@pytest.mark.timeout(1200)
+def test_a_supervised_master_finds_its_devices_and_the_snapshot_they_hold(ring: Ring, expected: str) -> None:
+    """There is no checkpoint but the first. Nobody types anything after the kill."""
+    process = ring.master(3, "--steps", 150, "--supervised", "--protect", "memory")
+    ring.device("alpha")
+    ring.device("beta")
+    log = ring.folder / "run" / "events.jsonl"
+    wait_for_step(ring.folder / "run", 15, process, 300)
+    (master,) = psutil.Process(process.pid).children()
+    master.kill()
+    ring.until("master", r"starting it again \(restart 1 ", 300)
+    summary = ring.result(400)
+    assert (summary["weights_sha256"], summary["nodes"]) == (expected, 3)
+    told = list(events.read(log))
+    first, then = [each.first_step for each in told if isinstance(each, events.RunStarted)]
+    assert first == 0
+    assert then > 0, "snapshots outlived the master"
+    assert not (ring.folder / "run" / "left-with-nodes.json").exists()

@@ -75,9 +75,9 @@ def begin(*args: object, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str], limit_s: float = 100) -> None:
     """Until the run's events tell of this step."""
-    limit = time.monotonic() + 100
+    limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
         if process.poll() is not None:
             said = [each.read_text() for each in run.parent.glob("master.err")]
@@ -89,7 +89,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
             if len(steps) > step:
                 return
         time.sleep(0.05)
-    raise AssertionError(f"no step {step} within 100 seconds")
+    raise AssertionError(f"no step {step} within {limit_s:.0f} seconds")
 
 
 def workers_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:

@@ -13,8 +13,10 @@ from click.core import ParameterSource
 from ringtmp.cli.options import RunCommand, flags, run_options
 from ringtmp.cli.ranks import as_rank, goes_on_in
 from ringtmp.cli.settings import build
+from ringtmp.cli.supervised import is_supervised, restarts_allowed, supervise
 from ringtmp.dashboard.beside_training import page_beside
 from ringtmp.errors import UsageError
+from ringtmp.system.files import default_run_dir
 
 if TYPE_CHECKING:
     from ringtmp.launch.node_pool import NodePool
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
     "--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume the run in DIR, with the same bits."
 )
 @click.option(
+    "--supervised", is_flag=True,
+    help="Start the master again when it is killed: the run goes on from its newest checkpoint, with the same bits.",
+)  # fmt: skip
+@click.option("--restarts", type=click.IntRange(1), metavar="N", help="How often, at most (with --supervised).  [10]")
+@click.option(
     "--log", "logs", multiple=True, metavar="KIND:WHERE",
     help="Keep the numbers of every step for another tool: csv:FILE, jsonl:FILE, tensorboard:DIR or mlflow:EXPERIMENT.  "
     "Repeatable.",
@@ -53,7 +60,7 @@ if TYPE_CHECKING:
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
     ring_name: str, start_with: int | None, wait_s: float, discovery: bool | None, qr: bool, logs: tuple[str, ...],
-    dashboard: bool, dashboard_port: int | None, **given: Any,
+    dashboard: bool, dashboard_port: int | None, supervised: bool, restarts: int | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -65,18 +72,17 @@ def command(
     rank = as_rank(chosen, listen)
     if resume is not None and (run_dir is not None or config is not None):
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
-    if start_with is not None and listen is None:
-        raise UsageError("--start-with goes with --listen: processes on this machine all start")
-    _refuse_without_listen(listen, qr, discovery)
-    page = _page_options(dashboard, dashboard_port)
+    _refuse_without_listen(listen, qr, discovery, start_with)
+    page, at_most = _page_options(dashboard, dashboard_port), restarts_allowed(supervised, restarts, rank)
     settings = build(config, chosen)
+    if supervised:
+        supervise(settings, chosen, at_most, page)
 
     from ringtmp.system.resources import loading
 
     with loading(nothing_started=True):
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
-        from ringtmp.runtime.run_directory import default_run_dir
         from ringtmp.watchers.watcher_registry import watcher_named
     from ringtmp.cli import show_results
 
@@ -99,7 +105,7 @@ def command(
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s,
-                discovery=discovery is not False, qr=qr,
+                discovery=discovery is not False, qr=qr, supervised=is_supervised(), resumed=resume,
             )  # fmt: skip
         if resume is not None:
             result = api.resume(resume, chosen, watcher=watcher, pool=pool)
@@ -111,7 +117,9 @@ def command(
         show_results.print_summary(result.summary, sys.stdout)
 
 
-def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None) -> None:
+def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None, start_with: int | None) -> None:
+    if start_with is not None and listen is None:
+        raise UsageError("--start-with goes with --listen: processes on this machine all start")
     source = click.get_current_context().get_parameter_source
     if listen is None and (qr or (discovery and source("discovery") is ParameterSource.COMMANDLINE)):
         raise UsageError(f"{'--qr' if qr else '--discovery'} goes with --listen: only devices need to find the ring")

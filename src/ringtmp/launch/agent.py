@@ -25,12 +25,14 @@ from ringtmp.launch.compute_process import Bound, Orders
 from ringtmp.launch.device_facts import address_towards
 from ringtmp.launch.join_token import Token
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
-from ringtmp.launch.start_process import end, is_stopped, last_words, spawn
+from ringtmp.launch.start_process import ask_to_leave_snapshots, end, is_stopped, last_words, spawn
 from ringtmp.system.signals import on_signals
 from ringtmp.transport.encryption import KeyPair, connect_securely
 
 JOIN_LIMIT_S = 10.0
 ASK_AGAIN_S = 2.0
+#: To write its snapshots down a process has this long; the master waits longer for one that is being started.
+LEAVING_LIMIT_S = 20.0
 
 
 @contextlib.contextmanager
@@ -129,6 +131,7 @@ class Agent:
         self._socket.connect(hub)
         self._child: subprocess.Popen[bytes] | None = None
         self._ring, self._generation = "", 0
+        self._holds_of: set[str] = set()  # rings whose snapshots the compute process may have
         self._stopped_at: float | None = None
         self._starting = False  # the compute process has not said its first line
         self._log: Path | None = None
@@ -182,9 +185,10 @@ class Agent:
 
     def _take(self, message: messages.FromMaster) -> None:
         if isinstance(message, messages.Prepare):
+            left = self._left_by_child() if message.before and message.before in self._holds_of else None
             self._end_child()
             self._say(f"run begins: node {message.node}, generation {message.generation}")
-            self._start(message)
+            self._start(message, left)
         elif isinstance(message, messages.End):
             if message.generation == self._generation and self._child is not None:
                 self._end_child()
@@ -193,10 +197,23 @@ class Agent:
         elif isinstance(message, messages.Refused):
             raise UsageError(f"the master refused: {untrusted.line(message.reason)}")
 
-    def _start(self, message: messages.Prepare) -> None:
+    def _left_by_child(self) -> PrivateFolder | None:
+        """The folder with the snapshots of a compute process whose master was killed, when that process has ended."""
+        child, folder = self._child, self._folder
+        if child is None or folder is None:
+            return None
+        ask_to_leave_snapshots(child)
+        end(child, LEAVING_LIMIT_S)
+        self._child = self._folder = None
+        return folder
+
+    def _start(self, message: messages.Prepare, left: PrivateFolder | None) -> None:
+        """`left`: where the process before this one has left its snapshots."""
         self._ring, self._generation = message.ring, message.generation
+        # A process that takes another's place has its snapshots until there are newer ones that are whole.
+        self._holds_of = {message.ring, message.before} if left is not None else {message.ring}
         endpoint = f"tcp://{self._listen}:*"
-        self._folder = PrivateFolder()
+        self._folder = left or PrivateFolder()
         orders = Orders(
             message.ring, message.generation, message.node, (endpoint, endpoint, endpoint), message.master,
             message.threads, secure=True, memory_bytes=self._memory_bytes, snapshots=str(self._folder.path / "snapshots"),

@@ -138,6 +138,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     node: int
     master: Address
     threads: int
+    before: str = ""  # the ring of a master that was killed: if this device was in it, its snapshots are wanted
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):

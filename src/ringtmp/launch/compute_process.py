@@ -6,16 +6,21 @@ master is; the keys of its neighbours come later, from the master, over the encr
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ringtmp.wire.address import Address
+
+if TYPE_CHECKING:
+    from ringtmp.runtime.snapshot_store import SnapshotStore
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -38,6 +43,8 @@ class Bound(msgspec.Struct, frozen=True):
     address: Address
 
 
+#: On standard input, before it is closed: leave your snapshots in their folder.
+LEAVE = b"leave\n"
 #: On the command line: load everything before orders come.
 SPARE = "spare"
 GRACE_S = 1.0
@@ -53,7 +60,8 @@ def main() -> int:
     orders = msgspec.json.decode(line, type=Orders)
     if orders.log:
         _write_to(orders.log)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    stores: list[SnapshotStore] = []
+    threading.Thread(target=_follow_parent, args=(stores,), daemon=True).start()
 
     from ringtmp.system.resources import raise_file_limit
     from ringtmp.transport.encryption import new_key_pair
@@ -77,7 +85,10 @@ def main() -> int:
     compute_device.use(compute_device.find(orders.device, orders.node))
     if orders.secure:
         limit_memory(orders.memory_bytes or free_memory_bytes())
-    snapshots = SnapshotStore(Path(orders.snapshots)) if orders.snapshots else SnapshotStore()
+    # On a device that joined there may be what a process before this one has left.
+    snapshots = SnapshotStore(Path(orders.snapshots), taken_up=orders.secure) if orders.snapshots else SnapshotStore()
+    if orders.secure:
+        stores.append(snapshots)
     endpoint = Endpoint(
         slowed(transport), orders.ring, orders.generation, limit_bytes=orders.memory_bytes, snapshots=snapshots
     )
@@ -104,11 +115,16 @@ def _write_to(log: str) -> None:
     os.close(file)
 
 
-def _follow_parent() -> None:
+def _follow_parent(stores: list[SnapshotStore]) -> None:
     """The pipe closes when the parent is gone or wants us gone. The moment's grace lets a farewell through."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    threading.Event().wait(GRACE_S)
+    said = b""
+    while more := os.read(sys.stdin.fileno(), len(LEAVE)):
+        said = (said + more)[-len(LEAVE) :]
+    if said != LEAVE:
+        threading.Event().wait(GRACE_S)
+    for each in stores if said == LEAVE else ():
+        with contextlib.suppress(OSError):  # no room: the run goes on from its checkpoint
+            each.leave()
     os._exit(0)
 
 

@@ -56,8 +56,13 @@ class DevicePool:
         package: str = "",
         discovery: bool = True,
         qr: bool = False,
+        outlives_master: bool = False,
+        before: str = "",
     ) -> None:
-        """`discovery`: devices may find the ring and join with a code; `qr`: the join line is shown as a QR code, too."""
+        """`discovery`: devices may find the ring and join with a code; `qr`: the join line is shown as a QR code, too.
+        `before`: the ring of a master that was killed, whose snapshots devices may still have."""
+        self.outlives_master = outlives_master
+        self._before = before
         self._discovery, self._qr = discovery, qr
         self._notice_s = notice_s
         self.nodes = nodes
@@ -427,10 +432,12 @@ class DevicePool:
         for device in devices.values():
             self._places.pop(device.key, None)
         started = start_on(
-            devices, self._hub, self._links, ring, self._generation, threads=self.threads, notice_s=self._notice_s
-        )
+            devices, self._hub, self._links, ring, self._generation, threads=self.threads, notice_s=self._notice_s,
+            before=self._before,
+        )  # fmt: skip
         for node in started:
             self._places[devices[node].key] = node
+        self._before = ""
 
 
 def _arrival(number: int, device: Device) -> str:

@@ -19,6 +19,8 @@ class NodePool(base_leader.NodePool, Protocol):
 
     nodes: int
     threads: int
+    #: A master that is started again finds what nodes keep: snapshots, its own among them.
+    outlives_master: bool
     #: Everyone whom the last `replace_lost` found lost, those included that `check` had told of.
     found_lost: list[NodeLost]
 

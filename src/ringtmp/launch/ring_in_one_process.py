@@ -32,6 +32,7 @@ QUIET_ROUNDS = 10
 
 class InMemoryPool:
     same_machine = True
+    outlives_master = False
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from ringtmp.launch.compute_process import Orders
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
 from ringtmp.launch.spare_process import Spare
-from ringtmp.launch.start_process import end, is_stopped, last_words, let_go, spawn
+from ringtmp.launch.start_process import by_whom, end, is_stopped, last_words, let_go, spawn
 from ringtmp.plan.devices import Device
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
@@ -36,6 +36,7 @@ STEPS_BEFORE_SPARE = 3
 
 class LocalPool:
     same_machine = True
+    outlives_master = False
 
     def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False, keeps: bool = True,
         device: str = "cpu"
@@ -235,5 +236,4 @@ def _rss_bytes(child: subprocess.Popen[bytes] | None) -> int:
 def _how_it_died(code: int, step: int) -> str:
     if code >= 0:
         return f"ended with code {code} in step {step}"
-    who = " (by someone, or by the system because memory ran out)" if -code == signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name} in step {step}{who}"
+    return f"was killed by {signal.Signals(-code).name} in step {step}{by_whom(-code)}"

@@ -24,11 +24,12 @@ def start_on(
     *,
     threads: int,
     notice_s: float,
+    before: str = "",
 ) -> Iterator[int]:
     """The number of each node whose process has started, once it is linked. NodeLost: one has not."""
     for node, device in devices.items():
         device.started = device.died = None
-        hub.tell(device, Prepare(ring, generation, node, links.address, threads))
+        hub.tell(device, Prepare(ring, generation, node, links.address, threads, before))
     limit = time.monotonic() + START_LIMIT_S
     waiting = dict(devices)
     while waiting:

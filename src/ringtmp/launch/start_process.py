@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import psutil
 
 from ringtmp import untrusted
 from ringtmp.errors import UsageError
-from ringtmp.launch.compute_process import Orders
+from ringtmp.launch.compute_process import LEAVE, Orders
 
 STOP_LIMIT_S = 3.0
 
@@ -73,11 +74,19 @@ def let_go(child: subprocess.Popen[bytes]) -> None:
         child.stdin.close()
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def ask_to_leave_snapshots(child: subprocess.Popen[bytes]) -> None:
+    """In its folder, when it ends: another process will take its place."""
+    assert child.stdin is not None
+    with contextlib.suppress(OSError):
+        child.stdin.write(LEAVE)
+        child.stdin.flush()
+
+
+def end(child: subprocess.Popen[bytes], limit_s: float = STOP_LIMIT_S) -> None:
     """Gone when it returns, willing or not."""
     let_go(child)
     try:
-        child.wait(STOP_LIMIT_S)
+        child.wait(limit_s)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
@@ -91,6 +100,11 @@ def is_stopped(pid: int) -> bool:
         return bool(psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
     except psutil.Error:
         return False
+
+
+def by_whom(number: int) -> str:
+    """Who may have sent a signal that killed a process, for the line that tells of its end."""
+    return " (by someone, or by the system because memory ran out)" if number == signal.SIGKILL else ""
 
 
 def last_words(log: Path | None) -> str:

@@ -125,6 +125,7 @@ def _facts() -> Facts:
 class RankPool:
     """All ranks but this one, which is rank 0."""
 
+    outlives_master = False
     #: torch.distributed can make sums over these nodes.
     ranks_of_torch = True
 

@@ -48,7 +48,7 @@ def much_faster(made: Plan, least: int = 1) -> str:
     count, options = made.options.ring.microbatches, made.options
     found = [made]
     for other in (2 * count, 4 * count, count // 2):
-        if len(made.devices) < 2 or not 1 <= other <= options.batch_size // least:
+        if len(made.devices) < 2 or not options.sum_tree <= other <= options.batch_size // least:
             continue
         try:
             again = replace(options, microbatches=other, cuts=made.bounds)

@@ -45,6 +45,7 @@ class Visit(msgspec.Struct, frozen=True, array_like=True):
 
 class Route(msgspec.Struct, frozen=True):
     visits: tuple[Visit, ...]
+    outlived: bool = False  # what nodes keep outlives the master, so its own snapshots go to its neighbour, too
 
     @property
     def last(self) -> int:
@@ -151,9 +152,11 @@ def parse_cuts(text: str, layers: int, nodes: int, visits: int | None = None) ->
 
 
 def holder_of(route: Route, node: int) -> int | None:
-    """Who holds a node's snapshots: its clockwise neighbour, of a group the first. The master's own stay with it: with it the
-    run ends anyway."""
+    """Who holds a node's snapshots: its clockwise neighbour, of a group the first. The master's own stay with it where the run
+    ends with it anyway."""
     mine = route.on(node)
-    if node == MASTER or not mine or mine[0].node != node:  # of a group the first keeps what all of them have
+    if not mine or mine[0].node != node:  # of a group the first keeps what all of them have
+        return None
+    if node == MASTER and not (route.outlived and route.last):
         return None
     return route.node(mine[0].index + 1)

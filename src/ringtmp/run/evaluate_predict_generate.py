@@ -32,6 +32,7 @@ from ringtmp.run.progress import Telling
 from ringtmp.run.run_data import labels_as, loss_again, named_again, with_data, without_left_out
 from ringtmp.run.training_loop import EVALUATION_FACTOR
 from ringtmp.run.what_to_train import Watcher
+from ringtmp.runtime import left_with_nodes
 from ringtmp.runtime.losses import LossFunction, is_of_bytes, loss_named
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.strategies import registry
@@ -119,22 +120,25 @@ def devices_for(
 
 def device_pool(
     listen: str, ring: str, config: RunConfig, watcher: Watcher, *, start_with: int | None = None, wait_s: float = 0.0,
-    discovery: bool = True, qr: bool = False,
+    discovery: bool = True, qr: bool = False, supervised: bool = False, resumed: Path | None = None,
 ) -> NodePool:  # fmt: skip
-    """Devices that join this machine's ring over the network."""
+    """Devices that join this machine's ring over the network. `supervised`: the master is started again when it is killed,
+    as it may have been in the run that is `resumed`."""
     nodes = config.ring.nodes
     if nodes == 1:
         raise UsageError("--listen with --nodes 1 leaves no device to wait for: leave one of them out")
     if start_with is not None and not 2 <= start_with <= nodes:
         raise UsageError(f"--start-with {start_with} must be from 2 to --nodes {nodes}")
     host, port = parse_listen(listen, DEFAULT_PORT)
+    left = left_with_nodes.read(resumed) if supervised and resumed is not None else None
     from ringtmp.launch.joined_devices import DevicePool  # and ZeroMQ with it
     from ringtmp.launch.key_store import Rings
 
     return DevicePool(
         Rings(), checked_name("ring", ring), host, port, nodes=nodes, threads=config.training.threads, phase=watcher.phase,
         tell=watcher.tell, start_with=start_with, wait_s=wait_s, notice_s=config.keep.notice_s,
-        package=registry.package_of(config.ring.strategy), discovery=discovery, qr=qr,
+        package=registry.package_of(config.ring.strategy), discovery=discovery, qr=qr, outlives_master=supervised,
+        before=left.ring if left is not None else "",
     )  # fmt: skip
 
 

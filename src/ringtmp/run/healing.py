@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -150,6 +151,26 @@ class Healing:
         self.record.write(event)
         self.record.watcher.tell(rebalancing.moved(event, ready.move))
         return generation
+
+    def take_up(self, left: Snapshot, origin: Origin) -> Generation:
+        """A master was killed, and left this snapshot with its nodes; `origin` is the newest checkpoint. If not all of it is
+        there any more, the run goes on from that."""
+        run, generations = self._run, self._generations
+        gathering = BaseLeader(Start(generations.endpoint, self._node_pool, self.record.log))
+        gathering.gather(self._node_pool.addresses())
+        protection, saved = run.protection, origin.progress.step
+        protection.whole = left
+        if protection.newest(gathering.hellos, (), run.kept_in_snapshots, saved) is None:
+            protection.spoil()
+            self.record.watcher.tell(f"the devices have not kept all of step {left.step}: going on from step {saved}")
+            return generations.lay_out(replace(origin, hellos=gathering.hellos))
+        self.record.watcher.tell(f"going on from the snapshot of step {left.step}, which the devices have kept")
+        try:
+            return generations.lay_out(Origin(origin.checkpoint, left.progress, gathering.hellos, left))
+        except SnapshotUnusable as problem:
+            protection.spoil()
+            self.record.warn(f"{problem}; going back to the checkpoint of step {saved}")
+            return self._revive(origin.progress)[0]
 
     def dismiss(self, leader: Leader, progress: Progress, reason: str) -> None:
         """Stop everyone. Somebody who died when all was saved was needed by nobody any more: a loss that costs nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -60,10 +60,13 @@ class Run:
     protection: Protection
     rebalancing: Rebalancing
     strategy: Strategy
+    leave_behind: Callable[[Snapshot], None] | None = (
+        None  # told of each whole snapshot, for a master that is started again
+    )
 
     def go_by(self, config: RunConfig) -> None:
         """The strategy of the run is chosen."""
-        self.strategy, self.protection = registry.get(config.ring.strategy), protection_of(config)
+        self.strategy, self.protection = registry.get(config.ring.strategy), protection_of(config, self.leave_behind)
 
     @property
     def kept_in_snapshots(self) -> list[int]:
@@ -111,9 +114,9 @@ def settled(config: RunConfig, pool: NodePool) -> RunConfig:
     return msgspec.structs.replace(config, training=training, ring=ring)
 
 
-def protection_of(config: RunConfig) -> Protection:
+def protection_of(config: RunConfig, leave: Callable[[Snapshot], None] | None) -> Protection:
     by_snapshot = registry.get(config.ring.strategy).state_from == "snapshot"
-    return Protection(config.keep.protect if by_snapshot else "checkpoint", config.training.staleness)
+    return Protection(config.keep.protect if by_snapshot else "checkpoint", config.training.staleness, leave)
 
 
 class Generations:

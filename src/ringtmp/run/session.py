@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from ringtmp.config import usual_microbatches
@@ -29,8 +31,11 @@ from ringtmp.run.record_events import Record
 from ringtmp.run.save_checkpoints import Saving
 from ringtmp.run.training_loop import TrainingLoop
 from ringtmp.run.what_to_train import Job, Watcher
+from ringtmp.runtime import left_with_nodes
 from ringtmp.runtime.checkpoint import Progress, weights_sha256
 from ringtmp.runtime.learning_rates import checked_schedule
+from ringtmp.runtime.left_with_nodes import Left
+from ringtmp.runtime.snapshot_schedule import Snapshot
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Leader
 from ringtmp.system.resources import free_memory_bytes, keeping_what_is_there
@@ -62,6 +67,7 @@ class Session:
         self._ring = secrets.token_hex(8)
         self._outcome = "failed"
         self._step = 0  # where the run ended
+        self._left = None if job.model is not None or not pool.outlives_master else left_with_nodes.read(job.run.path)
         self._begun = False  # its first line is written
         self.unwritten: list[events.Event] = []  # what the record on the disk lacks when the run has ended
 
@@ -92,6 +98,7 @@ class Session:
         finally:
             self._interrupted.deaf = True  # every wait from here has a limit
             self._node_pool.stop()
+            left_with_nodes.forget(self._job.run.path)
             self._tell_of_removed(record)
             end = events.RunEnded(time.monotonic(), self._step, self._outcome, digest, error, self._begun)
             record.write(end)
@@ -123,7 +130,7 @@ class Session:
         """With the model as it lies in the run directory."""
         job, (index, layers) = self._job, self._job.run.read_layers()
         training, ring = job.config.training, job.config.ring
-        total, per_epoch = training.steps, self._batches.steps_per_epoch
+        total, per_epoch, leave = training.steps, self._batches.steps_per_epoch, self._leave_behind(index.run)
         if total is None and per_epoch is not None and training.epochs is not None:
             total = per_epoch * training.epochs
         return Run(
@@ -131,7 +138,8 @@ class Session:
             layers=layers, batches=self._batches, batch_size=self._batch_size, targets=self._targets, total_steps=total,
             lr_schedule=checked_schedule(training.lr_schedule, total),
             saving=Saving(job.run.checkpoints, index.run, self._batches, record),
-            strategy=registry.get(ring.strategy), protection=protection_of(job.config), rebalancing=Rebalancing(ring.rebalance),
+            strategy=registry.get(ring.strategy), rebalancing=Rebalancing(ring.rebalance),
+            protection=protection_of(job.config, leave), leave_behind=leave,
         )  # fmt: skip
 
     def _led(self, run: Run, generations: Generations) -> str:
@@ -140,7 +148,8 @@ class Session:
         try:
             self._begin_stream(run)
             try:
-                first = generations.lay_out(Origin(origin, origin.progress))
+                left, begin = self._taken_up(run), Origin(origin, origin.progress)
+                first = generations.lay_out(begin) if left is None else healing.take_up(left, begin)
             except NodeLost as lost:
                 first = healing.heal(lost, origin.progress)
             self._interrupted.armed = True
@@ -158,6 +167,26 @@ class Session:
                 self._stop(generations.newest.leader, healing, reached)
             if self._outcome in ("done", "stopped early") or run.saving.step == reached.step:
                 self._batches.close()
+
+    def _leave_behind(self, name: str) -> Callable[[Snapshot], None] | None:
+        """For the master that is started when this one is killed. None: nodes will not be there any more."""
+        if not self._node_pool.outlives_master:
+            return None
+
+        def leave(whole: Snapshot) -> None:
+            with suppress(OSError):  # no room: then it is the checkpoint
+                left_with_nodes.write(self._job.run.path, Left(name, self._ring, whole.progress))
+
+        return leave
+
+    def _taken_up(self, run: Run) -> Snapshot | None:
+        """What a killed master of this run left with its nodes, if it is worth more than the checkpoint. What a stream gave
+        since then is not kept where the next master finds it."""
+        left = self._left
+        table = not isinstance(self._job.train, Stream)
+        if left is None or left.run != run.index.run or not table or left.progress.step <= run.saving.step:
+            return None
+        return Snapshot(left.progress)
 
     def _begin_stream(self, run: Run) -> None:
         batches, progress = self._batches, run.saving.opened.progress

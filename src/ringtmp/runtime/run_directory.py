@@ -12,11 +12,9 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -179,11 +177,6 @@ class SavedConfig(msgspec.Struct, frozen=True):
     version: str
     config: RunConfig
     loss: str
-
-
-def default_run_dir() -> Path:
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{stamp}-{secrets.token_hex(2)}"
 
 
 class RunDirectory:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -51,8 +51,12 @@ class _UnderWay:
 
 
 class Protection:
-    def __init__(self, mode: str, staleness: int = 0) -> None:
+    def __init__(self, mode: str, staleness: int = 0, leave: Callable[[Snapshot], None] | None = None) -> None:
+        """`leave` is told of each one that is whole, before older ones go, where a master that is started again may find it
+        with its nodes."""
         self.mode = mode
+        self.outlived = leave is not None
+        self._leave = leave
         self.whole: Snapshot | None = None
         self.trouble: str | None = None
         self.interval = 1
@@ -121,6 +125,8 @@ class Protection:
         if now.waiting:
             return False
         self.whole, self._under_way, self._bare = now.snapshot, None, False
+        if self._leave is not None:
+            self._leave(self.whole)
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         # Where steps overlap the ring comes to rest for a snapshot, which costs about a step.
         cost_s = max(now.seconds.values()) + (step_s if self._rests else 0.0)

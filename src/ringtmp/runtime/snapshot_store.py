@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from ringtmp.errors import ProtocolError
@@ -19,14 +20,18 @@ from ringtmp.runtime.checkpoint import LayerTensors
 from ringtmp.runtime.layer_snapshot import Label, LayerSnapshot, Writing
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text
+from ringtmp.wire.tensors import raw_bytes
 
 #: Kept in memory only if so much stays free for every byte of it: the next snapshot, and the training itself.
 ROOM_FACTOR = 4
 
 
 class SnapshotStore:
-    def __init__(self, folder: Path | None = None, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
-        """Without a folder everything is in memory. The folder is made when it is first needed."""
+    def __init__(
+        self, folder: Path | None = None, free_bytes: Callable[[], int] = free_memory_bytes, taken_up: bool = False
+    ) -> None:
+        """Without a folder everything is in memory. The folder is made when it is first needed. `taken_up`: with what another
+        process has left there."""
         self._folder = folder
         self._free_bytes = free_bytes
         self._held: dict[tuple[int, int], LayerSnapshot] = {}
@@ -36,6 +41,8 @@ class SnapshotStore:
         self._frozen: dict[int, dict[str, torch.Tensor]] = {}  # by layer: in no snapshot, since nothing changes it
         #: What must stay free whatever is kept. The master's checkpoints pass through its memory layer by layer.
         self.reserve_bytes = 0
+        if taken_up:
+            self._take_up()
 
     def put(self, label: Label, views: Sequence[memoryview], mode: str) -> str | None:
         """Why it could not be kept; None if it is. The label that is kept has the digest."""
@@ -158,6 +165,26 @@ class SnapshotStore:
         """Of layers that are elsewhere now."""
         self._frozen = {layer: found for layer, found in self._frozen.items() if layer in but}
 
+    def leave(self) -> None:
+        """Everything into the folder, each with its label, for the process that takes this one's place. What does not get there
+        is missing later, and what gets there in part does not match its digest."""
+        assert self._folder is not None
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for key, held in list(self._held.items()):
+            self._path(*key).write_bytes(raw_bytes(held.body) if held.label.size else b"")
+        for key in [*self._held, *self._files]:
+            if (label := self.label(*key)) is not None:
+                self._label_path(*key).write_bytes(msgspec.msgpack.encode(label))
+
+    def _take_up(self) -> None:
+        """What the process before this one left in the folder."""
+        for path in sorted(self._folder.glob("*.label")) if self._folder is not None else ():
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                label = msgspec.msgpack.decode(path.read_bytes(), type=Label)
+                if self._path(label.step, label.layer).stat().st_size == label.size:
+                    self._files[label.step, label.layer] = label
+            path.unlink(missing_ok=True)
+
     def free(self, before: int) -> None:
         """Older snapshots are needed no more."""
         self._drop(lambda step: step < before)
@@ -195,6 +222,9 @@ class SnapshotStore:
                 writing.file.close()
             with contextlib.suppress(OSError):
                 self._path(*key).unlink(missing_ok=True)
+
+    def _label_path(self, step: int, layer: int) -> Path:
+        return self._path(step, layer).with_suffix(".label")
 
     def _path(self, step: int, layer: int) -> Path:
         assert self._folder is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ringtmp.errors import UsageError
@@ -37,6 +39,11 @@ def sync(path: Path) -> None:
 def cache_folder() -> Path:
     """Where measurements and exports are kept for the next run."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringtmp"
+
+
+def default_run_dir() -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{stamp}-{secrets.token_hex(2)}"
 
 
 def require_text(path: Path, what: str) -> Path:

@@ -64,7 +64,8 @@ class RingPlan:
         return Balance(self.planned, self.request.devices, members, not_before)
 
     def lead(self, start: Start) -> Master:
-        return Master(start, self.setup, self.request.layers, self.request.loss)
+        route = msgspec.structs.replace(self.setup.route, outlived=start.protection.outlived)
+        return Master(start, msgspec.structs.replace(self.setup, route=route), self.request.layers, self.request.loss)
 
 
 def plan(request: PlanRequest) -> RingPlan:
