@@ -51,6 +51,7 @@ CHOICES = [
     "dpsgd",
     "gosgd:1",
     "mpca:2",
+    "gossip-learning:2",
     "local-means:2",
 ]
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})

@@ -25,6 +25,7 @@ from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
 from ringtmp.strategies.dpsgd import STRATEGY as DPSGD
 from ringtmp.strategies.easgd import STRATEGY as EASGD
 from ringtmp.strategies.gosgd import STRATEGY as GOSGD
+from ringtmp.strategies.gossip_learning import STRATEGY as GOSSIP_LEARNING
 from ringtmp.strategies.lbfgs import STRATEGY as LBFGS
 from ringtmp.strategies.mpca import STRATEGY as MPCA
 from ringtmp.strategies.ps import STRATEGY as PS
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Message
 
 GROUP = "ringtmp.strategies"
-_OURS = (RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA)
+_OURS = (
+    RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
+)  # fmt: skip
 OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
