@@ -52,6 +52,7 @@ CHOICES = [
     "gosgd:1",
     "mpca:2",
     "gossip-learning:2",
+    "gadmm:0.05:passes=4",
     "local-means:2",
 ]
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})

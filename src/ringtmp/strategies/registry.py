@@ -24,6 +24,7 @@ from ringtmp.strategies.base import About, Settings, Strategy
 from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
 from ringtmp.strategies.dpsgd import STRATEGY as DPSGD
 from ringtmp.strategies.easgd import STRATEGY as EASGD
+from ringtmp.strategies.gadmm import STRATEGY as GADMM
 from ringtmp.strategies.gosgd import STRATEGY as GOSGD
 from ringtmp.strategies.gossip_learning import STRATEGY as GOSSIP_LEARNING
 from ringtmp.strategies.lbfgs import STRATEGY as LBFGS
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 GROUP = "ringtmp.strategies"
 _OURS = (
     RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
+    GADMM,
 )  # fmt: skip
 OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
