@@ -102,7 +102,7 @@ def test_a_wire_that_rounds_parameters_is_refused(name: str) -> None:
     [
         ("dpsgd", 10, 2), ("dpsgd:complete", 20, 4), ("gosgd:0.5", 2.5, 0.5), ("easgd:4", 2, 1),
         ("gossip-learning:2", 2.5, 0.5), ("tree-easgd:4:2", 4 / 4 + 4 / 2, 0.25 + 1), ("averaging:4", 2, 0.4),
-        ("block-momentum:2", 4, 0.8), ("gadmm", 8, 2),
+        ("block-momentum:2", 4, 0.8), ("gadmm", 8, 2), ("scheduled:1", 8 * 3, 8 * 3 / 5),
     ],
 )  # fmt: skip
 def test_models_sent_per_step_by_five_nodes(name: str, total: float, busiest: float) -> None:

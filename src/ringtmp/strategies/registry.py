@@ -31,6 +31,7 @@ from ringtmp.strategies.lbfgs import STRATEGY as LBFGS
 from ringtmp.strategies.mpca import STRATEGY as MPCA
 from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
+from ringtmp.strategies.scheduled import STRATEGY as SCHEDULED
 from ringtmp.strategies.tree_easgd import STRATEGY as TREE_EASGD
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 GROUP = "ringtmp.strategies"
 _OURS = (
     RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
-    GADMM,
+    GADMM, SCHEDULED,
 )  # fmt: skip
 OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
