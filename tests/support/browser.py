@@ -22,6 +22,10 @@ def chromium() -> str | None:
     )
 
 
+class PageWentOnError(AssertionError):
+    """The page went on to another address while it was asked something, as one that refreshes does."""
+
+
 class Browser:
     """Use as a context. One page."""
 
@@ -54,6 +58,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
+        self.send("Page.setLifecycleEventsEnabled", enabled=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,7 +82,9 @@ class Browser:
         while True:
             answer = self._receive(limit)
             if answer.get("id") == self._number:
-                assert "error" not in answer, f"{method}: {answer['error']}"
+                if (error := answer.get("error")) is not None:
+                    went = "navigated" in error["message"] or "context was destroyed" in error["message"]
+                    raise (PageWentOnError if went else AssertionError)(f"{method}: {error}")
                 return dict(answer["result"])
             self._notice(answer)
 
@@ -89,10 +96,16 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self._events.clear()
-        self.send("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
+        started = self.send("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         limit = time.monotonic() + LIMIT_S
-        while not any(each["method"] == "Page.loadEventFired" for each in self._events):
+        # The page before may still tell that it has loaded, so the load waited for is of this navigation.
+        while not any(self._loaded(each, started["loaderId"]) for each in self._events):
             self._notice(self._receive(limit))
+
+    @staticmethod
+    def _loaded(event: dict[str, Any], loader: str) -> bool:
+        about = event.get("params", {})
+        return event["method"] == "Page.lifecycleEvent" and about["name"] == "load" and about["loaderId"] == loader
 
     def evaluate(self, script: str) -> Any:
         result = self.send("Runtime.evaluate", expression=script, returnByValue=True)

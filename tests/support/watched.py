@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from browser import Browser
+from browser import Browser, PageWentOnError
 from commands import CLI
 
 AXE = "axe-core@4.14.0"
@@ -49,11 +49,18 @@ def addresses(process: subprocess.Popen[str]) -> dict[str, str]:
 
 
 def until(browser: Browser, condition: str, limit_s: float = LIMIT_S) -> None:
-    """Until a script of the page is true."""
+    """Until a script of the page is true; the page may go on to another address meanwhile, as the one with the token does."""
     limit = time.monotonic() + limit_s
-    while not browser.evaluate(condition):
+    while not _holds(browser, condition):
         assert time.monotonic() < limit, f"not within {limit_s} s: {condition}: {state(browser)}"
         time.sleep(0.1)
+
+
+def _holds(browser: Browser, condition: str) -> bool:
+    try:
+        return bool(browser.evaluate(condition))
+    except PageWentOnError:
+        return False
 
 
 def shown(browser: Browser, address: str, width: int = 1280, dark: bool = False, height: int = 900) -> None:
