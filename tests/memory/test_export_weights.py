@@ -20,7 +20,7 @@ from ringtmp.errors import RingError, UsageError
 from ringtmp.model.tensor_file import Described, TensorFile
 from ringtmp.run import saved_model
 from ringtmp.run.export_run import export_weights
-from ringtmp.run.saved_model import SavedModel
+from ringtmp.run.saved_model import SavedModel, largest_difference
 from ringtmp.system.write_files_together import staged
 
 
@@ -44,6 +44,16 @@ def classes(folder: Path) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     return trained(model, (torch.randn(16, 8), torch.arange(16) % 3), folder)
+
+
+def test_what_is_no_number_in_both_is_alike_and_hides_no_other_difference() -> None:
+    """A run that ended in nan is exported as it is."""
+    nan, inf = float("nan"), float("inf")
+    expected = [{"y": torch.tensor([nan, inf, 1.0])}]
+    assert largest_difference(expected, [{"y": torch.tensor([nan, inf, 1.0])}], "x") == 0
+    for other in ([0.0, inf, 1.0], [nan, -inf, 1.0], [nan, inf, 1.5], [nan, inf, nan]):
+        with pytest.raises(RingError, match="more than rounding"):
+            largest_difference(expected, [{"y": torch.tensor(other)}], "x")
 
 
 def test_a_file_loads_into_the_plain_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

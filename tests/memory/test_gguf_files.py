@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,23 @@ import pytest
 import torch
 
 from oracle import state_sha256
+from ringtmp.config import ModelPart, RunConfig, TrainingPart
 from ringtmp.data.gguf_header import MOST_VALUES, check_gguf
 from ringtmp.data.tokenizer import open_tokenizer
 from ringtmp.errors import UsageError
 from ringtmp.model import build_larger_than_memory
 from ringtmp.model.layers import opened_model
 from ringtmp.model.pretrained import pretrained
+from ringtmp.run.text_settings import named_data
 
 transformers: Any = pytest.importorskip("transformers")
 gguf: Any = pytest.importorskip("gguf")
 HIDDEN, HEADS, KV, LAYERS, VOCABULARY, INNER = 64, 4, 2, 2, 48, 96
 
 
-def shapes(tied: bool) -> dict[str, tuple[int, ...]]:
+def shapes(tied: bool, words: int) -> dict[str, tuple[int, ...]]:
     kv = HIDDEN // HEADS * KV
-    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCABULARY, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (words, HIDDEN), "output_norm.weight": (HIDDEN,)}
     for at in range(LAYERS):
         block = {
             "attn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
@@ -35,14 +38,15 @@ def shapes(tied: bool) -> dict[str, tuple[int, ...]]:
             "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
         }  # fmt: skip
         found |= {f"blk.{at}.{name}.weight": shape for name, shape in block.items()}
-    return found if tied else {**found, "output.weight": (VOCABULARY, HIDDEN)}
+    return found if tied else {**found, "output.weight": (words, HIDDEN)}
 
 
 def written(
-    path: Path, tied: bool = True, architecture: str = "llama", without: str = "", bent: str = "", besides: str = ""
-) -> Path:
+    path: Path, tied: bool = True, architecture: str = "llama", without: str = "", bent: str = "", besides: str = "",
+    words: int = VOCABULARY, order: Any = gguf.GGUFEndian.LITTLE,
+) -> Path:  # fmt: skip
     """A tiny Llama: matrices in Q8_0 or Q4_1, vectors in float32."""
-    writer = gguf.GGUFWriter(str(path), architecture)
+    writer = gguf.GGUFWriter(str(path), architecture, endianess=order)
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
     writer.add_context_length(32)
@@ -53,11 +57,12 @@ def written(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_array("tokenizer.ggml.scores", [0.0] * VOCABULARY)
-    writer.add_array("tokenizer.ggml.tokens", [f"<{each}>" for each in range(VOCABULARY)])
+    if words == VOCABULARY:
+        writer.add_vocab_size(words)  # where it is not said, the tokens are counted
+    writer.add_array("tokenizer.ggml.scores", [0.0] * words)
+    writer.add_array("tokenizer.ggml.tokens", [f"<{each}>" for each in range(words)])
     random = np.random.default_rng(1)
-    for number, (name, shape) in enumerate({**shapes(tied), **({besides: (8,)} if besides else {})}.items()):
+    for number, (name, shape) in enumerate({**shapes(tied, words), **({besides: (8,)} if besides else {})}.items()):
         values = random.standard_normal(shape, dtype=np.float32)
         if name == without:
             continue
@@ -118,6 +123,37 @@ def test_a_model_larger_than_the_memory_lies_in_files(tmp_path: Path, monkeypatc
     large = [each.nbytes for each in found.parameters() if each.nbytes >= 1024]
     assert sum(made) >= sum(large), "every matrix"
     assert_alike(found, expected)
+
+
+def test_reading_takes_little_more_memory_than_the_weights_whatever_the_vocabulary(tmp_path: Path) -> None:
+    """The gguf package's reader alone takes 35 MiB for these words, twice."""
+    words = 20_000
+    path = written(tmp_path / "m.gguf", words=words)
+    tracemalloc.start()
+    try:
+        model: Any = pretrained(f"hf:{path}")()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    table = model.get_input_embeddings().weight
+    assert len(table) == words, "counted, for the file does not say"
+    assert peak_bytes < 4 * table.nbytes, "Python's own; the model's weights are not counted among it"
+
+
+def test_weights_in_the_order_of_other_machines_are_refused(tmp_path: Path) -> None:
+    """The library takes the bytes as they lie, and trains on nonsense."""
+    path = written(tmp_path / "m.gguf", order=gguf.GGUFEndian.BIG)
+    with pytest.raises(UsageError, match="written in the order of other machines"):
+        pretrained(f"hf:{path}")
+
+
+def test_a_file_without_a_tokeniser_is_told_as_the_model_it_is(tmp_path: Path) -> None:
+    """Nobody typed --tokenizer."""
+    path = written(tmp_path / "m.gguf")
+    (tmp_path / "a.txt").write_text("text")
+    config = RunConfig(ModelPart(f"hf:{path}"), TrainingPart(data=f"text:{tmp_path / 'a.txt'}"))
+    with pytest.raises(UsageError, match=r"^the tokeniser of --model hf:.* [(]another is given with --tokenizer PATH"):
+        named_data(config)
 
 
 @pytest.mark.parametrize(

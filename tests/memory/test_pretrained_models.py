@@ -215,6 +215,14 @@ def test_pickled_weights_and_missing_files_are_refused(tmp_path: Path) -> None:
         pretrained(f"hf:{tmp_path / 'pytorch_model.bin'}")
     with pytest.raises(UsageError, match="no such file"):
         pretrained(f"hf:{tmp_path / 'm.gguf'}")
+    with pytest.raises(UsageError, match=r"nothing is fetched; to fetch it: hf download some/Model-1\.7B --local-dir"):
+        pretrained("hf:some/Model-1.7B")
+    with pytest.raises(
+        UsageError, match=r"^--model hf:\./gone: there is no such file or directory, and nothing is fetched$"
+    ):
+        pretrained("hf:./gone")
+    with pytest.raises(UsageError, match="^--model hf: names nothing"):
+        pretrained("hf:")
     (tmp_path / "model.safetensors").write_bytes(b"not so")
     with pytest.raises(UsageError, match=f"^--model hf:{tmp_path}: model.safetensors cannot be read as safetensors"):
         pretrained(f"hf:{tmp_path}")

@@ -114,7 +114,7 @@ class Sparse(Part):
 
 
 HERE = r"test_refused_modules\.py:\d+: "
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a branch": (lambda: Model(Branching()), rf"the model \(Model\) .*branches on the values .* \({HERE}if x.sum\(\) > 0:\)"),
     "a loop": (lambda: Model(Looping()), rf"the model \(Model\) .* \({HERE}while x.abs\(\)"),
     "a number": (lambda: Model(Number()), rf"into a number in part \({HERE}return self.inner\(x\) \* x.max.*: keep it as a"),
@@ -130,6 +130,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex weights": (lambda: Model(nn.Linear(8, 8, dtype=torch.complex64)), "^part.weight is complex, .*two tensors"),
     "a lazy module": (lambda: Model(nn.LazyLinear(WIDTH)), "^part.weight is lazy .*run the model once on a sample first"),
     "another device": (lambda: Model(Part()).to("meta"), "^first.weight is on meta: move the model to the CPU first"),
+    "nothing made": (lambda: None, "^the function that makes the model returned nothing"),
+    "half precision": (lambda: nn.Linear(8, 3).half(), r"The data is float32 and the weights are float16: use model.float\(\)"),
     "a shape": (lambda: nn.Linear(9, 3), r"the model \(Linear\) refuses a microbatch of shape \(2, 8\): mat1 and mat2 .*Check"),
 }  # fmt: skip
 
@@ -143,6 +145,15 @@ def test_a_module_that_cannot_be_taken_is_refused_with_the_reason_and_the_line(
         list(build_layers(make(), 0, rows, [2]))
     assert "layer" not in str(refused.value)
     assert "def forward" not in capfd.readouterr().err
+
+
+def test_a_token_beyond_the_table_is_told_with_both_numbers() -> None:
+    """Torch says "index out of range in self", and it is not the shape of the data."""
+    model = nn.Sequential(nn.Embedding(30, WIDTH), nn.Linear(WIDTH, 30))
+    with pytest.raises(
+        UsageError, match=r"the number 47, and these tables have fewer rows: .*\(30\)\. Tokens of another"
+    ):
+        list(build_layers(model, 0, lambda count: torch.full((count, 5), 47), [2]))
 
 
 class Overlapping(nn.Module):

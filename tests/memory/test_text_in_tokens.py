@@ -299,6 +299,8 @@ def test_a_tokeniser_that_is_missing_too_large_or_needless_is_refused(folder: Pa
         named_data(settings(folder, data, tokenizer=str(folder / "model")))
     with pytest.raises(UsageError, match="there is no such file"):
         named_data(settings(folder, data, tokenizer="nowhere"))
+    with pytest.raises(UsageError, match=r"--tokenizer .*a\.txt is no tokeniser: give a directory"):
+        named_data(settings(folder, data, tokenizer=str(folder / "a.txt")))
     with pytest.raises(UsageError, match="--tokenizer is for text .*, not for data digits"):
         named_data(settings(folder, "digits", tokenizer="x"))
     with pytest.raises(UsageError, match=r"data jsonl:x needs a tokeniser: give one with --tokenizer"):

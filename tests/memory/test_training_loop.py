@@ -241,6 +241,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_node(tmp_pat
     assert kept == ["step-00000000", "step-00000003"]
 
 
+def test_a_loss_that_is_not_finite_at_once_is_no_matter_of_the_learning_rate(tmp_path: Path) -> None:
+    model = stack()
+    nn.init.constant_(next(model.parameters()), float("nan"))  # as a damaged file of weights may have it
+    with pytest.raises(LossNotFinite, match=r"nan in step 0.*no update has been made yet, so look .* weights that"):
+        Ring(nodes=1, progress=False).fit(
+            model, blobs(), steps=2, batch_size=16, microbatches=4, run_dir=tmp_path / "run"
+        )
+
+
 def test_training_stops_early_when_the_test_loss_no_longer_improves(tmp_path: Path) -> None:
     result = train(tmp_path / "run", epochs=50, early_stop=2, optimizer="sgd", optimizer_settings={"lr": 1e-12})
     assert result.summary.outcome == "stopped early"

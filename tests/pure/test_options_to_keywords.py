@@ -16,6 +16,8 @@ from ringtmp.config.options_to_keywords import as_keywords
         ("--notice 0.5 must be from 1 to 3600", "notice_s=0.5 must be from 1 to 3600"),
         ("use fewer --laps or --nodes, or a deeper model", "use fewer laps= or nodes=, or a deeper model"),
         ("--blocks 'h.*' fits no module", "blocks='h.*' fits no module"),
+        ("--adapter missing: no such file", "adapter='missing': no such file"),
+        ("give one with --tokenizer PATH, a directory", "give one with tokenizer=PATH, a directory"),
         ("--blocks is empty: give names", "blocks= is empty: give names"),
         ("give --epochs or --steps, not both", "give epochs= or steps=, not both"),
         ("leave it out, or use --schedule 1f1b", "leave it out, or use schedule='1f1b'"),

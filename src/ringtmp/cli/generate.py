@@ -70,6 +70,8 @@ def _text(prompt: str) -> str:
             return sys.stdin.read()
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt {prompt} cannot be read: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--prompt {prompt} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt {prompt} is not UTF-8 text (byte {error.start})") from error
     return prompt

@@ -45,7 +45,10 @@ def _respelled(found: re.Match[str]) -> str:
     if setting.kinds == (bool,):
         return f"{setting.keyword}={option in _BY_OPTION}{end}"
     keyword = "model" if setting.part == "model" else setting.keyword
-    if value is None or not (_is_value(value) or _is_name(setting, value)):
+    if value is not None and value.isupper():  # what stands for a value
+        return f"{keyword}={value}"
+    told = found.string[found.end() :].startswith(": ")  # of this value: no word of the sentence ends so
+    if value is None or not (_is_value(value) or _is_name(setting, value) or told):
         return f"{keyword}={end}"
     name, equals, inner = value.partition("=")
     if isinstance(setting.default, dict) and equals:

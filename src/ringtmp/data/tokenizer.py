@@ -29,8 +29,9 @@ def has_tokenizer(path: Path) -> bool:
     return path.suffix == ".gguf" if not path.is_dir() else any((path / name).is_file() for name in FILES)
 
 
-def open_tokenizer(given: str) -> Encoder:
-    return Encoder(read_tokenizer(given, f"--tokenizer {given}"), given)
+def open_tokenizer(given: str, said: str | None = None) -> Encoder:
+    """`said`: what the user wrote, for errors, where it was not --tokenizer."""
+    return Encoder(read_tokenizer(given, said or f"--tokenizer {given}"), given)
 
 
 def read_tokenizer(given: str, said: str) -> Any:
@@ -44,6 +45,8 @@ def read_tokenizer(given: str, said: str) -> Any:
         raise UsageError(
             f"{said}: {path} has no tokeniser (none of {', '.join(FILES)}): give one with --tokenizer DIRECTORY"
         )
+    if path.is_file() and path.suffix not in (".json", ".gguf"):
+        raise UsageError(f"{said} is no tokeniser: give a directory with a tokenizer.json, that file, or a .gguf file")
     try:
         library: Any = importlib.import_module("transformers")
     except ImportError as error:

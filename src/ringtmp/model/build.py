@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ringtmp.errors import UsageError, reason_of
+from ringtmp.errors import UsageError, reason_of, some_of
 from ringtmp.model import export_as_eager_runs
 from ringtmp.model.allowed_operators import resolve
 from ringtmp.model.blocks import refuse_unmatched
@@ -389,8 +389,24 @@ def _try_eager(subject: Subject, module: nn.Module, sample: Sample) -> None:
             )
         floats = {each for each in kinds if each.is_floating_point}
         if ("type" in reason and floats - weights) or ("dtype" in reason and kinds.isdisjoint(weights)):
-            hint = f"The data is {_names(kinds)} and the weights are {_names(weights)}: convert the data, as in inputs.float()"
+            hint = f"The data is {_names(kinds)} and the weights are {_names(weights)}: "
+            hint += "convert the data, as in inputs.float()" if torch.float32 in weights else "use model.float()"
+        if isinstance(error, IndexError) and (beyond := _beyond_a_table(module, sample)):
+            hint = beyond
         raise UsageError(f"{subject} refuses a microbatch of shape {shapes}: {reason}. {hint}") from error
+
+
+def _beyond_a_table(module: nn.Module, sample: Sample) -> str | None:
+    """Torch says neither which number it was nor of which table."""
+    largest = max((int(each.max()) for each in sample.leaves if each.dtype == torch.int64 and each.numel()), default=0)
+    tables = {name: each.num_embeddings for name, each in module.named_modules() if isinstance(each, nn.Embedding)}
+    short = [f"{name or 'the embedding'} ({rows})" for name, rows in tables.items() if rows <= largest]
+    if not short:
+        return None
+    return (
+        f"The data has the number {largest}, and these tables have fewer rows: {some_of(short)}. Tokens of another "
+        "tokeniser? Make the data with the model's own, or the table larger"
+    )
 
 
 def _names(kinds: set[torch.dtype]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringtmp.data.gguf_header import check_gguf
+from ringtmp.data.gguf_header import StoredTensor, check_gguf
 from ringtmp.errors import UsageError, reason_of, some_of, told_as_usage
 from ringtmp.model.weights_file import own_tensors
 
@@ -32,29 +33,40 @@ class GgufFile:
     """UsageError for an architecture or a quantisation that cannot be read, before anything is built."""
 
     def __init__(self, library: Any, path: Path) -> None:
+        self._path = path
         self._said = f"--model hf:{path}"
         self._gguf = importlib.import_module("gguf")
         self._parts = importlib.import_module(_PARTS)
         with told_as_usage(self._said):
-            check_gguf(path)
-            self._reader = self._gguf.GGUFReader(str(path))
-            self._read = self._parts.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+            self._header = check_gguf(path)
+            if not self._header.own_order:
+                raise ValueError("its numbers are written in the order of other machines: convert it on one of those")
+            self._read, self._architecture = self._described()
             self.config = library.CONFIG_MAPPING[self._read["model_type"]].from_dict(dict(self._read))
-            self._architecture = self._parts.read_field(self._reader, "general.architecture")[0]
         self._refuse_unknown_kinds()
 
+    def _described(self) -> tuple[dict[str, Any], str]:
+        """The model's settings and its architecture, as the library reads them. Not from the file itself: for its vocabulary,
+        which nobody asks for here, each of the library's readers would take more memory than many a device has left."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / self._path.name
+            copy.write_bytes(self._header.without_words)
+            read = dict(self._parts.load_gguf_checkpoint(str(copy), return_tensors=False)["config"])
+            (architecture,) = self._parts.read_field(self._gguf.GGUFReader(str(copy)), "general.architecture")
+        if self._header.vocabulary:
+            read.setdefault("vocab_size", self._header.vocabulary)
+        return read, str(architecture)
+
     def _refuse_unknown_kinds(self) -> None:
-        """A row of each kind of quantisation is tried."""
+        """A row of zeros is tried in each kind of quantisation."""
         unknown: dict[str, str] = {}
-        tried: set[Any] = set()
-        for each in self._reader.tensors:
-            if each.tensor_type in tried:
-                continue
-            tried.add(each.tensor_type)
+        for kind, name in {each.kind: each.name for each in reversed(self._header.tensors)}.items():
+            _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+            quantisation = self._gguf.GGMLQuantizationType(kind)
             try:
-                self._gguf.dequantize(each.data[:1], each.tensor_type)
+                self._gguf.dequantize(np.zeros((1, block_bytes), np.uint8), quantisation)
             except Exception:  # NotImplementedError, or whatever comes of bytes that are no such rows
-                unknown[each.tensor_type.name] = each.name
+                unknown[quantisation.name] = name
         if unknown:
             listed = some_of([f"{kind} ({name})" for kind, name in unknown.items()])
             raise UsageError(
@@ -64,19 +76,21 @@ class GgufFile:
     @property
     def one_by_one(self) -> bool:
         """Whether each tensor of the file is one of the model: not where those of all experts of a layer are put together."""
-        return not any("_exps." in each.name for each in self._reader.tensors)
+        return not any("_exps." in each.name for each in self._header.tensors)
 
-    def _float32(self, tensor: Any) -> Any:
-        """Some rows at a time: on the way a number takes several times its size."""
-        if tensor.data.ndim < 2:
-            return np.array(self._gguf.dequantize(tensor.data, tensor.tensor_type))  # not the file itself
-        rows = max(1, PIECE_BYTES // max(1, tensor.data[:1].nbytes))
-        pieces = (tensor.data[start : start + rows] for start in range(0, len(tensor.data), rows))
-        shape = tuple(int(each) for each in reversed(tensor.shape))
-        whole, done = np.empty(shape, dtype=np.float32), 0
-        for piece in pieces:
-            whole[done : done + len(piece)] = self._gguf.dequantize(piece, tensor.tensor_type)
-            done += len(piece)
+    def _float32(self, tensor: StoredTensor) -> Any:
+        """Some rows at a time: on the way a number takes several times its size. Read, not mapped: pages of the file would
+        count as this process's memory."""
+        whole = np.empty(tensor.shape, dtype=np.float32)
+        rows = whole.reshape(-1, whole.shape[-1] if whole.ndim else 1)
+        row_bytes = tensor.size_bytes // len(rows)
+        kind, at_once = self._gguf.GGMLQuantizationType(tensor.kind), max(1, PIECE_BYTES // row_bytes)
+        with self._path.open("rb") as file:
+            file.seek(tensor.begin)
+            for start in range(0, len(rows), at_once):
+                piece = rows[start : start + at_once]
+                read = np.frombuffer(file.read(len(piece) * row_bytes), np.uint8)
+                piece[:] = self._gguf.dequantize(read.reshape(len(piece), row_bytes), kind)
         return whole
 
     def fill(self, module: nn.Module) -> None:
@@ -88,7 +102,7 @@ class GgufFile:
         filled: set[int] = set()
         wrong: list[str] = []
         extra: list[str] = []
-        for each in self._reader.tensors:
+        for each in self._header.tensors:
             try:
                 given = self._given(each, processor, names)
             except (
@@ -97,7 +111,7 @@ class GgufFile:
                 TypeError,
                 ValueError,
             ) as error:  # the library turns and splits it blindly
-                wrong.append(f"{each.name} ({_sizes(reversed(each.shape.tolist()))} in the file: {reason_of(error)})")
+                wrong.append(f"{each.name} ({_sizes(each.shape)} in the file: {reason_of(error)})")
                 filled.add(id(own.get(names.get(each.name, ""))))  # told once is enough
                 continue
             if not given and not _UNUSED.fullmatch(each.name):
@@ -118,7 +132,7 @@ class GgufFile:
         if said:
             raise UsageError(f"{self._said} does not fit the model it describes: {'; '.join(said)}")
 
-    def _given(self, tensor: Any, processor: Any, names: dict[str, str]) -> dict[str, torch.Tensor]:
+    def _given(self, tensor: StoredTensor, processor: Any, names: dict[str, str]) -> dict[str, torch.Tensor]:
         """A tensor of the file under its names in the model, by the library's rules; none: the model has no place for it."""
         aside: dict[str, torch.Tensor] = {}
         result = processor.process(

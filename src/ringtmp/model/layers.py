@@ -140,6 +140,8 @@ def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
                 )
             yield name, module
     else:
+        if model is None:
+            raise UsageError("the function that makes the model returned nothing: does its last line lack a return?")
         raise UsageError(
             f"a {type(model).__name__} is not a model: give an nn.Module, a list or generator of layers, "
             "or a function that returns one"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,8 @@ from ringtmp.model.gguf_file import GgufFile
 from ringtmp.model.weights_file import WeightsFile, refuse_pickle
 
 PREFIX = "hf:"
+#: What people type who mean a model on the hub.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
 
 def is_pretrained(name: str) -> bool:
@@ -51,6 +54,8 @@ def pretrained(name: str, filled: bool = True) -> Callable[[], nn.Module]:
 def _builder(name: str, filled: bool) -> Callable[[], nn.Module]:
     path = path_named(name)
     library = library_of(f"--model {name}")
+    if name == PREFIX or not path.exists():
+        raise UsageError(_not_there(name))
     if path.suffix == ".gguf":
         return _of_gguf(library, path, filled)
     if path.is_file():
@@ -78,6 +83,16 @@ def _builder(name: str, filled: bool) -> Callable[[], nn.Module]:
         return model
 
     return build
+
+
+def _not_there(name: str) -> str:
+    given = name.removeprefix(PREFIX)
+    if not given:
+        return f"--model {name} names nothing: give a directory, a config.json or a .gguf file of this machine"
+    said = f"--model {name}: there is no such file or directory, and nothing is fetched"
+    if _HUB_NAME.fullmatch(given):
+        said += f"; to fetch it: hf download {given} --local-dir DIRECTORY, and then --model hf:DIRECTORY"
+    return said
 
 
 def _read_by_library(kind: Any, path: Path, said: str) -> nn.Module:
@@ -134,7 +149,7 @@ def _architecture(library: Any, config: Path) -> Any:
 
 def _of_gguf(library: Any, path: Path, filled: bool) -> Callable[[], nn.Module]:
     if not path.is_file():
-        raise UsageError(f"--model hf:{path}: there is no such file")
+        raise UsageError(f"--model hf:{path} is no file")
     if importlib.util.find_spec("gguf") is None:
         raise UsageError(f"--model hf:{path} needs the package gguf: pip install gguf")
     file = GgufFile(library, path)

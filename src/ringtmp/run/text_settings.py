@@ -36,7 +36,8 @@ def named_data(
         return config, data
     facts = _facts(config, model)
     phase("reading the tokeniser")
-    encoder = open_tokenizer(path)
+    of_model = f"the tokeniser of --model {config.model.name} (another is given with --tokenizer PATH)"
+    encoder = open_tokenizer(path, None if training.tokenizer is not None else of_model)
     context = training.context or usual_context(encoder, facts)
     _refuse_misfit(config.model.name, facts, encoder.name, encoder.vocabulary, context)
     how = Reading(encoder, context, training.attention_mask, phase)

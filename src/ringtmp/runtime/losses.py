@@ -222,3 +222,13 @@ def check_loss(loss: LossFunction, name: str, outputs: Any, targets: torch.Tenso
         ) from error
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         raise UsageError(f"loss {name} must return one number as a tensor")
+
+
+def what_to_try_when_not_finite(step: int) -> str:
+    """Before the first update no setting of the optimizer can be the cause."""
+    if step == 0:
+        return (
+            "no update has been made yet, so look for numbers that are not finite, or far too large, in the data and in the "
+            "weights that training starts from"
+        )
+    return "try a smaller --lr, --clip-norm or a --lr-schedule with warm-up"

@@ -25,7 +25,7 @@ from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.base_leader import BaseLeader, Start
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, LayerTensors, StateName
-from ringtmp.runtime.losses import Score
+from ringtmp.runtime.losses import Score, what_to_try_when_not_finite
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
@@ -347,8 +347,8 @@ class DataParallelLeader(BaseLeader):
                 raise ProtocolError(f"says that it did {message.share:.6g} of step {message.step}, not {dealt}")
             if not message.skipped and not math.isfinite(message.loss):
                 raise LossNotFinite(
-                    f"the loss is {message.loss} in step {message.step} on node {mail.sender}: try a smaller --lr, "
-                    "--clip-norm or a --lr-schedule with warm-up"
+                    f"the loss is {message.loss} in step {message.step} on node {mail.sender}: "
+                    f"{what_to_try_when_not_finite(message.step)}"
                 )
             if self._pace.mixed:
                 self._pool.append(message)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ringtmp.errors import LinkLost, LossNotFinite
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER
+from ringtmp.runtime.losses import what_to_try_when_not_finite
 from ringtmp.strategies.ring.node import Node
 from ringtmp.wire.messages import Inspect, Inspected
 
@@ -97,6 +98,5 @@ class WhatIsWrong:
             span = f"{self._layers[visit.first].name} to {self._layers[visit.stop - 1].name}"
             where = f"first in what {name} computed (layers {span})"
         return LossNotFinite(
-            f"the loss is {found.loss} in step {found.step}, {where}: try a smaller --lr, --clip-norm or a --lr-schedule "
-            "with warm-up"
+            f"the loss is {found.loss} in step {found.step}, {where}: {what_to_try_when_not_finite(found.step)}"
         )
