@@ -69,7 +69,6 @@ def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path
         "allreduce:tree --epochs 12 --wire 1bit --optimizer sgd --lr 0.5",
         "lbfgs --steps 120 --batch-size 1438",
         "gossip-learning --epochs 8",
-        "gadmm:0.05:passes=10 --steps 40 --batch-size 1438",
     ],
     ids=lambda words: words.split()[0],
 )
