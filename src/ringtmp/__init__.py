@@ -16,6 +16,7 @@ from ringtmp.errors import ProtocolError, RingError, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
     from ringtmp.api import Ring, text_data
+    from ringtmp.kv import KeyValueStore
     from ringtmp.metrics.events import Evaluated, Regrouped, RunEnded, RunStarted, StepDone
     from ringtmp.run.generate import Generated
     from ringtmp.run.result import Result
@@ -28,14 +29,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 #: What is public, each described in docs/api.md. Everything else may change without notice.
 __all__ = [
-    "CSVWatcher", "CheckpointError", "DoesNotFit", "Evaluated", "Generated", "Interrupted", "JSONLinesWatcher", "LinkLost",
-    "LossNotFinite", "MLflowWatcher", "NodeFailed", "NodeLost", "ProtocolError", "Regrouped", "Result", "Ring",
-    "RingClassifier", "RingError", "RingRegressor", "RunEnded", "RunStarted", "StepDone", "TensorBoardWatcher", "UsageError",
-    "WaitTimeout", "Watcher", "__version__", "text_data",
+    "CSVWatcher", "CheckpointError", "DoesNotFit", "Evaluated", "Generated", "Interrupted", "JSONLinesWatcher",
+    "KeyValueStore", "LinkLost", "LossNotFinite", "MLflowWatcher", "NodeFailed", "NodeLost", "ProtocolError", "Regrouped",
+    "Result", "Ring", "RingClassifier", "RingError", "RingRegressor", "RunEnded", "RunStarted", "StepDone",
+    "TensorBoardWatcher", "UsageError", "WaitTimeout", "Watcher", "__version__", "text_data",
 ]  # fmt: skip
 #: Where a name lives that is loaded when it is asked for.
 _AT = {
     "api": ("Generated", "Result", "Ring", "Watcher", "text_data"),
+    "kv": ("KeyValueStore",),
     "sklearn_estimators": ("RingClassifier", "RingRegressor"),
     "metrics.events": ("Evaluated", "Regrouped", "RunEnded", "RunStarted", "StepDone"),
     "watchers.files": ("CSVWatcher", "JSONLinesWatcher"),

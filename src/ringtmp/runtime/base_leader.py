@@ -196,6 +196,13 @@ class BaseLeader:
             raise NodeLost(str(stalled), node, limit_s) from None
 
     def _pump(self) -> bool:
+        worked = self._work_once()
+        if not worked:
+            self.endpoint.wait(WAIT_S)
+        return worked
+
+    def _work_once(self) -> bool:
+        """One piece of work, without waiting for any."""
         mail = self.endpoint.collect()
         for each in mail:
             self._take(each)
@@ -206,8 +213,6 @@ class BaseLeader:
         if now - self._last_watch > WATCH_EVERY_S:
             self._last_watch = now
             self._watch()
-        if not (mail or worked or helped):
-            self.endpoint.wait(WAIT_S)
         return bool(mail) or worked or helped
 
     def _watch(self) -> None:

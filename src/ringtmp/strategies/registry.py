@@ -155,8 +155,12 @@ def splitting_layers() -> str:
 
 def member(endpoint: Endpoint, message: Message) -> Member | None:
     """The part a plan from the master gives this node; None if the message is not a plan."""
-    from ringtmp.wire.messages import Enlist
+    from ringtmp.wire.messages import Enlist, ServeTables
 
+    if isinstance(message, ServeTables):  # no strategy: a store that its own workers use as they like
+        from ringtmp.runtime.key_value_server import KeyValueServer
+
+        return KeyValueServer(endpoint, message)
     if not isinstance(message, Enlist):
         return next((made for each in OURS.values() if (made := each.member(endpoint, message)) is not None), None)
     try:
