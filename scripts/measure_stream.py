@@ -51,17 +51,18 @@ def measure(samples: int) -> dict[str, Any]:
         rows: list[tuple[float, int, int, int]] = []
         began = time.monotonic()
         while process.poll() is None:
-            rows.append((time.monotonic() - began, _memory(process.pid), _disk(run), _disk(run / "events.jsonl")))
+            rows.append((time.monotonic() - began, memory(process.pid), _disk(run), _disk(run / "events.jsonl")))
             time.sleep(1.0)
         summary = json.loads(process.stdout.read())
     return {
         "samples": summary["predicted"]["samples"],
         "bad_lines": summary["bad_lines"],
         "seconds": round(rows[-1][0], 1),
+        "samples_per_s": round(summary["samples_per_s"], 1),
         "wrong_first_and_last": [round(1 - summary["predicted"]["over_time"][at]["accuracy"], 3) for at in (0, -1)],
-        "memory_mib": [round(each / 2**20) for each in _at_tenths([row[1] for row in rows])],
-        "events_kib": [round(each / 2**10) for each in _at_tenths([row[3] for row in rows])],
-        "other_files_kib": [round(each / 2**10) for each in _at_tenths([row[2] - row[3] for row in rows])],
+        "memory_mib": [round(each / 2**20) for each in at_tenths([row[1] for row in rows])],
+        "events_kib": [round(each / 2**10) for each in at_tenths([row[3] for row in rows])],
+        "other_files_kib": [round(each / 2**10) for each in at_tenths([row[2] - row[3] for row in rows])],
     }
 
 
@@ -77,11 +78,11 @@ def _feed(pipe: IO[bytes], samples: int) -> None:
                 pipe.write(b'{"inputs": [1.0\n')
 
 
-def _at_tenths(values: list[int]) -> list[int]:
+def at_tenths(values: list[int]) -> list[int]:
     return [values[min(len(values) - 1, len(values) * place // 10)] for place in range(11)]
 
 
-def _memory(pid: int) -> int:
+def memory(pid: int) -> int:
     """Of a process and all that it started, in bytes."""
     total = 0
     for each in (pid, *_children(pid)):

@@ -22,7 +22,7 @@ from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import RingError, UsageError
 from ringtmp.launch.choose_local_pool import processes_here
-from ringtmp.launch.node_pool import NodePool
+from ringtmp.launch.node_pool import NodePool, refuse_without_ranks
 from ringtmp.metrics import events
 from ringtmp.metrics.history import Row
 from ringtmp.model import zoo
@@ -329,6 +329,7 @@ def _modes_kept(model: Model) -> Iterator[None]:
 
 def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[events.Event]:
     """To the end; returns what could not be written of the record."""
+    refuse_without_ranks(job.config.ring, pool)
     require_files(job.config.ring.nodes)
     if (text := text_of(job.train)) is not None:
         for remark in text.remarks:

@@ -49,11 +49,11 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything here decides the bits."""
 
     data: Annotated[str, Is(
-        "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource, parquet:PATH, tar:PATH, "
-        "- for standard input, or FILE.py:factory.",
+        "Data to train on: digits, random:784x10, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource, parquet:PATH, "
+        "arrow:PATH, tar:PATH, - for standard input, or FILE.py:factory.",
         DATA, bits=True, own=True)] = "digits"
     columns: Annotated[str | None, Is(
-        "Columns of Parquet files: the inputs, and last the target.", DATA, metavar="NAME,…", usual="inputs,targets",
+        "Columns of Parquet or Arrow files: the inputs, and last the target.", DATA, metavar="NAME,…", usual="inputs,targets",
         bits=True)] = None
     bad_lines: Annotated[BadLines, Is(
         "What to do with a line of standard input that is no sample: {choices}.", DATA, bits=True,

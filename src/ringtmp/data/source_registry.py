@@ -1,5 +1,5 @@
 """Data by name, for the command line: digits, random:IxO, idx:DIR, npz:FILE, text:PATH, jsonl:PATH, pysource, parquet:PATH,
-tar:PATH, - for standard input, FILE.py:factory."""
+arrow:PATH, tar:PATH, - for standard input, FILE.py:factory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 from ringtmp.data import standard_input
-from ringtmp.data.shards import USUAL_COLUMNS, open_shards
+from ringtmp.data.shards import KINDS, USUAL_COLUMNS, WITH_COLUMNS, open_shards
 from ringtmp.data.tables_and_streams import Shape, Source, Table, from_python, split, subset, tensors
 from ringtmp.data.text_samples import DEFAULT_CONTEXT, Reading, read_files, read_text, tested
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
 from ringtmp.errors import UsageError, unknown
 
 KNOWN = (
-    "digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "jsonl:PATH", "pysource", "parquet:PATH", "tar:PATH", "-",
-    "FILE.py:factory",
+    "digits", "random:IxO", "idx:DIR", "npz:FILE", "text:PATH", "jsonl:PATH", "pysource", "parquet:PATH", "arrow:PATH",
+    "tar:PATH", "-", "FILE.py:factory",
 )  # fmt: skip
 #: Without a colon and more behind it.
 ALONE = ("digits", "pysource", standard_input.NAME)
@@ -63,7 +63,7 @@ def load(
             read_files(name, _python_sources(), tokens) if tokens else _bytes_of(name, _python_source(), context)
         ),
     }
-    for shards in ("parquet", "tar"):
+    for shards in KINDS:
         makers[shards] = partial(open_shards, kind, Path(rest), seed, batch_size, _named(name, columns))
     makers[standard_input.NAME] = lambda: (standard_input.standard_input(batch_size, bad_lines=bad_lines), None)
     if bad_lines != standard_input.REFUSE and name != standard_input.NAME:
@@ -82,8 +82,8 @@ def _named(name: str, columns: str | None) -> tuple[str, ...]:
     if columns is None:
         return USUAL_COLUMNS
     found = tuple(each.strip() for each in columns.split(","))
-    if not name.startswith("parquet:"):
-        raise UsageError(f"--columns is for --data parquet:PATH, not for data {name}")
+    if name.partition(":")[0] not in WITH_COLUMNS:
+        raise UsageError(f"--columns is for --data parquet:PATH and arrow:PATH, not for data {name}")
     if len(found) < 2 or not all(found):
         raise UsageError(
             f"--columns {columns}: name at least one input and, last, the target, such as height,weight,label"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from ringtmp.errors import NodeLost
+from ringtmp.config import RingPart
+from ringtmp.errors import NodeLost, UsageError
 from ringtmp.plan.devices import Device
 from ringtmp.runtime import base_leader
 from ringtmp.runtime.mailbox import Endpoint
+from ringtmp.strategies import registry
 from ringtmp.wire.address import Address
 
 
@@ -54,3 +56,14 @@ class NodePool(base_leader.NodePool, Protocol):
     def regroup(self, ring: str, generation: int) -> Endpoint:
         """Restart all remaining nodes for the next generation. The previous one has been told to stop."""
         ...
+
+
+def refuse_without_ranks(ring: RingPart, pool: NodePool | None) -> None:
+    """Before anything starts: sums that torch.distributed makes need nodes that it has started."""
+    strategy, settings = registry.of(ring)
+    if strategy.needs_ranks(settings) and not getattr(pool, "ranks_of_torch", False):
+        given = ", ".join(f"{name}={value}" for name, value in ring.strategy_settings.items())
+        raise UsageError(
+            f"--strategy {ring.strategy} with {given}: torch.distributed makes the sums, so it must have started the nodes: "
+            f"torchrun --nproc-per-node {ring.nodes} -m ringtmp train …; without torchrun leave {given} out"
+        )

@@ -125,6 +125,9 @@ def _facts() -> Facts:
 class RankPool:
     """All ranks but this one, which is rank 0."""
 
+    #: torch.distributed can make sums over these nodes.
+    ranks_of_torch = True
+
     def __init__(self, rank: Rank, limit_s: float = MEET_LIMIT_S, device: str = "cpu") -> None:
         """`device`: where every rank computes."""
         self._rank = rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from ringtmp.wire.address import Address
 from ringtmp.wire.messages import Bye, Message, Stop
 from ringtmp.wire.reliable_link import Counters, Delivery, Link
 from ringtmp.wire.who_may_send import END, MEETING, PLAN, IsA, Phase
+
+if TYPE_CHECKING:
+    from ringtmp.transport.sums_together import SumsTogether
 
 #: Links that bring nothing are looked at this often: for what a silent peer may not have got.
 LOOK_EVERY_S = 0.1
@@ -53,6 +56,7 @@ class Traffic:
     def __init__(self, links: Mapping[tuple[int, Channel], Link]) -> None:
         self._links = links
         self._retired: list[tuple[int, Channel, Counters]] = []
+        self._elsewhere: dict[int, Counters] = {}
 
     def retire(self, peer: int, channel: Channel, link: Link) -> None:
         """A link that carries nothing more still counts."""
@@ -76,6 +80,14 @@ class Traffic:
                 found[peer] = found.get(peer, 0) + counters.payload_sent
         return found
 
+    def count_elsewhere(self, peer: int, sent: int, received: int) -> None:
+        """Payload that went to this peer, and came, by another way than links."""
+        if peer not in self._elsewhere:
+            self._elsewhere[peer] = Counters()
+            self._retired.append((peer, Channel.TENSOR, self._elsewhere[peer]))
+        self._elsewhere[peer].payload_sent += sent
+        self._elsewhere[peer].payload_received += received
+
     def _counted(self) -> list[tuple[int, Channel, Counters]]:
         return [*self._retired, *((peer, channel, link.counters) for (peer, channel), link in self._links.items())]
 
@@ -95,6 +107,8 @@ class Endpoint:
         self.node = transport.node
         self.clock = clock
         self._transport = transport
+        #: Where the transport's library makes sums over all nodes itself; None: it makes none.
+        self.sums: SumsTogether | None = getattr(transport, "sums", None)
         #: What outlives a generation.
         self.snapshots = snapshots or SnapshotStore()
         self._ring = ring

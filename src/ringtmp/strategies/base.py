@@ -198,6 +198,10 @@ class Strategy:
         """Whether workers add up whole parts of the tree of sums (plan/sum_tree.py), for the bits of one process."""
         return False
 
+    def needs_ranks(self, settings: Any) -> bool:
+        """Whether torch.distributed itself makes the sums, so that it must have started the nodes (torchrun)."""
+        return False
+
     def delayed(self, settings: Any) -> bool:
         """Whether gradients may be of other weights than those they change."""
         return False

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ringtmp.transport.base import Arrival, Channel, Frame
+from ringtmp.transport.sums_together import SumsTogether
 from ringtmp.wire.address import Address
 
 #: A piece and its header stay far below; a layer's graph is the largest header.
@@ -40,6 +41,8 @@ class TorchTransport:
         self._lanes: dict[int, _Lane] = {}
         self._arrived: deque[Arrival] = deque()
         self._news = threading.Condition()
+        #: Sums over all nodes that the library makes itself.
+        self.sums = SumsTogether(group, self._tell)
 
     def connect(self, peer: int, address: Address) -> None:
         """The group knows the way; from here on the peer is heard."""
@@ -67,7 +70,7 @@ class TorchTransport:
 
     def wait(self, timeout_s: float) -> bool:
         with self._news:
-            return self._news.wait_for(lambda: bool(self._arrived), timeout_s)
+            return self._news.wait_for(lambda: bool(self._arrived) or self.sums.any_there, timeout_s)
 
     def gone(self) -> list[int]:
         """Peers whose connection broke before they said that they would close it."""
@@ -76,11 +79,16 @@ class TorchTransport:
     def close(self) -> None:
         """Both ends say so; whoever does not within a few seconds is left alone."""
         limit = time.monotonic() + CLOSE_LIMIT_S
+        self.sums.close()
         for lane in self._lanes.values():
             lane.say_closing()
         for lane in self._lanes.values():
             lane.join(limit)
         self._lanes.clear()
+
+    def _tell(self) -> None:
+        with self._news:
+            self._news.notify()
 
     def _take(self, peer: int, channel: Channel, frames: list[Frame]) -> None:
         with self._news:

@@ -5,26 +5,40 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated
 
-from ringtmp.errors import unknown
+from ringtmp.errors import UsageError, unknown
 from ringtmp.strategies.base import About, OnPaper, Roles, Runs, Settings, Sizes, Strategy, Task, Traffic, described
+from ringtmp.wire.formats import PLAIN
 
 if TYPE_CHECKING:
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
 
-ALGORITHMS = ("ring", "tree", "halving")
+#: Made by torch.distributed itself.
+TORCH = "torch"
+ALGORITHMS = ("ring", "tree", "halving", TORCH)
 
 
 class AllReduceSettings(Settings, frozen=True):
     algorithm: Annotated[str, described(
-        "ring | tree | halving",
-        "chunks around a ring, whole gradients up and down a binomial tree, or halves at distance 1, 2, 4, …",
-        "ring: Baidu, Horovod; tree: FireCaffe; halving: MPICH")] = "ring"  # fmt: skip
+        "ring | tree | halving | torch",
+        "chunks around a ring, whole gradients up and down a binomial tree, halves at distance 1, 2, 4, …, or by torchrun's "
+        "ranks as torch.distributed does it",
+        "ring: Baidu, Horovod; tree: FireCaffe; halving: MPICH; torch: DDP")] = "ring"  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise unknown("algorithm", self.algorithm, ALGORITHMS)
+
+    def check(self, nodes: int, wire: str) -> None:
+        if self.by_torch and wire != PLAIN.name:
+            raise UsageError(
+                f"--wire {wire} does not go with allreduce:{TORCH}: torch.distributed sums {PLAIN.name}; use allreduce:ring"
+            )
+
+    @property
+    def by_torch(self) -> bool:
+        return self.algorithm == TORCH
 
     @property
     def tree(self) -> bool:
@@ -59,7 +73,14 @@ class AllReduce(Strategy):
     def sums_by_tree(self, settings: AllReduceSettings) -> bool:
         return settings.halving
 
+    def needs_ranks(self, settings: AllReduceSettings) -> bool:
+        return settings.by_torch
+
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: AllReduceSettings, roles: Roles) -> WorkerMember:
+        if settings.by_torch:
+            from ringtmp.strategies.allreduce.torch_sums import RankMember
+
+            return RankMember(endpoint, plan, roles)
         from ringtmp.strategies.allreduce.gradients import Gradients, by_halving
         from ringtmp.strategies.data_parallel.member import WorkerMember, around_a_ring, up_and_down_a_tree
 
@@ -74,7 +95,7 @@ class AllReduce(Strategy):
         from ringtmp.strategies.data_parallel import simulate_sum_over_workers as on_paper
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
 
-        ways = (on_paper.around_ring, on_paper.up_and_down_tree, on_paper.by_halving)
+        ways = (on_paper.around_ring, on_paper.up_and_down_tree, on_paper.by_halving, on_paper.around_ring)
         way = dict(zip(ALGORITHMS, ways, strict=True))[settings.algorithm]
         load = Workload.of(task)
         return OnPaper(on_paper.simulate_sums(load, task.devices, task.paths, way=way), load.memory(task))
