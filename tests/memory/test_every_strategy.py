@@ -51,6 +51,9 @@ CHOICES = [
     "dpsgd",
     "gosgd:1",
     "mpca:2",
+    "gossip-learning:2",
+    "gadmm:0.05:passes=4",
+    "scheduled:6000:independence=1:rate=0.02",
     "local-means:2",
 ]
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})

@@ -70,7 +70,10 @@ def test_its_mean_model_moves_by_the_rate_times_the_mean_gradient(tmp_path: Path
 
 @pytest.mark.parametrize(
     "name",
-    ["gosgd:1", pytest.param("dpsgd", marks=pytest.mark.long), pytest.param("tree-easgd:1", marks=pytest.mark.long)],
+    [
+        "gosgd:1",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("dpsgd", "tree-easgd:1", "gossip-learning")),
+    ],
 )
 def test_without_a_learning_rate_all_come_to_be_one(name: str, tmp_path: Path) -> None:
     moving, still = Watched(3), Watched(3)
@@ -150,7 +153,11 @@ def alone(rank: int, steps: int) -> nn.Sequential:
 
 @pytest.mark.parametrize(
     "name",
-    ["easgd:2", "dpsgd", *(pytest.param(each, marks=pytest.mark.long) for each in ("gosgd:0.5", "tree-easgd:2"))],
+    [
+        "easgd:2",
+        "dpsgd",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("gosgd:0.5", "tree-easgd:2", "gossip-learning")),
+    ],
 )
 def test_a_seeded_order_of_delivery_replays_exactly(name: str, tmp_path: Path) -> None:
     one, again, other = (
@@ -163,7 +170,12 @@ def test_a_seeded_order_of_delivery_replays_exactly(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("turns", [3, pytest.param(12, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "name", ["easgd:2", "tree-easgd:2", *(pytest.param(each, marks=pytest.mark.long) for each in ("gosgd:1", "dpsgd"))]
+    "name",
+    [
+        "easgd:2",
+        "tree-easgd:2",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("gosgd:1", "dpsgd", "gossip-learning")),
+    ],
 )  # all of them, more briefly, in test_every_strategy
 def test_the_others_go_on_at_once_when_a_worker_is_lost(name: str, turns: int, tmp_path: Path) -> None:
     hit = train(name, tmp_path, 45, Mortal(3, Death(2, 4, turns), seed=turns)).summary
@@ -185,7 +197,7 @@ def test_where_the_rest_of_a_graph_falls_apart_all_go_back_to_the_checkpoint_and
     assert hit.steps == 12
 
 
-@pytest.mark.parametrize("name", ["easgd:2", "gosgd:0.5", "tree-easgd:2", "dpsgd"])
+@pytest.mark.parametrize("name", ["easgd:2", "gosgd:0.5", "tree-easgd:2", "dpsgd", "gossip-learning"])
 @pytest.mark.long  # that of averaging is quick, in test_steps_of_their_own
 def test_a_stopped_run_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     half = train(name, tmp_path, 15).summary

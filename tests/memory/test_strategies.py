@@ -79,6 +79,7 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("dpsgd", 4, {"graph": "0-1+1-2+2-3+3-0+0-2"}, long=True),
     Case("gosgd", 5, {"p": 1.0}, long=True),
     Case("mpca", 5, {"tau": 2}, long=True),
+    Case("gossip-learning", 5, long=True),
 ]
 
 

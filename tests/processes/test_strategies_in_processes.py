@@ -68,6 +68,7 @@ def test_processes_train_it_too_from_the_command_line(flags: list[str], tmp_path
         "ps:bsp:servers=workers --epochs 12 --wire topk",
         "allreduce:tree --epochs 12 --wire 1bit --optimizer sgd --lr 0.5",
         "lbfgs --steps 120 --batch-size 1438",
+        "gossip-learning --epochs 8",
     ],
     ids=lambda words: words.split()[0],
 )

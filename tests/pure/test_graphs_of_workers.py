@@ -67,6 +67,12 @@ def checked(name: str, nodes: int) -> None:
         ("gosgd:1.5", 5, "p=1.5 must be from 0 to 1"),
         ("gosgd:p=-0.2", 5, "from 0 to 1"),
         ("gosgd:often", 5, "write gosgd:0.25"),
+        ("gossip-learning:0", 5, "every=0 must be a whole number of at least 1"),
+        ("gossip-learning:often", 5, "write gossip-learning:2 for models"),
+        ("gossip-learning:cache=0", 5, "cache=0 must be from 1 to 100"),
+        ("gossip-learning:cache=101", 5, "cache=101 must be from 1 to 100"),
+        ("gossip-learning:create=um", 5, "create of strategy gossip-learning"),
+        ("gossip-learning:create=rw:cache=2", 5, "cache=2 needs create=mu"),
         ("dpsgd:graph=0-1+2-3", 4, "no way leads from node 0 to node 2"),
         ("dpsgd:graph=0-0", 4, "two different nodes from 0 to 3"),
         ("dpsgd:graph=star", 4, "'star' is no edge"),
@@ -85,7 +91,7 @@ def test_bad_settings_are_refused_with_the_valid_range(name: str, nodes: int, sa
         checked(name, nodes)
 
 
-@pytest.mark.parametrize("name", ["easgd", "tree-easgd", "dpsgd", "gosgd"])
+@pytest.mark.parametrize("name", ["easgd", "tree-easgd", "dpsgd", "gosgd", "gossip-learning"])
 def test_a_wire_that_rounds_parameters_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="use --wire float32"):
         registry.get(name).read({}).check(4, "bfloat16")
@@ -95,7 +101,8 @@ def test_a_wire_that_rounds_parameters_is_refused(name: str) -> None:
     ("name", "total", "busiest"),
     [
         ("dpsgd", 10, 2), ("dpsgd:complete", 20, 4), ("gosgd:0.5", 2.5, 0.5), ("easgd:4", 2, 1),
-        ("tree-easgd:4:2", 4 / 4 + 4 / 2, 0.25 + 1), ("averaging:4", 2, 0.4), ("block-momentum:2", 4, 0.8),
+        ("gossip-learning:2", 2.5, 0.5), ("tree-easgd:4:2", 4 / 4 + 4 / 2, 0.25 + 1), ("averaging:4", 2, 0.4),
+        ("block-momentum:2", 4, 0.8), ("gadmm", 8, 2), ("scheduled:1", 8 * 3, 8 * 3 / 5),
     ],
 )  # fmt: skip
 def test_models_sent_per_step_by_five_nodes(name: str, total: float, busiest: float) -> None:

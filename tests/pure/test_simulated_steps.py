@@ -25,6 +25,7 @@ from ringtmp.strategies.data_parallel.simulate_sum_over_workers import (
     up_and_down_tree,
 )
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
+from ringtmp.strategies.gadmm.simulate_turns import simulate_turns
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 from test_next_action import grid, run
 
@@ -261,6 +262,14 @@ def test_a_sum_under_way_is_waited_for_only_as_far_as_it_is_late() -> None:
     assert there.step_s == pytest.approx(9)
     assert late.step_s == pytest.approx(9 + (27 - 9) / 4)
     assert there.bytes_total == late.bytes_total == pytest.approx(2 * 12 / 4)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_heads_and_tails_take_turns(count: int) -> None:
+    result = simulate_turns(load(14.0), devices(count, rate=1.0), None, passes=3)
+    turn = 3 * (14 / count + 2) + 12
+    assert 2 * turn - 1e-9 <= result.step_s <= 2 * (turn + 12 * (count > 2)) + 1e-9
+    assert result.bytes_total == pytest.approx(2 * 12 * (count - 1))
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

@@ -25,11 +25,14 @@ from ringtmp.strategies.base import About, Settings, Strategy
 from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
 from ringtmp.strategies.dpsgd import STRATEGY as DPSGD
 from ringtmp.strategies.easgd import STRATEGY as EASGD
+from ringtmp.strategies.gadmm import STRATEGY as GADMM
 from ringtmp.strategies.gosgd import STRATEGY as GOSGD
+from ringtmp.strategies.gossip_learning import STRATEGY as GOSSIP_LEARNING
 from ringtmp.strategies.lbfgs import STRATEGY as LBFGS
 from ringtmp.strategies.mpca import STRATEGY as MPCA
 from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
+from ringtmp.strategies.scheduled import STRATEGY as SCHEDULED
 from ringtmp.strategies.tree_easgd import STRATEGY as TREE_EASGD
 
 if TYPE_CHECKING:
@@ -38,7 +41,10 @@ if TYPE_CHECKING:
     from ringtmp.wire.messages import Message
 
 GROUP = "ringtmp.strategies"
-_OURS = (RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA)
+_OURS = (
+    RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
+    GADMM, SCHEDULED,
+)  # fmt: skip
 #: Stands for whichever of the others is chosen.
 AUTO: Strategy = CHOOSER
 #: All the others.

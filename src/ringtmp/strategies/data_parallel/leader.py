@@ -16,7 +16,6 @@ import torch
 
 from ringtmp import untrusted
 from ringtmp.data.batches import Batch
-from ringtmp.data.tables_and_streams import leaves
 from ringtmp.errors import LossNotFinite, NodeLost, ProtocolError
 from ringtmp.metrics import events
 from ringtmp.model import portable_layer
@@ -30,10 +29,12 @@ from ringtmp.runtime.losses import Score, what_to_try_when_not_finite
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.base import Roles, Upcoming, nothing_ahead
+from ringtmp.strategies.data_parallel import own_samples
 from ringtmp.strategies.data_parallel.collected_model import mean_loss, mean_of, of_keys, without_frozen
 from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
 from ringtmp.strategies.data_parallel.one_key_per_layer import by_range, by_tensor, from_tensors
+from ringtmp.strategies.data_parallel.own_samples import joined
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
 from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.data_parallel.samples_already_sent import Ledger
@@ -233,13 +234,13 @@ class DataParallelLeader(BaseLeader):
         if training and step < self._pace.warm_start:
             first, stop = (0, count) if rank == 0 else (count, count)
         sizes = tuple(len(each) for each in batch.targets[first:stop])
+        own = training and self._pace.own_samples
+        if own:
+            sizes = own_samples.sizes(batch, rank, n, stop - first)
         table = ""
         tensors: list[torch.Tensor | None] = []
         if sizes:
-            columns = zip(*(leaves(each) for each in batch.inputs[first:stop]), strict=True)
-            inputs = [torch.cat(list(column)) for column in columns]
-            targets = torch.cat(list(batch.targets[first:stop]))
-            numbers = None if batch.numbers is None else torch.cat(list(batch.numbers[first:stop]))
+            inputs, targets, numbers = own_samples.taken(batch, rank, n) if own else joined(batch, first, stop)
             table, tensors = self._ledgers[worker].to_send("train" if training else "test", numbers, inputs, targets)
         self.endpoint.post(
             worker, Work(step, training, fresh, batch.samples, first, sizes, table, microbatches=count), tensors

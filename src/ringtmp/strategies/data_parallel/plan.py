@@ -36,6 +36,7 @@ class Pace:
     quorum: int | None = None  # gradients a step needs; None: those of all workers
     replicas: bool = False  # every key is kept by the next server too
     warm_start: int = 0  # steps that the first worker makes alone
+    own_samples: bool = False  # a worker has the same part of the data in every epoch
     alike: bool = True  # every worker ends a step with the same parameters; else the model is the mean of theirs
 
 

@@ -39,6 +39,8 @@ class Exchange(Protocol):
     cause: str
     #: Nodes of the tree of sums that this worker's parts add up to; none: gradients are added up in plain order.
     nodes: tuple[int, ...] = ()
+    #: Whether a worker may go through its samples several times in a step.
+    several_passes: bool = False
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
@@ -51,6 +53,10 @@ class Exchange(Protocol):
     def again(self, layer: int, step: int) -> bool:
         """Whether the layer's parameters are there for its backward pass too."""
         return True
+
+    def entered(self, layer: int, tensors: Sequence[torch.Tensor], share: float) -> None:
+        """In training: what enters the layer of some samples, which are this share of the batch."""
+        return
 
     def used(self, layer: int) -> None:
         """A pass through the layer is over."""
@@ -72,6 +78,10 @@ class Exchange(Protocol):
         """Instead of `gradient`, where there is a tree of sums: a layer's gradients, for every one of `nodes`."""
         raise ProtocolError("there is a tree of sums, which this strategy does not add up along")
 
+    def another_pass(self, step: int) -> bool:
+        """After the last gradient of a pass: whether to go through the same samples again, for other gradients."""
+        return False
+
     def rest(self) -> None:
         """The run is about to be evaluated or saved: what was held back goes out now."""
         return
@@ -90,9 +100,16 @@ class _Task:
     values: list[dict[Value, torch.Tensor]]  # what layers have made so far and others need, per microbatch
     targets: list[torch.Tensor]
     position: int = 0  # layers gone forward, then layers gone backward
-    loss: float = 0.0  # mean over this worker's samples
+    loss: float = 0.0  # mean over this worker's samples, in the first pass
     outputs: list[list[torch.Tensor]] = field(default_factory=list)  # of the last layer, per microbatch
     gradients: list[dict[Value, torch.Tensor]] = field(default_factory=list)
+    entered: list[dict[Value, torch.Tensor]] = field(default_factory=list)  # for another pass
+    passes: int = 0  # that are over
+
+    def once_more(self) -> None:
+        self.values = [dict(each) for each in self.entered]
+        self.position, self.outputs, self.gradients = 0, [], []
+        self.passes += 1
 
 
 def _samples_before(microbatch: int, work: Work) -> int:
@@ -217,6 +234,8 @@ class Trainer:
                 continue
             self._task = task
             if task.work.training:
+                if self._exchange.several_passes:
+                    task.entered = [dict(each) for each in task.values]
                 self.replica.take_back()
                 self._exchange.begin(task.work.fresh)
                 if task.work.fresh:
@@ -234,6 +253,8 @@ class Trainer:
         for position, number in enumerate(task.microbatches):
             values = task.values[position]
             entering = [values[each] for each in crossings.entering]
+            if work.training:
+                self._exchange.entered(layer, entering, work.sizes[position] / work.samples)
             wants = [each.requires_grad for each in entering]
             outputs = stage.forward(number, work.step, entering, wants, work.training)
             if last:
@@ -258,10 +279,11 @@ class Trainer:
                 task.outputs[position] = last.to_loss(task.work.step, number, task.outputs[position])
                 loss = self._loss(self._nested(task, position), task.targets[position])
                 samples = len(task.targets[position])
-                task.loss += float(loss.detach()) * samples / mine
+                if not task.passes:
+                    task.loss += float(loss.detach()) * samples / mine
                 last.end_in(task.work.step, number, loss * (samples / task.work.samples))
         task.values, task.outputs = [], []
-        if mine:
+        if mine and not task.passes:
             self._exchange.loss(task.loss)
 
     def _score(self, task: _Task) -> None:
@@ -304,6 +326,9 @@ class Trainer:
         else:
             self._exchange.gradient(layer, work.step, share, gradient)
         if task.position == 2 * layers:
+            if self._exchange.another_pass(work.step):
+                task.once_more()
+                return
             self._task = None
             self._close(work.step)
             self.endpoint.post(MASTER, WorkDone(work.step, task.loss, share))
