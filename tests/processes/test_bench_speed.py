@@ -91,7 +91,7 @@ def test_without_matplotlib_the_rest_is_written_and_the_extra_is_named(
 
 def test_an_option_of_another_experiment_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     for words, said in (
-        (("speed", "--beds", "gpt-2"), "--beds is an option of plan, and speed does not take it"),
+        (("speed", "--beds", "gpt-2"), "--beds is an option of plan and choice, and speed does not take it"),
         (("plan", "--devices", "four.toml"), "--devices is an option of idle"),
         (("speed", "--microbatches", "4,0"), "positive numbers"),
     ):

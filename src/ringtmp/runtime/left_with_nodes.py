@@ -7,6 +7,7 @@ The layers themselves are with the nodes. The file is not synced: a master that 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -38,4 +39,6 @@ def write(run: Path, left: Left) -> None:
 
 
 def forget(run: Path) -> None:
-    (run / _NAME).unlink(missing_ok=True)
+    """As far as the disk allows: one that stays is older than the run's checkpoint and is not used."""
+    with suppress(OSError):
+        (run / _NAME).unlink()
