@@ -83,8 +83,8 @@ class KeyValueStore:
 
     def worker(self, number: int) -> KeyValueWorker:
         """A worker by its number, from 0."""
-        if not 0 <= number < len(self._workers):
-            raise UsageError(f"worker({number}): there are workers 0 to {len(self._workers) - 1}")
+        if type(number) is not int or not 0 <= number < len(self._workers):
+            raise UsageError(f"worker({number!r}): there are workers 0 to {len(self._workers) - 1}")
         return self._workers[number]
 
     def read(self, table: str) -> torch.Tensor:
@@ -123,6 +123,8 @@ class KeyValueStore:
 
     def _push(self, worker: int, clock: int, table: str, update: torch.Tensor, rows: Rows | None) -> None:
         whole, numbers = self._table(table), self._row_numbers(table, rows)
+        if not isinstance(update, torch.Tensor):
+            raise UsageError(f"an update of table {table!r} must be a tensor, not {type(update).__name__}")
         update = update.detach()
         count = len(whole) if numbers is None else len(numbers)
         if (update.dtype, update.shape) != (whole.dtype, (count, *whole.shape[1:])):
@@ -235,6 +237,8 @@ class KeyValueStore:
             raise RingError("the store is closed: its servers have ended")
 
     def _table(self, name: str) -> torch.Tensor:
+        if not isinstance(name, str):
+            raise UsageError(f"a table is named by a text, not by {type(name).__name__}")
         if name not in self._tables:
             raise unknown("table", name, self._tables)
         return self._tables[name]
@@ -242,9 +246,17 @@ class KeyValueStore:
     def _row_numbers(self, table: str, rows: Rows | None) -> torch.Tensor | None:
         if rows is None:
             return None
-        numbers, count = torch.as_tensor(rows).reshape(-1), len(self._tables[table])
-        if len(numbers) and (numbers.is_floating_point() or not 0 <= int(numbers.min()) <= int(numbers.max()) < count):
-            raise UsageError(f"rows of table {table!r} must be whole numbers from 0 to {count - 1}")
+        count = len(self._tables[table])
+        said = f"rows of table {table!r} must be whole numbers from 0 to {count - 1}"
+        try:
+            numbers = torch.as_tensor(rows).reshape(-1)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise UsageError(said) from error
+        if numbers.dtype == torch.bool:
+            raise UsageError(f"{said}; of a mask take mask.nonzero()")
+        whole = not numbers.is_floating_point() and not numbers.is_complex()
+        if len(numbers) and not (whole and 0 <= int(numbers.min()) <= int(numbers.max()) < count):
+            raise UsageError(said)
         return numbers.long()
 
     @staticmethod
@@ -252,12 +264,13 @@ class KeyValueStore:
         tables: Mapping[str, torch.Tensor], servers: int, workers: int, staleness: int | None, rules: Mapping[str, Rule],
         where: str, limit_s: float,
     ) -> None:  # fmt: skip
-        if not tables:
-            raise UsageError("a key-value store needs a table: KeyValueStore({'counts': torch.zeros(1000, 20)})")
+        if not isinstance(tables, Mapping) or not tables or not all(isinstance(name, str) for name in tables):
+            raise UsageError("a key-value store needs tables by name: KeyValueStore({'counts': torch.zeros(1000, 20)})")
         for name, table in tables.items():
-            if _dtype(table) not in DTYPES or not table.dim() or not table.numel():
+            dense = isinstance(table, torch.Tensor) and table.layout == torch.strided and table.device.type == "cpu"
+            if not dense or _dtype(table) not in DTYPES or not table.dim() or not table.numel():
                 raise UsageError(
-                    f"table {name!r} must be a tensor of {', '.join(DTYPES)} with a row and a value at least"
+                    f"table {name!r} must be a dense tensor of {', '.join(DTYPES)} on the CPU, with a row and a value at least"
                 )
         for word, number, least, most in (
             ("servers", servers, 1, MOST_SERVERS),
@@ -266,13 +279,15 @@ class KeyValueStore:
         ):
             if not (type(number) is int and least <= number <= most):
                 raise UsageError(f"{word}={number!r} must be a whole number from {least} to {most}")
+        if not isinstance(rules, Mapping):
+            raise UsageError("rules are given by table: rules={'counts': lambda rows, updates: rows + updates}")
         for name in rules:
-            if name not in tables:
-                raise unknown("table", name, tables)
+            if not isinstance(name, str) or name not in tables:
+                raise unknown("table", str(name), tables)
         if where not in ("processes", "memory"):
             raise unknown("where", where, ("processes", "memory"))
-        if not limit_s > 0:
-            raise UsageError(f"limit_s={limit_s} must be above 0")
+        if not isinstance(limit_s, int | float) or not limit_s > 0:
+            raise UsageError(f"limit_s={limit_s!r} must be a number of seconds above 0")
 
 
 class KeyValueWorker:
@@ -367,6 +382,13 @@ def exported_rule(table: str, rule: Rule, values: torch.Tensor) -> bytes:
     if not torch.equal(made[0].nan_to_num(), expected.nan_to_num()):
         raise UsageError(
             f"{said} gives something else as data than as Python: does it depend on anything but its arguments?"
+        )
+    with torch.no_grad():
+        by_row = torch.cat([rule(*(each[row : row + 1].clone() for each in example)) for row in range(EXAMPLE_BATCH)])
+    if not torch.allclose(by_row.nan_to_num(), expected.nan_to_num()):
+        raise UsageError(
+            f"{said} makes something else of one row when others come with it: which rows meet depends on the servers and on "
+            "who pushes what"
         )
     return portable_layer.encode(layer)
 

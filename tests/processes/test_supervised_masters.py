@@ -198,6 +198,10 @@ def test_a_compute_process_leaves_its_snapshots_where_it_is_asked_to(asked: bool
     assert (tmp_path / "left").exists() == asked
 
 
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert str(Death(40, 3)) == "the master was killed by signal 40 after step 3"
+
+
 def test_when_it_is_enough() -> None:
     once = Death(SIGKILL, 3)
     assert why_not_again([once], 1) is None

@@ -7,7 +7,6 @@ is gone, however it went, the pipe closes and the child ends.
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -22,7 +21,7 @@ from ringtmp.launch.compute_process import Orders
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.private_folder import PrivateFolder, remove_leftovers
 from ringtmp.launch.spare_process import Spare
-from ringtmp.launch.start_process import by_whom, end, is_stopped, last_words, let_go, spawn
+from ringtmp.launch.start_process import by_whom, end, is_stopped, last_words, let_go, signal_name, spawn
 from ringtmp.plan.devices import Device
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
@@ -236,4 +235,4 @@ def _rss_bytes(child: subprocess.Popen[bytes] | None) -> int:
 def _how_it_died(code: int, step: int) -> str:
     if code >= 0:
         return f"ended with code {code} in step {step}"
-    return f"was killed by {signal.Signals(-code).name} in step {step}{by_whom(-code)}"
+    return f"was killed by {signal_name(-code)} in step {step}{by_whom(-code)}"

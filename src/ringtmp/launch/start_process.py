@@ -102,6 +102,14 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL, or a number where Python has no name for it, as for real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def by_whom(number: int) -> str:
     """Who may have sent a signal that killed a process, for the line that tells of its end."""
     return " (by someone, or by the system because memory ran out)" if number == signal.SIGKILL else ""

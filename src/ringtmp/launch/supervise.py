@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from ringtmp.errors import Interrupted, NodeLost, UsageError
-from ringtmp.launch.start_process import by_whom
+from ringtmp.launch.start_process import by_whom, signal_name
 from ringtmp.metrics.events import NodeStarted, RunStarted, StepDone, Warned, decoded, encode
 from ringtmp.system.end_with_parent import tied
 from ringtmp.system.files import write_atomic
@@ -56,7 +55,7 @@ class Death(NamedTuple):
 
     def __str__(self) -> str:
         when = "before its first step" if self.steps is None else f"after step {self.steps}"
-        return f"the master was killed by {signal.Signals(self.number).name} {when}{by_whom(self.number)}"
+        return f"the master was killed by {signal_name(self.number)} {when}{by_whom(self.number)}"
 
 
 def why_not_again(deaths: Sequence[Death], restarts: int) -> str | None:
@@ -132,7 +131,7 @@ class Supervisor:
             self._child = None
             if code >= 0 and results is not None:
                 results.seek(0)
-                sys.stdout.write(results.read().decode())
+                sys.stdout.write(results.read().decode(errors="replace"))
                 sys.stdout.flush()
         if code < 0:
             self._deaths.append(Death(-code, steps_done(self._log, log_bytes)))
