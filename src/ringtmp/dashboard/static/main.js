@@ -145,7 +145,7 @@ function choices() {
   if (box.hidden || box.dataset.key === key) return;
   box.dataset.key = key;
   box.replaceChildren(...runs.map((each, i) => {
-    const swatch = make("i"), button = make("button", { type: "button", role: "radio", "aria-checked": String(i === shown) }, swatch, each.name || `run ${i + 1}`);
+    const swatch = make("i"), button = make("button", { type: "button", "aria-pressed": String(i === shown) }, swatch, each.name || `run ${i + 1}`);
     swatch.style.setProperty("--c", `var(--${RUN_COLOURS[i]})`);
     button.addEventListener("click", () => { shown = i; node = null; steps.forget(); ask(); });
     return button;
@@ -163,7 +163,7 @@ function footer(run) {
 $("axis").addEventListener("click", (event) => {
   const axis = event.target.dataset?.axis;
   if (!axis) return;
-  for (const each of $("axis").children) each.setAttribute("aria-checked", String(each.dataset.axis === axis));
+  for (const each of $("axis").children) each.setAttribute("aria-pressed", String(each.dataset.axis === axis));
   charts.set(axis);
 });
 listen();
