@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,13 @@ from ringtmp.model.portable_layer import Graph, Op, Ref
 
 aten = torch.ops.aten
 
-#: (multiply-adds, the work): deferred work with its size.
-Job = tuple[int, Callable[[], None]]
+
+class Job(NamedTuple):
+    """Deferred work, with its size."""
+
+    size: int  # multiply-adds
+    work: Callable[[], None]
+    parameters: tuple[torch.Tensor, ...]  # whose gradients it adds to
 
 
 class Recording:
@@ -132,6 +137,10 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
+def _those(*parameters: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return tuple(each for each in parameters if each is not None)
+
+
 class _Linear(torch.autograd.Function):
     """x (rows, width), both dense; weight (out, width), dense."""
 
@@ -153,7 +162,7 @@ class _Linear(torch.autograd.Function):
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, gradient.sum(0))
 
-        ctx.jobs.append((x.shape[0] * weight.numel(), work))
+        ctx.jobs.append(Job(x.shape[0] * weight.numel(), work, _those(weight, bias)))
         return gradient.mm(weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -177,7 +186,7 @@ class _Embedding(torch.autograd.Function):
                     weight, aten.embedding_dense_backward.default(gradient, indices, len(weight), padding, scaled)
                 )
 
-        ctx.jobs.append((gradient.numel(), work))
+        ctx.jobs.append(Job(gradient.numel(), work, (weight,)))
         return None, None, None, None, None
 
 
@@ -211,7 +220,7 @@ class _Convolution(torch.autograd.Function):
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, of_bias)
 
-        ctx.jobs.append((gradient.numel() * math.prod(weight.shape[1:]), work))
+        ctx.jobs.append(Job(gradient.numel() * math.prod(weight.shape[1:]), work, _those(weight, bias)))
         entering = None
         if ctx.needs_input_grad[0]:
             mask = [True, False, False]

@@ -1,8 +1,9 @@
 """A group adds up its gradients: every member ends with the sum over all of them, in the order of the tree of sums.
 
-Each member begins when the last of its own microbatches has gone backward; what others have sent by then waits. Chunks, and
-who adds up which, are as in all-reduce by halving (`plan/sum_tree.py`), so that each member sends about twice its gradients
-once, whatever the size of the group.
+Layer by layer, behind the last of a member's own microbatches while that goes backward: the deepest layers have all their
+gradients first, and leave while shallower ones are computed. What others have sent by then waits. Chunks, and who adds up
+which, are as in all-reduce by halving (`plan/sum_tree.py`), so that each member sends about twice its gradients once, whatever
+the size of the group.
 """
 
 from __future__ import annotations
@@ -73,42 +74,63 @@ class GroupSums:
         self._adding = equal_shares(tree, len(visit.members))
         self._own = tree.whole(share_of(visit, me, tree))
         self._split = frozenset(self._adding.split())
-        self._additions: list[TreeAddition] = []
+        self._additions: dict[int, TreeAddition] = {}  # by bucket: those begun
+        self._open: list[set[int]] = []  # by bucket: parameters whose gradients are not all there
         self._buckets: list[Bucket] | None = None
         self._turn = 0  # the pass whose sums are under way; 0: none
         self._step = 0
-        self._early: list[Mail] = []  # of the next pass
+        self._finished = False  # every gradient of this member's is there
+        self._early: list[Mail] = []  # of what is not begun here
         self._seen: dict[int, set[tuple[int, int, int]]] = {}  # by pass: bucket, node and chunk of what came
 
-    def begin(self, turn: int, step: int) -> bool:
+    def begin(self, turn: int, step: int) -> None:
+        """This member's last microbatch of the pass is about to go backward, or it has none."""
+        self._turn, self._step, self._finished = turn, step, False
+        self._open = [set(range(each.first, each.stop)) for each in self._known_buckets()]
+
+    def final(self, position: int) -> None:
+        """A parameter has all its gradients of this member."""
+        number = next(at for at, each in enumerate(self._known_buckets()) if position < each.stop)
+        self._open[number].discard(position)
+        if not self._open[number] and number not in self._additions:
+            self._add(number)
+
+    def finish(self) -> bool:
         """Every gradient of the pass that this member has is there. True: so is the sum over all members."""
-        self._turn, self._step = turn, step
-        sums = self._stage.sums_of(step).take(self._own)
-        self._additions = []
-        for number, bucket in enumerate(self._known_buckets()):
-            mine = {
-                node: flat_sum(found[bucket.first : bucket.stop], bucket.slots, bucket.size, bucket.dtype)
-                for node, found in zip(self._own, sums, strict=True)
-                if found is not None
-            }
-            addition = TreeAddition(self._adding, self._rank, mine, bucket.slots, bucket.size, bucket.dtype)
-            self._additions.append(addition)
-            self._send(number, addition.begin())
-        early = [mail for mail in self._early if cast(GroupSum, mail.message).turn == turn]
+        for number in range(len(self._known_buckets())):
+            if number not in self._additions:
+                self._add(number)
+        self._stage.sums_of(self._step).end()
+        self._finished = True
+        return self._ended()
+
+    def _add(self, number: int) -> None:
+        bucket = self._known_buckets()[number]
+        sums = self._stage.sums_of(self._step).take_some(self._own, bucket.first, bucket.stop)
+        mine = {
+            node: flat_sum(found, bucket.slots, bucket.size, bucket.dtype)
+            for node, found in zip(self._own, sums, strict=True)
+            if found is not None
+        }
+        addition = TreeAddition(self._adding, self._rank, mine, bucket.slots, bucket.size, bucket.dtype)
+        self._additions[number] = addition
+        self._send(number, addition.begin())
+        early = [mail for mail in self._early if self._begun(mail)]
         self._early = [mail for mail in self._early if mail not in early]
         for mail in early:
             self._take(mail)
-        return self._ended()
 
     def take(self, mail: Mail) -> bool:
         """Something another member sent. True: the sum over all members is there now."""
-        message = mail.message
-        assert isinstance(message, GroupSum)
-        if message.turn != self._turn:
+        if not self._begun(mail):
             self._early.append(mail)
             return False
         self._take(mail)
         return self._ended()
+
+    def _begun(self, mail: Mail) -> bool:
+        message = cast(GroupSum, mail.message)
+        return message.turn == self._turn and message.bucket in self._additions
 
     def _take(self, mail: Mail) -> None:
         message = mail.message
@@ -119,16 +141,17 @@ class GroupSums:
         self._send(message.bucket, self._additions[message.bucket].take(message.node, message.chunk, found))
 
     def _ended(self) -> bool:
-        totals = [addition.total for addition in self._additions]
-        if any(total is None for total in totals):
+        known = self._known_buckets()
+        totals = [self._additions[number].total for number in sorted(self._additions)]
+        if not self._finished or any(total is None for total in totals):
             return False
-        for bucket, total in zip(self._known_buckets(), totals, strict=True):
+        for bucket, total in zip(known, totals, strict=True):
             assert total is not None
             self._stage.sums_of(self._step).give(bucket.first, [
                 total.values[start:stop] if there else None
                 for (start, stop), there in zip(bucket.slots, total.there, strict=True)
             ])  # fmt: skip
-        self._additions, self._turn = [], 0
+        self._additions, self._turn = {}, 0
         return True
 
     def _send(self, bucket: int, sends: Sequence[Send]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -32,7 +31,7 @@ from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
 from ringtmp.strategies.ring.node_layers import NodeLayers
-from ringtmp.strategies.ring.segment_queue import Share, VisitState
+from ringtmp.strategies.ring.segment_queue import Pass, Share, VisitState
 from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
 from ringtmp.strategies.ring.tensor_routes import crossings_of, neighbours, ways_of
 from ringtmp.system.resources import free_memory_bytes, mind_memory
@@ -100,7 +99,7 @@ class Node:
         self._tree = SumTree(recipe.sum_tree)
         self.visits = {visit.index: self._visit(visit, defer, recompute) for visit in setup.route.on(self.me)}
         self.groups = {
-            index: GroupSums(state.visit, self.me, self._tree, state.stage, self._post)
+            index: GroupSums(state.visit, self.me, self._tree, state.stage, self._post_sum)
             for index, state in self.visits.items()
             if state.share is not None
         }
@@ -132,7 +131,8 @@ class Node:
         setup = self.setup
         ways = {each: ways_of(setup.flow, visit.index, each) for each in (True, False)} if setup.flow else {}
         crossings = {each: crossings_of(way) for each, way in ways.items()}
-        stage = Stage(visit, setup.recipe, defer, setup.step, recompute, crossings or None)
+        final = (lambda position: self.groups[visit.index].final(position)) if visit.others else None
+        stage = Stage(visit, setup.recipe, defer, setup.step, recompute, crossings or None, final)
         share = Share(self._tree, share_of(visit, self.me, self._tree)) if visit.others else None
         return VisitState(visit, stage, setup.recipe.staleness, setup.route.grouped, ways, share)
 
@@ -277,7 +277,7 @@ class Node:
             self.keeping.take(message.step, state.stage)
         current = state.begin(message)
         if message.microbatch < 0:  # a member of a group that has none
-            (partial(self._ending.add_up_if_complete, state, current) if current.training else state.end)()
+            self._without_any(state, current)
             return
         inputs: list[torch.Tensor] = []
         wants: list[bool] = []
@@ -297,6 +297,13 @@ class Node:
             self._send_on(state, message, outputs)
         if not current.training and current.forwarded == current.microbatches:
             state.end()
+
+    def _without_any(self, state: VisitState, current: Pass) -> None:
+        if not current.training:
+            state.end()
+            return
+        self._ending.last_backward(state, current)
+        self._ending.add_up_if_complete(state, current)
 
     def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
         """At the tail: the loss, and with it the gradient that starts the way back."""
@@ -337,11 +344,11 @@ class Node:
         if message.microbatch != current.backwarded and not state.grouped:
             raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
         me = state.visit.index
-        gradients = [tensor for each in mail for tensor in each.tensors]
+        gradients = None if me == self._last_visit else [tensor for each in mail for tensor in each.tensors]
+        if last := current.backwarded + 1 == current.microbatches:
+            self._ending.last_backward(state, current)
         try:
-            entering = state.stage.backward(
-                message.step, message.microbatch, None if me == self._last_visit else gradients, current.count
-            )
+            entering = state.stage.backward(message.step, message.microbatch, gradients, current.count, last)
         except WrongGradient as error:
             senders = [each.sender for each in mail for _ in each.tensors]
             raise Misconduct(f"sent {error}", senders[error.position]) from None
@@ -400,6 +407,11 @@ class Node:
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.recorder.sending()
+        self.endpoint.post(peer, message, tensors)
+
+    def _post_sum(self, peer: int, message: GroupSum, tensors: Sequence[torch.Tensor]) -> None:
+        """While a stage goes backward, which has not ended with this."""
+        self.recorder.count_sent(sum(each.nbytes for each in tensors))
         self.endpoint.post(peer, message, tensors)
 
     def _expect(self, visit: int, mail: Mail) -> VisitState:

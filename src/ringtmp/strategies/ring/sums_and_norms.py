@@ -34,13 +34,19 @@ class SumsAndNorms:
         self._post = post
         self._parameter_order = parameter_order
 
+    def last_backward(self, state: VisitState, current: Pass) -> None:
+        """The last microbatch here is about to go backward, or there is none: a group begins to add up."""
+        group = self._groups.get(state.visit.index)
+        if group is not None:
+            group.begin(current.turn, current.step)
+
     def add_up_if_complete(self, state: VisitState, current: Pass) -> None:
         """A group adds up what its members have, when all of it is there; then norms may go on."""
         group = self._groups.get(state.visit.index)
         complete = current.answered and not state.stage.has_deferred(current.step)
         if group is not None and complete and not current.adding_up:
             current.adding_up = True
-            if group.begin(current.turn, current.step):
+            if group.finish():
                 self.summed(state, current)
         elif group is None and self._clip:
             self.pass_norms_on(state, current)
