@@ -13,7 +13,7 @@ from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics.events import NodeStep, read
 from ringtmp.plan.node_groups import members_of
 from ringtmp.runtime import stage
-from ringtmp.strategies.ring import group_sums
+from ringtmp.strategies.ring import gradient_buckets
 from ringtmp.transport.faults import Faults, Shaped
 from test_group_members_lost import run
 from test_rings_sum_tree import plain
@@ -34,8 +34,8 @@ def built_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]
     [
         ("gpt", (2, 2), "zero-bubble", "none", SMALL),
         ("gpt", (4,), "1f1b", "all", SMALL),
-        ("mlp", (3, 1, 2), "gpipe", "none", group_sums.BUCKET),
-        pytest.param("gpt", (1, 3), "zero-bubble", "all", group_sums.BUCKET, marks=pytest.mark.long),
+        ("mlp", (3, 1, 2), "gpipe", "none", gradient_buckets.BUCKET),
+        pytest.param("gpt", (1, 3), "zero-bubble", "all", gradient_buckets.BUCKET, marks=pytest.mark.long),
     ],
 )
 def test_groups_end_in_the_bits_of_one_process(
@@ -44,7 +44,7 @@ def test_groups_end_in_the_bits_of_one_process(
 ) -> None:  # fmt: skip
     """With dropout, clipping, packets lost and out of order, and a last batch in which a member has nothing to do; a stage's
     gradients in many messages, and in one."""
-    monkeypatch.setattr(group_sums, "BUCKET", values)
+    monkeypatch.setattr(gradient_buckets, "BUCKET", values)
     case, built, nodes = Case(model), built_of(model), 1 + sum(groups)
     how = recipe("sgd", SETTINGS, seed=SEED, clip_norm=CLIP, sum_tree=4)
     window = MICROBATCHES if schedule == "gpipe" else 5
@@ -61,7 +61,7 @@ def test_sums_leave_while_the_last_microbatch_goes_backward(
     schedule: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen in what every member records: in the trace a sum is on its way before the work it stands behind has ended."""
-    monkeypatch.setattr(group_sums, "BUCKET", SMALL)
+    monkeypatch.setattr(gradient_buckets, "BUCKET", SMALL)
     monkeypatch.setattr(stage, "PIECE_OF_WORK", 1)
     run(tmp_path, InMemoryPool(5), "4", schedule)
     early: set[int] = set()

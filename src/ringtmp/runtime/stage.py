@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,13 +157,16 @@ class Stage:
         backward in a thread of its own, in which nothing may be sent."""
         if self._defer or compute_device.here().type != "cpu":
             return
+        this = weakref.ref(self)  # a parameter holds on to what it calls, and a stage to its parameters
+
+        def accumulated(position: int, parameter: torch.Tensor) -> None:
+            stage = this()
+            if stage is not None and stage._last_backward and stage._final is not None:
+                stage._final(position)
+
         for position, parameter in enumerate(self.parameters[0]):
             watched: Any = parameter
-            watched.register_post_accumulate_grad_hook(partial(self._accumulated, position))
-
-    def _accumulated(self, position: int, parameter: torch.Tensor) -> None:
-        if self._last_backward and self._final is not None:
-            self._final(position)
+            watched.register_post_accumulate_grad_hook(partial(accumulated, position))
 
     def _tell_what_is_final(self) -> None:
         """After the last backward: all but what deferred work still adds to."""

@@ -26,7 +26,7 @@ from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_f
 from ringtmp.model.output_tree import map_outputs, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.node_groups import admission
-from ringtmp.plan.route import MASTER
+from ringtmp.plan.route import MASTER, Visit
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.base_leader import WAIT_S, BaseLeader, Start
@@ -37,6 +37,7 @@ from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.diagnose_failure import NotFinite, WhatIsWrong
+from ringtmp.strategies.ring.gradient_buckets import owned_by
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
 from ringtmp.strategies.ring.tensor_routes import flow_of, neighbours, ways_of
@@ -148,6 +149,9 @@ class Master(BaseLeader):
 
     def _place(self, index: int, holder: int, given: LayerTensors) -> None:
         tensors, state = given
+        if self._setup.shares_state and (visit := self._setup.route.holder(index)).others:
+            rank, owned = visit.members.index(holder), self._owned(visit)[index]
+            state = {(name, key): value for (name, key), value in state.items() if owned[name] == rank}
         place = Place(index, portable_layer.encode(self._layers[index]), tuple(state))
         self.endpoint.post(holder, place, [*tensors, *state.values()])
         self._until_taken(index, holder)
@@ -177,6 +181,11 @@ class Master(BaseLeader):
                 self._log.write(Warned(time.monotonic(), str(problem)))
                 problems.append(str(problem))
         raise SnapshotUnusable("; ".join(problems))
+
+    def _owned(self, visit: Visit) -> dict[int, dict[str, int]]:
+        """Of a group's layers: which member has the optimizer state of which parameter."""
+        found = owned_by([self._layers[index] for index in visit.layers], len(visit.members))
+        return dict(zip(visit.layers, found, strict=True))
 
     def _until_taken(self, index: int, holder: int) -> None:
         done = lambda: (holder, index) in self._placed or (holder, index) in self._missing  # noqa: E731
@@ -325,7 +334,10 @@ class Master(BaseLeader):
         visit = self.node.route.holder(index)
         if visit.node == MASTER:
             return self.node.visits[visit.index].stage.layer_state(index, self._frozen[index])
-        return self._asked(visit.node, Fetch(index, self.node.step), index)
+        tensors, state = self._asked(visit.node, Fetch(index, self.node.step), index)
+        for node in visit.others if self._setup.shares_state else ():
+            state |= self._asked(node, Fetch(index, self.node.step), index)[1]
+        return tensors, state
 
     def _whole(self, index: int, given: LayerTensors) -> LayerTensors:
         """With what is frozen, which lies on the disk here."""
