@@ -10,9 +10,9 @@ import pytest
 
 from harness import Built, recipe, ring_in_memory
 from ringtmp.launch.ring_in_one_process import InMemoryPool
-from ringtmp.metrics.events import NodeStep, read
+from ringtmp.metrics.events import NodeStep, StepDone, Warned, read
 from ringtmp.plan.node_groups import members_of
-from ringtmp.runtime import stage
+from ringtmp.runtime import stage, worker
 from ringtmp.strategies.ring import gradient_buckets
 from ringtmp.transport.faults import Faults, Shaped
 from test_group_members_lost import run
@@ -73,3 +73,23 @@ def test_sums_leave_while_the_last_microbatch_goes_backward(
             if any(span.start < start < span.end for span in while_working for start in sends):
                 early.add(event.node)
     assert early == {1, 2, 3, 4}
+
+
+def test_a_member_that_computes_otherwise_is_named_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members make the same update each on its own: on another processor its last bits may differ."""
+    said = worker.Hello
+    monkeypatch.setattr(
+        worker,
+        "Hello",
+        lambda pid, torch, capability, kept: said(pid, torch, "NEON" if next(turn) == 2 else capability, kept),
+    )
+    turn = iter(range(1, 100))
+    run(tmp_path, InMemoryPool(5), "2,2")
+    told = list(read(tmp_path / "events.jsonl"))
+    named = next(at for at, each in enumerate(told) if isinstance(each, Warned) and "has torch" in each.text)
+    first = next(at for at, each in enumerate(told) if isinstance(each, NodeStep | StepDone))
+    assert named < first
+    assert "NEON" in told[named].text  # type: ignore[union-attr]
+    assert "last bits" in told[named].text  # type: ignore[union-attr]
