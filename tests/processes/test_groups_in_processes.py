@@ -87,7 +87,7 @@ def test_members_that_share_the_optimizer_state_take_less_memory(tmp_path: Path)
         begun = next(
             each for each in events.read(tmp_path / name / "events.jsonl") if isinstance(each, events.RunStarted)
         )
-        forecasts.append([each["memory_bytes"] for each in begun.facts["forecast"]["nodes"][1:]])
+        forecasts.append([each["memory_bytes"] for each in begun.facts["forecast"]["per_node"][1:]])
     assert digests[0] == digests[1]
     for node in range(2):
         told = forecasts[0][node] - forecasts[1][node]

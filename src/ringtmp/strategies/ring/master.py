@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ringtmp.model.frozen_parameters import frozen_names, with_frozen, without_f
 from ringtmp.model.output_tree import map_outputs, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.node_groups import admission
-from ringtmp.plan.route import MASTER, Visit
+from ringtmp.plan.route import MASTER
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.base_leader import WAIT_S, BaseLeader, Start
@@ -134,14 +134,37 @@ class Master(BaseLeader):
             self.endpoint.post(node, Meet({}))  # left out: nobody's peer
         self._checkpoint = checkpoint
         here = {} if snapshot is None else places(snapshot.step, self.hellos, self.endpoint.snapshots.contents())
+        taking = set() if snapshot is None else self._let_all_take_their_own(snapshot.step, here)
         for index, layer in enumerate(self._layers):
             for holder in route.holder(index).members:
+                if (index, holder) in taking and self._has_taken(index, holder):
+                    continue
                 if snapshot is None or not layer.tensors:
                     self._place(index, holder, checkpoint.layer(index, layer))
                 elif without_frozen(layer, self._frozen[index]):
                     self._bring_back(snapshot.step, index, holder, here[index])
                 else:
                     self._bring_frozen(snapshot.step, index, holder, checkpoint)
+
+    def _let_all_take_their_own(self, step: int, here: Mapping[int, Collection[int]]) -> set[tuple[int, int]]:
+        """Whoever has its layers of the snapshot brings them back while others do so, too. Which layer is coming to whom."""
+        found = set[tuple[int, int]]()
+        for index, layer in enumerate(self._layers):
+            if without_frozen(layer, self._frozen[index]):
+                for holder in self._setup.route.holder(index).members:
+                    if holder in here.get(index, ()):
+                        self.endpoint.post(holder, Restore(step, index, portable_layer.encode(layer)))
+                        found.add((index, holder))
+        return found
+
+    def _has_taken(self, index: int, holder: int) -> bool:
+        """False: its own copy was not sound, and it needs another."""
+        try:
+            self._until_taken(index, holder)
+        except SnapshotUnusable as problem:
+            self._log.write(Warned(time.monotonic(), str(problem)))
+            return False
+        return True
 
     def _setup_of(self, node: int) -> Setup:
         near = {peer: self._setup.addresses[peer] for peer in neighbours(self._setup.route, self._setup.flow, node)}
@@ -150,8 +173,8 @@ class Master(BaseLeader):
     def _place(self, index: int, holder: int, given: LayerTensors) -> None:
         tensors, state = given
         if self._setup.shares_state and (visit := self._setup.route.holder(index)).others:
-            rank, owned = visit.members.index(holder), self._owned(visit)[index]
-            state = {(name, key): value for (name, key), value in state.items() if owned[name] == rank}
+            owned = owned_by([self._layers[at] for at in visit.layers], len(visit.members))[index - visit.first]
+            state = {key: value for key, value in state.items() if visit.members[owned[key[0]]] == holder}
         place = Place(index, portable_layer.encode(self._layers[index]), tuple(state))
         self.endpoint.post(holder, place, [*tensors, *state.values()])
         self._until_taken(index, holder)
@@ -181,11 +204,6 @@ class Master(BaseLeader):
                 self._log.write(Warned(time.monotonic(), str(problem)))
                 problems.append(str(problem))
         raise SnapshotUnusable("; ".join(problems))
-
-    def _owned(self, visit: Visit) -> dict[int, dict[str, int]]:
-        """Of a group's layers: which member has the optimizer state of which parameter."""
-        found = owned_by([self._layers[index] for index in visit.layers], len(visit.members))
-        return dict(zip(visit.layers, found, strict=True))
 
     def _until_taken(self, index: int, holder: int) -> None:
         done = lambda: (holder, index) in self._placed or (holder, index) in self._missing  # noqa: E731
