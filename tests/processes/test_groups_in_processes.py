@@ -41,10 +41,14 @@ AGAIN_S = 20.0
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("more", "source"), [((), "snapshot"), (("--share-optimizer",), "checkpoint")])
+@pytest.mark.parametrize(
+    ("more", "source"),
+    [(("--checkpoint-every", "1000"), "snapshot"), (("--checkpoint-every", "5", "--share-optimizer"), "checkpoint")],
+)
 def test_a_killed_member_of_a_group_is_replaced_soon(more: tuple[str, ...], source: str, tmp_path: Path) -> None:
-    steps = ("--steps", "60", "--checkpoint-every", "5")
+    steps = ("--steps", "60")
     calm = json.loads(here("train", *GPT, *steps, "--nodes", "1", cwd=tmp_path).stdout)
     run = tmp_path / "run"
     process = begin("train", *GPT, *steps, *WAYS["M-2-2-M"], *more, "--run-dir", run, cwd=tmp_path)
