@@ -11,6 +11,7 @@ import pytest
 from harness import Built, recipe, ring_in_memory
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics.events import NodeStep, StepDone, Warned, read
+from ringtmp.model import deferred_gradients
 from ringtmp.plan.node_groups import members_of
 from ringtmp.runtime import stage, worker
 from ringtmp.strategies.ring import gradient_buckets
@@ -56,13 +57,19 @@ def test_groups_end_in_the_bits_of_one_process(
     assert got == plain(model, 4)
 
 
-@pytest.mark.parametrize(("schedule", "work"), [("1f1b", "backward"), ("zero-bubble", "weights")])
+@pytest.mark.parametrize(
+    ("schedule", "work", "large_bytes"),
+    [("1f1b", "backward", 64), ("1f1b", "backward", 1 << 30), ("zero-bubble", "weights", 64)],
+)
 def test_sums_leave_while_the_last_microbatch_goes_backward(
-    schedule: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    schedule: str, work: str, large_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen in what every member records: in the trace a sum is on its way before the work it stands behind has ended."""
     monkeypatch.setattr(gradient_buckets, "BUCKET", SMALL)
     monkeypatch.setattr(stage, "PIECE_OF_WORK", 1)
+    monkeypatch.setattr(
+        deferred_gradients, "REUSED_UP_TO_BYTES", large_bytes
+    )  # above: gradients that autograd does not make
     run(tmp_path, InMemoryPool(5), "4", schedule)
     early: set[int] = set()
     for event in read(tmp_path / "events.jsonl"):
