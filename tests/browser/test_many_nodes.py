@@ -21,7 +21,8 @@ pytestmark = [
 TEXTS = """(() => { const texts = [...document.querySelectorAll('#ring-drawing text')].filter(t => t.textContent.trim());
   const boxes = texts.map(t => t.getBoundingClientRect());
   const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
-  return {texts: texts.length, over: texts.filter((t, i) => boxes.some((b, k) => k !== i && meet(boxes[i], b))).map(t => t.textContent),
+  const over = texts.filter((t, i) => boxes.some((b, k) => k !== i && meet(boxes[i], b)));
+  return {texts: texts.length, over: over.map(t => t.textContent),
     smallest: Math.min(...texts.map(t => parseFloat(getComputedStyle(t).fontSize)))}; })()"""
 #: How far apart neighbours are, from the closest to the farthest.
 APART = """(() => { const at = [...document.querySelectorAll('#ring-drawing .node')].map(n => n.transform.baseVal[0].matrix);
