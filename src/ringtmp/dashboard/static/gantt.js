@@ -25,7 +25,7 @@ export class Gantt {
     this.names = names;
     this.detail = detail;
     if (fresh || this.to === undefined || this.to > detail.seconds * 1.2) this.all(); else this.paint();
-    this.node = null;
+    if (this.node >= detail.nodes.length) this.node = null;
     this.box.setAttribute("aria-label", `Step ${detail.step}: what ${detail.nodes.length} nodes did in ${seconds(detail.seconds)}`);
     this.table();
   }
