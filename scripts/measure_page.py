@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from browser import Browser
+    from browser import Browser  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parents[1]
 LOOK_S, APPEND_S = 10.0, 0.25
@@ -34,9 +34,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1280)
     asked = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests/support"))
-    import many_nodes
+    import many_nodes  # type: ignore[import-not-found]
     from browser import Browser
-    from watched import shown, until, watching
+    from watched import shown, until, watching  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as folder:
         whole, live = Path(folder) / "whole", Path(folder) / "live"
