@@ -20,7 +20,7 @@ from ringtmp.data.tables_and_streams import Source, Stream, Table, from_python, 
 from ringtmp.data.text_samples import Reading, read_text
 from ringtmp.data.tokenizer import Encoder, open_tokenizer
 from ringtmp.data.user_factories import call_factory, is_factory, refuse_file_alone
-from ringtmp.errors import RingError, UsageError
+from ringtmp.errors import Interrupted, RingError, UsageError
 from ringtmp.launch.choose_local_pool import processes_here
 from ringtmp.launch.node_pool import NodePool, refuse_without_ranks
 from ringtmp.metrics import events
@@ -55,12 +55,16 @@ R = TypeVar("R")
 
 
 def _runs(call: Callable[P, R]) -> Callable[P, R]:
-    """A call from Python that trains or computes: one at a time, and errors name settings as keywords."""
+    """A call from Python that trains or computes: one at a time, and errors name settings as keywords. Who pressed Ctrl-C sees
+    the call and how to go on, not where the ring just was."""
 
     @wraps(call)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _named_as_keywords(), one_at_a_time():
-            return call(*args, **kwargs)
+        try:
+            with _named_as_keywords(), one_at_a_time():
+                return call(*args, **kwargs)
+        except (Interrupted, KeyboardInterrupt) as asked:
+            raise asked.with_traceback(None) from None
 
     return alone
 

@@ -48,6 +48,7 @@ def test_an_ended_run_is_shown_with_the_numbers_of_json_and_replayed(
         assert (seen["Step"], seen["Loss"]) == ("6", f"{summary.loss.last:.4f}")
         assert seen["Test accuracy"] == f"{100 * (summary.accuracy or 0):.1f} %"
         until(browser, "document.querySelector('#gantt').getAttribute('aria-label').startsWith('Step 6')")
+        read_out(browser)
         browser.evaluate(
             "const s = document.querySelector('#slider'); s.value = 1; s.dispatchEvent(new Event('input'))"
         )
@@ -62,6 +63,23 @@ def test_an_ended_run_is_shown_with_the_numbers_of_json_and_replayed(
         )
         assert browser.evaluate("location.search") == "", "the token has left the address"
         assert browser.problems == []
+
+
+def read_out(browser: Browser) -> None:
+    """The Gantt chart as one hears it: its keys say what they do, and a table has its numbers."""
+    names = browser.evaluate("[...document.querySelectorAll('#gantt-table tbody th')].map(each => each.textContent)")
+    assert names == ["master", "node 1", "node 2"]
+    said = "document.getElementById('gantt-where').textContent"
+    for key, beginning in (
+        ("ArrowDown", "master: busy "),
+        ("ArrowDown", "node 1: busy "),
+        ("+", "From "),
+        ("0", "The whole step"),
+    ):
+        browser.evaluate(
+            f"document.getElementById('gantt').dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}', cancelable: true}}))"
+        )
+        assert browser.evaluate(said).startswith(beginning), (key, browser.evaluate(said))
 
 
 def test_it_fits_a_phone_in_both_colour_schemes_and_axe_finds_nothing_serious(

@@ -26,21 +26,14 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-def started(folder: Path, steps: int, *more: object) -> tuple[subprocess.Popen[str], dict[str, str]]:
+RING = (*REMEMBERING, "--nodes", 3)
+#: M-2-2-M. Nothing in the model remembers what it has seen, so members may share the microbatches of a step.
+GROUPS = ("--nodes", 5, "--groups", "2,2", "--sum-tree", 4, "--json", "--quiet")
+
+
+def started(folder: Path, steps: int, what: tuple[object, ...] = RING) -> tuple[subprocess.Popen[str], dict[str, str]]:
     (folder / "mine.py").write_text(remembering_model(128))
-    process = begin(
-        "train",
-        *REMEMBERING,
-        "--nodes",
-        3,
-        "--steps",
-        steps,
-        "--run-dir",
-        folder / "run",
-        "--dashboard",
-        *more,
-        cwd=folder,
-    )
+    process = begin("train", *what, "--steps", steps, "--run-dir", folder / "run", "--dashboard", cwd=folder)
     assert process.stderr is not None
     found: dict[str, str] = {}
     while "act" not in found:
@@ -90,6 +83,38 @@ def test_a_killed_worker_appears_and_heals_on_screen_and_the_end_has_the_numbers
             each.step for each in events.of_run(tmp_path / "run") if isinstance(each, events.NodeStep) and each.spans
         }
         assert {each for each in detailed if each > 40 and each % 100} - set(range(33)), "a viewer wanted detail"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+@needs_browser
+@pytest.mark.timeout(300)
+def test_a_killed_member_of_a_group_appears_and_heals_on_screen(tmp_path: Path) -> None:
+    """Quick twins: test_group_members_lost.py has the loss, test_followed_events.py the groups."""
+    process, addresses = started(tmp_path, 120, GROUPS)
+    bands = "document.querySelectorAll('#ring-drawing .group:not(.edge)').length"
+    try:
+        with Browser(tmp_path / "browser") as browser:
+            shown(browser, addresses["look"])
+            wait_for_step(tmp_path / "run", 40, process)
+            until(browser, f"ringtmp.state().status === 'running' && {bands} === 2")
+            assert "M-2-2-M" in browser.evaluate("document.getElementById('lead').textContent")
+            workers = [each for each in workers_of(process).values() if "watch" not in each.cmdline()]
+            workers[1].kill()
+            until(browser, "document.querySelector('#log').textContent.includes('Healed in')", 60)
+            assert "lost" in browser.evaluate("document.querySelector('#log').innerHTML")
+            until(browser, "document.querySelectorAll('#ring-drawing .out').length === 0")
+            until(browser, "ringtmp.state().status === 'done'", 120)
+            told = msgspec.convert(state(browser)["summary"], Summary, str_keys=True)
+            browser.screenshot(tmp_path / "groups.png")
+            assert browser.problems == []
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+        summary = msgspec.json.decode(out, type=Summary)
+        assert told == msgspec.structs.replace(summary, run_dir=told.run_dir)
+        assert len(summary.recoveries) == 1
     finally:
         process.kill()
         process.wait()

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from ringtmp import Interrupted, Ring
 
 #: Everything at the top: were a node to import this file again, it would start rings without end.
 PLAIN = """
@@ -47,6 +54,35 @@ def test_nor_does_a_script_whose_dataloader_has_workers(tmp_path: Path) -> None:
         assert said == ["read", "2 done"]
     else:
         assert said[-1] == "2 done"
+
+
+@pytest.mark.parametrize(("step", "says"), [(2, "interrupted after step 2; the checkpoint is saved"), (0, "")])
+def test_ctrl_c_shows_the_call_and_one_useful_line(tmp_path: Path, step: int, says: str) -> None:
+    """In training, and where it cannot stop between two steps yet; either way nobody wants to see how a ring is made."""
+
+    def press(number: int) -> None:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class Pressed(nn.Linear):
+        """Read before the first step."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if step == 0:
+                press(0)
+            return super().forward(x)
+
+    data = torch.randn(16, 6), torch.zeros(16, dtype=torch.long)
+    with pytest.raises((Interrupted, KeyboardInterrupt)) as told:
+        Ring(nodes=1, progress=False).fit(
+            Pressed(6, 3), data, steps=4, batch_size=8, run_dir=tmp_path / "run", on_step=lambda number, loss: press(number)
+        )
+    assert told.type is (Interrupted if step else KeyboardInterrupt)
+    assert says in str(told.value)
+    frames = traceback.extract_tb(told.value.__traceback__)
+    assert [Path(each.filename).name for each in frames] == [Path(__file__).name, "api.py"], "the call, and no more"
+    assert told.value.__suppress_context__
+    assert told.value.__cause__ is None
 
 
 NOTEBOOK = importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel")

@@ -73,6 +73,44 @@ def test_equal_weights_are_said_and_unlike_work_too() -> None:
     assert of(changed(), cut).differences == ("batch size: 16, 64", "outcome: done, unfinished")
 
 
+def interrupted(stream: list[events.Event]) -> list[events.Event]:
+    """Two of its three steps."""
+    done = [each for each in stream if not (isinstance(each, events.StepDone | events.NodeStep) and each.step == 2)]
+    done = [each for each in done if not isinstance(each, events.Evaluated | events.RunEnded)]
+    return [*done, events.RunEnded(4.0, 2, "interrupted", None)]
+
+
+def test_a_run_that_did_not_finish_is_never_called_better_and_that_is_said_first() -> None:
+    made = of(changed(), interrupted(changed(speed=4.0, sent=0.1)))
+    assert made.verdict == (
+        "b was not finished (interrupted) after 2 steps: its numbers are shown, and it is not called better or worse",
+        "so no run is called better",
+    )
+    assert [each.best for each in made.measures] == [None] * len(made.measures)
+    assert {each.name: each.texts[1] for each in made.measures}["step"] == "500.0 ms", "it is shown all the same"
+    three = of(changed(), interrupted(changed(speed=4.0)), changed(speed=2.0))
+    assert three.verdict[0].startswith("b was not finished")
+    assert three.verdict[1:] == (
+        "a and c ended with the same weights, bit for bit",
+        "c was faster: 3.5 s against 7.0 s (a)",
+    )
+    assert {each.name: each.best for each in three.measures}["time"] == 2
+    going_on = of(changed(), [each for each in changed() if not isinstance(each, events.RunEnded)])
+    assert going_on.verdict[0].startswith("b is still going on, or was cut off, after 3 steps")
+
+
+def test_runs_of_other_work_are_compared_by_their_pace_alone() -> None:
+    short = [each for each in interrupted(changed(speed=4.0)) if not isinstance(each, events.RunEnded)]
+    made = of(changed(), [*short, events.RunEnded(4.0, 2, "done", "cd" * 32)])
+    assert (
+        made.verdict[0] == "the runs did not do the same work: time, bytes and energy are not held against each other"
+    )
+    assert made.verdict[-1] == "b was faster (samples per second): 32 against 8 (a)"
+    assert {each.name: each.best for each in made.measures if each.name in ("time", "bytes", "energy")} == {
+        "time": None, "bytes": None, "energy": None,
+    }  # fmt: skip
+
+
 def test_what_a_run_lacks_is_left_empty() -> None:
     tested = changed()
     untested = [each for each in tested if not isinstance(each, events.Evaluated)]
@@ -92,6 +130,12 @@ def test_the_command_prints_a_table_or_json_and_refuses_what_is_no_comparison(tm
     out = here("compare", a, b, cwd=tmp_path).stdout
     assert "3.5 s *" in out
     assert "b was faster: 3.5 s against 7.0 s (a)" in out
+    c = written(tmp_path / "c", interrupted(changed(speed=4.0)))
+    warned = here("compare", a, c, cwd=tmp_path).stdout
+    assert warned.startswith("not the same in all runs")
+    assert "outcome: done, interrupted" in warned
+    assert "faster" not in warned
+    assert "*" not in warned
     made = json.loads(here("compare", a, b, "--json", cwd=tmp_path).stdout)
     assert made["measures"][0] == {
         "name": "accuracy", "better": "higher", "values": [0.9, 0.9], "texts": ["90.0%", "90.0%"], "best": None,

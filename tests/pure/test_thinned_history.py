@@ -56,10 +56,10 @@ def test_links_are_told_from_two_readings_of_one_process_and_never_across_two() 
 
     read(0, 10.0, 1000)
     read(1, 12.0, 5000)
-    assert frames.frames[-1].nodes[1].row(1, frames.kinds)[5] == [2, 2000]
+    assert frames.rows(0)[-1][2][0][5] == [2, 2000]
     frames.forget_readings([1])
     read(2, 14.0, 40)
-    assert frames.frames[-1].nodes[1].row(1, frames.kinds)[5] == []
+    assert frames.rows(0)[-1][2][0][5] == []
 
 
 def test_a_long_log_keeps_its_beginning_and_its_end_and_says_what_is_missing() -> None:

@@ -27,7 +27,7 @@ class PageWentOnError(AssertionError):
 
 
 class Browser:
-    """Use as a context. One page."""
+    """Use as a context. One page. `folder` is the browser's own: it is made, and DELETED with all that is in it at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -18,8 +18,12 @@ def print_json(made: Comparison) -> None:
 
 
 def print_table(made: Comparison, stream: IO[str]) -> None:
-    """The better value of a row is bold, and has a star for who sees no bold."""
+    """What is not the same comes first. The better value of a row is bold, and has a star for who sees no bold."""
     console = Console(file=stream, width=None if stream.isatty() else 120)
+    if made.differences:
+        console.print("not the same in all runs, so compare with care:", highlight=False)
+        for line in made.differences:
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for name in made.runs:
@@ -34,7 +38,3 @@ def print_table(made: Comparison, stream: IO[str]) -> None:
     console.print(table)
     for line in made.verdict:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if made.differences:
-        console.print("not the same in all runs, so compare with care:", highlight=False)
-        for line in made.differences:
-            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)

@@ -90,7 +90,7 @@ class Points:
 
 @dataclass
 class NodeShare:
-    """What one node did in a stretch of time. Its steps are added up together, when somebody wants to know."""
+    """What one node did in a stretch of time."""
 
     busy: dict[str, float] = field(default_factory=dict)  # seconds by kind of work
     idle: dict[str, float] = field(default_factory=dict)  # seconds of waiting by cause
@@ -99,12 +99,8 @@ class NodeShare:
     rss_bytes: int = 0
     sent_to: dict[int, int] = field(default_factory=dict)  # by reading
     read_s: float = 0.0  # that these readings cover
-    steps: list[NodeStep] = field(default_factory=list)  # not yet added up
 
-    def add_up(self) -> None:
-        if not self.steps:
-            return
-        steps, self.steps = self.steps, []
+    def did(self, steps: list[NodeStep]) -> None:
         _add(self.busy, sums_by_name([each.busy for each in steps]))
         _add(self.idle, sums_by_name([each.idle for each in steps]))
         self.sent_bytes += sum([each.sent_bytes for each in steps])
@@ -120,8 +116,6 @@ class NodeShare:
                     self.sent_to[peer] = self.sent_to.get(peer, 0) + more
 
     def add(self, later: NodeShare) -> None:
-        self.add_up()
-        later.add_up()
         _add(self.busy, later.busy)
         _add(self.idle, later.idle)
         _add(self.sent_to, later.sent_to)
@@ -134,7 +128,6 @@ class NodeShare:
         """[node, [kind, seconds, kind, seconds, ...], sent, received, memory, [peer, bytes per second, ...]]
 
         A kind that is seen for the first time gets the next number."""
-        self.add_up()
         work: list[float] = []
         for kind, seconds in (*self.busy.items(), *((IDLE + cause, waited) for cause, waited in self.idle.items())):
             work += (kinds.setdefault(kind, len(kinds)), _short(seconds))
@@ -156,13 +149,11 @@ class Frame:
     step: int
     nodes: dict[int, NodeShare] = field(default_factory=dict)
 
-    def add_up(self) -> None:
-        for share in self.nodes.values():
-            share.add_up()
-
 
 class Frames:
-    """`kinds` names what nodes do; rows refer to it by number. A kind is named when a row with it is first made."""
+    """`kinds` names what nodes do; rows refer to it by number. A kind is named when a row with it is first made.
+
+    Steps of the newest stretch wait to be added up together, until it is over or somebody wants to know."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -171,31 +162,43 @@ class Frames:
         self.changed_from = 0
         self._nodes = 1
         self._readings: dict[int, Reading] = {}
+        self._waiting: list[NodeStep] = []
 
     def take(self, steps: Iterable[NodeStep], step: int, at_s: float) -> None:
         """What all nodes reported until a moment."""
         place = max(int(at_s / self.frame_s), self.frames[-1].place if self.frames else 0)
         if not self.frames or self.frames[-1].place != place:
-            if self.frames:
-                self.frames[-1].add_up()
+            self._add_up()
             self.frames.append(Frame(place, at_s, step))
+            if len(self.frames) > max(60, min(MOST_FRAMES, MOST_NODE_FRAMES // self._nodes)):
+                self._halve()
         frame = self.frames[-1]
         frame.at_s, frame.step = at_s, step
         self.changed_from = min(self.changed_from, len(self.frames) - 1)
-        for each in steps:
-            share = frame.nodes.get(each.node)
+        self._waiting += steps
+
+    def _add_up(self) -> None:
+        """What waits goes into the newest stretch."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        by_node: dict[int, list[NodeStep]] = {}
+        for each in waiting:
+            by_node.setdefault(each.node, []).append(each)
+        nodes = self.frames[-1].nodes
+        for node, done in by_node.items():
+            share = nodes.get(node)
             if share is None:
-                share = frame.nodes[each.node] = NodeShare()
-            share.steps.append(each)
-            if each.reading is not None:
-                share.read(self._readings.get(each.node), each.reading)
-                self._readings[each.node] = each.reading
-        self._nodes = max(self._nodes, len(frame.nodes))
-        if len(self.frames) > max(60, min(MOST_FRAMES, MOST_NODE_FRAMES // self._nodes)):
-            self._halve()
+                share = nodes[node] = NodeShare()
+            share.did(done)
+            for reading in [each.reading for each in done if each.reading is not None]:
+                share.read(self._readings.get(node), reading)
+                self._readings[node] = reading
+        self._nodes = max(self._nodes, len(nodes))
 
     def forget_readings(self, nodes: Iterable[int]) -> None:
         """Other processes take their places, and begin to count anew."""
+        self._add_up()
         for node in nodes:
             self._readings.pop(node, None)
 
@@ -218,6 +221,7 @@ class Frames:
 
     def rows(self, since: int) -> list[list[object]]:
         """[at_s, steps done, [what each node did]]"""
+        self._add_up()
         return [
             [_short(each.at_s), each.step + 1, [share.row(node, self.kinds) for node, share in each.nodes.items()]]
             for each in self.frames[since:]

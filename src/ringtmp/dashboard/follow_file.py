@@ -83,17 +83,19 @@ class Follower:
             self._at += len(self._rest)
             self._rest = b""
             self.damaged += 1
+        decode, at = events.decode, self._at
         for line in lines:
-            place = self._at
-            self._at += len(line) + 1
+            place = at
+            at += len(line) + 1
             try:
-                event = events.decode(line)
+                event = decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 self._passed_over(line)
                 continue
             if isinstance(event, events.NodeStep) and event.spans:
                 self._remember(event.step, place)
             yield event
+        self._at = at
 
     def _passed_over(self, line: bytes) -> None:
         if not line:

@@ -47,10 +47,11 @@ class RunView:
         self._tests_from = 0
         self._memberships: list[Membership] = []
         self._outages: list[Outage] = []
-        self._pending: list[events.NodeStep] = []
+        self._shares: list[events.NodeStep] = []  # read, and taken with the next event of another kind
+        self._pending: list[events.NodeStep] = []  # of a step that is not done
         self._started: events.RunStarted | None = None
         self._ended: events.RunEnded | None = None
-        self._now: Now | None = None
+        self._newest: tuple[events.StepDone, float] | None = None
         self._summary: Summary | None = None
         self._summary_due = 0.0
         self._summary_new = self._behind = self._anew = False
@@ -69,7 +70,11 @@ class RunView:
         while time.monotonic() < limit:
             start = self.follower.read
             for event in self.follower.more():
-                self._take(event)
+                if isinstance(event, events.NodeStep):  # nearly all are
+                    self._shares.append(event)
+                else:
+                    self._take(event)
+            self._take_shares()
             if self._fold.undone_too_far:
                 self._read_all_again()
                 return True
@@ -88,11 +93,14 @@ class RunView:
         self._begin()
         self._anew = True
 
+    def _take_shares(self) -> None:
+        self._fold.take_node_steps(self._shares)
+        self._pending += self._shares
+        self._shares.clear()
+
     def _take(self, event: events.Event) -> None:
-        if isinstance(event, events.NodeStep):  # nearly all are: first
-            self._fold.take(event)
-            self._pending.append(event)
-            return
+        """Any but a node's share of a step."""
+        self._take_shares()
         if isinstance(event, events.StepDone):
             self._fold.take(event)
             self._step_done(event, self._fold.run_s(event.at))
@@ -124,7 +132,7 @@ class RunView:
         self._points.take(event, at_s)
         self._frames.take(self._pending, event.step, at_s)
         self._pending.clear()
-        self._now = Now(at_s, event.step + 1, event.epoch + 1, event.loss, event.lr, event.unprotected)
+        self._newest = event, at_s
 
     def _run_started(self, event: events.RunStarted) -> None:
         self._started, self._ended = event, None
@@ -200,6 +208,13 @@ class RunView:
         if not self._process_lives():
             return "cut off"
         return "healing" if any(each.to_s is None for each in self._outages) else "running"
+
+    @property
+    def _now(self) -> Now | None:
+        if self._newest is None:
+            return None
+        done, at_s = self._newest
+        return Now(at_s, done.step + 1, done.epoch + 1, done.loss, done.lr, done.unprotected)
 
     @property
     def over(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from operator import itemgetter
 
 import msgspec
 
@@ -103,11 +104,15 @@ class Fold:
             return 0.0
         return sum(each.seconds for each in self._tallies[:-1]) + at - self._tallies[-1].began
 
+    def take_node_steps(self, several: Sequence[events.NodeStep]) -> None:
+        """One after the other, as `take` does it. A day has millions of them."""
+        if self._tallies:
+            self._tallies[-1].take_node_steps(several)
+
     def take(self, event: events.Event) -> None:
         tallies = self._tallies
         if isinstance(event, events.NodeStep):  # nearly all are: first
-            if tallies:
-                tallies[-1].take_node_step(event)
+            self.take_node_steps((event,))
         elif isinstance(event, events.StepDone):
             if tallies:
                 tallies[-1].take_step(event)
@@ -159,16 +164,21 @@ class _Tally:
         self.evaluations: dict[int, events.Evaluated] = {}
         self.ended: events.RunEnded | None = None
 
-    def take_node_step(self, event: events.NodeStep) -> None:
-        if event.power is not None:
-            self._powers[event.node] = event.power
-        done = self._node_steps.get(event.node)
-        if done is None:
-            done = self._node_steps[event.node] = []
-        done.append(event)
-        if self._recent is not None and len(done) > 2 * self._recent + 1:
-            self._added_up[event.node] = done[-self._recent - 1].step
-            self._node_steps[event.node] = [_together(done[: -self._recent]), *done[-self._recent :]]
+    def take_node_steps(self, several: Sequence[events.NodeStep]) -> None:
+        most = None if self._recent is None else 2 * self._recent + 1
+        for event in several:
+            if event.power is not None:
+                self._powers[event.node] = event.power
+            done = self._node_steps.get(event.node)
+            if done is None:
+                done = self._node_steps[event.node] = []
+            done.append(event)
+            if most is not None and len(done) > most:
+                self._add_up(event.node, done, most // 2)
+
+    def _add_up(self, node: int, done: list[events.NodeStep], recent: int) -> None:
+        self._added_up[node] = done[-recent - 1].step
+        self._node_steps[node] = [_together(done[:-recent]), *done[-recent:]]
 
     def take_step(self, event: events.StepDone) -> None:
         self._steps.append(event)
@@ -261,9 +271,10 @@ def _together(done: Sequence[events.NodeStep]) -> events.NodeStep:
 def sums_by_name(several: Sequence[dict[str, float]]) -> dict[str, float]:
     """Added from the first to the last, names in the order of first sight. Name by name: a day has millions of them."""
     first = several[0]
-    if sum(map(len, several)) == len(first) * len(several):
+    if len(first) > 1 and sum(map(len, several)) == len(first) * len(several):
         try:
-            return {name: sum([each[name] for each in several], 0.0) for name in first}
+            columns = zip(*map(itemgetter(*first), several), strict=True)
+            return {name: sum(column, 0.0) for name, column in zip(first, columns, strict=True)}
         except KeyError:  # as many names, and not the same
             pass
     names = dict.fromkeys(chain.from_iterable(several))

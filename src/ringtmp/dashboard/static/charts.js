@@ -39,7 +39,11 @@ export class Charts {
         new Chart(this.box, this.axis, "Speed", "samples per second in steps", runs.length, speedOf, (v) => count(v), { forecast: true, zero: true }),
       ];
     }
-    for (const each of this.made) each.update(runs, moment);
+    const known = runs.map((run) => run.version).join();
+    for (const each of this.made) {
+      if (each.known !== known) { each.known = known; each.update(runs); }
+      each.goTo(moment);
+    }
   }
 }
 
@@ -83,13 +87,15 @@ class Chart {
       width: this.chart.clientWidth || 360, height: HEIGHT, series, legend: { show: false }, cursor: { y: false, drag: { x: false, y: false } },
       scales: { x: { time: false, range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(high ?? 1, 1)] }, y: { range: (_, low, high) => yRange(low, high, options.zero) } },
       axes: [{ ...plain, size: 30, space: 60, values: (_, ticks) => ticks.map((t) => (axis === "time" ? clock(t) : count(t))) }, { ...plain, size: 56, space: 34, values: (_, ticks) => ticks.map((v) => tick(v, show, title)) }],
-      hooks: { drawClear: [(u) => this.shade(u)], draw: [(u) => this.hair(u)], setCursor: [(u) => this.tell(u.cursor.idx)] },
+      hooks: { drawClear: [(u) => this.shade(u)], draw: [() => this.hair()], setCursor: [(u) => this.tell(u.cursor.idx)] },
     }, [[], ...series.slice(1).map(() => [])], this.chart);
+    this.hairline = make("div", { class: "hair", hidden: "" });
+    this.plot.over.append(this.hairline);
   }
 
   resize() { const width = this.chart.clientWidth; if (width && width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT }); }
 
-  update(runs, moment) {
+  update(runs) {
     const series = [];
     this.runs = runs;
     for (const run of runs) {
@@ -101,11 +107,18 @@ class Chart {
         series.push(speed && rows.length ? [[rows[0][0], speed], [rows.at(-1)[0], speed]] : []);
       }
     }
-    this.line = moment === Infinity ? null : { time: moment, step: runs[0].points[before(runs[0].points, moment, (p) => p[1])]?.[0] ?? 0 }[this.axis];
     this.marks = runs.length === 1 ? runs[0].outages.map((each) => [each.from_s, each.to_s ?? runs[0].end]) : [];
     this.plot.setData(joined(series));
-    this.tell(null);
+    this.told = null;
     this.chart.setAttribute("aria-label", `${this.title}: ${runs.map((run) => this.said(run)).join("; ")}`);
+  }
+
+  // Curves stay; only the line at the moment shown moves.
+  goTo(moment) {
+    const points = this.runs[0].points;
+    this.line = moment === Infinity ? null : { time: moment, step: points[before(points, moment, (p) => p[1])]?.[0] ?? 0 }[this.axis];
+    this.hair();
+    if (this.plot.cursor.idx == null) this.tell(null);
   }
 
   said(run) {
@@ -117,6 +130,8 @@ class Chart {
   tell(index) {
     const data = this.plot.data, x = data[0];
     const at = index ?? (this.line === null ? x.length - 1 : before(x, this.line, (v) => v)), items = [];
+    if (this.told === at) return;
+    this.told = at;
     this.runs.forEach((run, i) => {
       const names = [this.runs.length > 1 ? run.name : this.options.dots ? "test" : "training"];
       if (this.options.test) names.push("test");
@@ -145,14 +160,10 @@ class Chart {
     u.ctx.restore();
   }
 
-  hair(u) {
-    if (this.line === null) return;
-    const x = Math.round(u.valToPos(this.line, "x", true)) + 0.5;
-    u.ctx.save();
-    u.ctx.strokeStyle = colour("ink");
-    u.ctx.lineWidth = devicePixelRatio;
-    u.ctx.beginPath(); u.ctx.moveTo(x, u.bbox.top); u.ctx.lineTo(x, u.bbox.top + u.bbox.height); u.ctx.stroke();
-    u.ctx.restore();
+  hair() {
+    if (!this.hairline) return;  // the first drawing comes before it
+    this.hairline.hidden = this.line === null;
+    if (this.line !== null) this.hairline.style.transform = `translateX(${Math.round(this.plot.valToPos(this.line, "x"))}px)`;
   }
 }
 

@@ -1,6 +1,7 @@
 // One step, node by node: a bar for each piece of work, with its microbatch. Zoom with Ctrl and the wheel, by pinching, with buttons or keys.
+// The keys say in `where` what is shown and what a node did; the table below has the same in numbers.
 
-import { bytes, colour, make, seconds } from "./text.js";
+import { $, bytes, colour, make, percent, say, seconds } from "./text.js";
 import { look } from "./runs.js";
 
 const LEFT = 92, TOP = 6, AXIS = 24, LEAST = 1e-6;
@@ -12,6 +13,7 @@ export class Gantt {
     this.tip = make("div", { class: "tip", hidden: "" });
     box.append(this.canvas, this.tip);
     this.detail = null;
+    this.node = null;  // that the arrows have gone to, by its row
     this.mail = false;
     new ResizeObserver(() => this.paint()).observe(box);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.paint());
@@ -23,8 +25,43 @@ export class Gantt {
     this.names = names;
     this.detail = detail;
     if (fresh || this.to === undefined || this.to > detail.seconds * 1.2) this.all(); else this.paint();
-    const work = detail.nodes.map((each) => `${names.get(each.node) ?? each.node} busy ${seconds(each.busy_s)}, waiting ${seconds(each.idle_s)}`);
-    this.box.setAttribute("aria-label", `Step ${detail.step}, ${seconds(detail.seconds)}: ${work.join("; ")}`);
+    if (this.node >= detail.nodes.length) this.node = null;
+    this.box.setAttribute("aria-label", `Step ${detail.step}: what ${detail.nodes.length} nodes did in ${seconds(detail.seconds)}`);
+    this.table();
+  }
+
+  // Seconds of each kind of work in a row, added up.
+  did(row) {
+    const found = new Map();
+    for (const [kind, , , start, end] of row.bars) if (kind !== "send" && kind !== "receive") found.set(kind, (found.get(kind) ?? 0) + end - start);
+    return found;
+  }
+
+  called(row) { return this.names.get(row.node) ?? `node ${row.node}`; }
+
+  table() {
+    const kinds = this.kinds().sort((a, b) => look(a).place - look(b).place), head = ["node", "busy", "waiting", ...kinds.map((kind) => look(kind).label)];
+    $("gantt-table").tHead.replaceChildren(make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name))));
+    $("gantt-table").tBodies[0].replaceChildren(...this.detail.nodes.map((row) => {
+      const did = this.did(row), cells = [seconds(row.busy_s), seconds(row.idle_s), ...kinds.map((kind) => (did.has(kind) ? seconds(did.get(kind)) : "–"))];
+      return make("tr", {}, make("th", { scope: "row" }, this.called(row)), ...cells.map((text) => make("td", {}, text)));
+    }));
+  }
+
+  // What the keys have just done, in words.
+  tell() {
+    if (!this.detail) return;
+    const row = this.node === null ? null : this.detail.nodes[this.node];
+    if (!row) { say($("gantt-where"), this.whole ? `The whole step, ${seconds(this.detail.seconds)}` : `From ${seconds(this.from)} to ${seconds(this.to)}`); return; }
+    const work = [...this.did(row)].map(([kind, s]) => `${look(kind).label} ${seconds(s)}`), all = row.busy_s + row.idle_s;
+    say($("gantt-where"), `${this.called(row)}: busy ${percent(all ? row.busy_s / all : 0)}, ${work.join(", ")}, waiting ${seconds(row.idle_s)}`);
+  }
+
+  goTo(by) {
+    if (!this.detail) return;
+    const last = this.detail.nodes.length - 1;
+    this.node = this.node === null ? (by > 0 ? 0 : last) : Math.min(last, Math.max(0, this.node + by));
+    this.paint();
   }
 
   span() { return this.to - this.from; }
@@ -59,8 +96,13 @@ export class Gantt {
     });
     for (const name of ["pointerup", "pointercancel", "pointerleave"]) box.addEventListener(name, (event) => { fingers.delete(event.pointerId); this.tip.hidden = true; });
     box.addEventListener("keydown", (event) => {
-      const does = { "+": () => this.zoom(0.6), "=": () => this.zoom(0.6), "-": () => this.zoom(1.6), ArrowLeft: () => this.move(-0.2 * this.span()), ArrowRight: () => this.move(0.2 * this.span()), "0": () => this.all() }[event.key];
-      if (does && !event.ctrlKey && !event.metaKey) { event.preventDefault(); does(); }
+      const does = { "+": () => this.zoom(0.6), "=": () => this.zoom(0.6), "-": () => this.zoom(1.6), ArrowLeft: () => this.move(-0.2 * this.span()), ArrowRight: () => this.move(0.2 * this.span()),
+        ArrowUp: () => this.goTo(-1), ArrowDown: () => this.goTo(1), "0": () => { this.node = null; this.all(); } }[event.key];
+      if (!does || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      if (!event.key.startsWith("Arrow") || event.key === "ArrowLeft" || event.key === "ArrowRight") this.node = null;
+      does();
+      this.tell();
     });
   }
 
@@ -91,7 +133,7 @@ export class Gantt {
     for (let s = Math.ceil(this.from / mark) * mark; s <= this.to + 1e-12; s += mark) { ctx.fillStyle = grid; ctx.fillRect(Math.round(x(s)), TOP, 1, height - AXIS - TOP + 4); ctx.fillStyle = muted; ctx.fillText(s < mark / 2 ? "0" : seconds(s), Math.min(x(s), width - 26), height - 9); }
     for (const row of rows) {
       ctx.fillStyle = muted; ctx.textAlign = "right";
-      const name = this.names.get(row.node.node) ?? `node ${row.node.node}`;
+      const name = this.called(row.node), marked = this.node !== null && row.node === this.detail.nodes[this.node];
       ctx.font = `${row.high < 16 ? 10 : 12}px system-ui, sans-serif`;
       ctx.fillStyle = ink; ctx.fillText(name.length > 12 ? `${name.slice(0, 11)}…` : name, LEFT - 10, row.y + row.high / 2);
       ctx.save(); ctx.beginPath(); ctx.rect(LEFT, 0, wide, height); ctx.clip();
@@ -105,6 +147,7 @@ export class Gantt {
         this.drawn.push([left, y, long, tall, kind, microbatch, end - start, size, name]);
       }
       ctx.restore();
+      if (marked) { ctx.strokeStyle = ink; ctx.lineWidth = 2; ctx.strokeRect(LEFT - 2, row.y - 1, wide + 4, row.high + 2); }
     }
   }
 

@@ -15,7 +15,9 @@ const STATES = { connecting: ["○", "open"], waiting: ["○", "open", "waiting 
 const SIGNS = { start: "▸", join: "+", lost: "✗", healed: "✓", moved: "⇄", kept: "▣", tested: "◎", warning: "!", end: "■" };
 
 const runs = [], nothing = new Run();
-let shown = 0, node = null, mayAct = false, connected = false, ended = false, due = false;
+// A replay that plays shows what nodes do so often, and the moment itself in every picture.
+const LOOKS_S = 0.1;
+let shown = 0, node = null, mayAct = false, connected = false, ended = false, due = false, looked = "", lookedAt = 0;
 const ring = new RingDrawing($("ring-drawing"), choose), table = new NodeTable($("nodes-table"), choose), charts = new Charts($("charts"));
 const steps = new Steps(() => shown, () => runs[shown] ?? nothing), player = new Player(() => runs, ask), acts = new Acts(() => shown, () => runs[shown] ?? nothing);
 
@@ -41,9 +43,7 @@ function draw() {
   const moment = player.moment, view = run.at(moment);
   head(run, view);
   tiles(run, view);
-  ring.draw(view, node, run.status === "running" && moment === Infinity || player.playing);
-  say($("ring-caption"), caption(run, view));
-  table.draw(run, view, node);
+  devices(run, view);
   say($("nodes-caption"), view.members.length ? `Mean of ${run.frame_s > 2 ? seconds(run.frame_s) : "the last two seconds"}${view.live ? "" : " before that moment"}. Memory: what the process has, of what its device had free when the plan was made. Energy: of the whole run.` : "");
   legend($("work-legend"), run.kinds);
   linkLegend(view);
@@ -55,6 +55,17 @@ function draw() {
   acts.draw(mayAct && connected);
   player.draw();
   footer(run);
+}
+
+// Drawn only when it is another: with many nodes this is most of the work.
+function devices(run, view) {
+  const moving = run.status === "running" && view.live || player.playing, now = performance.now() / 1000;
+  const look = [shown, run.version, view.live, view.frame, view.members.map((each) => each.node), view.generation, [...view.out], node, moving].join(" ");
+  if (look === looked || player.playing && now - lookedAt < LOOKS_S) return;
+  [looked, lookedAt] = [look, now];
+  ring.draw(view, node, moving);
+  say($("ring-caption"), caption(run, view));
+  table.draw(run, view, node);
 }
 
 function status(name) {
@@ -95,7 +106,7 @@ function tiles(run, view) {
     ["Loss", view.loss == null ? "–" : loss(view.loss), summary?.loss.first != null ? `first ${loss(summary.loss.first)}` : ""],
     [...score, test ? `after step ${count(test[0])}` : "no test yet"],
     ["Samples / s", now ? count(now) : "–", forecast ? `forecast ${count(forecast)}` : "no forecast"],
-    ["Idle", view.idle == null ? "–" : percent(view.idle), plan ? `forecast ${percent(plan.idle_fraction)}` : "of all nodes' time"],
+    ["Idle", view.idle == null ? "–" : percent(view.idle), plan ? `forecast ${percent(plan.idle_fraction)}` : "of nodes' time"],
     ["Sent", bytes(view.sent), run.status === "running" && view.live ? `${rate(flow)} now` : !view.live ? `${rate(flow)} then` : "by all nodes"],
     ["Energy", energy == null ? "–" : joules(energy), energy == null ? "not known" : sources],
     ["Time", clock(view.live && run.ended && summary ? summary.wall_s : view.moment), run.now?.unprotected && view.live && !run.ended ? "no snapshot yet" : view.generation > 1 ? `generation ${view.generation}` : "since the start"],

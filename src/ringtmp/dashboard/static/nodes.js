@@ -48,9 +48,11 @@ export class NodeTable {
     while (parts.stack.children.length < wanted.length) parts.stack.append(make("i"));
     while (parts.stack.children.length > wanted.length) parts.stack.lastChild.remove();
     wanted.forEach((each, i) => {
-      const bar = parts.stack.children[i];
+      const bar = parts.stack.children[i], told = `${each.colour} ${each.idle} ${((100 * each.s) / mine.total).toFixed(1)} ${each.label}`;
+      if (bar.told === told) return;
+      bar.told = told;
       bar.style.setProperty("--c", `var(--${each.colour})`);
-      bar.style.width = `${((100 * each.s) / mine.total).toFixed(2)}%`;
+      bar.style.width = `${((100 * each.s) / mine.total).toFixed(1)}%`;
       bar.className = each.idle ? "waits" : "";
       bar.title = `${each.label}: ${percent(each.s / mine.total)}`;
     });

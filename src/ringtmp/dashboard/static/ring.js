@@ -5,6 +5,7 @@ import { bytes, rate, percent, say, svg } from "./text.js";
 import { look, sharers } from "./runs.js";
 
 const LARGE = 12; // more nodes are drawn small
+const CROWDED = 24; // with more, links run past their nodes and not between them
 const LABELLED = 10; // with more, a link's rate is told in the table alone
 
 // Without "#" and with a dash: "1-2 dense1 to dense2" -> "layers 1–2".
@@ -35,6 +36,7 @@ export class RingDrawing {
     const key = JSON.stringify([there, members.map((m) => [m.node, m.name, m.role, m.segments]), pairs, Math.round(width), Math.round(height)]);
     if (key !== this.key) { this.key = key; this.build(members, pairs, width, height, view.groups); }
     this.box.classList.toggle("still", !moving);
+    this.box.classList.toggle("many", members.length > LARGE);
     for (const member of members) this.update(member, view, selected);
     if (this.middle) {
       let idle = 0, total = 0;
@@ -66,8 +68,9 @@ export class RingDrawing {
     const room = small ? radius + 24 : narrow ? radius + 14 : radius + 38, beside = small ? radius + 20 : radius + (narrow ? 10 : 96);
     const rx = Math.min(width / 2 - beside, 1.75 * (height / 2 - room)), ry = height / 2 - room;
     const cx = width / 2, cy = height / 2 - (small ? 0 : 4);
+    const angles = n > LARGE ? spread(n, rx, ry) : around.map((_, i) => -Math.PI / 2 + (2 * Math.PI * i) / n);
     const at = new Map(around.map((m, i) => {
-      const angle = -Math.PI / 2 + (2 * Math.PI * i) / n;
+      const angle = angles[i];
       return [m.node, { x: cx + (n > 1 ? rx : 0) * Math.cos(angle), y: cy + (n > 1 ? ry : 0) * Math.sin(angle), angle, place: i }];
     }));
     inside.forEach((m, i) => at.set(m.node, { x: cx + (i - (inside.length - 1) / 2) * radius * 2.9, y: cy, angle: 0, place: -1 }));
@@ -92,6 +95,7 @@ export class RingDrawing {
   link(lanes, a, b, from, to, room) {
     const next = room.circle && from.place >= 0 && to.place >= 0 && (to.place - from.place + room.n) % room.n === 1;
     const [there, back] = room.within ? ["s", "s"] : ["a", "g"];
+    const written = (path, name, value) => { if (path[name] !== value) { path[name] = value; path.style[name] = value; } };
     for (const [source, target, start, end, side, kind] of [[a, b, from, to, 1, there], [b, a, to, from, -1, back]]) {
       const d = next ? arc(from, to, room, side) : straight(start, end, room.radius, room);
       const bed = svg("path", { d, class: `lane bed ${kind}` }), dots = svg("path", { d, class: `lane dots ${kind}` });
@@ -106,11 +110,11 @@ export class RingDrawing {
       }
       this.links.set(`${source}>${target}`, { set(value, most) {
         const share = Math.log1p(value) / Math.log1p(most);
-        bed.style.strokeWidth = `${value ? 2 + 3 * share : 1.2}px`;
-        dots.style.strokeWidth = `${value ? 4 + 1.6 * share : 0}px`;
-        dots.style.visibility = value ? "visible" : "hidden";
-        const pace = value ? Math.max(0.5, 2.6 - 2 * share).toFixed(1) : "2";
-        if (dots.dataset.pace !== pace) { dots.dataset.pace = pace; dots.style.setProperty("--pace", `${pace}s`); }
+        written(bed, "strokeWidth", `${value ? (2 + 3 * share).toFixed(1) : 1.2}px`);
+        written(dots, "strokeWidth", `${value ? (4 + 1.6 * share).toFixed(1) : 0}px`);
+        written(dots, "visibility", value ? "visible" : "hidden");
+        const pace = paceOf(value ? 2.6 - 2 * share : 2, room.n > LARGE);
+        if (dots.pace !== pace) { dots.pace = pace; dots.style.setProperty("--pace", `${pace}s`); dots.style.setProperty("--ticks", String(Math.round(10 * pace))); }
         if (room.label && next) say(text, value ? rate(value) : "");
       } });
     }
@@ -143,8 +147,9 @@ export class RingDrawing {
       if (radius >= 9) { parts.name = text(3.5, Math.min(11, radius * 0.85), "name"); }
       else if (member.node % 8 === 0) {
         parts.name = text(0, 11, "soft");
-        parts.name.setAttribute("x", 15 * Math.cos(place.angle) + 4 * Math.cos(place.angle));
-        parts.name.setAttribute("y", 4 + 17 * Math.sin(place.angle));
+        const away = n > CROWDED ? -24 : 18;
+        parts.name.setAttribute("x", (away * Math.cos(place.angle)).toFixed(1));
+        parts.name.setAttribute("y", (4 + away * Math.sin(place.angle)).toFixed(1));
       }
     }
     const choose = () => this.onChoose(member.node);
@@ -172,14 +177,19 @@ export class RingDrawing {
     while (parts.arcs.children.length > wanted.length) parts.arcs.lastChild.remove();
     let done = 0;
     wanted.forEach((each, i) => {
-      const arcElement = parts.arcs.children[i];
-      arcElement.style.stroke = `var(--${each.colour})`;
-      arcElement.style.strokeDasharray = `${each.share.toFixed(4)} 2`;
-      arcElement.style.strokeDashoffset = `${-done.toFixed(4)}`;
+      const arcElement = parts.arcs.children[i], told = `${each.colour} ${each.share.toFixed(3)} ${done.toFixed(3)}`;
       done += each.share;
+      if (arcElement.told === told) return;
+      arcElement.told = told;
+      arcElement.style.stroke = `var(--${each.colour})`;
+      arcElement.style.strokeDasharray = `${each.share.toFixed(3)} 2`;
+      arcElement.style.strokeDashoffset = `${-(done - each.share).toFixed(3)}`;
     });
   }
 }
+
+// Many dots move ten times a second and all at once, at one of three speeds, so that between two moves nothing is painted.
+const paceOf = (s, many) => (many ? [0.6, 1.2, 2.4].find((each) => s <= each * 1.4) ?? 2.4 : Math.max(0.5, Math.round(10 * s) / 10));
 
 // Who speaks to whom: of the links that carried something, else neighbours in the order of layers.
 function pairsOf(view, members) {
@@ -220,14 +230,23 @@ const middleOf = (from, to, { cx, cy, rx, ry, n }) => {
   return { x: cx + rx * Math.cos(angle), y: cy + ry * Math.sin(angle), nx: nx / length, ny: ny / length };
 };
 
-// Along the ellipse, a little outside (clockwise) or inside (back), from the edge of one node to that of the other.
+// As many angles, from the top on, of places that are equally far from each other along the ellipse.
+function spread(n, rx, ry) {
+  const fine = 2048, lengths = [0], found = [];
+  for (let i = 0; i < fine; i++) { const angle = (2 * Math.PI * (i + 0.5)) / fine - Math.PI / 2; lengths.push(lengths[i] + Math.hypot(rx * Math.sin(angle), ry * Math.cos(angle))); }
+  for (let i = 0, k = 0; k < n; k++) { while (lengths[i] < (lengths[fine] * k) / n) i++; found.push((2 * Math.PI * i) / fine - Math.PI / 2); }
+  return found;
+}
+
+// Along the ellipse, a little outside (clockwise) or inside (back), from the edge of one node to that of the other; where nodes
+// are crowded, past both of them.
 function arc(from, to, { cx, cy, rx, ry, n, radius }, side) {
-  const shift = 5 * side, steps = 24, points = [];
+  const crowded = n > CROWDED, shift = (crowded ? radius + 4 : 5) * side, steps = crowded ? 4 : 24, points = [];
   const place = (angle) => [cx + (rx + shift) * Math.cos(angle), cy + (ry + shift) * Math.sin(angle)];
-  const span = (2 * Math.PI) / n;
+  const span = (to.angle - from.angle + 4 * Math.PI) % (2 * Math.PI);
   for (let i = 0; i <= steps * 2; i++) {
     const [x, y] = place(from.angle + (span * i) / (steps * 2));
-    if (Math.hypot(x - from.x, y - from.y) > radius + 3 && Math.hypot(x - to.x, y - to.y) > radius + 3) points.push(`${x.toFixed(1)} ${y.toFixed(1)}`);
+    if (crowded || Math.hypot(x - from.x, y - from.y) > radius + 3 && Math.hypot(x - to.x, y - to.y) > radius + 3) points.push(`${x.toFixed(1)} ${y.toFixed(1)}`);
   }
   if (side < 0) points.reverse();
   return points.length ? `M${points.join("L")}` : `M${from.x} ${from.y}`;

@@ -22,6 +22,7 @@ export class Run {
   forget() {
     Object.assign(this, { name: "", status: "waiting", points: [], frames: [], tests: [], log: [], kinds: [], memberships: [], outages: [],
       detailed: [], summary: null, now: null, read: 1, damaged: 0, unknown: 0, left_out: 0, other_version: "", total_steps: null, epochs: null });
+    this.version = (this.version ?? 0) + 1;
   }
 
   take(news) {
@@ -34,6 +35,7 @@ export class Run {
     for (const key of ["name", "status", "kinds", "memberships", "outages", "detailed", "summary", "now", "total_steps", "epochs", "began",
       "other_version", "damaged", "unknown", "left_out", "frame_s"]) if (news[key] !== undefined) this[key] = news[key];
     this.read = news.read ?? 1;
+    this.version += 1;
     this.sums = null;
   }
 
@@ -102,9 +104,10 @@ export class Run {
         for (let k = 0; k < to.length; k += 2) if (!links.has(`${node}>${to[k]}`)) links.set(`${node}>${to[k]}`, to[k + 1]);
       }
     }
+    const speakers = new Set([...links.keys()].map((key) => Number(key.split(">")[0])));
     for (const [node, mine] of nodes) {
       if (!mine.rss) mine.rss = this.lastMemory(node, frame) || told.get(node)?.peak_rss_bytes || 0;
-      if ([...links.keys()].some((key) => key.startsWith(`${node}>`)) || !mine.total) continue;
+      if (speakers.has(node) || !mine.total) continue;
       const to = Object.entries(told.get(node)?.sent_to ?? {}), all = to.reduce((sum, [, c]) => sum + c, 0);
       for (const [peer, c] of to) links.set(`${node}>${peer}`, (mine.sent / mine.total) * (c / all));
     }

@@ -52,4 +52,11 @@ export const svg = (tag, attributes = {}, ...children) => {
 
 // Written only when it is another: what stays is not laid out again.
 export const say = (element, text) => { if (element.textContent !== text) element.textContent = text; };
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// Asked of the browser once: it would work out the style of the whole page each time.
+const colours = new Map();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => colours.clear());
+export const colour = (name) => {
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colours.get(name);
+};
