@@ -143,7 +143,7 @@ def test_a_killed_master_is_started_again_from_its_run_and_its_result_comes_once
     ("lives", "why"),
     [
         (["3 SIGKILL", "3 SIGKILL"], "for the second time in this very step"),
-        (["- SIGKILL", "- SIGKILL", "- SIGKILL"], "for the 3rd time in a row without a step"),
+        (["- SIGKILL", "- SIGKILL", "- SIGKILL"], "3 times in a row without a step"),
         ([f"{steps} SIGKILL" for steps in range(5)], "and --restarts 4 allows no more"),
     ],
 )
