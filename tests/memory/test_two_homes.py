@@ -61,6 +61,7 @@ class Leaving(Watcher):
                 self.line.close()
             raise Gone
 
+
 class Gone(Exception):  # noqa: N818
     pass
 
@@ -177,6 +178,7 @@ def test_after_every_step_with_plain_descent_and_no_momentum_it_is_averaging_to_
 
 def test_lost_pieces_and_signs_of_life_are_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meet_home, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(meet_home, "LAST_WORD_S", 2.0)
     count = [0]
 
     def drops(message: object) -> bool:
@@ -216,7 +218,7 @@ def test_the_other_goes_on_alone_and_who_comes_back_takes_over_what_it_has(tmp_p
         def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
             if done == 15:
                 joined(first, back)
-                assert back.spoke.wait(60), "it would be done with all steps before the other has even begun"
+                assert back.spoken(60), "it would be done with all steps before the other has even begun"
 
     def goes_and_comes() -> api.Result:
         with pytest.raises(Gone):

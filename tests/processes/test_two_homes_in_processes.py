@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from commands import CLI, wait_for_step
+from ringtmp.errors import UsageError
+from ringtmp.launch.join_token import Token, decode
 from ringtmp.launch.key_store import Rings
 from ringtmp.launch.line_to_home import JoiningHome, ListeningHome
-from ringtmp.launch.join_token import Token, decode
 from ringtmp.metrics import events
 from ringtmp.wire.home_messages import Differ, encode
 from test_join_security import free_port
@@ -85,10 +86,8 @@ def test_a_token_of_another_ring_is_no_way_in_and_what_is_said_without_a_key_is_
         monkeypatch.setenv("RINGTMP_CONFIG", str(tmp_path / "b"))
         stranger = JoiningHome(Token(token.ring, token.address, token.key, bytes(16)), told.append, "stranger")
         try:
-            with pytest.raises(Exception, match="refused: the token's secret is wrong"):
-                for _ in range(200):
-                    listens.receive(0.02)
-                    stranger.receive(0.02)
+            with pytest.raises(UsageError, match="refused: the token's secret is wrong"):
+                _talk(listens, stranger)
             assert not stranger.connected
         finally:
             stranger.close()
@@ -111,12 +110,21 @@ def test_a_token_of_another_ring_is_no_way_in_and_what_is_said_without_a_key_is_
         listens.close()
 
 
+def _talk(listens: ListeningHome, joins: JoiningHome) -> None:
+    for _ in range(200):
+        listens.receive(0.02)
+        joins.receive(0.02)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_home_that_is_resumed_ends_with_the_bits_of_homes_that_were_never_disturbed(tmp_path: Path) -> None:
     flags = (*DIGITS, "--steps", 60, "--local-steps", 10, "--nodes", 2, "--set", "width=64", "--checkpoint-every", 5)
     calm = Homes(tmp_path)
-    undisturbed = [calm.begin("a", *flags, "--run-dir", "calm-a"), calm.begin("b", *flags, "--seed", 3, "--run-dir", "calm-b")]
+    undisturbed = [
+        calm.begin("a", *flags, "--run-dir", "calm-a"),
+        calm.begin("b", *flags, "--seed", 3, "--run-dir", "calm-b"),
+    ]
     wanted = [summary(each)["weights_sha256"] for each in undisturbed]
     listens = calm.begin("a", *flags, "--run-dir", "a")
     joins = calm.begin("b", *flags, "--seed", 3, "--run-dir", "b")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
-from ringtmp.run import session
 from ringtmp.wire.home_messages import HomeMessage, Piece, decode
 
 
@@ -24,7 +23,7 @@ class MemoryLine:
         self._drops = drops
         self._held: deque[tuple[HomeMessage, memoryview]] = deque()
         self._news = threading.Condition()
-        self.spoke = threading.Event()  # the first word was said
+        self._spoke = threading.Event()  # the first word was said
 
     @property
     def connected(self) -> bool:
@@ -39,7 +38,7 @@ class MemoryLine:
             return False
         assert self.other is not None
         said = decode(message)
-        self.spoke.set()
+        self._spoke.set()
         self.pieces += isinstance(said, Piece)
         if not self._drops(said):
             with self.other._news:
@@ -48,12 +47,17 @@ class MemoryLine:
         return True
 
     def receive(self, timeout_s: float) -> list[tuple[HomeMessage, memoryview]]:
-        with self._news:
+        until = time.monotonic() + timeout_s
+        with the_others_turn(), self._news:
             if not self._held:
-                self._news.wait(timeout_s)
-            found = list(self._held)
-            self._held.clear()
+                self._news.wait(max(0.0, until - time.monotonic()))
+        found, self._held = list(self._held), deque()
         return found
+
+    def spoken(self, limit_s: float) -> bool:
+        """Whether its owner has said a word within this."""
+        with the_others_turn():
+            return self._spoke.wait(limit_s)
 
     def close(self) -> None:
         self.open = False
@@ -69,28 +73,35 @@ def pair(**more: Any) -> tuple[MemoryLine, MemoryLine]:
     return ends
 
 
+#: One home works at a time: neither torch's exporter nor msgspec's first look at a type is for several threads.
+_TURN = threading.Lock()
+
+
+@contextmanager
+def the_others_turn() -> Iterator[None]:
+    _TURN.release()
+    try:
+        yield
+    finally:
+        _TURN.acquire()
+
+
 def together(*homes: Callable[[], Any], limit_s: float = 90) -> list[Any]:
     """What each returned, or raised."""
     found: list[Any] = [None] * len(homes)
 
     def lead(at: int) -> None:
-        try:
-            found[at] = homes[at]()
-        except BaseException as error:
-            found[at] = error
-
-    one_at_a_time, write_model = threading.Lock(), session.write_model  # torch exports for one thread at a time
-
-    def written(*args: Any, **more: Any) -> None:
-        with one_at_a_time:
-            write_model(*args, **more)
+        with _TURN:
+            try:
+                found[at] = homes[at]()
+            except BaseException as error:
+                found[at] = error
 
     threads = [threading.Thread(target=lead, args=(at,), daemon=True) for at in range(len(homes))]
-    with mock.patch.object(session, "write_model", written):
-        for each in threads:
-            each.start()
-        until = time.monotonic() + limit_s
-        for each in threads:
-            each.join(max(0.0, until - time.monotonic()))
+    for each in threads:
+        each.start()
+    until = time.monotonic() + limit_s
+    for each in threads:
+        each.join(max(0.0, until - time.monotonic()))
     assert not any(each.is_alive() for each in threads), f"not done within {limit_s} s: {found}"
     return found

@@ -185,7 +185,9 @@ class Healing:
         self.losses.begin()
         repeated = max(0, (before.steps or 0) - first.step)
         source = "checkpoint" if first.step == self._run.saving.step else "snapshot"
-        event = self._regrouped(before.reason, before.at, first.step, repeated=repeated, source=source, kind="restarted")
+        event = self._regrouped(
+            before.reason, before.at, first.step, repeated=repeated, source=source, kind="restarted"
+        )
         self.record.write(msgspec.structs.replace(event, lost=(MASTER,)))
 
     def dismiss(self, leader: Leader, progress: Progress, reason: str) -> None:
