@@ -284,6 +284,7 @@ class _Pull:
     done: bool = False
     _asked: dict[tuple[Part, int, int, int], _Ask] = field(default_factory=dict)
     _again: list[_Ask] = field(default_factory=list)
+    _ahead: _Ask | None = None  # the next that nobody has asked for yet
     _held: dict[Part, list[bytearray]] = field(default_factory=dict)
     _layer: int = 0
     _missing: int = 0  # bytes of the layer that is being taken
@@ -322,11 +323,13 @@ class _Pull:
             self._came = now
         found: list[_Ask] = []
         while len(self._asked) < WINDOW and not self.done:
-            ask = self._again.pop(0) if self._again else next(self._rest, None)
-            if ask is None:
-                break
-            if ask.layer != self._layer:
-                self._again.insert(0, ask)
+            if self._ahead is None:
+                self._ahead = next(self._rest, None)
+            if self._again:
+                ask = self._again.pop(0)
+            elif self._ahead is not None and self._ahead.layer == self._layer:
+                ask, self._ahead = self._ahead, None
+            else:
                 break
             self._asked[ask.part, ask.layer, ask.tensor, ask.start] = ask
             found.append(ask)
