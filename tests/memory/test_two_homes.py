@@ -156,6 +156,7 @@ def test_homes_with_other_numbers_of_nodes_and_first_weights_end_with_the_bits_o
     assert [each.kind for each in meetings(tmp_path / "b")] == ["adopted", "exchanged", "exchanged"]
 
 
+@pytest.mark.long
 def test_after_every_step_with_plain_descent_and_no_momentum_it_is_averaging_to_the_bit(tmp_path: Path) -> None:
     settings = config(steps=4, local_steps=1, outer_lr=1.0, outer_momentum=0.0, optimizer="sgd")
     first, second = pair()
@@ -176,6 +177,7 @@ def test_after_every_step_with_plain_descent_and_no_momentum_it_is_averaging_to_
     assert digests(*found) == [state_sha256(models[0])] * 2
 
 
+@pytest.mark.long
 def test_lost_pieces_and_signs_of_life_are_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meet_home, "ASK_AGAIN_S", 0.2)
     monkeypatch.setattr(meet_home, "LAST_WORD_S", 2.0)
@@ -190,7 +192,11 @@ def test_lost_pieces_and_signs_of_life_are_asked_for_again(tmp_path: Path, monke
     assert digests(*found) == [oracle(settings, adamw)] * 2
 
 
-@pytest.mark.parametrize("after", [2, 3, 5], ids=lambda after: f"after step {after}")
+@pytest.mark.parametrize(
+    "after",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in (2, 3)), 5],
+    ids=lambda after: f"after step {after}",
+)
 def test_a_home_that_is_gone_comes_back_and_both_end_with_the_bits_of_an_undisturbed_run(
     tmp_path: Path, after: int
 ) -> None:
@@ -208,6 +214,7 @@ def test_a_home_that_is_gone_comes_back_and_both_end_with_the_bits_of_an_undistu
     assert digests(*found) == [oracle(settings, adamw)] * 2
 
 
+@pytest.mark.long
 def test_the_other_goes_on_alone_and_who_comes_back_takes_over_what_it_has(tmp_path: Path) -> None:
     settings, (first, second) = config(steps=30, home_wait_s=1.0, home_alone="go-on"), pair()
     back = MemoryLine(1)
@@ -237,6 +244,7 @@ def test_the_other_goes_on_alone_and_who_comes_back_takes_over_what_it_has(tmp_p
     assert any("going on alone" in text for text in found[0].summary.warnings)
 
 
+@pytest.mark.long
 def test_a_home_whose_other_never_comes_ends_with_a_word_or_trains_alone(tmp_path: Path) -> None:
     wait = config(steps=3, home_wait_s=1.0)
     [lost] = together(home(tmp_path / "a", MemoryLine(0), wait))
@@ -252,9 +260,9 @@ def test_a_home_whose_other_never_comes_ends_with_a_word_or_trains_alone(tmp_pat
     ("change", "word"),
     [
         ({"steps": 9}, "--steps is 7 here and 9 there"),
-        ({"local_steps": 4}, "--local-steps is 3 here and 4 there"),
-        ({"outer_lr": 1.0}, "--outer-lr is 0.7 here and 1.0 there"),
-        ({"outer_momentum": 0.5}, "--outer-momentum is 0.9 here and 0.5 there"),
+        pytest.param({"local_steps": 4}, "--local-steps is 3 here and 4 there", marks=pytest.mark.long),
+        pytest.param({"outer_lr": 1.0}, "--outer-lr is 0.7 here and 1.0 there", marks=pytest.mark.long),
+        pytest.param({"outer_momentum": 0.5}, "--outer-momentum is 0.9 here and 0.5 there", marks=pytest.mark.long),
     ],
 )
 def test_homes_that_want_different_things_are_told_so_before_the_first_step(
@@ -270,6 +278,7 @@ def test_homes_that_want_different_things_are_told_so_before_the_first_step(
     assert not [each for each in events.read(tmp_path / "a" / "events.jsonl") if isinstance(each, events.StepDone)]
 
 
+@pytest.mark.long
 def test_homes_with_other_models_are_told_so(tmp_path: Path) -> None:
     first, second = pair()
     wide = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))

@@ -328,9 +328,7 @@ def test_a_stopped_master_of_groups_is_ended_and_started_again_beside_its_page(t
     command = ("train", *REMEMBERING, "--steps", 120, "--checkpoint-every", 10, "--run-dir", tmp_path / "run", *groups)
     process = begin(*command, "--supervised", "--silent-after", 10, "--dashboard", cwd=tmp_path)
     assert process.stderr is not None
-    page = next(
-        each.split()[-1] for each in process.stderr if each.split()[1:2] == ["watch"] or each.startswith("watch")
-    )
+    page = next(each.split()[-1] for each in process.stderr if "http" in each)
     master = next(each for each in _children(process) if "train" in each.cmdline())
     wait_for_step(tmp_path / "run", 25, process, 200)
     master.suspend()
@@ -351,7 +349,8 @@ def test_a_stopped_master_of_groups_is_ended_and_started_again_beside_its_page(t
 def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
     limit = time.monotonic() + 100
     while time.monotonic() < limit:
-        if any("train" in each.cmdline() for each in (found := psutil.Process(process.pid).children())):
+        found = psutil.Process(process.pid).children()
+        if any("train" in each.cmdline() for each in found):
             return found
         time.sleep(0.05)
     raise AssertionError("no master within a minute")

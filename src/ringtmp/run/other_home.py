@@ -55,12 +55,12 @@ class OtherHome:
 
     def __init__(self, run: Run, healing: Healing, line: Line, settings: Settings) -> None:
         assert run.total_steps is not None
-        self._run = run
+        self.run = run
         self._healing = healing
-        self._line = line
-        self._settings = settings
+        self.line = line
+        self.settings = settings
         self._total = run.total_steps
-        self._rounds = Rounds(run.job.run.path / "homes", run.index.run, run.layers, run.index.aside)
+        self.rounds = Rounds(run.job.run.path / "homes", run.index.run, run.layers, run.index.aside)
         self._begun: Begun | None = None
         self._terms: Terms | None = None
         self._lost = False  # when it was last waited for
@@ -70,18 +70,18 @@ class OtherHome:
     def due(self, progress: Progress) -> bool:
         """Whether there is an exchange before the next step."""
         step = progress.step
-        return step > self._state(progress).manifest.step and (
-            step % self._settings.local_steps == 0 or step >= self._total
+        return step > self.begun_of(progress).manifest.step and (
+            step % self.settings.local_steps == 0 or step >= self._total
         )
 
     def may_pass(self, step: int) -> bool:
         """Whether a step may begin before the one before it has ended."""
-        return step % self._settings.local_steps != 0 and step < self._total
+        return step % self.settings.local_steps != 0 and step < self._total
 
     def start(self, leader: Leader, progress: Progress) -> Generation | None:
         """Before the first step of this part of the run. None: the ring stays as it is laid out."""
         self._round_began_at = time.monotonic()
-        self._state(progress)
+        self.begun_of(progress)
         if self.due(progress):  # interrupted before the exchange
             return self.exchange(leader, progress)
         return self._adopted(leader, progress, "start")
@@ -89,8 +89,8 @@ class OtherHome:
     def exchange(self, leader: Leader, progress: Progress) -> Generation:
         """Between two rounds. A new generation, whose progress may lie further ahead."""
         self._round_s = time.monotonic() - self._round_began_at
-        self._run.record.watcher.phase("exchanging with the other home")
-        self._run.saving.save(leader, progress, needed=True)
+        self.run.record.watcher.phase("exchanging with the other home")
+        self.run.saving.save(leader, progress, needed=True)
         generation = self._adopted(leader, progress, "exchange")
         self._round_began_at = time.monotonic()
         assert generation is not None
@@ -98,11 +98,11 @@ class OtherHome:
 
     # -- what a round began with --------------------------------------------------------------------------------------
 
-    def _state(self, progress: Progress) -> Begun:
+    def begun_of(self, progress: Progress) -> Begun:
         """Of the round that `progress` is in. The first begins with the first weights, and without velocity."""
         if self._begun is None or self._begun.manifest.round != progress.outer_round:
             try:
-                self._begun = self._rounds.read(progress.outer_round)
+                self._begun = self.rounds.read(progress.outer_round)
             except CheckpointError:
                 if progress.outer_round or progress.step:
                     raise
@@ -110,17 +110,17 @@ class OtherHome:
         return self._begun
 
     def _first(self) -> Begun:
-        saved, writer = self._run.saving.newest(), BegunWriter(self._rounds, 0, 0)
-        for index in range(len(self._run.layers)):
-            weights = self._weights_of(saved, index)
-            some = {each.name for each in trained(self._rounds.layers[index])}
-            named = zip(self._rounds.layers[index], weights, strict=True)
+        saved, writer = self.run.saving.newest(), BegunWriter(self.rounds, 0, 0)
+        for index in range(len(self.run.layers)):
+            weights = self.weights_of(saved, index)
+            some = {each.name for each in trained(self.rounds.layers[index])}
+            named = zip(self.rounds.layers[index], weights, strict=True)
             writer.add(index, weights, [torch.zeros_like(value) for each, value in named if each.name in some])
         return writer.commit()
 
-    def _weights_of(self, saved: Checkpoint, index: int) -> list[torch.Tensor]:
-        layer = self._run.layers[index]
-        names = {each.name for each in self._rounds.layers[index]}
+    def weights_of(self, saved: Checkpoint, index: int) -> list[torch.Tensor]:
+        layer = self.run.layers[index]
+        names = {each.name for each in self.rounds.layers[index]}
         held = zip(layer.tensors, saved.mapped_layer(index, layer)[0], strict=True)
         return [value for each, value in held if each.name in names]
 
@@ -156,9 +156,9 @@ class OtherHome:
         self, leader: Leader, progress: Progress, at: At, taken: list[_Taken], optional: bool = False
     ) -> Met:  # fmt: skip
         """`taken` gets what is under way, the newest last."""
-        state, settings = self._state(progress), self._settings
+        state, settings = self.begun_of(progress), self.settings
         here = Here(
-            HOMES, self._line.home, "", self._agreed(), at, state.manifest.round, state.manifest.step, state.manifest.state
+            HOMES, self.line.home, "", self._agreed(), at, state.manifest.round, state.manifest.step, state.manifest.state
         )  # fmt: skip
 
         def begin(found: Verdict) -> _Taken:
@@ -170,16 +170,16 @@ class OtherHome:
 
         def idle() -> None:
             leader.keep_in_touch()
-            self._run.record.still_here()
-            if self._run.interrupted():
+            self.run.record.still_here()
+            if self.run.interrupted():
                 raise Interrupted(
-                    f"interrupted while the other home was waited for; the checkpoint of step {self._run.saving.step} is "
-                    f"saved: {self._run.job.how_to_go_on}"
+                    f"interrupted while the other home was waited for; the checkpoint of step {self.run.saving.step} is "
+                    f"saved: {self.run.job.how_to_go_on}"
                 )
 
         patience = max(settings.wait_s, SLOWER * self._round_s)
         meeting = Meeting(
-            self._line, here, _Store(self, progress), begin, Limits(settings.wait_s, patience), idle=idle,
+            self.line, here, _Store(self, progress), begin, Limits(settings.wait_s, patience), idle=idle,
             lost_before=self._lost and settings.alone == "go-on",
         )  # fmt: skip
         try:
@@ -188,12 +188,12 @@ class OtherHome:
             if optional:
                 return Met(Verdict.GO)
             if settings.alone == "wait":
-                saved = self._run.saving.step
+                saved = self.run.saving.step
                 raise NodeLost(
-                    f"{lost}; the checkpoint of step {saved} is saved: {self._run.job.how_to_go_on} when it is back, or let "
+                    f"{lost}; the checkpoint of step {saved} is saved: {self.run.job.how_to_go_on} when it is back, or let "
                     "this home train alone meanwhile with --home-alone go-on"
                 ) from None
-            self._run.record.warn(f"{lost}: going on alone until it comes back")
+            self.run.record.warn(f"{lost}: going on alone until it comes back")
             self._lost = True
             for each in taken:
                 each.abandon()
@@ -201,27 +201,27 @@ class OtherHome:
             return Met(Verdict.ALONE)
         if met.theirs is not None:
             if self._lost:
-                self._run.record.watcher.tell("the other home is back")
+                self.run.record.watcher.tell("the other home is back")
             self._lost = False
         return met
 
     def _agreed(self) -> Terms:
         if self._terms is None:
-            digest, run = hashlib.sha256(), self._run
-            for layer in self._rounds.layers:
+            digest, run = hashlib.sha256(), self.run
+            for layer in self.rounds.layers:
                 for each in layer:
                     digest.update(f"{each.full or each.name}\0{each.kind}\0{each.dtype}\0{each.shape}\0".encode())
                 digest.update(b"\n")
             for name, held in sorted(run.saving.newest().manifest.frozen.items()):
                 digest.update(f"{name}\0{held}\n".encode())
-            outer = self._settings.outer
+            outer = self.settings.outer
             self._terms = Terms(
-                digest.hexdigest(), self._settings.local_steps, outer.lr, outer.momentum, self._total
+                digest.hexdigest(), self.settings.local_steps, outer.lr, outer.momentum, self._total
             )  # fmt: skip
         return self._terms
 
     def _tell_met(self, met: Met, progress: Progress, kind: str, began: float) -> None:
-        now, record = time.monotonic(), self._run.record
+        now, record = time.monotonic(), self.run.record
         record.write(
             HomesMet(
                 now, progress.step, progress.outer_round, kind, seconds=now - began, sent_bytes=met.sent_bytes,
@@ -238,15 +238,15 @@ class _Store:
 
     def __init__(self, home: OtherHome, progress: Progress) -> None:
         self._home = home
-        self._state = home._state(progress)
-        self.layers = len(home._run.layers)
+        self._state = home.begun_of(progress)
+        self.layers = len(home.run.layers)
         self._sizes: dict[tuple[Part, int], Sequence[int]] = {}
         self._opened: tuple[Part, int] | None = None
         self._held: list[torch.Tensor] = []
 
     def sizes(self, part: Part, layer: int) -> Sequence[int]:
         if (part, layer) not in self._sizes:
-            tensors = self._home._rounds.layers[layer]
+            tensors = self._home.rounds.layers[layer]
             given = trained(tensors) if part == "velocity" else tensors
             self._sizes[part, layer] = [
                 torch.Size(each.shape).numel() * dtype_of(each.dtype).itemsize for each in given
@@ -260,7 +260,7 @@ class _Store:
 
     def _read(self, part: Part, layer: int) -> list[torch.Tensor]:
         if part == "own":
-            return self._home._weights_of(self._home._run.saving.newest(), layer)
+            return self._home.weights_of(self._home.run.saving.newest(), layer)
         return self._state.weights(layer) if part == "begun" else self._state.velocity(layer)
 
 
@@ -271,24 +271,24 @@ class _Taken:
         """`adopted`: of the other home, whose beginning is taken as it is."""
         self._home = home
         self._adopted = adopted
-        run = home._run
+        run = home.run
         self._saved = run.saving.newest()
-        self._state = home._state(progress)
+        self._state = home.begun_of(progress)
         number = progress.outer_round + 1 if adopted is None else adopted.round
         step = progress.step if adopted is None else max(progress.step, adopted.begun)
         self._progress = msgspec.structs.replace(progress, step=step, outer_round=number)
         if (per_epoch := run.batches.steps_per_epoch) is not None and step > progress.step:
             self._progress = msgspec.structs.replace(self._progress, epochs_done=step // per_epoch)
-        self._rounds = BegunWriter(home._rounds, number, step if adopted is None else adopted.begun)
+        self._rounds = BegunWriter(home.rounds, number, step if adopted is None else adopted.begun)
         self._writer: CheckpointWriter = run.saving.writer(self._progress)
         self.begun: Begun | None = None
 
     def all_alone(self) -> None:
-        for index in range(len(self._home._run.layers)):
+        for index in range(len(self._home.run.layers)):
             self._step(index, None)
 
     def add(self, layer: int, parts: dict[Part, list[bytearray]]) -> None:
-        tensors = self._home._rounds.layers[layer]
+        tensors = self._home.rounds.layers[layer]
         if self._adopted is None:
             self._step(layer, _as_tensors(tensors, parts["own"]))
         else:
@@ -297,28 +297,28 @@ class _Taken:
 
     def _step(self, index: int, theirs: list[torch.Tensor] | None) -> None:
         """The outer step of a layer's parameters; the mean of its other floating-point ones; the rest is the first home's."""
-        home, tensors = self._home, self._home._rounds.layers[index]
-        own, begun = home._weights_of(self._saved, index), self._state.weights(index)
+        home, tensors = self._home, self._home.rounds.layers[index]
+        own, begun = home.weights_of(self._saved, index), self._state.weights(index)
         velocity = iter(self._state.velocity(index))
         stepped = {each.name for each in trained(tensors)}
         weights, velocities = list[torch.Tensor](), list[torch.Tensor]()
         for at, each in enumerate(tensors):
             first, second = own[at], own[at] if theirs is None else theirs[at]
-            if home._line.home == 1:
+            if home.line.home == 1:
                 first, second = second, first
             mean = mean_of(first, second) if theirs is not None and first.is_floating_point() else first
             if each.name in stepped:
-                mean, grown = outer_step(begun[at], mean, next(velocity), home._settings.outer)
+                mean, grown = outer_step(begun[at], mean, next(velocity), home.settings.outer)
                 velocities.append(grown)
             weights.append(mean)
         self._write(index, weights, velocities)
 
     def _write(self, index: int, weights: Sequence[torch.Tensor], velocity: Sequence[torch.Tensor]) -> None:
         self._rounds.add(index, weights, velocity)
-        run = self._home._run
+        run = self._home.run
         layer = run.layers[index]
         tensors, state = self._saved.mapped_layer(index, layer)
-        fresh = dict(zip((each.name for each in self._home._rounds.layers[index]), weights, strict=True))
+        fresh = dict(zip((each.name for each in self._home.rounds.layers[index]), weights, strict=True))
         whole = [
             torch.empty_strided(tuple(old.shape), old.stride(), dtype=old.dtype).copy_(fresh[each.name])
             if each.name in fresh
@@ -332,7 +332,7 @@ class _Taken:
         self.begun = self._rounds.commit()
         if self._adopted is not None and self.begun.manifest.state != self._adopted.state:
             raise CheckpointError("what the other home sent is not what it says it has: is its disk sound?")
-        self._home._run.saving.take(self._writer, self._progress)
+        self._home.run.saving.take(self._writer, self._progress)
         return self._progress
 
     def abandon(self) -> None:
