@@ -20,6 +20,7 @@ from ringtmp.system.files import default_run_dir
 
 if TYPE_CHECKING:
     from ringtmp.launch.node_pool import NodePool
+    from ringtmp.metrics.summary import Summary
 
 
 @run_options
@@ -127,10 +128,16 @@ def command(
             result = api.resume(resume, chosen, watcher=watcher, pool=pool, line=line)
         else:
             result = api.start(settings, run_dir=run_dir, watcher=watcher, pool=pool, line=line)
+    _show(result.summary, as_json)
+
+
+def _show(summary: Summary, as_json: bool) -> None:
+    from ringtmp.cli import show_results
+
     if as_json:
-        show_results.print_json(result.summary)
+        show_results.print_json(summary)
     else:
-        show_results.print_summary(result.summary, sys.stdout)
+        show_results.print_summary(summary, sys.stdout)
 
 
 def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None, start_with: int | None) -> None:

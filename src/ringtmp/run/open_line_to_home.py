@@ -22,7 +22,7 @@ def line_to_home(listen: str | None, join: str | None, name: str = USUAL_NAME) -
         from ringtmp.launch.line_to_home import DEFAULT_PORT, ListeningHome
 
         host, port = parse_listen(listen, DEFAULT_PORT, "--home-listen")
-        ring = checked_name("ring", name)
+        ring = checked_name("ring of homes", name)
         return lambda tell: ListeningHome(Rings(), ring, host, port, tell)
     if join is not None:
         from ringtmp.launch import join_token

@@ -158,7 +158,8 @@ class OtherHome:
         """`taken` gets what is under way, the newest last."""
         state, settings = self.begun_of(progress), self.settings
         here = Here(
-            HOMES, self.line.home, "", self._agreed(), at, state.manifest.round, state.manifest.step, state.manifest.state
+            HOMES, self.line.home, visit="", terms=self._agreed(), at=at, round=state.manifest.round,
+            begun=state.manifest.step, state=state.manifest.state,
         )  # fmt: skip
 
         def begin(found: Verdict) -> _Taken:
