@@ -203,11 +203,11 @@ class _Tally:
             self._warnings.append(event.text)
         else:
             assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried | events.NodeGone)
-        pause = isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped | events.HomesMet)
-        if pause or isinstance(event, events.RunEnded):
+        if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped | events.HomesMet):
             self._last_at = event.at
-        if pause:
             self._pauses.append(event.at)
+        elif isinstance(event, events.RunEnded):
+            self._last_at = event.at
 
     @property
     def began(self) -> float:
