@@ -35,12 +35,13 @@ from ringtmp.run.evaluate_predict_generate import device_pool, devices_for, eval
 from ringtmp.run.generate import Generated, Prompt
 from ringtmp.run.interruption import interruptible
 from ringtmp.run.one_run_per_process import one_at_a_time
+from ringtmp.run.open_line_to_home import USUAL_NAME, line_to_home
 from ringtmp.run.progress import Telling, watching
 from ringtmp.run.result import Result
 from ringtmp.run.run_data import labels_as, loss_again, named_again, without_left_out
 from ringtmp.run.session import Session
 from ringtmp.run.text_settings import check_text, named_data, usual_context
-from ringtmp.run.what_to_train import Job, Watcher
+from ringtmp.run.what_to_train import Job, OpenLine, Watcher
 from ringtmp.runtime.compute_device import computing_on
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory
@@ -84,7 +85,8 @@ class Ring:
 
     Without `listen` the others are processes on this machine, started and stopped with a run. With it they are devices
     that join with the token or the code the watcher is shown, as members of the ring called `ring`; without `discovery` a
-    token is needed.
+    token is needed. With `home_listen` or `home_join` this ring is one of two homes (docs/homes.md), and `homes` the name of
+    the ring whose tokens the other joins with.
     `progress` is shown on a terminal and in a notebook, unless it is False or `fit` has a watcher; True shows it anywhere.
     The rest are settings of `ringtmp train`; docs/api.md lists them.
     """
@@ -97,6 +99,9 @@ class Ring:
         listen: str | None = None,
         ring: str = "home",
         discovery: bool = True,
+        home_listen: str | None = None,
+        home_join: str | None = None,
+        homes: str = USUAL_NAME,
         progress: bool | None = None,
         **settings: Unpack[RingKeywords],
     ) -> None:
@@ -107,6 +112,7 @@ class Ring:
         self._listen = listen
         self._ring = ring
         self._discovery = discovery
+        self._line = line_to_home(home_listen, home_join, homes)
 
     @shows_settings("fit")
     @_runs
@@ -151,7 +157,7 @@ class Ring:
         with watching(self._progress, watcher, functions) as told:
             return start(
                 config, None if isinstance(model, str) else model, data, loss, run_dir=run_dir, watcher=told,
-                pool=self._devices(config, told),
+                pool=self._devices(config, told), line=self._line,
             )  # fmt: skip
 
     @_runs
@@ -183,7 +189,7 @@ class Ring:
         functions = Functions(on_step, on_epoch, on_recovery, on_end)
         with watching(self._progress, watcher, functions) as told:
             return resume(
-                run_dir, changed, data, loss, watcher=told, pool=self._devices(config, told), model=model
+                run_dir, changed, data, loss, watcher=told, pool=self._devices(config, told), model=model, line=self._line
             )  # fmt: skip
 
     @_runs
@@ -256,6 +262,7 @@ def start(
     run_dir: str | Path | None = None,
     watcher: Watcher | None = None,
     pool: NodePool | None = None,
+    line: OpenLine | None = None,
 ) -> Result:
     """A new run. Without `model` and `data` they come from their names in the settings."""
     config = resolve(config)
@@ -266,7 +273,7 @@ def start(
     function, name, train, test = _loss(loss or config.training.loss or None, train, test)
     run = RunDirectory(Path(run_dir) if run_dir is not None else default_run_dir())
     with _modes_kept(source):
-        unwritten = _train(Job(config, fitting, train, test, function, name, run), watcher, pool)
+        unwritten = _train(Job(config, fitting, train, test, function, name, run, line=line), watcher, pool)
     return Result(run.path, None if isinstance(source, Iterator) else source, unwritten=unwritten)
 
 
@@ -279,6 +286,7 @@ def resume(
     watcher: Watcher | None = None,
     pool: NodePool | None = None,
     model: Model | None = None,
+    line: OpenLine | None = None,
 ) -> Result:
     """Go on with the run in `run_dir` from its newest whole checkpoint."""
     run = RunDirectory(Path(run_dir))
@@ -288,7 +296,8 @@ def resume(
     train, test = labels_as(
         saved.loss, *without_left_out(config, *(data or named_again(config, told.phase)), needed=False)
     )
-    job = Job(config, None, train, test, loss or loss_again(run, saved.loss), saved.loss, run)
+    function = loss or loss_again(run, saved.loss)
+    job = Job(config, None, train, test, function, saved.loss, run, line=line)
     unwritten = _train(job, watcher, pool)
     return Result(run.path, model, lambda: named_model(config.model, train), unwritten=unwritten)
 

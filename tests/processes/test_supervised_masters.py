@@ -143,7 +143,7 @@ def test_a_killed_master_is_started_again_from_its_run_and_its_result_comes_once
     ("lives", "why"),
     [
         (["3 SIGKILL", "3 SIGKILL"], "for the second time in this very step"),
-        (["- SIGKILL", "- SIGKILL", "- SIGKILL"], "for the 3rd time in a row without a step"),
+        (["- SIGKILL", "- SIGKILL", "- SIGKILL"], "3 times in a row without a step"),
         ([f"{steps} SIGKILL" for steps in range(5)], "and --restarts 4 allows no more"),
     ],
 )
@@ -253,6 +253,8 @@ def test_options_become_the_words_they_were(words: str, monkeypatch: pytest.Monk
     [
         (["--restarts", "3"], "goes with --supervised"),
         (["--supervised", "--restarts", "0"], "restarts"),
+        (["--silent-after", "60"], "--silent-after goes with --supervised"),
+        (["--supervised", "--silent-after", "1"], "silent-after"),
         (["--supervised", "--data", "-", "--model", "x.py:m"], "cannot be read again"),
     ],
 )
@@ -306,8 +308,49 @@ def test_a_master_killed_at_random_moments_ends_with_the_bits_of_an_undisturbed_
     alone = here("train", *FLAGS, "--nodes", 1, "--run-dir", "alone", cwd=tmp_path)
     assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
     assert summary["steps"] == 160
+    recoveries = [each for each in summary["recoveries"] if each["kind"] == "restarted"]
+    assert recoveries, "the last of them had a run to go on with"
+    assert all(each["lost"] == [0] and "SIGKILL" in each["reason"] for each in recoveries)
     assert_all_gone(workers)
     assert not (tmp_path / "run" / "snapshots").exists()
     again = ringtmp(*command, "--supervised", cwd=tmp_path, timeout=400)
     assert json.loads(again.stdout)["weights_sha256"] == summary["weights_sha256"], "the same command goes on"
     assert "already holds a run" in here(*command, cwd=tmp_path, code=2).stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_stopped_master_of_groups_is_ended_and_started_again_beside_its_page(tmp_path: Path) -> None:
+    """SIGSTOP: nobody gets a word out of it, and only its silence shows."""
+    pytest.importorskip("uvicorn")
+    (tmp_path / "mine.py").write_text(remembering_model(64).replace("BatchNorm1d", "LayerNorm"))
+    groups = ("--nodes", 3, "--groups", "2", "--sum-tree", 2)
+    command = ("train", *REMEMBERING, "--steps", 120, "--checkpoint-every", 10, "--run-dir", tmp_path / "run", *groups)
+    process = begin(*command, "--supervised", "--silent-after", 10, "--dashboard", cwd=tmp_path)
+    assert process.stderr is not None
+    page = next(each.split()[-1] for each in process.stderr if "http" in each)
+    master = next(each for each in _children(process) if "train" in each.cmdline())
+    wait_for_step(tmp_path / "run", 25, process, 200)
+    master.suspend()
+    out, said = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+    assert "because it had written no event for 1" in said
+    summary = json.loads(out)
+    (found,) = [each for each in summary["recoveries"] if each["kind"] == "restarted"]
+    assert found["step"] >= 20
+    assert page.startswith("http")
+    alone = here(
+        "train", *REMEMBERING, "--steps", 120, "--nodes", 1, "--sum-tree", 2, "--run-dir", "alone", cwd=tmp_path
+    )
+    assert summary["weights_sha256"] == json.loads(alone.stdout)["weights_sha256"]
+    assert_all_gone([master])
+
+
+def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    limit = time.monotonic() + 100
+    while time.monotonic() < limit:
+        found = psutil.Process(process.pid).children()
+        if any("train" in each.cmdline() for each in found):
+            return found
+        time.sleep(0.05)
+    raise AssertionError("no master within a minute")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -73,6 +74,18 @@ def test_ranks_train_by_all_reduce_with_the_bits_of_our_own_processes(ranks: int
     given = ("--steps", 6, "--strategy", "allreduce")
     told = summary(torchrun(ranks, *given, "--json", cwd=tmp_path))
     assert told["weights_sha256"] == digest(*given, "--nodes", ranks, cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_ranks_choose_how_to_train_and_the_report_says_why(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    told = summary(torchrun(2, "--steps", 6, "--strategy", "auto", "--json", "--run-dir", "run", cwd=tmp_path))
+    why = str(told["strategy_chosen"])
+    assert why.startswith("auto: ")
+    assert told["exactness"] == "bits"
+    assert told["weights_sha256"] == digest("--steps", 6, "--nodes", 1, cwd=tmp_path)
+    here("report", "run", cwd=tmp_path)
+    assert html.escape(why.partition(",")[0]) in (tmp_path / "run/report/report.html").read_text()
 
 
 @pytest.mark.long

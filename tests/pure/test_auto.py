@@ -125,6 +125,17 @@ def test_delayed_gradients_are_taken_only_with_leave_and_only_where_they_are_fas
     assert given.best.gives_up == (), "what is asked for is not given up"
 
 
+def test_means_every_few_steps_are_considered_with_both_leaves_and_not_even_spoken_of_without() -> None:
+    model = layers(gradients=20 * MIB, crossing=4 * MIB)
+    both = asked(model, like(4, 1.25e7), share_data=True, any_bits=True)
+    assert way(both, "averaging").gives_up == (choosing.DATA_GIVEN_UP, choosing.DELAY_GIVEN_UP)
+    assert way(both, "averaging").cost < way(both, "allreduce:halving").cost, "gradients travel every eighth step"
+    for less in (False, True):
+        made = asked(model, like(4, 1.25e7), share_data=less)
+        assert "averaging" not in {each.label for each in made.ways}
+        assert "averaging" not in why(made, "time")
+
+
 def test_what_does_not_fit_one_device_is_split_however_slow_and_what_fits_nowhere_is_refused() -> None:
     model = layers(weights=300 * MIB)
     small = tuple(replace(each, memory_bytes=1000.0 * MIB) for each in like(4, 1e5))

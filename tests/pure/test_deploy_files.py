@@ -119,13 +119,23 @@ def test_the_slurm_job_starts_torchrun_on_every_node_and_resumes_after_a_requeue
     assert (str(again["resume"]), again["run_dir"]) == (str(run), None)
 
 
-def test_the_unit_runs_what_ringtmp_accepts_and_systemd_takes_it(tmp_path: Path) -> None:
-    text = (DEPLOY / "ringtmp-node.service").read_text()
+@pytest.mark.parametrize(
+    ("file", "given"),
+    [
+        ("ringtmp-node.service", {"join": "@/run/token"}),
+        ("ringtmp-train.service", {"supervised": True, "silent_after": 600.0, "listen": "192.0.2.1", "resume": None}),
+    ],
+)
+def test_the_unit_runs_what_ringtmp_accepts_and_systemd_takes_it(
+    file: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    text = (DEPLOY / file).read_text()
     (line,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
-    assert accepted(line.split())["join"] == "@/run/token"
+    options = accepted(line.split())
+    assert {name: options[name] for name in given} == given
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze")
-    unit = tmp_path / "ringtmp-node.service"
+    unit = tmp_path / file
     unit.write_text(text.replace(line.split()[0], "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

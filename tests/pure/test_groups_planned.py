@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
@@ -160,3 +161,20 @@ def test_many_unlike_devices_are_searched_and_the_gap_is_told() -> None:
     assert made.shape
     assert made.gap > 0.0
     assert made.step_s < plan(layers, devices, PlanOptions(8, 8, sum_tree=4)).step_s
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kinds", [1, 3], ids=lambda kinds: f"{kinds} kinds")
+def test_a_thousand_devices_are_planned_in_less_than_a_minute_of_processor_time(kinds: int) -> None:
+    """64 blocks between embedding and head, a batch in 64 microbatches that up to 16 may share."""
+    layers = layers_of([1e-3, *[0.05] * 64, 1e-3], crossing=1e5, gradients=1_000_000)
+    devices = [replace(each, speed=1.0 + at % kinds / 2) for at, each in enumerate(like(1000, rate=1e8))]
+    began = time.process_time()
+    made = plan(layers, devices, PlanOptions(64, 64, sum_tree=16, any_groups=True))
+    took_s = time.process_time() - began
+    assert took_s < 60, f"{took_s:.0f} s"
+    alone = plan(layers, devices[:1], PlanOptions(64, 64, sum_tree=16))
+    assert max(made.options.groups) > 1
+    assert len(made.devices) > 64, "more devices than there are stages to give them"
+    assert made.step_s < alone.step_s / 16

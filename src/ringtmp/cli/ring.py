@@ -20,12 +20,23 @@ def command() -> None:
     "--uses", default=1, show_default=True, type=click.IntRange(1, 1000), help="How many devices may join with it."
 )
 @click.option("--qr", is_flag=True, help="Show the line for a device as a QR code, too.")
-def token(ring: str, uses: int, qr: bool) -> None:
+@click.option(
+    "--address", metavar="ADDRESS:PORT",
+    help="Where the master will listen, if it has not yet: the ring is made. For a home, --ring homes and the port of "
+    "--home-listen.",
+)  # fmt: skip
+def token(ring: str, uses: int, qr: bool, address: str | None) -> None:
     """Print a new token that is valid for an hour. The master must be waiting (ringtmp train --listen) when it is used."""
     from ringtmp.launch import join_token as tokens
     from ringtmp.launch.key_store import Rings
 
     rings = Rings()
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if not (host and port.isdigit() and 1 <= int(port) <= 65000):
+            raise UsageError(f"--address {address!r} is not ADDRESS:PORT with a port from 1 to 65000")
+        rings.open(ring, create=True)
+        rings.set_address(ring, address)
     file = rings.open(ring)
     if not file.address:
         raise UsageError(f"no master has used ring {ring} yet: run ringtmp train --listen ADDRESS first")

@@ -22,9 +22,10 @@ from ringtmp.untrusted import printable
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 #: What this process sees to itself.
-_OURS = ("supervised", "restarts", "dashboard", "dashboard_port")
+_OURS = ("supervised", "restarts", "silent_after", "dashboard", "dashboard_port")
 #: What a run's directory does not hold: it is said again whenever its master is started again.
-_SAID_AGAIN = ("listen", "ring_name", "start_with", "wait_s", "discovery", "qr", "logs", "as_json", "quiet")
+_SAID_AGAIN = ("listen", "ring_name", "start_with", "wait_s", "discovery", "qr", "home_listen", "home_join", "homes", "logs",
+               "as_json", "quiet")  # fmt: skip
 #: Cuts and window are dropped from a run's settings where the number of nodes is given again.
 _SAID_WITH_NODES = ("cuts", "window")
 #: A device that is gone for good is not waited for without a limit.
@@ -36,11 +37,11 @@ def is_supervised() -> bool:
     return os.environ.get(SUPERVISED) == str(os.getppid())
 
 
-def restarts_allowed(supervised: bool, restarts: int | None, rank: Rank | None) -> int:
+def restarts_allowed(supervised: bool, restarts: int | None, silent_after_s: float | None, rank: Rank | None) -> int:
     if supervised and rank is not None:
         raise UsageError("--supervised is for a master of its own: torchrun --max-restarts N starts ranks again")
-    if restarts is not None and not supervised:
-        raise UsageError("--restarts goes with --supervised")
+    if not supervised and (restarts is not None or silent_after_s is not None):
+        raise UsageError(f"{'--restarts' if restarts is not None else '--silent-after'} goes with --supervised")
     return RESTARTS if restarts is None else restarts
 
 
@@ -59,7 +60,8 @@ def supervise(config: RunConfig, chosen: dict[str, Any], restarts: int, page: li
     with ExitStack() as beside:
         if page is not None:
             beside.enter_context(page_beside(run, page, _say))
-        code = Supervisor(run, begun, restarts, _say, command()).to_the_end()
+        silent_after_s = given["silent_after"]
+        code = Supervisor(run, begun, restarts, _say, command(), silent_after_s=silent_after_s).to_the_end()
     sys.exit(code)
 
 

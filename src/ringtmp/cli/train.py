@@ -20,6 +20,7 @@ from ringtmp.system.files import default_run_dir
 
 if TYPE_CHECKING:
     from ringtmp.launch.node_pool import NodePool
+    from ringtmp.metrics.summary import Summary
 
 
 @run_options
@@ -38,6 +39,15 @@ if TYPE_CHECKING:
     "--discovery/--no-discovery", default=None,
     help="Let devices find the ring on the network and join with a code (with --listen).  [yes, where it is installed]",
 )  # fmt: skip
+@click.option(
+    "--home-listen", metavar="ADDRESS[:PORT]", help="Train with another home, whose ring joins this one's master here."
+)
+@click.option(
+    "--home-join", metavar="TOKEN|-|@FILE", help="Train with another home: join its master with the token it printed."
+)
+@click.option(
+    "--homes", default="homes", show_default=True, metavar="NAME", help="Whose tokens the other home joins with."
+)
 @click.option("--qr", is_flag=True, help="Show the line for devices as a QR code, too (with --listen).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the run.  [runs/TIME]")
 @click.option(
@@ -48,6 +58,10 @@ if TYPE_CHECKING:
     help="Start the master again when it is killed: the run goes on from its newest checkpoint, with the same bits.",
 )  # fmt: skip
 @click.option("--restarts", type=click.IntRange(1), metavar="N", help="How often, at most (with --supervised).  [10]")
+@click.option(
+    "--silent-after", type=click.FloatRange(10), metavar="S",
+    help="Take a master that writes no event for so long for hung, and start it again (with --supervised).  [never]",
+)  # fmt: skip
 @click.option(
     "--log", "logs", multiple=True, metavar="KIND:WHERE",
     help="Keep the numbers of every step for another tool: csv:FILE, jsonl:FILE, tensorboard:DIR or mlflow:EXPERIMENT.  "
@@ -60,7 +74,8 @@ if TYPE_CHECKING:
 def command(
     config: Path | None, as_json: bool, quiet: bool, run_dir: Path | None, resume: Path | None, listen: str | None,
     ring_name: str, start_with: int | None, wait_s: float, discovery: bool | None, qr: bool, logs: tuple[str, ...],
-    dashboard: bool, dashboard_port: int | None, supervised: bool, restarts: int | None, **given: Any,
+    dashboard: bool, dashboard_port: int | None, supervised: bool, restarts: int | None,
+    silent_after: float | None, home_listen: str | None, home_join: str | None, homes: str, **given: Any,
 ) -> None:  # fmt: skip
     """Train a model on a ring of processes on this machine, or of devices that join it (--listen).
 
@@ -73,7 +88,7 @@ def command(
     if resume is not None and (run_dir is not None or config is not None):
         raise UsageError("--resume takes neither --run-dir nor a settings file: the run has its own")
     _refuse_without_listen(listen, qr, discovery, start_with)
-    page, at_most = _page_options(dashboard, dashboard_port), restarts_allowed(supervised, restarts, rank)
+    page, at_most = _page_options(dashboard, dashboard_port), restarts_allowed(supervised, restarts, silent_after, rank)
     settings = build(config, chosen)
     if supervised:
         supervise(settings, chosen, at_most, page)
@@ -83,9 +98,11 @@ def command(
     with loading(nothing_started=True):
         from ringtmp import api
         from ringtmp.run import evaluate_predict_generate
+        from ringtmp.run.open_line_to_home import line_to_home
         from ringtmp.watchers.watcher_registry import watcher_named
     from ringtmp.cli import show_results
 
+    line = line_to_home(home_listen, home_join, homes)
     pool: NodePool | None = None
     if rank is not None:
         from ringtmp.launch.torchrun_ranks import RankPool, serve
@@ -108,13 +125,19 @@ def command(
                 discovery=discovery is not False, qr=qr, supervised=is_supervised(), resumed=resume,
             )  # fmt: skip
         if resume is not None:
-            result = api.resume(resume, chosen, watcher=watcher, pool=pool)
+            result = api.resume(resume, chosen, watcher=watcher, pool=pool, line=line)
         else:
-            result = api.start(settings, run_dir=run_dir, watcher=watcher, pool=pool)
+            result = api.start(settings, run_dir=run_dir, watcher=watcher, pool=pool, line=line)
+    _show(result.summary, as_json)
+
+
+def _show(summary: Summary, as_json: bool) -> None:
+    from ringtmp.cli import show_results
+
     if as_json:
-        show_results.print_json(result.summary)
+        show_results.print_json(summary)
     else:
-        show_results.print_summary(result.summary, sys.stdout)
+        show_results.print_summary(summary, sys.stdout)
 
 
 def _refuse_without_listen(listen: str | None, qr: bool, discovery: bool | None, start_with: int | None) -> None:

@@ -25,6 +25,11 @@ class RingKeywords(TypedDict, total=False):
     route: Literal["ring", "v"]
     recompute: Literal["none", "all", "auto"]
     rebalance: bool
+    local_steps: int | None
+    outer_lr: float
+    outer_momentum: float
+    home_alone: Literal["wait", "go-on"]
+    home_wait_s: float
 
 
 class FitKeywords(TypedDict, total=False):

@@ -24,13 +24,15 @@ Protect = Literal["auto", "memory", "disk", "checkpoint", "off"]
 StreamKeep = Literal["memory", "disk", "none"]
 Shape = Literal["ring", "v"]
 ComputeDevice = Literal["cpu", "cuda", "mps", "auto"]
+HomeAlone = Literal["wait", "go-on"]
 Recompute = Literal["none", "all", "auto"]
 BadLines = Literal["refuse", "skip"]
 
 # Headings in --help.
 DATA, TRAINING, NODES, SAFETY = "Model and data", "Training", "Nodes", "Safety"
 PIPELINE = "How the ring runs (most people leave these to the plan)"
-GROUPS = (DATA, TRAINING, NODES, PIPELINE, SAFETY)
+HOMES = "Two homes (with --home-listen or --home-join)"
+GROUPS = (DATA, TRAINING, NODES, PIPELINE, SAFETY, HOMES)
 _PLAN = "chosen by the plan"
 
 
@@ -173,6 +175,20 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recompute: Annotated[Recompute, Is(
         "Which activations to compute again instead of storing them: {choices}.", PIPELINE, split=True)] = "none"
     rebalance: Annotated[bool, Is("Move layers when devices turn out slower or faster than planned.", NODES)] = True
+    local_steps: Annotated[int | None, Is(
+        "Steps that each home makes by itself between two exchanges; DiLoCo: 500.", HOMES, least=1, split=True, bits=True,
+        metavar="STEPS", usual="none: there is one home")] = None
+    outer_lr: Annotated[float, Is(
+        "Learning rate of the outer step; 1 without momentum is the mean of both.", HOMES, above=0, split=True,
+        bits=True)] = 0.7
+    outer_momentum: Annotated[float, Is(
+        "Nesterov momentum of the outer step.", HOMES, least=0, most=0.999, split=True, bits=True)] = 0.9
+    home_alone: Annotated[HomeAlone, Is(
+        "What a home does when the other is gone for longer than --home-wait: {choices}.", HOMES, split=True, bits=True,
+        resume=True)] = "wait"
+    home_wait_s: Annotated[float, Is(
+        "Seconds that the other home may be away.", HOMES, least=1, most=604800, option="home-wait",
+        variable="home_wait_s", metavar="S", split=True)] = 600.0
 
 
 class KeepPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -70,6 +70,8 @@ class Happenings:
             return "lost", f"{event.reason}. The ring is healing"
         if isinstance(event, events.Regrouped):
             return _regrouped(event)
+        if isinstance(event, events.HomesMet):
+            return "moved", _met(event)
         if isinstance(event, events.CheckpointSaved):
             size, took = bytes_text(event.bytes), seconds_text(event.seconds)
             return "kept", f"Checkpoint of step {event.step} saved: {size} in {took}"
@@ -96,11 +98,23 @@ def score(event: events.Evaluated) -> str:
     return ", ".join(parts)
 
 
+def _met(event: events.HomesMet) -> str:
+    took = seconds_text(event.seconds)
+    if event.kind == "alone":
+        return f"Round {event.round} ended alone after step {event.step} ({took}): the other home was not there"
+    if event.kind in ("adopted", "served"):
+        who = "This home took over what the other had" if event.kind == "adopted" else "The other home took over"
+        return f"{who} at step {event.step} ({took})"
+    return f"Homes exchanged after step {event.step}: {bytes_text(event.sent_bytes)} each way in {took}"
+
+
 def _regrouped(event: events.Regrouped) -> tuple[str, str]:
     took = seconds_text(event.seconds)
     again = "no step is repeated" if not event.repeated else f"{event.repeated} steps are repeated"
     if event.kind == "rebalanced":
         return "moved", f"Layers were moved: {event.reason} ({took})"
+    if event.kind == "restarted":
+        return "healed", f"{event.reason}; the next went on from the {event.source} in {took}, {again}"
     if event.lost:
         return "healed", f"Healed in {took} from the {event.source or 'survivors'}: {event.nodes} nodes go on, {again}"
     return "moved", f"{event.reason}: the ring was rebuilt in {took}, {event.nodes} nodes"

@@ -101,20 +101,20 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def parse_listen(text: str, default_port: int) -> tuple[str, int]:
+def parse_listen(text: str, default_port: int, option: str = "--listen") -> tuple[str, int]:
     """'192.168.1.10:47100' -> its parts; refuses what is not an address of this machine."""
     host, separator, port_text = text.partition(":")
     port = default_port
     if separator:
         if not port_text.isdigit() or not 1 <= int(port_text) <= 65000:
-            raise UsageError(f"--listen {text!r}: the port must be a number from 1 to 65000")
+            raise UsageError(f"{option} {text!r}: the port must be a number from 1 to 65000")
         port = int(port_text)
     try:
         host = socket.gethostbyname(host)
     except OSError as error:
-        raise UsageError(f"--listen {text!r}: {host!r} is not an address: {error.strerror or error}") from error
+        raise UsageError(f"{option} {text!r}: {host!r} is not an address: {error.strerror or error}") from error
     mine = own_addresses()
     if host not in mine:
         listed = ", ".join(f"{address} ({interface})" for address, interface in sorted(mine.items()))
-        raise UsageError(f"--listen {text!r}: {host} is not an address of this machine; it has {listed}")
+        raise UsageError(f"{option} {text!r}: {host} is not an address of this machine; it has {listed}")
     return host, port

@@ -38,6 +38,7 @@ class DevicePool:
     """Waits for `nodes` - 1 devices, or after `wait_s` for as few as `start_with` - 1, and numbers them as they came."""
 
     same_machine = False
+    ranks_of_torch = False
 
     def __init__(
         self,

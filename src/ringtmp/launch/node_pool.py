@@ -21,6 +21,8 @@ class NodePool(base_leader.NodePool, Protocol):
     threads: int
     #: A master that is started again finds what nodes keep: snapshots, its own among them.
     outlives_master: bool
+    #: torch.distributed has started the nodes, so it can make sums over all of them.
+    ranks_of_torch: bool
     #: Everyone whom the last `replace_lost` found lost, those included that `check` had told of.
     found_lost: list[NodeLost]
 
@@ -71,7 +73,7 @@ class NodePool(base_leader.NodePool, Protocol):
 def refuse_without_ranks(ring: RingPart, pool: NodePool | None) -> None:
     """Before anything starts: sums that torch.distributed makes need nodes that it has started."""
     strategy, settings = registry.of(ring)
-    if strategy.needs_ranks(settings) and not getattr(pool, "ranks_of_torch", False):
+    if strategy.needs_ranks(settings) and (pool is None or not pool.ranks_of_torch):
         given = ", ".join(f"{name}={value}" for name, value in ring.strategy_settings.items())
         raise UsageError(
             f"--strategy {ring.strategy} with {given}: torch.distributed makes the sums, so it must have started the nodes: "

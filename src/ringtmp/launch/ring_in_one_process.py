@@ -33,6 +33,7 @@ QUIET_ROUNDS = 10
 class InMemoryPool:
     same_machine = True
     outlives_master = False
+    ranks_of_torch = False
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ STEPS_BEFORE_SPARE = 3
 class LocalPool:
     same_machine = True
     outlives_master = False
+    ranks_of_torch = False
 
     def __init__(self, nodes: int, threads: int, logs: Path, notice_s: float = 3.0, spare: bool = False, keeps: bool = True,
         device: str = "cpu"

@@ -32,11 +32,15 @@ from ringtmp.system.signals import WISHES, on_signals
 RESTARTS = 10
 #: In a master's environment: the process that starts it again.
 SUPERVISED = "RINGTMP_SUPERVISED_BY"
+#: And of a master that takes another's place in its run: what became of that one, for the record.
+RESTARTED = "RINGTMP_RESTARTED_AFTER"
 #: So often in a row a master may be killed before its first step: while it reads the model, or waits for its nodes.
 MOST_WITHOUT_STEP = 3
 #: What a killed master leaves behind ends within this: its processes, and whoever listens on its ports.
 PAUSE_S = 1.5
 LOOK_EVERY_S = 0.2
+#: One look counts for no more silence than this.
+LONGEST_LOOK_S = 1.0
 _TELLING = (b'{"type":"run"', b'{"type":"node"', b'{"type":"step"')
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -48,13 +52,17 @@ def command() -> tuple[str, ...]:
 
 
 class Death(NamedTuple):
-    """`steps` that were done when a signal ended the master; None: it had not come to a step since it was started."""
+    """`steps` that were done when a signal ended the master; None: it had not come to a step since it was started. Where it was
+    `silent_s` without a word, the signal came from here."""
 
     number: int
     steps: int | None
+    silent_s: float = 0.0
 
     def __str__(self) -> str:
         when = "before its first step" if self.steps is None else f"after step {self.steps}"
+        if self.silent_s:
+            return f"the master was ended {when}, because it had written no event for {self.silent_s:.0f} s"
         return f"the master was killed by {signal_name(self.number)} {when}{by_whom(self.number)}"
 
 
@@ -65,10 +73,26 @@ def why_not_again(deaths: Sequence[Death], restarts: int) -> str | None:
         return "for the second time in this very step: what kills it comes back with the step"
     newest = deaths[-MOST_WITHOUT_STEP:]
     if len(newest) == MOST_WITHOUT_STEP and all(each.steps is None for each in newest):
-        return f"for the {MOST_WITHOUT_STEP}rd time in a row without a step: what kills it comes back with every start"
+        return f"{MOST_WITHOUT_STEP} times in a row without a step: what kills it comes back with every start"
     if len(deaths) > restarts:
         return f"and --restarts {restarts} allows no more"
     return None
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """What became of the master before this one."""
+
+    reason: str
+    at: float  # when it was noticed, by the machine's monotonic clock
+    steps: int | None  # that were done then
+
+
+def restarted() -> Restarted | None:
+    """Of the master whose place this process takes; None: of nobody's. Told once."""
+    try:
+        return msgspec.json.decode(os.environ.pop(RESTARTED, ""), type=Restarted)
+    except msgspec.DecodeError:
+        return None
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -85,10 +109,38 @@ class Begun(NamedTuple):
     again: tuple[str, ...]
 
 
+class Silence:
+    """For how long nothing has happened to a master's events, which begin at this byte: nothing at all is no silence, as it may
+    wait for its nodes. Time during which this process did not look, since it was stopped as well, does not count."""
+
+    def __init__(self, log: Path, begins: int) -> None:
+        self._log, self._begins = log, begins
+        self._last = 0
+        self._looked: float | None = None
+        self._seconds = 0.0
+
+    def seconds(self, now: float) -> float:
+        looked, self._looked = self._looked or now, now
+        try:
+            found = self._log.stat()
+        except OSError:
+            return 0.0
+        if found.st_size <= self._begins or found.st_mtime_ns != self._last:
+            self._last, self._seconds = found.st_mtime_ns, 0.0
+        else:
+            self._seconds += min(now - looked, LONGEST_LOOK_S)
+        return self._seconds
+
+
 class Supervisor:
     def __init__(
-        self, run: Path, begun: Begun, restarts: int, say: Callable[[str], None], command: Sequence[str]
-    ) -> None:
+        self, run: Path, begun: Begun, restarts: int, say: Callable[[str], None], command: Sequence[str],
+        *, silent_after_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """`silent_after_s`: a master whose run has begun and that writes no event for so long has hung; None: none has."""
+        self._silent_after_s = silent_after_s
+        self._silent_s = 0.0  # when the last master was ended for it
+        self._died_at = 0.0
         self._command = command
         self._run = run
         self._begun = begun
@@ -124,22 +176,26 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             # Results come once, from the master that came to its end: what a killed one wrote of them is not shown.
             results = None if sys.stdout.isatty() else stack.enter_context(tempfile.TemporaryFile())
-            self._child = child = self._started(self._begun.again if again else self._begun.first, results)
+            self._silent_s = 0.0
+            self._child = child = self._started(self._begun.again if again else self._begun.first, results, again)
             if self._early is not None:
                 child.send_signal(self._early)
-            code = self._ended(child)
-            self._child = None
+            code = self._ended(child, log_bytes)
+            self._child, self._died_at = None, time.monotonic()
             if code >= 0 and results is not None:
                 results.seek(0)
                 sys.stdout.write(results.read().decode(errors="replace"))
                 sys.stdout.flush()
         if code < 0:
-            self._deaths.append(Death(-code, steps_done(self._log, log_bytes)))
+            self._deaths.append(Death(-code, steps_done(self._log, log_bytes), self._silent_s))
         return code
 
-    def _started(self, words: Sequence[str], results: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    def _started(self, words: Sequence[str], results: IO[bytes] | None, again: bool) -> subprocess.Popen[bytes]:
         """In a session of its own: Ctrl-C comes here, and goes on from here once."""
         settings = {name: value for name, value in os.environ.items() if not name.startswith("RINGTMP_TRAIN_")}
+        if again:
+            last = self._deaths[-1]
+            settings[RESTARTED] = msgspec.json.encode(Restarted(str(last), self._died_at, last.steps)).decode()
         try:
             return subprocess.Popen(
                 [*self._command, *words], stdin=subprocess.DEVNULL, stdout=results,
@@ -148,13 +204,21 @@ class Supervisor:
         except OSError as error:
             raise UsageError(f"cannot start the master: {error.strerror}") from error
 
-    def _ended(self, child: subprocess.Popen[bytes]) -> int:
+    def _ended(self, child: subprocess.Popen[bytes], log_bytes: int) -> int:
         while self._run_is_ours and not self._there():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(LOOK_EVERY_S)
         if self._run_is_ours:
             with contextlib.suppress(OSError):  # on a full disk: then the same command is refused, and --resume goes on
                 write_atomic(_kept(self._run), msgspec.json.encode(_Kept(self._begun.words)), 0o600)
+        silence = Silence(self._log, log_bytes)
+        while self._silent_after_s is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(LOOK_EVERY_S)
+            if (silent_s := silence.seconds(time.monotonic())) > self._silent_after_s:
+                self._silent_s = silent_s
+                child.kill()  # a stopped process hears nothing else
+                break
         return child.wait()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

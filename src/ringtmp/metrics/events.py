@@ -132,8 +132,21 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regroup"):
     notice_s: float = 0.0
     repeated: int = 0
     source: str = ""
-    #: "rebalanced": nobody came or went, but devices were not as fast as planned.
+    #: "rebalanced": nobody came or went, but devices were not as fast as planned. "restarted": the master was gone, and this is
+    #: the next one's first word.
     kind: str = ""
+
+
+class HomesMet(msgspec.Struct, frozen=True, tag="homes"):
+    """The run met the other home, or ended a round without it, and goes on from `step` with other weights."""
+
+    at: float
+    step: int
+    round: int  # that begins
+    kind: str  # exchanged, alone, adopted (took over what the other had), served (the other took over)
+    seconds: float  # from coming to it to the ring laid out again
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 class NodeGone(msgspec.Struct, frozen=True, tag="gone"):
@@ -222,6 +235,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | Regrouped
+    | HomesMet
     | NodeGone
     | SnapshotWhole
     | LineTried

@@ -30,6 +30,7 @@ class Part(msgspec.Struct, frozen=True):
     node_steps: dict[int, tuple[events.NodeStep, ...]]
     evaluations: tuple[events.Evaluated, ...]
     recoveries: tuple[events.Regrouped, ...]
+    meetings: tuple[events.HomesMet, ...]
     warnings: tuple[str, ...]
     lost_steps: int  # finished, and done again by a later part
     seconds: float
@@ -157,6 +158,7 @@ class _Tally:
         self._every_step: list[events.StepDone] = []
         self._node_steps: dict[int, list[events.NodeStep]] = {}
         self._recoveries: list[events.Regrouped] = []
+        self._meetings: list[events.HomesMet] = []
         self._lost = 0
         self._strayed: list[events.StreamStrayed] = []
         self._left_out = 0
@@ -201,6 +203,8 @@ class _Tally:
             self._recoveries.append(event)
             self._nodes = {node: each for node, each in self._nodes.items() if each.generation == event.generation}
             self._keep_before(event.step)
+        elif isinstance(event, events.HomesMet):
+            self._meetings.append(event)
         elif isinstance(event, events.StreamStrayed):
             self._strayed.append(event)
         elif isinstance(event, events.SamplesLeftOut):
@@ -209,10 +213,11 @@ class _Tally:
             self._warnings.append(event.text)
         else:
             assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried | events.NodeGone)
-        if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped | events.RunEnded):
+        if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped | events.HomesMet):
             self._last_at = event.at
-        if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped):
             self._pauses.append(event.at)
+        elif isinstance(event, events.RunEnded):
+            self._last_at = event.at
 
     @property
     def began(self) -> float:
@@ -243,7 +248,7 @@ class _Tally:
             steps=tuple(self._steps), every_step=tuple(self._every_step),
             node_steps={node: tuple(done) for node, done in self._node_steps.items()},
             evaluations=tuple(self.evaluations.values()), recoveries=tuple(self._recoveries),
-            warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self.seconds,
+            meetings=tuple(self._meetings), warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self.seconds,
             before_s=before_s, strayed=tuple(self._strayed), left_out=self._left_out, pauses=tuple(self._pauses),
         )  # fmt: skip
 

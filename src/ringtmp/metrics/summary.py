@@ -10,7 +10,7 @@ import msgspec
 
 from ringtmp.errors import UsageError
 from ringtmp.metrics.energy import Energy, Load, Power, Source, Spent, attribute, loads
-from ringtmp.metrics.events import NodeEnded, NodeStarted, NodeStep, Regrouped
+from ringtmp.metrics.events import HomesMet, NodeEnded, NodeStarted, NodeStep, Regrouped
 from ringtmp.metrics.fold_events import Part
 from ringtmp.metrics.test_then_train_error import Predicted, predicted
 
@@ -154,6 +154,7 @@ class Summary(msgspec.Struct, frozen=True):
     considered: tuple[Considered, ...] = ()  # by --strategy auto
     sum_tree: int = 1  # parts of a batch that are added up as a tree
     numeric_mode: str = USUAL_MODE  # within one mode bits repeat (docs/exactness.md)
+    meetings: tuple[HomesMet, ...] = ()  # with another home
 
     def name_of(self, node: int) -> str:
         """Its device's own name, where it has one."""
@@ -223,6 +224,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         bytes_total=sum(each.bytes_sent for each in per_node),
         placement_bytes=sum(end.placement_bytes for part in parts for node, end in part.ends.items() if node != 0),
         recoveries=tuple(each for part in parts for each in part.recoveries),
+        meetings=tuple(each for part in parts for each in part.meetings),
         warnings=(*(each for part in parts for each in part.warnings), *(() if ended else (NO_END,))),
         error=ended.error if ended else None,
         run_dir=run_dir,

@@ -49,6 +49,7 @@ def resolve(config: RunConfig) -> RunConfig:
     strategy.refuse_wire(training.wire)
     _check_split_only(config, strategy.splits_layers)
     _check_leave(ring, strategy)
+    _check_homes(training, ring, strategy)
     if ring.route == "v" and ring.laps > 1:
         raise UsageError("--route v cannot be combined with --laps")
     if training.epochs is not None and training.steps is not None:
@@ -113,25 +114,40 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
 
 def _check_leave(ring: RingPart, strategy: Strategy) -> None:
     """Refuse leave that nobody asked for, and what a choice could not keep."""
-    auto = registry.AUTO.name
+    auto, plain = f"--strategy {registry.AUTO.name}", RingPart()
     if strategy.chooses:
-        plain = RingPart()
         by_hand = [SETTINGS[each] for each in ("cuts", "laps", "route") if getattr(ring, each) != getattr(plain, each)]
         if by_hand:
             raise UsageError(
-                f"--strategy {auto} cannot keep {by_hand[0].option}, which only a ring has: leave it out, or use --strategy "
+                f"{auto} cannot keep {by_hand[0].option}, which only a ring has: leave it out, or use --strategy "
                 f"{registry.splitting_layers()}"
             )
-        return
-    if ring.share_data and strategy.keeps_data:
+    elif ring.share_data and strategy.keeps_data:
         raise UsageError(
             f"--share-data is not needed: with --strategy {ring.strategy} inputs and labels stay on the master. It goes with "
-            f"--strategy {auto}"
+            f"{auto}"
         )
-    if ring.any_bits:
+    elif ring.any_bits:
+        raise UsageError(f"--any-bits goes with {auto}, which it lets choose: leave it out with {ring.strategy}")
+
+
+def _check_homes(training: TrainingPart, ring: RingPart, strategy: Strategy) -> None:
+    """Refuse settings of two homes where there is one, and what two homes cannot keep."""
+    names = ("outer_lr", "outer_momentum", "home_alone", "home_wait_s")
+    if ring.local_steps is None:
+        changed = [SETTINGS[each].option for each in names if getattr(ring, each) != getattr(RingPart(), each)]
+        if changed:
+            raise UsageError(f"{changed[0]} goes with --local-steps, the steps between two exchanges with another home")
+        return
+    option = f"--local-steps {ring.local_steps}"
+    if strategy.chooses or not strategy.splits_layers:
         raise UsageError(
-            f"--any-bits goes with --strategy {auto}, which it lets choose: leave it out with {ring.strategy}"
+            f"{option} works with --strategy {registry.splitting_layers()} only: a home is a whole ring, not {ring.strategy}"
         )
+    if training.staleness:
+        raise UsageError(f"{option} cannot be combined with --staleness 1: leave that out")
+    if training.early_stop is not None:
+        raise UsageError(f"{option} cannot be combined with --early-stop: the homes would not stop at the same step")
 
 
 def _check_groups(ring: RingPart, training: TrainingPart) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 
 from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, SnapshotUnusable
+from ringtmp.launch.supervise import Restarted
 from ringtmp.metrics.events import NodeGone, Regrouped
 from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.route import MASTER
 from ringtmp.run.members_and_plan import Generation, Generations, Origin, Run
 from ringtmp.run.rebalancing import Ready
 from ringtmp.runtime.base_leader import BaseLeader, Start
@@ -132,6 +134,12 @@ class Healing:
         self.record.write(self._regrouped(reasons, started, generation.progress.step))
         return generation
 
+    def lay_out_again(self, progress: Progress) -> Generation:
+        """The newest checkpoint holds other weights than the ring: it begins anew with those. A loss meanwhile is raised."""
+        self.losses.begin()
+        self._run.protection.spoil()
+        return self._revive(progress)[0]
+
     def rebalance(self, leader: Leader, progress: Progress, ready: Ready) -> Generation | None:
         """Devices are not as fast as planned. None: there is no room on the disk."""
         rebalancing = self._run.rebalancing
@@ -172,6 +180,16 @@ class Healing:
             self.record.warn(f"{problem}; going back to the checkpoint of step {saved}")
             return self._revive(origin.progress)[0]
 
+    def record_restart(self, before: Restarted, first: Generation) -> None:
+        """This master takes the place of one that is gone: for the run that is a recovery like any other."""
+        self.losses.begin()
+        repeated = max(0, (before.steps or 0) - first.step)
+        source = "checkpoint" if first.step == self._run.saving.step else "snapshot"
+        event = self._regrouped(
+            before.reason, before.at, first.step, repeated=repeated, source=source, kind="restarted"
+        )
+        self.record.write(msgspec.structs.replace(event, lost=(MASTER,)))
+
     def dismiss(self, leader: Leader, progress: Progress, reason: str) -> None:
         """Stop everyone. Somebody who died when all was saved was needed by nobody any more: a loss that costs nothing."""
         for lost in leader.stop(reason):
@@ -198,12 +216,17 @@ class Healing:
             try:
                 return self._revived(reached)
             except DoesNotFit as short:
-                if self._node_pool.await_another(str(short), self._run.interrupted):
+                if self._node_pool.await_another(str(short), self._waiting):
                     continue
                 if self._run.interrupted():
                     go_on = self._run.job.how_to_go_on
                     raise Interrupted(f"interrupted while the run was paused: {go_on}") from None
                 raise
+
+    def _waiting(self) -> bool:
+        """Whether the user wants to leave; a wait that is meant is no silence."""
+        self.record.still_here()
+        return self._run.interrupted()
 
     def _revived(self, reached: Progress) -> tuple[Generation, str]:
         run, generations, protection = self._run, self._generations, self._run.protection

@@ -279,6 +279,8 @@ class Generations:
         if not wire_format(self.config.training.wire).exact:
             return "steps"
         strategy, settings = registry.of(self.config.ring)
+        if self.config.ring.local_steps is not None:
+            return "replay"
         if compute_device.here().type != "cpu":
             return "replay"
         bits = keeps_bits(strategy, settings, self.config.training.sum_tree)

@@ -18,6 +18,7 @@ class Record:
     def __init__(self, log: EventLog, watcher: Watcher) -> None:
         self.log = log
         self.watcher = watcher
+        self._seen_at = 0.0
 
     def write(self, event: events.Event) -> None:
         self.log.write(event)
@@ -27,6 +28,13 @@ class Record:
     def began(self, run_dir: Path, event: events.RunStarted) -> None:
         self.log.write(event)
         self.watcher.started(run_dir, event)
+
+    def still_here(self) -> None:
+        """The run waits, and means to: whoever supervises it looks at the time of the last event."""
+        now = time.monotonic()
+        if now - self._seen_at > 1:
+            self._seen_at = now
+            self.log.touch()
 
     def warn(self, text: str) -> None:
         self.watcher.warn(text)

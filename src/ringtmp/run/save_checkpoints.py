@@ -60,9 +60,26 @@ class Saving:
         self._record.write(CheckpointSaved(self.at, progress.step, self.at - started, size))
         return True
 
+    def writer(self, progress: Progress) -> CheckpointWriter:
+        """Of a checkpoint that somebody else fills, and `take` commits."""
+        return CheckpointWriter(self._folder, self._run, progress, self._sound)
+
+    def take(self, writer: CheckpointWriter, progress: Progress) -> None:
+        """From here on the run's newest, in the place of another of the same step."""
+        started = time.monotonic()
+        try:
+            self._newest = writer.commit()
+        except OSError as error:
+            writer.abandon()
+            raise CheckpointError(
+                f"the checkpoint of step {progress.step} cannot be written: {error.strerror}"
+            ) from error
+        self.step, self.at = progress.step, time.monotonic()
+        self._record.write(CheckpointSaved(self.at, progress.step, self.at - started, writer.bytes))
+
     def _write(self, leader: Leader, progress: Progress) -> int:
         """Returns its bytes."""
-        writer = CheckpointWriter(self._folder, self._run, progress, self._sound)
+        writer = self.writer(progress)
         try:
             leader.save(writer)
             self._newest = writer.commit()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 from ringtmp.config import usual_microbatches
@@ -17,6 +17,7 @@ from ringtmp.data.stream_store import LEAST_LIMIT_BYTES, MEMORY_LIMIT_BYTES
 from ringtmp.data.tables_and_streams import Stream
 from ringtmp.errors import Interrupted, NodeLost, RingError, UsageError
 from ringtmp.launch.node_pool import NodePool
+from ringtmp.launch.supervise import restarted
 from ringtmp.metrics import events
 from ringtmp.metrics.event_log import EventLog
 from ringtmp.model.build import TRACED
@@ -25,7 +26,9 @@ from ringtmp.run.build_model import write_model
 from ringtmp.run.healing import Healing
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.measure_model import Reading
+from ringtmp.run.meet_home import Line
 from ringtmp.run.members_and_plan import Generations, Origin, Run, protection_of, settled
+from ringtmp.run.other_home import OtherHome, Settings
 from ringtmp.run.rebalancing import Rebalancing
 from ringtmp.run.record_events import Record
 from ringtmp.run.save_checkpoints import Saving
@@ -56,6 +59,7 @@ class Session:
             job.train, self._batch_size, self._microbatches, training.seed, keep=keep.stream_keep, folder=job.run.stream,
             memory_bytes=min(MEMORY_LIMIT_BYTES, max(LEAST_LIMIT_BYTES, free_memory_bytes() // 4)),
         )  # fmt: skip
+        _refuse_one_home(job)
         strategy, per_epoch = registry.get(job.config.ring.strategy), self._batches.steps_per_epoch
         if strategy.full_batch and per_epoch != 1:
             whole = "a stream has no whole" if isinstance(job.train, Stream) else f"use --batch-size {job.train.size}"
@@ -108,6 +112,12 @@ class Session:
 
     def _whole_run(self, record: Record) -> str:
         """Returns the digest of the weights."""
+        if self._job.line is None:
+            return self._in_this_home(record, None)
+        with closing(self._job.line(self._watcher.tell)) as line:
+            return self._in_this_home(record, line)
+
+    def _in_this_home(self, record: Record, line: Line | None) -> str:
         job, config = self._job, self._job.config
         endpoint = self._node_pool.start(self._ring, 1)
         config = settled(config, self._node_pool)
@@ -124,7 +134,7 @@ class Session:
             )
         generations = Generations(run, config, self._microbatches, endpoint)
         with keeping_what_is_there():
-            return self._led(run, generations)
+            return self._led(run, generations, line)
 
     def _opened(self, record: Record) -> Run:
         """With the model as it lies in the run directory."""
@@ -142,7 +152,7 @@ class Session:
             protection=protection_of(job.config, leave), leave_behind=leave,
         )  # fmt: skip
 
-    def _led(self, run: Run, generations: Generations) -> str:
+    def _led(self, run: Run, generations: Generations, line: Line | None) -> str:
         """The first generation, and all that come after it."""
         healing, origin, loop = Healing(run, generations), run.saving.opened, None
         try:
@@ -152,8 +162,11 @@ class Session:
                 first = generations.lay_out(begin) if left is None else healing.take_up(left, begin)
             except NodeLost as lost:
                 first = healing.heal(lost, origin.progress)
+            if (before := restarted()) is not None:
+                healing.record_restart(before, first)
             self._interrupted.armed = True
-            loop = TrainingLoop(run, first, healing)
+            home = None if line is None else OtherHome(run, healing, line, Settings.of(generations.config.ring))
+            loop = TrainingLoop(run, first, healing, home)
             self._outcome = loop.to_the_end()
             return weights_sha256(run.saving.newest(), run.layers, run.index.state)
         except Interrupted:
@@ -230,3 +243,20 @@ class Session:
                 text = f"{file} was removed and cannot be written again: its {count} events are in memory alone"
             self.unwritten.append(events.Warned(time.monotonic(), text))
             self._watcher.warn(text)
+
+
+def _refuse_one_home(job: Job) -> None:
+    """Settings of two homes and a way to the other go together; and both go through data that can be read again."""
+    local_steps = job.config.ring.local_steps
+    if local_steps is None and job.line is not None:
+        raise UsageError(
+            "--home-listen and --home-join need --local-steps: how many a home makes between two exchanges"
+        )
+    if local_steps is not None and job.line is None:
+        raise UsageError(
+            f"--local-steps {local_steps} needs another home: --home-listen ADDRESS in the one, --home-join TOKEN in the other"
+        )
+    if local_steps is not None and isinstance(job.train, Stream):
+        raise UsageError(
+            f"--local-steps {local_steps} needs data that can be read again from any step, and {job.train.name} is a stream"
+        )

@@ -12,6 +12,7 @@ from ringtmp.errors import Interrupted, NodeLost, UsageError
 from ringtmp.metrics import events
 from ringtmp.run.healing import Healing
 from ringtmp.run.members_and_plan import Generation, Run
+from ringtmp.run.other_home import OtherHome
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.losses import Score, is_of_bytes
 from ringtmp.runtime.stop_and_checkpoint_requests import CHECKPOINT, STOP, Requests, released
@@ -26,8 +27,10 @@ EVALUATION_FACTOR = 4
 class TrainingLoop:
     """`progress` is how far the run has come. Whoever heals or rebuilds the ring gives it the next generation."""
 
-    def __init__(self, run: Run, first: Generation, healing: Healing) -> None:
+    def __init__(self, run: Run, first: Generation, healing: Healing, home: OtherHome | None = None) -> None:
         self._run = run
+        self._home = home
+        self._met_home = home is None
         self._record = run.record
         self._watcher = run.record.watcher
         self._healing = healing
@@ -60,6 +63,9 @@ class TrainingLoop:
 
     def _steps(self) -> str:
         self._fresh = True
+        if self._home is not None and not self._met_home:
+            self._go_on_with(self._home.start(self._generation.leader, self.progress))
+            self._met_home = True
         total, epochs = self._run.total_steps, self._run.job.config.training.epochs
         while total is None or self.progress.step < total:
             batch = self._batch()
@@ -178,6 +184,8 @@ class TrainingLoop:
             return None
         if run.job.config.keep.test_then_train:
             return None
+        if self._home is not None and not self._home.may_pass(step):
+            return None
         if run.protection.due(step) or run.rebalancing.ready(run.protection):
             return None
         leaving = run.interrupted() or bool(self._asked) or self._change() is not None
@@ -188,6 +196,8 @@ class TrainingLoop:
 
     def _at_rest(self) -> None:
         """Nothing is under way: a checkpoint may be taken, the ring rebuilt, the run interrupted."""
+        if self._home is not None and self._home.due(self.progress):
+            self._go_on_with(self._home.exchange(self._generation.leader, self.progress))
         run, healing, every = self._run, self._healing, self._run.job.config.keep.checkpoint_every
         due = every is not None and self.progress.step % every == 0
         if due or CHECKPOINT in self._asked or (run.batches.full and self._may_try()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from ringtmp.config import RunConfig
 from ringtmp.data.tables_and_streams import Source
 from ringtmp.metrics import events
 from ringtmp.model.layers import Model
+from ringtmp.run.meet_home import Line
 from ringtmp.runtime.losses import LossFunction
 from ringtmp.runtime.run_directory import RunDirectory
 
@@ -57,6 +58,10 @@ class Watcher:
         `weights_sha256` and `error` are None where there is none."""
 
 
+#: Opens the line to the other home, with what the user is to be told of it.
+OpenLine = Callable[[Callable[[str], None]], Line]
+
+
 @dataclass(frozen=True)
 class Job:
     """What to train, besides the settings."""
@@ -68,6 +73,7 @@ class Job:
     loss: LossFunction
     loss_name: str
     run: RunDirectory
+    line: OpenLine | None = None  # None: there is one home
 
     @property
     def how_to_go_on(self) -> str:

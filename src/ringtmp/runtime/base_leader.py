@@ -173,6 +173,11 @@ class BaseLeader:
     def farewell(self) -> events.NodeEnded:
         return self._member.farewell()
 
+    def keep_in_touch(self) -> None:
+        """While the run waits for something else: hear what nodes say, and notice who is gone."""
+        while self._work_once():
+            pass
+
     def try_lines(self) -> dict[int, tuple[float, float]]:
         return {}
 

@@ -58,6 +58,7 @@ class Progress(msgspec.Struct, frozen=True):
     epochs_without_gain: int = 0
     epochs_done: int = 0
     stream: StreamPlace = StreamPlace()
+    outer_round: int = 0  # exchanges with another home so far
 
     def after_epoch(self, epoch: int, loss: float | None) -> Progress:
         """`loss` on the test part, if there is one."""
@@ -65,8 +66,9 @@ class Progress(msgspec.Struct, frozen=True):
             return msgspec.structs.replace(self, epochs_done=epoch + 1)
         gained = self.best_loss is None or loss < self.best_loss
         return Progress(
-            self.step, loss if gained else self.best_loss, 0 if gained else self.epochs_without_gain + 1, epoch + 1
-        )
+            self.step, loss if gained else self.best_loss, 0 if gained else self.epochs_without_gain + 1, epoch + 1,
+            outer_round=self.outer_round,
+        )  # fmt: skip
 
 
 class Manifest(msgspec.Struct, frozen=True):

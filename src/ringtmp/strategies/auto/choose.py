@@ -133,8 +133,10 @@ def _ways(question: Question) -> Iterator[Way]:
 
 
 def _worth_a_look(way: Way, nodes: int) -> bool:
-    """What has leave, and what is quick to simulate."""
-    return not way.needs or (nodes <= MOST_TO_TELL_OF and not way.strategy.splits_layers)
+    """What has leave, and what is quick to simulate. Delay is not advertised: a shorter step may need more of them."""
+    if not way.needs:
+        return True
+    return nodes <= MOST_TO_TELL_OF and not way.strategy.splits_layers and "--any-bits" not in way.needs
 
 
 def _described(strategy: Strategy, config: RunConfig, asked: RunConfig) -> Way:

@@ -52,8 +52,11 @@ from ringtmp.strategies.data_parallel.checked_settings import refuse_too_short
 from ringtmp.wire.formats import wire_format
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from ringtmp.config import RunConfig
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import WorkerMember
     from ringtmp.wire.messages import Enlist
@@ -113,6 +116,9 @@ class Averaging(Strategy):
 
     def delayed(self, settings: AveragingSettings) -> bool:
         return settings.first_tau > 1
+
+    def ways(self, config: RunConfig) -> Sequence[RunConfig]:
+        return [config]
 
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.data_parallel.plan import between_means, plan
