@@ -147,6 +147,8 @@ class Strategy:
     chooses: ClassVar[bool] = False
     #: Every step takes the whole data.
     full_batch: ClassVar[bool] = False
+    #: Workers take shares of a batch; else every worker takes the whole.
+    shares_batches: ClassVar[bool] = True
     #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
     sums_gradients: ClassVar[bool] = False
     state_from: ClassVar[StateFrom] = "checkpoint"

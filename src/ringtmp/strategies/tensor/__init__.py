@@ -71,6 +71,7 @@ class Tensor(Strategy):
     )  # fmt: skip
     runs = (Runs("COTS HPC", "tensor", lacks="convolutions cut by places of the picture"),)
     Settings = TensorSettings
+    shares_batches = False
     short = "least"
     short_number = "4096 for weights with fewer values to stay whole"
 
