@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,9 @@ def test_two_and_four_workers_give_what_one_process_gives(model: str, tmp_path: 
         assert all(each.params < 0.8 * whole for each in cut.summary.per_node)
 
 
-def test_clipping_adam_and_a_smaller_last_batch_agree_and_every_delivery_order_has_the_same_bits(tmp_path: Path) -> None:
+def test_clipping_adam_and_a_smaller_last_batch_agree_and_every_delivery_order_has_the_same_bits(
+    tmp_path: Path,
+) -> None:
     more: dict[str, Any] = {
         "optimizer": "adamw", "optimizer_settings": {"lr": 1e-3}, "clip_norm": 0.3, "batch_size": 480, "epochs": 1,
         "steps": None, "microbatches": 4,
@@ -98,9 +101,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path: Path
     more: dict[str, Any] = {"optimizer": "adam", "optimizer_settings": {"lr": 1e-3}}
     whole = train("convnet", "tensor:64", 2, tmp_path / "whole", steps=4, **more)
     train("convnet", "tensor:64", 2, tmp_path / "half", steps=2, **more)
-    rest = api.resume(
-        tmp_path / "half" / "run", {"steps": 4}, None, None, watcher=api.Watcher(), pool=InMemoryPool(2)
-    )
+    rest = api.resume(tmp_path / "half" / "run", {"steps": 4}, None, None, watcher=api.Watcher(), pool=InMemoryPool(2))
     assert rest.summary.weights_sha256 == whole.summary.weights_sha256
 
 
@@ -144,7 +145,7 @@ def test_heads_are_shared_out_with_one_sum_each_way(tmp_path: Path) -> None:
 
 def dense(*sizes: int) -> nn.Sequential:
     torch.manual_seed(1)
-    linears = [nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
+    linears = [nn.Linear(*pair) for pair in pairwise(sizes)]
     return nn.Sequential(nn.Flatten(), *(each for one in linears for each in (one, nn.ReLU())))
 
 
@@ -167,7 +168,7 @@ class Twice(nn.Module):
         (dense(64, 30, 9), 4, {}, r"takes 30 values and gives 9, which 4 workers cannot share out evenly: use 1, 2, 3, 5"),
         (attention(3), 4, {}, "an attention has 3 heads, which 4 workers cannot share out evenly: use 1, 3 nodes"),
         (attention(4, dropout=0.1), 2, {}, "dropout inside attention .* set the dropout of the attention weights to 0"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 2, {"strategy": "tensor:100000"}, "finds nothing to cut.*least=100000"),
+        (dense(64, 10), 2, {"strategy": "tensor:100000"}, "finds nothing to cut.*least=100000"),
         (Twice(), 2, {}, "changes a value in place that is used again"),
         (dense(64, 30, 10), 2, {"optimizer": "muon", "optimizer_settings": {"lr": 1e-3}}, "muon works on whole matrices"),
         (dense(64, 30, 10), 2, {"wire": "int8"}, "use --wire float32"),
@@ -177,9 +178,6 @@ class Twice(nn.Module):
 def test_what_does_not_divide_or_cannot_be_cut_is_refused_before_the_start(
     model: nn.Module, nodes: int, given: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    given = dict(given)
+    rest = {"strategy": "tensor:64", **given}
     with pytest.raises(RingError, match=said):
-        if given.get("strategy"):
-            train(model, given.pop("strategy"), nodes, tmp_path, **given)
-        else:
-            train(model, "tensor:64", nodes, tmp_path, **given)
+        train(model, rest.pop("strategy"), nodes, tmp_path, **rest)

@@ -90,7 +90,13 @@ class Collectives:
         untrusted.whole(message.step, "the number of an exchange", self.number, self.number + 1)
         untrusted.whole(message.bucket, "the kind of an exchange", ADDED, TOLD)
         specs = message.tensors
-        if message.there or len(specs) != 1 or specs[0] is None or specs[0].dtype != PLAIN.name or len(specs[0].shape) != 1:
+        if (
+            message.there
+            or len(specs) != 1
+            or specs[0] is None
+            or specs[0].dtype != PLAIN.name
+            or len(specs[0].shape) != 1
+        ):
             raise ProtocolError(f"sent {specs} as a part of a vector")
         if message.bucket == TOLD and (message.chunk, message.hop) != (self._workers.index(sender), 0):
             raise ProtocolError(f"told part {message.chunk}, which is not its to tell")

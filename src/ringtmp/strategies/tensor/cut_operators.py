@@ -13,28 +13,31 @@ from ringtmp.strategies.tensor.cut_tensors import Cut
 
 Shape = tuple[int, ...]
 
+_EACH_VALUE = """
+relu gelu silu sigmoid tanh neg exp abs sqrt rsqrt square hardswish hardsigmoid hardtanh leaky_relu elu mish softplus relu6 selu
+celu log clamp clamp_min clamp_max pow add sub rsub mul div maximum minimum masked_fill where to _to_copy contiguous clone alias
+detach erf sin cos reciprocal
+"""
+_EACH_CHANNEL = """
+max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+upsample_nearest2d upsample_bilinear2d
+"""
+_VIEWS = """
+permute transpose select slice unbind chunk split split_with_sizes flatten unflatten squeeze unsqueeze expand t getitem alias
+detach narrow
+"""
 #: Every value by itself, of arguments that are broadcast together.
-EACH_VALUE = frozenset(
-    "relu gelu silu sigmoid tanh neg exp abs sqrt rsqrt square hardswish hardsigmoid hardtanh leaky_relu elu mish softplus "
-    "relu6 selu celu log clamp clamp_min clamp_max pow add sub rsub mul div maximum minimum masked_fill where to _to_copy "
-    "contiguous clone alias detach erf sin cos reciprocal".split()
-)
+EACH_VALUE = frozenset(_EACH_VALUE.split())
 #: Every channel (dimension 1) by itself.
-EACH_CHANNEL = frozenset(
-    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d upsample_nearest2d upsample_bilinear2d".split()
-)
+EACH_CHANNEL = frozenset(_EACH_CHANNEL.split())
 #: New shapes of the same values in the same order; the second argument is the shape.
-RESHAPES = frozenset("view reshape _unsafe_view".split())
+RESHAPES = frozenset({"view", "reshape", "_unsafe_view"})
 #: Over the dimensions that are their second argument.
-OVER_DIMS = frozenset("mean sum amax amin var".split())
+OVER_DIMS = frozenset({"mean", "sum", "amax", "amin", "var"})
 #: Along the dimension that is their second argument.
-ALONG_DIM = frozenset("softmax _softmax log_softmax cumsum".split())
+ALONG_DIM = frozenset({"softmax", "_softmax", "log_softmax", "cumsum"})
 #: Makers of views: what is written into one is written into what it shows.
-VIEWS = RESHAPES | frozenset(
-    "permute transpose select slice unbind chunk split split_with_sizes flatten unflatten squeeze unsqueeze expand t getitem "
-    "alias detach narrow".split()
-)
+VIEWS = RESHAPES | frozenset(_VIEWS.split())
 
 
 def name_of(target: str) -> str:

@@ -25,40 +25,25 @@ from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import GRAD_MODE
 from ringtmp.model.portable_layer import Argument, Graph, Items, Op, OwnedTensor, Ref, slots
 from ringtmp.model.random_operators import draws
-from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.strategies.tensor import cut_operators as rules
 from ringtmp.strategies.tensor.cut_operators import name_of
-from ringtmp.strategies.tensor.cut_tensors import Cut, part_shape
+from ringtmp.strategies.tensor.cut_tensors import Cut
 from ringtmp.strategies.tensor.local_program import Exchanged, LocalProgram, Writer
 
 #: By the name of a weight in the model; one that is not there is whole.
 Cuts = dict[str, Cut]
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-#: Blocks that outputs may lie in: one; keys and values; queries, keys and values.
-GROUPS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Way:
-    """What the cutting goes by. `rank` -1: whose program it is does not matter."""
+    """What the cutting goes by."""
 
     workers: int
     least: int
     rank: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)  # of weights cut by outputs, where it is not 1
     fixed: Cuts | None = None  # decided already
-
-
-def shapes_of(graph: Graph, inputs: Sequence[torch.Tensor], tensors: Mapping[str, OwnedTensor]) -> list[Any]:
-    """Of every value, on torch's meta device: tensors without memory, and sizes."""
-    every = Graph(graph.inputs, graph.ops, tuple(Ref(at) for at in range(len(graph.inputs) + len(graph.ops))), False)
-    owned = {
-        each.name: torch.empty(tensors[each.name].shape, dtype=dtype_of(tensors[each.name].dtype), device="meta")
-        for each in graph.inputs
-        if each.kind != "input"
-    }
-    with torch.no_grad():
-        return Program(every, "meta").run(list(inputs), owned)
 
 
 class Cutting:
@@ -188,7 +173,9 @@ class Cutting:
         """Where the cut dimension is in the result, of what moves values or works on other dimensions."""
         rest, dims = op.args[1:], len(shape)
         one = rest[0] if rest and isinstance(rest[0], int) else None
-        listed = [each for each in rest[0].values if isinstance(each, int)] if rest and isinstance(rest[0], Items) else []
+        listed = (
+            [each for each in rest[0].values if isinstance(each, int)] if rest and isinstance(rest[0], Items) else []
+        )
         if name in rules.EACH_CHANNEL:
             return cut if cut.dim == 1 else None
         if name in rules.RESHAPES or name in ("flatten", "unflatten"):
@@ -325,13 +312,16 @@ class Cutting:
         mask = op.args[3] if len(op.args) > 3 else op.kwargs.get("attn_mask")
         if isinstance(mask, Ref) and (len(self._shape(mask.slot)) == 4 and self._shape(mask.slot)[1] != 1):
             return None
-        return cut, self._writer.add(self._with(op, lambda each: self._cut[each][1] if each in three else self._spread(each)))
+        return cut, self._writer.add(
+            self._with(op, lambda each: self._cut[each][1] if each in three else self._spread(each))
+        )
 
     def _refuse_heads(self, query: int) -> None:
         heads, workers = self._shape(query)[1] if len(self._shape(query)) == 4 else 0, self._way.workers
         if heads % workers:
             raise UsageError(
-                f"an attention has {heads} heads, which {workers} workers cannot share out evenly: use {_choices([heads])} nodes"
+                f"an attention has {heads} heads, which {workers} workers cannot share out evenly: use {_choices([heads])} "
+                "nodes"
             )
 
     def _heads_product(self, op: Op, cut: Cut, dims: int) -> tuple[Cut, Argument] | None:
@@ -418,25 +408,3 @@ def refuse_what_cannot_be_cut(graph: Graph) -> None:
     for each in graph.inputs:
         if each.kept:
             raise UsageError(f"strategy tensor cuts float32 weights, and {each.name} is kept in {each.kept}")
-
-
-def parts_of(tensors: Mapping[str, OwnedTensor], cuts: Cuts, workers: int) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor at a worker."""
-    return {name: part_shape(each.shape, cuts.get(name), workers) for name, each in tensors.items()}
-
-
-def best_cuts(
-    graph: Graph, inputs: Sequence[torch.Tensor], tensors: Mapping[str, OwnedTensor], workers: int, least: int
-) -> Cuts:
-    """Column by column, in which blocks its outputs lie (queries, keys and values?): whatever sends least."""
-    values = shapes_of(graph, inputs, tensors)
-    groups: dict[str, int] = {}
-    best = Cutting(graph, values, tensors, Way(workers, least))
-    for name in [name for name, cut in best.cuts.items() if cut == Cut(0) and len(tensors[name].shape) > 1]:
-        for each in GROUPS[1:]:
-            if not Cut(0, each).divides(tensors[name].shape[0], workers):
-                continue
-            other = Cutting(graph, values, tensors, Way(workers, least, groups={**groups, name: each}))
-            if other.program.sent(workers, True) < best.program.sent(workers, True):
-                groups[name], best = each, other
-    return best.cuts

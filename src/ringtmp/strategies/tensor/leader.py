@@ -64,7 +64,9 @@ class TensorLeader(BaseLeader):
             names = {each.name: layer.full_name(each) for each in layer.tensors}
             owners = [*(layer.full_name(each) for each in layer.tensors), *(names[name] for name, _ in state)]
             for rank, worker in enumerate(self._workers):
-                mine = [self._mine(name, each, rank) for name, each in zip(owners, [*tensors, *state.values()], strict=True)]
+                mine = [
+                    self._mine(name, each, rank) for name, each in zip(owners, [*tensors, *state.values()], strict=True)
+                ]
                 self.endpoint.post(worker, Place(index, graph, tuple(state)), mine)
             self._settle(PLACING_BYTES)
         if self._plan.loss is not None:
@@ -80,8 +82,10 @@ class TensorLeader(BaseLeader):
     def _settle(self, most_bytes: int) -> None:
         """Until no more than this is on its way."""
         self._until(
-            lambda: sum(self.endpoint.in_flight_bytes(each, Channel.BULK) for each in self._workers if each != MASTER)
-            <= most_bytes,
+            lambda: (
+                sum(self.endpoint.in_flight_bytes(each, Channel.BULK) for each in self._workers if each != MASTER)
+                <= most_bytes
+            ),
             lambda: "the layers to arrive",
             self._stall_limit(),
         )
@@ -173,7 +177,10 @@ class TensorLeader(BaseLeader):
             raise ProtocolError(f"workers have different optimizer state for layer {layer.name}")
         names = {each.name: layer.full_name(each) for each in layer.tensors}
         owners = [*names.values(), *(names[name] for name, _ in state)]
-        whole = [self._together(name, parts) for name, parts in zip(owners, zip(*(t for _, t in found), strict=True), strict=True)]
+        whole = [
+            self._together(name, parts)
+            for name, parts in zip(owners, zip(*(t for _, t in found), strict=True), strict=True)
+        ]
         own = len(layer.tensors)
         return whole[:own], dict(zip(state, whole[own:], strict=True))
 

@@ -1,10 +1,10 @@
 """Worker k: has its part of every cut weight, takes every batch whole, and meets the others wherever parts come together.
 
-    for t in 0, 1, 2, ...          on every worker
-      x, y <- batch t
-      for every piece of the model:   z_k <- operators of worker k;  z <- all-reduce, or gather, where the next takes it whole
-      loss <- of whole outputs, the same on every worker
-      the same backward;  w_k <- w_k - rate(t) g_k        with its own part of every gradient
+for t in 0, 1, 2, ...          on every worker
+  x, y <- batch t
+  for every piece of the model:   z_k <- operators of worker k;  z <- all-reduce, or gather, where the next takes it whole
+  loss <- of whole outputs, the same on every worker
+  the same backward;  w_k <- w_k - rate(t) g_k        with its own part of every gradient
 """
 
 from __future__ import annotations

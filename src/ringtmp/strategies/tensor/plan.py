@@ -95,12 +95,18 @@ def _refuse(request: PlanRequest) -> None:
             f"{recipe.optimizer} works on whole matrices, and strategy tensor cuts them: use --optimizer {others}"
         )
     if not request.index.inputs:
-        raise UsageError("strategy tensor needs to know the shapes of the model's inputs: train it anew with this version")
+        raise UsageError(
+            "strategy tensor needs to know the shapes of the model's inputs: train it anew with this version"
+        )
     if recipe.randomness != "operator":
         raise UsageError("strategy tensor numbers random operators, and this run was begun by an older version")
     for layer in request.layers:
         for each in layer.tensors:
             if each.trainable and each.dtype != PLAIN.name:
-                raise UsageError(f"{layer.full_name(each)} is {each.dtype}: strategy tensor cuts {PLAIN.name} parameters only")
+                raise UsageError(
+                    f"{layer.full_name(each)} is {each.dtype}: strategy tensor cuts {PLAIN.name} parameters only"
+                )
             if each.kind == "scale" or each.copied:
-                raise UsageError(f"{layer.full_name(each)} is kept small or shared by cells: strategy tensor cannot cut it")
+                raise UsageError(
+                    f"{layer.full_name(each)} is kept small or shared by cells: strategy tensor cannot cut it"
+                )

@@ -66,7 +66,9 @@ class Pass:
     training: bool
     values: list[Values]  # per microbatch
     gradients: list[Values] = field(default_factory=list)
-    kept: dict[int, list[tuple[Values, list[Any]]]] = field(default_factory=dict)  # by piece: what entered and what left
+    kept: dict[int, list[tuple[Values, list[Any]]]] = field(
+        default_factory=dict
+    )  # by piece: what entered and what left
 
     def forward(self) -> Work:
         for at, step in enumerate(self.compiled.program.steps):
@@ -185,5 +187,3 @@ def _like(vector: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.T
     """Freshly laid out: received vectors and slices of them start anywhere."""
     parts = torch.split(vector, [each.numel() for each in tensors])
     return [each.clone().view(tensor.shape) for each, tensor in zip(parts, tensors, strict=True)]
-
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
@@ -12,8 +11,9 @@ import torch
 from ringtmp.model.portable_layer import Graph, Layer, OwnedTensor
 from ringtmp.model.run_graph import dtype_of
 from ringtmp.model.whole_graph import whole_graph
+from ringtmp.strategies.tensor.choose_cuts import best_cuts, shapes_of
 from ringtmp.strategies.tensor.cut_tensors import Cut, part_shape
-from ringtmp.strategies.tensor.cutting import Cuts, Cutting, Way, best_cuts, shapes_of
+from ringtmp.strategies.tensor.cutting import Cuts, Cutting, Way
 from ringtmp.strategies.tensor.local_program import LocalProgram
 from ringtmp.wire.messages import Crossing
 
@@ -70,7 +70,7 @@ def decide(layers: Sequence[Layer], inputs: Sequence[Crossing], workers: int, le
     return best_cuts(graph, samples(inputs), tensors, workers, least)
 
 
-def programs(layers: Sequence[Layer], told: Any, rank: int, workers: int) -> Programs:
+def programs(layers: Sequence[Layer], told: Told, rank: int, workers: int) -> Programs:
     """One worker's own, for cuts that are decided."""
     tensors, entering = tensors_of(layers), samples(told.inputs)
 
