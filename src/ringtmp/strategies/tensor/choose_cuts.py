@@ -10,7 +10,7 @@ import torch
 from ringtmp.model.portable_layer import Graph, OwnedTensor, Ref
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.strategies.tensor.cut_tensors import Cut
-from ringtmp.strategies.tensor.cutting import Cuts, Cutting, Way
+from ringtmp.strategies.tensor.cutting import BY_INPUTS, Cuts, Cutting, Way
 
 #: Blocks that outputs may lie in: keys and values; queries, keys and values.
 GROUPS = (2, 3)
@@ -31,13 +31,15 @@ def shapes_of(graph: Graph, inputs: Sequence[torch.Tensor], tensors: Mapping[str
 def best_cuts(
     graph: Graph, inputs: Sequence[torch.Tensor], tensors: Mapping[str, OwnedTensor], workers: int, least: int
 ) -> Cuts:
-    """Column by column, in which blocks its outputs lie (queries, keys and values?): whatever sends least."""
+    """Of every weight that is cut by outputs: would it be better by inputs, and in which blocks do its outputs lie (queries,
+    keys and values)? Whatever sends least."""
     values = shapes_of(graph, inputs, tensors)
     groups: dict[str, int] = {}
     best = Cutting(graph, values, tensors, Way(workers, least))
     for name in [name for name, cut in best.cuts.items() if cut == Cut(0) and len(tensors[name].shape) > 1]:
-        for each in GROUPS:
-            if not Cut(0, each).divides(tensors[name].shape[0], workers):
+        for each in (BY_INPUTS, *GROUPS):
+            shape = tensors[name].shape
+            if not (shape[1] % workers == 0 if each == BY_INPUTS else Cut(0, each).divides(shape[0], workers)):
                 continue
             other = Cutting(graph, values, tensors, Way(workers, least, groups={**groups, name: each}))
             if other.program.sent(workers, True) < best.program.sent(workers, True):

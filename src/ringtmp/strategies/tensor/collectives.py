@@ -21,6 +21,18 @@ from ringtmp.wire.messages import GradientPart, Message
 ADDED, TOLD = 0, 1
 
 
+class StepSender(Sender):
+    """Counts what it sends towards the step only while there is one: what an evaluation sends belongs to none."""
+
+    training = False
+
+    def post(self, peer: int, part: GradientPart, tensors: Sequence[torch.Tensor]) -> None:
+        if self.training:
+            super().post(peer, part, tensors)
+        else:
+            self._endpoint.post(peer, part, tensors)
+
+
 class Collectives:
     def __init__(self, sender: Sender, workers: Sequence[int]) -> None:
         self._sender = sender

@@ -23,8 +23,9 @@ class Cut(NamedTuple):
 
 def part(tensor: torch.Tensor, cut: Cut, rank: int, workers: int) -> torch.Tensor:
     """What a worker has of it; freshly allocated."""
-    blocks = tensor.unflatten(cut.dim, (cut.groups, workers, -1)).select(cut.dim + 1, rank)
-    return blocks.flatten(cut.dim, cut.dim + 1).clone(memory_format=torch.contiguous_format)
+    before, after = tensor.shape[: cut.dim], tensor.shape[cut.dim + 1 :]
+    blocks = tensor.reshape(*before, cut.groups, workers, -1, *after).select(cut.dim + 1, rank)
+    return blocks.reshape(*before, -1, *after).clone(memory_format=torch.contiguous_format)
 
 
 def part_shape(shape: Sequence[int], cut: Cut | None, workers: int) -> tuple[int, ...]:
@@ -33,5 +34,6 @@ def part_shape(shape: Sequence[int], cut: Cut | None, workers: int) -> tuple[int
 
 def joined(parts: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
     """The whole of all parts, in the order of the workers."""
-    blocks = [each.unflatten(cut.dim, (cut.groups, -1)) for each in parts]
-    return torch.stack(blocks, cut.dim + 1).flatten(cut.dim, cut.dim + 2)
+    before, after = parts[0].shape[: cut.dim], parts[0].shape[cut.dim + 1 :]
+    blocks = [each.reshape(*before, cut.groups, -1, *after) for each in parts]
+    return torch.stack(blocks, cut.dim + 1).reshape(*before, -1, *after)

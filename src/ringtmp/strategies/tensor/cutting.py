@@ -35,6 +35,10 @@ Cuts = dict[str, Cut]
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 
 
+#: Instead of groups: the weight is cut by inputs although its input is whole, and each worker takes a part of that.
+BY_INPUTS = 0
+
+
 @dataclass(frozen=True)
 class Way:
     """What the cutting goes by."""
@@ -42,7 +46,9 @@ class Way:
     workers: int
     least: int
     rank: int = 0
-    groups: Mapping[str, int] = field(default_factory=dict)  # of weights cut by outputs, where it is not 1
+    groups: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of weights cut by outputs, where it is not 1; or BY_INPUTS
     fixed: Cuts | None = None  # decided already
 
 
@@ -90,7 +96,7 @@ class Cutting:
         if key not in self._memo:
             assert isinstance(source, Ref)
             values, back = math.prod(self._shape(slot)), slot in self._trained
-            self._memo[key] = self._writer.add(Exchanged(kind, source.slot, cut, values, back))  # type: ignore[arg-type]
+            self._memo[key] = self._writer.add(Exchanged(kind, source.slot, cut, values, back))
         return self._memo[key]
 
     def _wanted_whole(self, slot: int) -> Argument:
@@ -273,7 +279,7 @@ class Cutting:
         cut = self._only_cut(x)
         if cut is not None and cut.dim == dim:
             self.cuts[own] = Cut(1, cut.groups)
-        elif Cut(0, groups).divides(shape[0], workers):
+        elif groups != BY_INPUTS and Cut(0, groups).divides(shape[0], workers):
             self.cuts[own] = Cut(0, groups)
             if bias >= 0:
                 self.cuts[self._graph.inputs[bias].name] = Cut(0, groups)

@@ -34,9 +34,8 @@ from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.message_checks import is_a
 from ringtmp.strategies.data_parallel.samples_already_sent import Rows
-from ringtmp.strategies.data_parallel.sum_over_workers import Sender
 from ringtmp.strategies.tensor import program_run
-from ringtmp.strategies.tensor.collectives import Collectives
+from ringtmp.strategies.tensor.collectives import Collectives, StepSender
 from ringtmp.strategies.tensor.program_run import Compiled, Pass, Together
 from ringtmp.strategies.tensor.told import Told, local_layer, programs
 from ringtmp.wire.messages import (
@@ -64,7 +63,8 @@ class TensorMember:
         )  # fmt: skip
         self._plan, self._told, self._workers = plan, told, roles.workers
         self._rank = roles.workers.index(endpoint.node)
-        self._together = Collectives(Sender(endpoint, plan.wire, self._recorder), roles.workers)
+        self._sender = StepSender(endpoint, plan.wire, self._recorder)
+        self._together = Collectives(self._sender, roles.workers)
         self._loss: LossFunction = LOSSES.get(plan.loss, not_there)
         self._rows = Rows()
         self._layers: list[Layer] = []
@@ -87,7 +87,10 @@ class TensorMember:
         message = mail.message
         self._recorder.heard(mail.arrived_at)
         if isinstance(message, GradientPart):
-            self._recorder.received(message.bucket, message.chunk, mail.first_at, mail.arrived_at, mail.payload_bytes)
+            if self._sender.training:
+                self._recorder.received(
+                    message.bucket, message.chunk, mail.first_at, mail.arrived_at, mail.payload_bytes
+                )
             self._together.part(mail)
         elif isinstance(message, Work):
             self._work.append((message, mail.tensors))
@@ -120,8 +123,8 @@ class TensorMember:
 
     def _complete(self) -> None:
         found = programs(self._layers, self._told, self._rank, len(self._workers))
-        for training, each in ((True, found.train), (False, found.evaluate)):
-            self._compiled[training] = Compiled(each, self._owned, self._rank, len(self._workers))
+        for training, program in ((True, found.train), (False, found.evaluate)):
+            self._compiled[training] = Compiled(program, self._owned, self._rank, len(self._workers))
         recipe, states = self._plan.recipe, []
         for index, layer in enumerate(self._layers):
             for each in layer.tensors:
@@ -170,6 +173,7 @@ class TensorMember:
             self._recorder.waiting_for("work")
             return False
         work, tensors = self._work.popleft()
+        self._sender.training = work.training
         self._under_way = self._trained_on(work, tensors) if work.training else self._evaluated(work, tensors)
         return True
 

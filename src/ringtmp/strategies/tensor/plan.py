@@ -61,7 +61,7 @@ def plan(request: PlanRequest, strategy: Strategy, least: int) -> TensorPlan:
             "strategy tensor finds nothing to cut: no linear layer or convolution of this model has as many weights as "
             f"least={least}; lower it"
         )
-    told = Told(least, inputs, {name: tuple(each) for name, each in cuts.items()})
+    told = Told(least, inputs, {name: (each.dim, each.groups) for name, each in cuts.items()})
     local = [local_layer(each, cuts, workers) for each in layers]
     per_sample = programs(layers, told, 0, workers).train.sent(workers, True) / TRIED_WITH
     enlist = Enlist(
