@@ -69,19 +69,24 @@ def facts(result: api.Result) -> dict[str, Any]:
     return dict(first["facts"])
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_two_and_four_workers_give_what_one_process_gives(model: str, tmp_path: Path) -> None:
+def rings() -> list[Any]:
+    quick = {("mlp", 4), ("gpt", 2)}
+    every = [(model, nodes) for model in MODELS for nodes in (2, 4)]
+    return [pytest.param(*each, marks=[] if each in quick else [pytest.mark.long]) for each in every]
+
+
+@pytest.mark.parametrize(("model", "nodes"), rings())
+def test_workers_with_parts_of_layers_give_what_one_process_gives(model: str, nodes: int, tmp_path: Path) -> None:
     alone = train(model, "ring", 1, tmp_path / "alone")
-    for nodes in (2, 4):
-        cut = train(model, "tensor:64", nodes, tmp_path / f"cut{nodes}")
-        assert apart(weights(alone), weights(cut)) < 1e-5
-        assert cut.summary.test_loss == pytest.approx(alone.summary.test_loss, rel=1e-5)
-        assert cut.summary.accuracy == alone.summary.accuracy
-        # What the plan counts in its graph is what goes over the wire, and every worker holds less than the model.
-        per_step = facts(cut)["parts_per_sample"] * 20 * 4
-        assert cut.summary.bytes_total == pytest.approx(per_step * 3, rel=0.02)
-        whole = sum(each.numel() for each in weights(alone).values())
-        assert all(each.params < 0.8 * whole for each in cut.summary.per_node)
+    cut = train(model, "tensor:64", nodes, tmp_path / "cut")
+    assert apart(weights(alone), weights(cut)) < 1e-5
+    assert cut.summary.test_loss == pytest.approx(alone.summary.test_loss, rel=1e-5)
+    assert cut.summary.accuracy == alone.summary.accuracy
+    # What the plan counts in its graph is what goes over the wire, and every worker holds less than the model.
+    per_step = facts(cut)["parts_per_sample"] * 20 * 4
+    assert cut.summary.bytes_total == pytest.approx(per_step * 3, rel=0.02)
+    whole = sum(each.numel() for each in weights(alone).values())
+    assert all(each.params < 0.8 * whole for each in cut.summary.per_node)
 
 
 def test_clipping_adam_and_a_smaller_last_batch_agree_and_every_delivery_order_has_the_same_bits(
