@@ -196,3 +196,32 @@ def test_what_does_not_divide_or_cannot_be_cut_is_refused_before_the_start(
     rest = {"strategy": "tensor:64", **given}
     with pytest.raises(RingError, match=said):
         train(model, rest.pop("strategy"), nodes, tmp_path, **rest)
+
+
+class Network(nn.Module):
+    """No list of layers: skips, and a weight that is used twice, which stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(64, 48), nn.Linear(48, 48, bias=False)
+        self.up, self.down, self.head = nn.Linear(48, 96), nn.Linear(96, 48), nn.Linear(48, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.silu(self.first(x.flatten(1)))
+        y = y + self.twice(torch.tanh(self.twice(y)))
+        y = y + self.down(F.gelu(self.up(y)))
+        logits: torch.Tensor = self.head(y)
+        return logits
+
+
+@pytest.mark.long
+def test_a_module_with_skips_and_a_weight_used_twice_gives_what_one_process_gives(tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        torch.manual_seed(1)
+        return Network()
+
+    alone = train(network(), "ring", 1, tmp_path / "alone")
+    cut = train(network(), "tensor:64", 2, tmp_path / "cut")
+    assert apart(weights(alone), weights(cut)) < 1e-5
+    found = RunDirectory(cut.run_dir).read_layers()[1]
+    assert len(found) > 1 or found[0].train_takes is not None, "it was cut into cells, or is one"
