@@ -44,7 +44,7 @@ def test_it_trains_on_joined_devices_as_on_local_processes(name: str, ring: Ring
     strategy, text = registry.OURS[name], SETTINGS.get(name, name)
     settings = strategy.read(registry.parse(text).settings)
     (ring.folder / "linear.py").write_text(LINEAR)
-    samples = 1437 if strategy.full_batch else 48
+    samples = 1438 if strategy.full_batch else 48
     what = [
         "--strategy", text, "--steps", 6, "--batch-size", samples, "--microbatches", 6,
         *(["--model", "linear.py:model"] if strategy.full_batch else ["--set", "width=96", "--set", "depth=2"]),
