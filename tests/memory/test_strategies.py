@@ -80,6 +80,7 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("gosgd", 5, {"p": 1.0}, long=True),
     Case("mpca", 5, {"tau": 2}, long=True),
     Case("gossip-learning", 5, long=True),
+    Case("tensor", 4, {"least": 64}, long=True),
 ]
 
 
@@ -242,6 +243,9 @@ def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -
         if case.settings.get("replicas"):
             applied = 1 if str(case.settings.get("consistency", "bsp")) == "bsp" else workers
             total += 4 * values * applied * steps
+    elif case.strategy == "tensor":
+        # Added up: what rows give, and what the head gives; put together: the gradient of what the head's parts take.
+        total = (n - 1) * (2 * 64 + 2 * 10 + 64) * 1437 * epochs * 4
     elif case.strategy != "ring":
         a_step = registry.get(case.strategy).traffic(settings_of(case), Sizes(1, (), 64), n).total * each
         total = round(a_step * steps)

@@ -76,7 +76,7 @@ def resolve(config: RunConfig) -> RunConfig:
             f"servers: use a strategy without servers, such as {registry.splitting_layers()}, or --optimizer {ELSEWHERE}"
         )
     workers = len(roles.workers)
-    if not strategy.splits_layers and microbatches < workers:
+    if not strategy.splits_layers and strategy.shares_batches and microbatches < workers:
         raise UsageError(
             f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
             + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")

@@ -94,6 +94,7 @@ class Sizes(msgspec.Struct, frozen=True):
     parameters: float
     cuts: tuple[float, ...]  # values per sample at every cut on the way round, where layers are split
     samples: float  # of a step
+    inside: float = 0.0  # values per sample that workers add up on the way there and back, where layers are cut inside
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -146,6 +147,8 @@ class Strategy:
     chooses: ClassVar[bool] = False
     #: Every step takes the whole data.
     full_batch: ClassVar[bool] = False
+    #: Workers take shares of a batch; else every worker takes the whole.
+    shares_batches: ClassVar[bool] = True
     #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
     sums_gradients: ClassVar[bool] = False
     state_from: ClassVar[StateFrom] = "checkpoint"

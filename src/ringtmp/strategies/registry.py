@@ -33,6 +33,7 @@ from ringtmp.strategies.mpca import STRATEGY as MPCA
 from ringtmp.strategies.ps import STRATEGY as PS
 from ringtmp.strategies.ring import STRATEGY as RING
 from ringtmp.strategies.scheduled import STRATEGY as SCHEDULED
+from ringtmp.strategies.tensor import STRATEGY as TENSOR
 from ringtmp.strategies.tree_easgd import STRATEGY as TREE_EASGD
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 GROUP = "ringtmp.strategies"
 _OURS = (
     RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
-    GADMM, SCHEDULED,
+    GADMM, SCHEDULED, TENSOR,
 )  # fmt: skip
 #: Stands for whichever of the others is chosen.
 AUTO: Strategy = CHOOSER

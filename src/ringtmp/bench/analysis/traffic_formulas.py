@@ -43,6 +43,13 @@ class Net(msgspec.Struct, frozen=True):
     def size(self) -> int:
         return sum(self.parameters)
 
+    @property
+    def inside(self) -> float:
+        """Values per sample that are added up where layers are cut inside: a chain of columns and rows, whose rows give a sum
+        forward, and whose columns, but for the first, one backward."""
+        sums = self.outputs[1::2]
+        return float(sum(sums) + sum(sums[: (len(self.outputs) - 1) // 2]))
+
 
 def dense(name: str, text: str, widths: tuple[int, ...]) -> Net:
     settings: dict[str, int] = {"depth": len(widths) - 2, "width": widths[1]}
@@ -128,7 +135,7 @@ def exchanged_values(parameters: int, nodes: int, one_server: bool) -> float:
 def _traffic(net: Net, family: str, nodes: int, batch_size: int, cuts: tuple[int, ...]) -> Traffic:
     way = parse(family)
     split = (cuts or even_cuts(net, nodes)) if way.splits_layers else ()
-    return way.traffic(Sizes(net.size, split, batch_size), nodes)
+    return way.traffic(Sizes(net.size, split, batch_size, net.inside), nodes)
 
 
 def break_even(net: Net, nodes: int) -> float:

@@ -296,7 +296,7 @@ def _shapes_table(choices: Choices, measured: Measured) -> Table:
 def _step_values(each: Cell, samples: float) -> float:
     width, depth = int(each.work.settings["width"]), int(each.work.settings["depth"])
     net = traffic_formulas.dense("task", "", (64, *[width] * depth, 10))
-    return each.way.traffic(Sizes(net.size, (width,) * each.nodes, samples), each.nodes).total
+    return each.way.traffic(Sizes(net.size, (width,) * each.nodes, samples, net.inside), each.nodes).total
 
 
 def _links(main: Sequence[Cell], measured: Measured) -> list[Figure]:
