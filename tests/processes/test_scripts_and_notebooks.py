@@ -75,7 +75,12 @@ def test_ctrl_c_shows_the_call_and_one_useful_line(tmp_path: Path, step: int, sa
     data = torch.randn(16, 6), torch.zeros(16, dtype=torch.long)
     with pytest.raises((Interrupted, KeyboardInterrupt)) as told:
         Ring(nodes=1, progress=False).fit(
-            Pressed(6, 3), data, steps=4, batch_size=8, run_dir=tmp_path / "run", on_step=lambda number, loss: press(number)
+            Pressed(6, 3),
+            data,
+            steps=4,
+            batch_size=8,
+            run_dir=tmp_path / "run",
+            on_step=lambda number, loss: press(number),
         )
     assert told.type is (Interrupted if step else KeyboardInterrupt)
     assert says in str(told.value)

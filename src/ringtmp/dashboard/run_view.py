@@ -108,7 +108,7 @@ class RunView:
         if isinstance(event, events.RunStarted) and self._started is None:
             self._fold_for(event)
         self._fold.take(event)
-        if isinstance(event, events.NodeEnded):
+        if isinstance(event, events.NodeEnded | events.NodeStep):
             return
         at_s = self._fold.run_s(event.at)
         self._log.take(event, at_s)
