@@ -44,6 +44,7 @@ class FitKeywords(TypedDict, total=False):
     microbatches: int | Literal["auto"] | None
     clip_norm: float | None
     seed: int
+    compute: str
     wire: str
     staleness: int
     sum_tree: int

@@ -12,6 +12,7 @@ import msgspec
 
 from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_declaration import Declaration as Is
+from ringtmp.model.compute_formats import COMPUTE_IN, PLAIN_COMPUTE
 from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
 from ringtmp.plan.objective import TIME, Objective
 from ringtmp.plan.pipeline_schedules import AUTO, ScheduleChoice
@@ -110,6 +111,9 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int | None, Is(
         "Threads per node, the same on every node.", NODES, least=1, keyword_of="Ring", bits=True,
         usual="1; with --listen the smallest core count among the devices")] = None
+    compute: Annotated[str, Is(
+        "What is computed in: {choices} (as torch's autocast has it; weights and updates stay float32).", TRAINING,
+        choices=COMPUTE_IN, bits=True)] = PLAIN_COMPUTE.name
     wire: Annotated[str, Is(
         "How numbers travel between nodes: {choices}.", PIPELINE, choices=WIRE_FORMATS, bits=True)] = "float32"
     staleness: Annotated[int, Is(
@@ -125,7 +129,8 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def numeric_mode(self) -> str:
         """What is computed with; bits repeat within one mode."""
-        return FROZEN_AS[self.frozen_as].mode
+        frozen = FROZEN_AS[self.frozen_as].aside
+        return COMPUTE_IN[self.compute].mode + (f", {frozen}" if frozen else "")
 
 
 class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,8 @@ def hello(message: Hello) -> Hello:
     for step, layer in message.kept:
         untrusted.whole(step, "the step of a snapshot")
         untrusted.whole(layer, "the layer of a snapshot")
-    return Hello(message.pid, untrusted.line(message.torch, 64), untrusted.line(message.capability, 64), message.kept)
+    said = (untrusted.line(each, 64) for each in (message.torch, message.capability))
+    return Hello(message.pid, *said, message.kept, untrusted.line(message.bfloat16, 64))
 
 
 def node_step(data: bytes, sender: int) -> NodeStep:

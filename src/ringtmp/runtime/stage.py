@@ -234,7 +234,7 @@ class Stage:
         what entered."""
         inputs = compute_device.brought(inputs)
         if not training:
-            with torch.no_grad():
+            with torch.no_grad(), compute_device.going_forward(self._recipe.compute):
                 values, _ = enter(inputs, [False] * len(inputs), self._runs[False].written)
                 for value, wanted in zip(values, wants, strict=True):
                     # A weight that another segment lends: without gradients, too, torch takes another kernel by this flag.
@@ -263,7 +263,7 @@ class Stage:
         """Forward under autograd. `once_more`: buffers have changed already and are left alone."""
         values, held.caught = enter(held.entered, held.wants, self._runs[True].written)
         held.later = [] if self._defer else None
-        with torch.enable_grad():
+        with torch.enable_grad(), compute_device.going_forward(self._recipe.compute):
             held.outputs = self._run(step, microbatch, values, self._side(step), True, held.later, once_more)
         return held.outputs
 

@@ -226,7 +226,9 @@ class Master(BaseLeader):
 
         def add(batch: Batch, microbatch: int, outputs: Any) -> None:
             targets = batch.targets[microbatch]
-            score.add(float(self._loss(outputs, targets)), outputs, targets)
+            with compute_device.going_forward(self._setup.recipe.compute):
+                loss = float(self._loss(outputs, targets))
+            score.add(loss, outputs, targets)
 
         self._run_through(batches, step, add)
         return score
@@ -254,7 +256,8 @@ class Master(BaseLeader):
         current = self._steps[step]
         with torch.enable_grad():
             (targets,) = compute_device.brought([current.batch.targets[microbatch]])
-            loss = self._loss(nested, targets)
+            with compute_device.going_forward(self._setup.recipe.compute):
+                loss = self._loss(nested, targets)
             weight = current.batch.weights[microbatch]
             value = float(loss.detach())
             if not math.isfinite(value):
