@@ -26,6 +26,7 @@ from ringtmp.launch.node_pool import NodePool, refuse_without_ranks
 from ringtmp.metrics import events
 from ringtmp.metrics.history import Row
 from ringtmp.model import zoo
+from ringtmp.model.compiled_graph import refuse_without_compiler
 from ringtmp.model.language_model_config import LanguageFacts
 from ringtmp.model.layers import Model
 from ringtmp.model.next_token import Choice
@@ -344,6 +345,8 @@ def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[eve
     with left_alone(), computing_on(job.config.ring.device), interruptible() as interruption:
         compute = job.config.training.compute
         refuse_slow_bfloat16(compute, bfloat16_units(), f"this machine ({cpu_name()})")
+        if job.config.training.compile:
+            refuse_without_compiler()
         session = Session(job, pool, watcher or Watcher(), interruption)
         session.train()
     return session.unwritten

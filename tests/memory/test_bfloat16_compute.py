@@ -18,11 +18,9 @@ from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
-from ringtmp.metrics import events
 from ringtmp.model.compute_formats import going_forward
 from ringtmp.run.evaluate_predict_generate import evaluate, predict
 from ringtmp.runtime import compute_device
-from ringtmp.wire.messages import Activations
 from test_training_loop import blobs, stack
 
 BATCH, STEPS, PARTS = 8, 3, 4
@@ -128,7 +126,7 @@ def trained(folder: Path, nodes: int, compute: str = MODE, strategy: str = "ring
     return api.start(config, stack(), data, None, run_dir=folder, pool=InMemoryPool(nodes, seed=nodes))
 
 
-@pytest.fixture()
+@pytest.fixture
 def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without units for bfloat16 computes the same, slower."""
     monkeypatch.setattr(compute_device, "system_units", lambda: "AMX")

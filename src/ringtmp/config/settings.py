@@ -114,6 +114,8 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute: Annotated[str, Is(
         "What is computed in: {choices} (as torch's autocast has it; weights and updates stay float32).", TRAINING,
         choices=COMPUTE_IN, bits=True)] = PLAIN_COMPUTE.name
+    compile: Annotated[bool, Is(
+        "Train with layers that torch.compile has made faster; the first step takes longer.", TRAINING, bits=True)] = False
     wire: Annotated[str, Is(
         "How numbers travel between nodes: {choices}.", PIPELINE, choices=WIRE_FORMATS, bits=True)] = "float32"
     staleness: Annotated[int, Is(
@@ -130,7 +132,8 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def numeric_mode(self) -> str:
         """What is computed with; bits repeat within one mode."""
         frozen = FROZEN_AS[self.frozen_as].aside
-        return COMPUTE_IN[self.compute].mode + (f", {frozen}" if frozen else "")
+        said = (COMPUTE_IN[self.compute].mode, "compiled layers" if self.compile else "", frozen)
+        return ", ".join(filter(None, said))
 
 
 class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -198,7 +198,7 @@ class Generations:
         recipe = Recipe(
             training.seed, training.threads or pool.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
             clip_norm=training.clip_norm, staleness=training.staleness, randomness=run.index.randomness,
-            sum_tree=training.sum_tree, compute=training.compute,
+            sum_tree=training.sum_tree, compute=training.compute, compiled=training.compile,
         )  # fmt: skip
         return PlanRequest(
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,

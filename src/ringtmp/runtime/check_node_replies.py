@@ -39,8 +39,10 @@ def hello(message: Hello) -> Hello:
     for step, layer in message.kept:
         untrusted.whole(step, "the step of a snapshot")
         untrusted.whole(layer, "the layer of a snapshot")
-    said = (untrusted.line(each, 64) for each in (message.torch, message.capability))
-    return Hello(message.pid, *said, message.kept, untrusted.line(message.bfloat16, 64))
+    torch, capability, units = (
+        untrusted.line(each, 64) for each in (message.torch, message.capability, message.bfloat16)
+    )
+    return Hello(message.pid, torch, capability, message.kept, units)
 
 
 def node_step(data: bytes, sender: int) -> NodeStep:

@@ -139,7 +139,7 @@ class Stage:
         self._tree = SumTree(recipe.sum_tree)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
-        self._programs: dict[bytes, Program] = {}
+        self._programs: dict[tuple[bool, bytes], Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
         self._optimizer: Optimizer | None = None
         self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
@@ -154,7 +154,9 @@ class Stage:
         """A layer moves in, with its optimizer state if it has one."""
         tensors = compute_device.brought(tensors)
         state = dict(zip(state, compute_device.brought(list(state.values())), strict=True))
-        staged = StagedLayer(layer, tensors, self._program(layer.train), self._program(layer.evaluate))
+        staged = StagedLayer(
+            layer, tensors, self._program(layer.train, self._recipe.compiled), self._program(layer.evaluate)
+        )
         self._layers[index] = staged
         if state:
             self._states[index] = state
@@ -429,8 +431,8 @@ class Stage:
                     return False
         return True
 
-    def _program(self, graph: Graph) -> Program:
-        key = msgspec.msgpack.encode(graph)
+    def _program(self, graph: Graph, compiled: bool = False) -> Program:
+        key = compiled, msgspec.msgpack.encode(graph)
         if key not in self._programs:
-            self._programs[key] = Program(graph, str(compute_device.here()))
+            self._programs[key] = Program(graph, str(compute_device.here()), compiled)
         return self._programs[key]
