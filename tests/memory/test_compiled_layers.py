@@ -91,7 +91,9 @@ def test_one_to_three_nodes_have_the_bits_of_one_process_with_compiled_layers(tm
     eager = ring_in_memory(built, recipe(), batches(), PARTS, F.cross_entropy, 2)
     layers = [each for block in plain for each in block]
     compiled = nn.Sequential(*(torch.compile(each, fullgraph=True, dynamic=False) for each in layers))
-    losses = plain_loop(compiled, batches(), PARTS, F.cross_entropy, lambda each: torch.optim.SGD(each, lr=0.1))
+    sgd = lambda each: torch.optim.SGD(each, lr=0.1)  # noqa: E731
+    # Seeded by layer: nothing draws here, and torch.compile does not follow the mode that seeds operators.
+    losses = plain_loop(compiled, batches(), PARTS, F.cross_entropy, sgd, randomness="layer")
     for nodes in (1, 2, 3):
         found = ring_in_memory(built, recipe(compiled=True), batches(), PARTS, F.cross_entropy, nodes)
         assert found == (state_sha256(plain), losses), nodes
@@ -117,7 +119,7 @@ def test_layers_with_code_of_their_own_stay_as_they_are(monkeypatch: pytest.Monk
     x = rows(3).requires_grad_()
     (found,) = Program(layer.train, compiled=True).run([x], {})
     found.sum().backward()
-    assert torch.equal(x.grad, 3 * (1 - found.detach() ** 2))
+    assert torch.allclose(x.grad, 3 * (1 - found.detach() ** 2))
     assert not ran
 
 

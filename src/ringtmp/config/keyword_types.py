@@ -45,6 +45,7 @@ class FitKeywords(TypedDict, total=False):
     clip_norm: float | None
     seed: int
     compute: str
+    compile: bool
     wire: str
     staleness: int
     sum_tree: int
