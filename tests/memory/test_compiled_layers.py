@@ -123,6 +123,20 @@ def test_layers_with_code_of_their_own_stay_as_they_are(monkeypatch: pytest.Monk
     assert not ran
 
 
+def test_a_stream_may_have_more_sizes_than_torch_compiles_by_itself(
+    monkeypatch: pytest.MonkeyPatch, ran: list[int]
+) -> None:
+    monkeypatch.setattr(compiled_graph, "BACKEND", "aot_eager")
+    torch.manual_seed(1)
+    module = nn.Linear(12, 3)
+    layer, tensors = Exporter().export("linear", module, rows(3))
+    program = Program(layer.train, compiled=True)
+    for count in range(2, 13):
+        (found,) = program.run([rows(count)], tensors)
+        assert torch.equal(found, module(rows(count)))
+    assert len(ran) == 11
+
+
 def test_what_cannot_be_compiled_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def given(schedule: Any = "auto", **training: Any) -> RunConfig:
         return resolve(RunConfig(training=TrainingPart(compile=True, **training), ring=RingPart(schedule=schedule)))

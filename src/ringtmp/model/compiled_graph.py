@@ -8,6 +8,7 @@ parameters, and operators whose arguments are checked before every call.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ from ringtmp.model.torch_constants import torch_constant
 
 #: What torch.compile makes code with.
 BACKEND = "inductor"
+#: Sizes of microbatches for which one piece is compiled; torch's own limit is 8.
+MOST_SIZES = 64
 
 
 def refuse_without_compiler() -> None:
     """UsageError where torch would find no compiler for what it writes."""
+    if BACKEND != "inductor":
+        return
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -66,6 +71,8 @@ class Piece:
             arguments = tuple(_argument(value, nodes, device) for value in op.args)
             nodes[start + position] = traced.call_function(function, arguments, given)
         traced.output(tuple(nodes[each] for each in self._gives))
+        config: Any = importlib.import_module("torch._dynamo.config")
+        config.recompile_limit = max(config.recompile_limit, MOST_SIZES)
         module = torch.fx.GraphModule(torch.nn.Module(), traced)
         self._run: Any = torch.compile(module, fullgraph=True, dynamic=False, backend=BACKEND)
 

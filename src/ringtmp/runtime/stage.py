@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
+from ringtmp.model.compiled_graph import refuse_without_compiler
 from ringtmp.model.deferred_gradients import Job
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.matrices_for_muon import hidden_matrices
@@ -139,6 +140,8 @@ class Stage:
         self._tree = SumTree(recipe.sum_tree)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
+        if recipe.compiled:
+            refuse_without_compiler()
         self._programs: dict[tuple[bool, bytes], Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
         self._optimizer: Optimizer | None = None
