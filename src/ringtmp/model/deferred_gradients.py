@@ -7,24 +7,81 @@ as autograd does: the same bits. Where that does not hold, an operator goes thro
     a parameter that is read more than once    its gradients are summed within the microbatch first
     operands with unusual strides              autograd picks another kernel call
 
+A large weight's gradient is computed where the one before it was: the C library gives memory of that size back at once, and
+every page of it would be faulted in again for every microbatch.
+
 Parameters are held as they are, not as saved tensors: a saved tensor may come back as another object with no `grad`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ringtmp.model.compute_formats import rounded
 from ringtmp.model.portable_layer import Graph, Op, Ref
+from ringtmp.system.resources import REUSED_UP_TO_BYTES
 
 aten = torch.ops.aten
 
-#: (multiply-adds, the work): deferred work with its size.
-Job = tuple[int, Callable[[], None]]
+
+class Job(NamedTuple):
+    """Deferred work, with its size."""
+
+    size: int  # multiply-adds
+    work: Callable[[], None]
+    parameters: tuple[torch.Tensor, ...]  # whose gradients it adds to
+
+
+class DoneAtOnce(list[Job]):
+    """Jobs of a node that has nothing to gain from waiting. `done` hears of each."""
+
+    def __init__(self, done: Callable[[Job], None]) -> None:
+        super().__init__()
+        self._done = done
+
+    def append(self, job: Job) -> None:
+        job.work()
+        self._done(job)
+
+
+class Room(threading.local):
+    """Memory for a large product that is added to something right away and then needed no more, one of each thread."""
+
+    memory: torch.Tensor | None = None
+
+    def product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Good until the next one."""
+        shape = (left.shape[0], right.shape[1])
+        count = math.prod(shape)
+        if left.device.type != "cpu" or count * left.element_size() <= REUSED_UP_TO_BYTES:
+            return left.mm(right)
+        if self.memory is None or self.memory.dtype != left.dtype or len(self.memory) < count:
+            self.memory = None  # before there are two
+            self.memory = torch.empty(count, dtype=left.dtype)
+        return torch.mm(left, right, out=self.memory[:count].view(shape))
+
+    def leave(self) -> None:
+        self.memory = None
+
+
+ROOM = Room()
+
+
+def at_once(
+    parameters: Iterable[torch.Tensor], done: Callable[[Job], None] = lambda job: None
+) -> list[Job] | None:  # fmt: skip
+    """Where jobs of a node that does not wait go, if there is anything to gain from not leaving them to autograd."""
+    return DoneAtOnce(done) if any(map(_large, parameters)) else None
+
+
+def _large(parameter: torch.Tensor) -> bool:
+    candidate = parameter.dim() == 2 and parameter.requires_grad and parameter.device.type == "cpu"
+    return candidate and parameter.nbytes > REUSED_UP_TO_BYTES
 
 
 class Recording:
@@ -134,6 +191,10 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
+def _those(*parameters: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return tuple(each for each in parameters if each is not None)
+
+
 class _Linear(torch.autograd.Function):
     """x (rows, width), both dense; weight (out, width), dense, and rounded to the type of x if that is another."""
 
@@ -152,11 +213,14 @@ class _Linear(torch.autograd.Function):
 
         def work() -> None:
             with torch.no_grad():
-                _accumulate(weight, gradient.t().mm(x).to(weight.dtype))
+                turned = gradient.t()
+                # The first gradient stays with the parameter.
+                fresh = weight.grad is None or x.dtype != weight.dtype
+                _accumulate(weight, turned.mm(x).to(weight.dtype) if fresh else ROOM.product(turned, x))
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, gradient.sum(0).to(bias.dtype))
 
-        ctx.jobs.append((x.shape[0] * weight.numel(), work))
+        ctx.jobs.append(Job(x.shape[0] * weight.numel(), work, _those(weight, bias)))
         return gradient.mm(ctx.near) if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -180,7 +244,7 @@ class _Embedding(torch.autograd.Function):
                     weight, aten.embedding_dense_backward.default(gradient, indices, len(weight), padding, scaled)
                 )
 
-        ctx.jobs.append((gradient.numel(), work))
+        ctx.jobs.append(Job(gradient.numel(), work, (weight,)))
         return None, None, None, None, None
 
 
@@ -215,7 +279,7 @@ class _Convolution(torch.autograd.Function):
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, of_bias.to(bias.dtype))
 
-        ctx.jobs.append((gradient.numel() * math.prod(weight.shape[1:]), work))
+        ctx.jobs.append(Job(gradient.numel() * math.prod(weight.shape[1:]), work, _those(weight, bias)))
         entering = None
         if ctx.needs_input_grad[0]:
             mask = [True, False, False]

@@ -85,6 +85,8 @@ def resolve(config: RunConfig) -> RunConfig:
         _check_groups(ring, training)
     if training.compile:
         ring = _compiled(ring, training)
+    if ring.share_optimizer:
+        _check_shared_state(config)
     if training.sum_tree > 1:
         _check_tree(strategy, settings, training, ring, workers)
     lora = training.lora
@@ -163,6 +165,18 @@ def _compiled(ring: RingPart, training: TrainingPart) -> RingPart:
             "them out"
         )
     return msgspec.structs.replace(ring, schedule=DEFAULT_SCHEDULE.name if ring.schedule == AUTO else ring.schedule)
+
+
+def _check_shared_state(config: RunConfig) -> None:
+    if config.ring.groups is None:
+        raise UsageError(
+            "--share-optimizer is for stages that several nodes hold: use it with --groups 2,2, say, or leave it out"
+        )
+    if config.keep.protect in ("memory", "disk"):
+        raise UsageError(
+            f"--protect {config.keep.protect} cannot be combined with --share-optimizer yet: no node has a whole stage to "
+            "copy. Use --protect checkpoint with --checkpoint-every, to which a ring goes back when it loses a node"
+        )
 
 
 def _check_tree(strategy: Strategy, settings: Any, training: TrainingPart, ring: RingPart, workers: int) -> None:
