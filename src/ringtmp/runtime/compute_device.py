@@ -7,8 +7,9 @@ because messages, snapshots and checkpoints are made of that.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -109,6 +110,16 @@ def refuse_slow_bfloat16(compute: str, units: str, who: str) -> None:
 def going_forward(compute: str) -> AbstractContextManager[object]:
     """Computing here, in the numbers of this setting."""
     return compute_formats.going_forward(compute, _current.type)
+
+
+def in_these_numbers(loss: Callable[..., torch.Tensor], compute: str) -> Callable[..., torch.Tensor]:
+    """The loss, computed as everything that goes forward."""
+
+    def computed(*given: Any) -> torch.Tensor:
+        with going_forward(compute):
+            return loss(*given)
+
+    return computed
 
 
 def taken_back(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ class Master(BaseLeader):
         self._layers = layers
         self._frozen = [frozen_names(each, setup.aside) for each in layers]
         self._checkpoint: Weights | None = None  # what is frozen comes from there
-        self._loss = loss
+        self._loss = compute_device.in_these_numbers(loss, setup.recipe.compute)
         self._turn = 0
         self._lines = Lines(endpoint, self._until_node)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
@@ -253,9 +253,7 @@ class Master(BaseLeader):
 
         def add(batch: Batch, microbatch: int, outputs: Any) -> None:
             targets = batch.targets[microbatch]
-            with compute_device.going_forward(self._setup.recipe.compute):
-                loss = float(self._loss(outputs, targets))
-            score.add(loss, outputs, targets)
+            score.add(float(self._loss(outputs, targets)), outputs, targets)
 
         self._run_through(batches, step, add)
         return score
@@ -283,8 +281,7 @@ class Master(BaseLeader):
         current = self._steps[step]
         with torch.enable_grad():
             (targets,) = compute_device.brought([current.batch.targets[microbatch]])
-            with compute_device.going_forward(self._setup.recipe.compute):
-                loss = self._loss(nested, targets)
+            loss = self._loss(nested, targets)
             weight = current.batch.weights[microbatch]
             value = float(loss.detach())
             if not math.isfinite(value):
