@@ -1,8 +1,8 @@
 """Train on shards larger than memory should hold, and watch it: python scripts/measure_shards.py parquet|arrow|tar [GIB]
 
 Writes eight shards of random samples, trains one epoch on them, then half of one, and resumes that half. Prints one line of
-JSON: what the processes hold in memory at every tenth of the epoch, and whether the resumed run ended with the same weights,
-as it does only if it had the same batches. Parquet and Arrow need pyarrow.
+JSON: the most that the processes hold in memory in every tenth of the epoch (it goes up and down with the parts of a file), and
+whether the resumed run ended with the same weights, as it does only if it had the same batches. Parquet and Arrow need pyarrow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from measure_stream import at_tenths, memory
+from measure_stream import memory
 
 SHARDS = 8
 VALUES = 4096  # of a sample: 16 KiB
@@ -60,9 +60,13 @@ def measure(kind: str, gib: float) -> dict[str, Any]:
             "samples": samples,
             "seconds": round(rows[-1][0], 1),
             "samples_per_s": round(whole["samples_per_s"], 1),
-            "memory_mib": [round(each / 2**20) for each in at_tenths([row[1] for row in rows])],
+            "highest_memory_mib": [round(each / 2**20) for each in highest_of_tenths([row[1] for row in rows])],
             "same_after_resuming": resumed["weights_sha256"] == whole["weights_sha256"],
         }
+
+
+def highest_of_tenths(values: list[int]) -> list[int]:
+    return [max(values[len(values) * at // 10 : max(1, len(values) * (at + 1) // 10)], default=0) for at in range(10)]
 
 
 def _train(*words: str) -> tuple[dict[str, Any], list[tuple[float, int]]]:

@@ -26,6 +26,7 @@ from ringtmp.launch.node_pool import NodePool, refuse_without_ranks
 from ringtmp.metrics import events
 from ringtmp.metrics.history import Row
 from ringtmp.model import zoo
+from ringtmp.model.compiled_graph import refuse_without_compiler
 from ringtmp.model.language_model_config import LanguageFacts
 from ringtmp.model.layers import Model
 from ringtmp.model.next_token import Choice
@@ -42,11 +43,11 @@ from ringtmp.run.run_data import labels_as, loss_again, named_again, without_lef
 from ringtmp.run.session import Session
 from ringtmp.run.text_settings import check_text, named_data, usual_context
 from ringtmp.run.what_to_train import Job, OpenLine, Watcher
-from ringtmp.runtime.compute_device import computing_on
+from ringtmp.runtime.compute_device import bfloat16_units, computing_on, refuse_slow_bfloat16
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.system.files import default_run_dir
-from ringtmp.system.resources import require_files
+from ringtmp.system.resources import cpu_name, require_files
 from ringtmp.watchers.functions import Functions
 
 Data = Any  # a name, (inputs, targets) or a dict of tensors, a Dataset, a DataLoader, any iterable of batches
@@ -355,6 +356,10 @@ def _train(job: Job, watcher: Watcher | None, pool: NodePool | None) -> list[eve
             device=job.config.ring.device,
         )  # fmt: skip
     with left_alone(), computing_on(job.config.ring.device), interruptible() as interruption:
+        compute = job.config.training.compute
+        refuse_slow_bfloat16(compute, bfloat16_units(), f"this machine ({cpu_name()})")
+        if job.config.training.compile:
+            refuse_without_compiler()
         session = Session(job, pool, watcher or Watcher(), interruption)
         session.train()
     return session.unwritten

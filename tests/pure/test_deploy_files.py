@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import pytest
+import yaml
 
 from ringtmp import cli
 from ringtmp.errors import UsageError
@@ -64,7 +65,6 @@ def test_pods_are_started_with_commands_that_ringtmp_accepts() -> None:
 
 
 def test_the_manifests_hold_together() -> None:
-    yaml = pytest.importorskip("yaml")
     ring = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes/ring.yaml").read_text())}
     nodes, master = ring["StatefulSet"], ring["Job"]["spec"]["template"]["spec"]
     assert nodes["spec"]["serviceName"] == ring["Service"]["metadata"]["name"]

@@ -50,6 +50,8 @@ class FitKeywords(TypedDict, total=False):
     microbatches: int | Literal["auto"] | None
     clip_norm: float | None
     seed: int
+    compute: str
+    compile: bool
     wire: str
     staleness: int
     sum_tree: int

@@ -12,6 +12,7 @@ import msgspec
 
 from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_declaration import Declaration as Is
+from ringtmp.model.compute_formats import COMPUTE_IN, PLAIN_COMPUTE
 from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
 from ringtmp.plan.objective import TIME, Objective
 from ringtmp.plan.pipeline_schedules import AUTO, ScheduleChoice
@@ -112,6 +113,11 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int | None, Is(
         "Threads per node, the same on every node.", NODES, least=1, keyword_of="Ring", bits=True,
         usual="1; with --listen the smallest core count among the devices")] = None
+    compute: Annotated[str, Is(
+        "What is computed in: {choices} (as torch's autocast has it; weights and updates stay float32).", TRAINING,
+        choices=COMPUTE_IN, bits=True)] = PLAIN_COMPUTE.name
+    compile: Annotated[bool, Is(
+        "Train with layers that torch.compile has made faster; the first step takes longer.", TRAINING, bits=True)] = False
     wire: Annotated[str, Is(
         "How numbers travel between nodes: {choices}.", PIPELINE, choices=WIRE_FORMATS, bits=True)] = "float32"
     staleness: Annotated[int, Is(
@@ -127,7 +133,9 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def numeric_mode(self) -> str:
         """What is computed with; bits repeat within one mode."""
-        return FROZEN_AS[self.frozen_as].mode
+        frozen = FROZEN_AS[self.frozen_as].aside
+        said = (COMPUTE_IN[self.compute].mode, "compiled layers" if self.compile else "", frozen)
+        return ", ".join(filter(None, said))
 
 
 class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

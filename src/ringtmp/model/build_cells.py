@@ -7,7 +7,7 @@ and a sample goes through the cells, each on its own as on a node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from ringtmp.model.cut_places import barriers, legal, worth_planning
 from ringtmp.model.export import first_names
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.recompute import changed_buffers
-from ringtmp.model.run_graph import Program
+from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.model.why_uncut import why_uncut
 
 
@@ -44,6 +44,8 @@ class Cell:
     entering: list[torch.Tensor]
     described: list[Fact]  # what enters
     leaving: list[torch.Tensor]
+    trained: tuple[Fact, ...]  # what leaves it, in training and in evaluation
+    evaluated: tuple[Fact, ...]
     crossing: float  # bytes of a sample that are made up to here and used behind
     weights: float  # bytes of weights that cells up to here share with cells behind, which travel with every microbatch
     waiting: float  # bytes of its own weights whose gradients wait for those of deeper cells, in every microbatch
@@ -97,6 +99,7 @@ class Samples:
         self._samples = samples
         self._values: dict[Value, torch.Tensor] = {(0, place): each for place, each in enumerate(inputs)}
         self._facts = {(0, place): _input_fact(each, samples) for place, each in enumerate(inputs)}
+        self._evaluated = dict(self._values) if torch.is_autocast_enabled("cpu") else None
         self._last: dict[Value, int] = {}
         for index, cell in enumerate(cells):
             self._last.update(dict.fromkeys(cell.layer.takes(index, True), index))
@@ -117,7 +120,9 @@ class Samples:
         leaving_sample = [each.detach().requires_grad_(each.requires_grad) for each in leaving]
         values.update({(index + 1, place): each for place, each in enumerate(leaving_sample)})
         described = [self._facts[each] for each in layer.takes(index, True)]
-        self._facts.update({(index + 1, place): each for place, each in enumerate(self._cells[index].trained)})
+        trained = tuple(map(_as_found, self._cells[index].trained, leaving))
+        evaluated = self._evaluate(index, tensors)
+        self._facts.update({(index + 1, place): each for place, each in enumerate(trained)})
         for value in [value for value in values if self._last.get(value, -1) <= index]:
             del values[value]
         made = {value: self._facts[value].sample_bytes for value in values if value[0]}
@@ -125,10 +130,23 @@ class Samples:
         ends = {value for value in shared if value[0] - 1 == self._front and self._last[value] == len(self._cells) - 1}
         return Cell(
             self._cells[index], self._samples, entering, described, leaving=leaving_sample,
+            trained=trained, evaluated=evaluated,
             crossing=sum(size for value, size in made.items() if value not in shared),
             weights=sum(made[value] for value in shared - ends),
             waiting=sum(made[value] for value in shared if value[0] == index + 1),
         )  # fmt: skip
+
+    def _evaluate(self, index: int, tensors: dict[str, torch.Tensor]) -> tuple[Fact, ...]:
+        """What leaves the cell in evaluation. Autocast alone gives numbers another type than the graphs were written with."""
+        cell, values = self._cells[index], self._evaluated
+        if values is None:
+            return cell.evaluated
+        owned = {each.name: tensors[each.name].detach().clone() for each in cell.layer.tensors}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            given = [values[each].clone() for each in cell.layer.takes(index, False)]
+            leaving = Program(cell.layer.evaluate).run(given, owned)
+        values.update({(index + 1, place): each for place, each in enumerate(leaving)})
+        return tuple(map(_as_found, cell.evaluated, leaving))
 
     def _is_weight(self, value: Value) -> bool:
         """A weight that several cells share; its size does not depend on the samples."""
@@ -139,6 +157,14 @@ class Samples:
         """The first cell with parameters. What it shares with the last cell is on the master twice and never travels."""
         trained = (at for at, each in enumerate(self._cells) if each.layer.parameters)
         return next(trained, 0)
+
+
+def _as_found(fact: Fact, tensor: torch.Tensor) -> Fact:
+    """What is known of a tensor, and the type it was found to have."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if not fact.is_tensor or dtype == fact.dtype:
+        return fact
+    return replace(fact, dtype=dtype, sample_bytes=fact.sample_bytes * tensor.itemsize / dtype_of(fact.dtype).itemsize)
 
 
 def _input_fact(tensor: torch.Tensor, samples: int) -> Fact:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ringtmp.errors import UsageError
 from ringtmp.model.call_module import called
+from ringtmp.model.compute_formats import as_written
 from ringtmp.model.name_in_errors import Subject
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.parameters_changed_in_forward import written_parameters
@@ -249,7 +250,8 @@ def trained(
     generator = torch.Generator().manual_seed(_SEED)
     seeds = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in roots]
     if roots:
-        torch.autograd.backward(roots, seeds)
+        with as_written():
+            torch.autograd.backward(roots, seeds)
     found |= _digests("the gradient of input", [each.grad for each in leaves])
     found |= _digests_of("the gradient of", {name: each.grad for name, each in parameters.items()})
     return found | _digests_of("buffer", buffers)

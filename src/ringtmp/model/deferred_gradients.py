@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringtmp.model.compute_formats import rounded
 from ringtmp.model.portable_layer import Graph, Op, Ref
 from ringtmp.system.resources import REUSED_UP_TO_BYTES
 
@@ -95,6 +96,7 @@ class Recording:
         plain = rows in (1, 2) and x.is_contiguous() and x.stride()[-2:] == (width, 1) and weight.stride() == (width, 1)
         if not (plain and weight.requires_grad):
             return aten.linear.default(x, weight, bias)
+        x = rounded(x)
         if rows == 1:
             return _apply(_Linear, x, weight, bias, self.jobs)
         # What torch does with three dimensions, and where: outside, so that what leaves may be changed in place.
@@ -128,7 +130,7 @@ class Recording:
             if x.dim() != dimensions + 2 or not weight.requires_grad:
                 return ordinary(x, weight, bias, stride, padding, dilation, groups)
             spread = [list(each) * (dimensions // len(each)) for each in (stride, padding, dilation)]
-            return _apply(_Convolution, x, weight, bias, (*spread, False, [0] * dimensions, groups), self.jobs)
+            return _apply(_Convolution, rounded(x), weight, bias, (*spread, False, [0] * dimensions, groups), self.jobs)
 
         return run
 
@@ -194,14 +196,15 @@ def _those(*parameters: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 
 class _Linear(torch.autograd.Function):
-    """x (rows, width), both dense; weight (out, width), dense."""
+    """x (rows, width), both dense; weight (out, width), dense, and rounded to the type of x if that is another."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, jobs: list[Job]) -> Any:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.jobs = weight, bias, jobs
-        turned = weight.t()
-        return torch.mm(x, turned) if bias is None else torch.addmm(bias, x, turned)
+        ctx.near = near = weight.detach().to(x.dtype)
+        turned = near.t()
+        return torch.mm(x, turned) if bias is None else torch.addmm(bias.to(x.dtype), x, turned)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -212,12 +215,13 @@ class _Linear(torch.autograd.Function):
             with torch.no_grad():
                 turned = gradient.t()
                 # The first gradient stays with the parameter.
-                _accumulate(weight, turned.mm(x) if weight.grad is None else ROOM.product(turned, x))
+                fresh = weight.grad is None or x.dtype != weight.dtype
+                _accumulate(weight, turned.mm(x).to(weight.dtype) if fresh else ROOM.product(turned, x))
                 if bias is not None and bias.requires_grad:
-                    _accumulate(bias, gradient.sum(0))
+                    _accumulate(bias, gradient.sum(0).to(bias.dtype))
 
         ctx.jobs.append(Job(x.shape[0] * weight.numel(), work, _those(weight, bias)))
-        return gradient.mm(weight) if ctx.needs_input_grad[0] else None, None, None, None
+        return gradient.mm(ctx.near) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -258,25 +262,26 @@ class _Convolution(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.settings, ctx.jobs = weight, bias, settings, jobs
-        return aten.convolution.default(x, weight, bias, *settings)
+        ctx.near = near = weight.detach().to(x.dtype)
+        return aten.convolution.default(x, near, None if bias is None else bias.to(x.dtype), *settings)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x = ctx.saved_tensors[0].detach()
-        weight, bias, settings = ctx.weight, ctx.bias, ctx.settings
+        weight, near, bias, settings = ctx.weight, ctx.near, ctx.bias, ctx.settings
         sizes = None if bias is None else list(bias.shape)
 
         def work() -> None:
             with torch.no_grad():
                 mask = [False, True, bias is not None and bias.requires_grad]
-                _, of_weight, of_bias = aten.convolution_backward.default(gradient, x, weight, sizes, *settings, mask)
-                _accumulate(weight, of_weight)
+                _, of_weight, of_bias = aten.convolution_backward.default(gradient, x, near, sizes, *settings, mask)
+                _accumulate(weight, of_weight.to(weight.dtype))
                 if bias is not None and bias.requires_grad:
-                    _accumulate(bias, of_bias)
+                    _accumulate(bias, of_bias.to(bias.dtype))
 
         ctx.jobs.append(Job(gradient.numel() * math.prod(weight.shape[1:]), work, _those(weight, bias)))
         entering = None
         if ctx.needs_input_grad[0]:
             mask = [True, False, False]
-            entering = aten.convolution_backward.default(gradient, x, weight, sizes, *settings, mask)[0]
+            entering = aten.convolution_backward.default(gradient, x, near, sizes, *settings, mask)[0]
         return entering, None, None, None, None

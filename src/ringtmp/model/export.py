@@ -25,6 +25,7 @@ from ringtmp.model import find_source_line
 from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.call_module import unpacked, without_cache
 from ringtmp.model.check_hooks import lines, refuse_narrow
+from ringtmp.model.compute_formats import as_written
 from ringtmp.model.custom_backward import traced_along
 from ringtmp.model.flatten_graph import Flat
 from ringtmp.model.name_in_errors import Subject, layer_called, model_itself
@@ -78,11 +79,12 @@ class Exporter:
         found = self._seen.get(key) if key is not None else None
         new = found is None
         if found is None:
+            example = pytree.tree_map(_as_written, example)
             names = first_names(module) if self._whole else {}
             subject = model_itself(module) if self._whole else layer_called(name, module)
             found = _export_graphs(subject, module, example, EXAMPLE_BATCH, both=both, names=names)
             if again is not None:
-                again = pytree.tree_map(_distinct, again)
+                again = pytree.tree_map(_as_written, pytree.tree_map(_distinct, again))
                 _refuse_other_graphs(subject, module, found, again)
         train, evaluate, tree, constants, _, self.facts = found
         described, tensors = _owned(module, constants, first_names(module) if self._whole else {})
@@ -162,6 +164,11 @@ def _first_difference(first: _Found, second: _Found) -> str:
     return ""
 
 
+def _as_written(leaf: torch.Tensor) -> torch.Tensor:
+    """Operators are written down without autocast, so what autocast has rounded on its way here comes as it would without."""
+    return leaf.float() if torch.is_autocast_enabled("cpu") and leaf.dtype == torch.get_autocast_dtype("cpu") else leaf
+
+
 def _distinct(leaf: torch.Tensor) -> torch.Tensor:
     """A copy laid out alike. Export takes two inputs that are one tensor for one input, which is true of this example
     alone (a skip connection's two ends) and not of the next batch."""
@@ -190,7 +197,7 @@ def _exported(
     try:
         with warnings.catch_warnings(), traced_along(label, module) as asked, _flat_outputs(label, module, trees):
             warnings.simplefilter("ignore")
-            with find_source_line.instead_of_torch(), not_unrolled():
+            with find_source_line.instead_of_torch(), not_unrolled(), as_written():
                 program = export(module, args, kwargs, dynamic_shapes=flexible, strict=False)
         branches += asked
     except UsageError:

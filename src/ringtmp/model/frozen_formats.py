@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What everything is computed in.
 FLOAT32 = "float32"
 
 
@@ -15,9 +14,9 @@ class FrozenAs:
     scaled: bool = False  # whole numbers, with a scale for each output channel
 
     @property
-    def mode(self) -> str:
-        """The numeric mode of a run that keeps them so."""
-        return f"{FLOAT32}, frozen weights {self.name}" if self.small else FLOAT32
+    def aside(self) -> str:
+        """What the numeric mode of a run says of it."""
+        return f"frozen weights {self.name}" if self.small else ""
 
 
 WHOLE = FrozenAs(FLOAT32, small=False)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ringtmp.errors import UsageError
 from ringtmp.model.allowed_operators import resolve
-from ringtmp.model.portable_layer import CUSTOM, Graph, Layer, Ref
-from ringtmp.model.run_graph import references
+from ringtmp.model.portable_layer import CUSTOM, Graph, Layer, Ref, references
 
 #: Operators that may read a parameter which its layer changes in forward: their backward does not look at it again.
 _READ_ONCE = ("aten.detach.default", "aten.embedding_renorm_.default", "aten.embedding.default")

@@ -185,6 +185,10 @@ def slots(value: Argument) -> list[int]:
     return []
 
 
+def references(op: Op) -> list[int]:
+    return [slot for value in (*op.args, *op.kwargs.values()) for slot in slots(value)]
+
+
 def count(shape: tuple[int, ...]) -> int:
     total = 1
     for size in shape:

@@ -25,6 +25,7 @@ import torch
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
+from ringtmp.model.compute_formats import as_written
 from ringtmp.model.deferred_gradients import ROOM, Job, at_once
 from ringtmp.model.layers import SMALLER
 from ringtmp.model.matrices_for_muon import hidden_matrices
@@ -213,7 +214,8 @@ def _measure_loss(loss: LossFunction, outputs: Any, targets: torch.Tensor, size:
         value = loss(given, targets[:size])
         middle = clock()
         if value.requires_grad:
-            torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+            with as_written():
+                torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
         forward.append(middle - began)
         backward.append(clock() - middle)
     return Measured(size, statistics.median(forward[1:]), statistics.median(backward[1:]), 0, 0)
@@ -342,7 +344,8 @@ class _Runner:
             others.add_(1.0)
             ready = clock()
             if wanted:
-                torch.autograd.backward(wanted, seeds)
+                with as_written():
+                    torch.autograd.backward(wanted, seeds)
             ended = clock()
             if runs:  # the first warms up
                 forward.append(middle - began)
@@ -366,7 +369,8 @@ class _Runner:
                 return 0.0
             seeds = [torch.ones_like(each) for each in roots]
             began = clock()
-            torch.autograd.grad(roots, entered, seeds, allow_unused=True)
+            with as_written():
+                torch.autograd.grad(roots, entered, seeds, allow_unused=True)
             took.append(clock() - began)
         return statistics.median(took[1:])
 

@@ -6,7 +6,6 @@ each value after its last use, as Python's own reference counts would have done 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,44 +15,40 @@ import torch
 
 from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.model.allowed_operators import GRAD_MODE, resolve
+from ringtmp.model.compiled_graph import Piece, compilable, takes_device
 from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
 from ringtmp.model.large_cross_entropy import IN_SLICES
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
-from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Layer, Named, Op, Ref, count, slots
+from ringtmp.model.portable_layer import (
+    CUSTOM,
+    Argument,
+    Custom,
+    Graph,
+    Items,
+    Layer,
+    Named,
+    Op,
+    Ref,
+    count,
+    references,
+    slots,
+)
 from ringtmp.model.random_operators import draws, random_count
 from ringtmp.model.small_frozen_weights import Converted, KeptSmall, of_owned
+from ringtmp.model.torch_constants import dtype_of as dtype_of
+from ringtmp.model.torch_constants import torch_constant as torch_constant
 from ringtmp.units import bytes_text
 
-#: Numbers of whole bytes. Quantized and packed kinds are for operators that are not listed.
-_PLAIN = re.compile(r"torch\.(bool|bfloat16|u?int(8|16|32|64)|(float|complex)(8_\w+|16|32|64|128))")
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and _PLAIN.fullmatch(str(dtype))
-}
 #: Of one layer. The largest of the models tried has 2,000; a hundred thousand cheap ones take a second.
 MAX_OPERATIONS = 100_000
 EMBEDDING = "aten.embedding.default"
-_LAYOUTS = {"strided": torch.strided}
-_FORMATS = {
-    "contiguous_format": torch.contiguous_format,
-    "preserve_format": torch.preserve_format,
-    "channels_last": torch.channels_last,
-    "channels_last_3d": torch.channels_last_3d,
-}
 
 
 #: An operation: its function, what packs its arguments, its keyword arguments, the slots nobody needs after it.
 _Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...]]
 #: Seeds the generator for the random operation of this number, counted within the graph.
 Reseed = Callable[[int], None]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ProtocolError(f"unknown dtype {name!r}")
-    return _DTYPES[name]
 
 
 def layer_bytes(layer: Layer) -> int:
@@ -64,7 +59,8 @@ def layer_bytes(layer: Layer) -> int:
 class Program:
     """A compiled graph. `run(inputs, owned)` returns its flat outputs."""
 
-    def __init__(self, graph: Graph, device: str = "cpu") -> None:
+    def __init__(self, graph: Graph, device: str = "cpu", compiled: bool = False) -> None:
+        """`compiled`: `run` hands the operations to torch.compile, if that is possible; `forecast` never does."""
         where = torch.device(device)
         if len(graph.ops) > MAX_OPERATIONS:
             raise ProtocolError(f"a graph of {len(graph.ops)} operations; at most {MAX_OPERATIONS} are run")
@@ -97,16 +93,27 @@ class Program:
                 self._random.append((index, numbered, function if isinstance(function, _CustomCall) else None))
                 numbered += drawn
             pack = _packer(args, slot, where, {each: small[each] for each in small if each != table})
-            if device != "cpu" and _takes_device(function):
+            if device != "cpu" and takes_device(function):
                 # A tensor made from nothing would otherwise be made in the processor's memory.
                 kwargs["device"] = lambda values: where
             function = under_contract(op.target, function)
             if table in small:
                 function = _Rows(function)
             self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
+        self._pieces = self._compiled(graph, where) if compiled and compilable(graph) else []
         self._recording = Recording()
         waiting = waiting_variants(graph, self._recording)
         self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
+
+    def _compiled(self, graph: Graph, where: torch.device) -> list[Piece | tuple[int, int]]:
+        """What to do in order: compiled operations, or a random one by its position and number."""
+        found: list[Piece | tuple[int, int]] = []
+        done = 0
+        for position, number, _ in self._random:
+            found += [Piece(graph, done, position, where)] if position > done else []
+            found.append((position, number))
+            done = position + 1
+        return [*found, Piece(graph, done, len(graph.ops), where)] if done < len(graph.ops) else found
 
     def forecast(
         self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], limit_bytes: int
@@ -137,10 +144,32 @@ class Program:
     ) -> list[Any]:
         """With `later`, backward leaves the weight gradients that can wait there instead of computing them. `reseed` is
         called before every random operation; without it they draw one after the other, as in eager mode."""
+        if self._pieces:
+            return self._run_pieces(inputs, owned, reseed)
         if later is None:
             return self._run(self._calls, inputs, owned, None, reseed)
         self._recording.jobs = later
         return self._run(self._waiting_calls, inputs, owned, None, reseed)
+
+    def _run_pieces(
+        self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor], reseed: Reseed | None
+    ) -> list[Any]:
+        values = self._values(inputs, owned)
+        for each in self._pieces:
+            if isinstance(each, Piece):
+                each.extend(values)
+            else:
+                position, number = each
+                if reseed is not None:
+                    reseed(number)
+                self._extend(self._calls[position : position + 1], values, None)
+        return [make(values) for make in self._outputs]
+
+    def _values(self, inputs: Sequence[torch.Tensor], owned: Mapping[str, torch.Tensor]) -> list[Any]:
+        if len(inputs) != self._input_count:
+            raise ProtocolError(f"the layer takes {self._input_count} tensors and got {len(inputs)}")
+        arriving = iter(inputs)
+        return [next(arriving) if own else owned[name] for own, name in self._inputs]
 
     def _run(
         self,
@@ -150,10 +179,7 @@ class Program:
         weigh: Callable[[Any, Any], None] | None,
         reseed: Reseed | None = None,
     ) -> list[Any]:
-        if len(inputs) != self._input_count:
-            raise ProtocolError(f"the layer takes {self._input_count} tensors and got {len(inputs)}")
-        arriving = iter(inputs)
-        values: list[Any] = [next(arriving) if own else owned[name] for own, name in self._inputs]
+        values = self._values(inputs, owned)
         call = self._call if reseed is None or not self._random else partial(self._call_seeded, reseed)
         if self._small:
             for slot, name in self._small.items():
@@ -292,11 +318,6 @@ def _chosen(customs: Sequence[_CustomCall], op: Op) -> tuple[_CustomCall, tuple[
 _Make = Callable[[list[Any]], Any]
 
 
-def _takes_device(function: Any) -> bool:
-    schema = getattr(function, "_schema", None)
-    return schema is not None and any(each.name == "device" and each.kwarg_only for each in schema.arguments)
-
-
 def _returns_a_view(function: Any) -> bool:
     """Of its argument, or the argument itself: no memory of its own."""
     schema = getattr(function, "_schema", None)
@@ -354,20 +375,6 @@ def _compile_value(
         return lambda values: [make(values) for make in makers]
     constant = torch_constant(value, device) if isinstance(value, Named) else value
     return lambda values: constant
-
-
-def torch_constant(value: Named, device: torch.device) -> Any:
-    if value.kind == "device":
-        return device
-    tables: dict[str, Mapping[str, Any]] = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _FORMATS}
-    table = tables[value.kind]
-    if value.name not in table:
-        raise ProtocolError(f"unknown {value.kind} {value.name!r}")
-    return table[value.name]
-
-
-def references(op: Op) -> list[int]:
-    return [slot for value in (*op.args, *op.kwargs.values()) for slot in slots(value)]
 
 
 def _last_uses(graph: Graph) -> dict[int, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from ringtmp.config import (
 )
 from ringtmp.errors import UsageError
 from ringtmp.model.adapter_folder import lora_of
+from ringtmp.model.frozen_formats import FROZEN_AS
 from ringtmp.model.lora import lora_text
 from ringtmp.plan.microbatches import MOST
 from ringtmp.plan.node_groups import ANY_GROUPS, check_groups, parse_groups
@@ -83,6 +84,8 @@ def resolve(config: RunConfig) -> RunConfig:
         )
     if ring.groups is not None:
         _check_groups(ring, training)
+    if training.compile:
+        ring = _compiled(ring, training)
     if ring.share_optimizer:
         _check_shared_state(config)
     if training.sum_tree > 1:
@@ -163,6 +166,21 @@ def _check_groups(ring: RingPart, training: TrainingPart) -> None:
         raise UsageError(f"--groups {ANY_GROUPS} chooses the cuts too: leave out --cuts, or give --groups 2,2, say")
     if ring.laps > 1 or ring.route != RingPart().route or training.staleness:
         raise UsageError(f"--groups {ring.groups} cannot be combined with --laps, --route v or --staleness 1 yet")
+
+
+def _compiled(ring: RingPart, training: TrainingPart) -> RingPart:
+    """What a compiled layer cannot do is refused, and not chosen."""
+    if ring.schedule != AUTO and SCHEDULES[ring.schedule].defers_weights:
+        raise UsageError(
+            f"--schedule {ring.schedule} takes backward passes apart, and --compile makes one piece of them: leave one of them "
+            f"out, or use --schedule {DEFAULT_SCHEDULE.name}"
+        )
+    if FROZEN_AS[training.frozen_as].small:
+        raise UsageError(
+            f"--frozen-as {training.frozen_as} converts weights where operators use them, which --compile hides: leave one of "
+            "them out"
+        )
+    return msgspec.structs.replace(ring, schedule=DEFAULT_SCHEDULE.name if ring.schedule == AUTO else ring.schedule)
 
 
 def _check_shared_state(config: RunConfig) -> None:

@@ -243,7 +243,7 @@ class _WindowReader:
             raise UsageError(
                 "the model's score for a token depends on the tokens after it (it is not causal): it cannot write a text on"
             )
-        return scores[0]
+        return scores[0].float()
 
 
 def _bytes_of(ring: Inference) -> int:

@@ -24,7 +24,7 @@ from ringtmp.launch.device_facts import parse_listen
 from ringtmp.launch.device_names import checked_name
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.model.layers import Model
-from ringtmp.model.output_tree import joined
+from ringtmp.model.output_tree import joined, map_outputs
 from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.generate import Generated, Prompt, Writing
 from ringtmp.run.inference import Inference, inference
@@ -90,7 +90,12 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int, pool: NodePool | None 
         batches.append(Batch(0, pieces, nobody, len(part)))
     with _inference(run, saved.config, nodes, loss_named("mse"), pool) as ring:
         outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
-    return joined(outputs)
+    return map_outputs(_for_anybody, joined(outputs))
+
+
+def _for_anybody(output: torch.Tensor) -> torch.Tensor:
+    """NumPy has no bfloat16; every number of it is one of float32."""
+    return output.float() if output.dtype == torch.bfloat16 else output
 
 
 def generate(

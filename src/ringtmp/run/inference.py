@@ -18,6 +18,7 @@ from ringtmp.data.nested_inputs import leaves
 from ringtmp.errors import DoesNotFit, UsageError
 from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics.event_log import EventLog
+from ringtmp.model.frozen_formats import FLOAT32
 from ringtmp.model.portable_layer import Layer, Value, hides_inputs
 from ringtmp.model.run_graph import layer_bytes
 from ringtmp.model.whole_graph import rows_of
@@ -89,6 +90,7 @@ class Layout:
     describe: Callable[[bool, Value], Crossing] | None = None
     leaving: Sequence[tuple[Crossing, ...]] = ()  # what leaves each layer of a list
     randomness: Randomness = "operator"
+    compute: str = FLOAT32
     loss: LossFunction = field(default_factory=lambda: loss_named("mse"))
 
     def route(self, nodes: int) -> Route:
@@ -101,7 +103,7 @@ class Layout:
         _require_room(pool, route, layers)
         recipe = Recipe(
             training.seed, pool.threads, training.optimizer, training.optimizer_settings, training.lr_schedule,
-            randomness=self.randomness,
+            randomness=self.randomness, compute=self.compute,
         )  # fmt: skip
         window = DEFAULT_SCHEDULE.default_window(len(route.visits), microbatches)
         known = {visit.index: self.leaving[visit.first - 1] for visit in route.visits[1:]} if self.leaving else {}
@@ -121,7 +123,7 @@ def inference(
     assert isinstance(training.microbatches, int), "a saved run has a number"
     layout = Layout(
         layers, index.cost_s, checkpoint, checkpoint.progress.step, describe=index.crossing if index.inputs else None,
-        leaving=index.outputs, randomness=index.randomness, loss=loss,
+        leaving=index.outputs, randomness=index.randomness, compute=training.compute, loss=loss,
     )  # fmt: skip
     with laid_out(layout, training, pool, training.microbatches) as master:
         yield Inference(master, layout.step, index, layers, rows_of(layers, len(index.inputs)))

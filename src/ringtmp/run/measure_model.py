@@ -22,6 +22,7 @@ from ringtmp.model.analyse_graph import Fact
 from ringtmp.model.blocks import patterns_of
 from ringtmp.model.build import BuiltLayer, Known, build_layers
 from ringtmp.model.build_cells import Cutting
+from ringtmp.model.compute_formats import going_forward
 from ringtmp.model.frozen_formats import FROZEN_AS
 from ringtmp.model.layers import Model
 from ringtmp.model.matrices_for_muon import hidden_matrices
@@ -101,7 +102,20 @@ def measure(
 ) -> MeasuredModel:
     """One layer at a time: the whole model is never in memory. `take` gets each before the next is built; `known` is told
     of the layers before the first is read, if they can be known, and why a module was not cut into more."""
+    with going_forward(how.training.compute):  # as the nodes will
+        return _measured(model, train, how, phase, take=take, known=known, folder=folder)
 
+
+def _measured(
+    model: Model,
+    train: Source,
+    how: Reading,
+    phase: Callable[[str], None],
+    *,
+    take: Callable[[int, BuiltLayer], None],
+    known: Known,
+    folder: Path | None,
+) -> MeasuredModel:
     def sample(count: int) -> Any:
         return train.example(count)[0]
 
@@ -110,7 +124,7 @@ def measure(
     profiler = Profiler(
         sample(sizes[-1]), sorted({*how.measured, *how.others}), training.threads or 1,
         lambda parameters, matrices: make_optimizer(optimizer, settings, parameters, matrices),
-        optimizer_name=f"{optimizer} {sorted(settings.items())}", cache=ProfileCache(),
+        optimizer_name=f"{optimizer} {sorted(settings.items())} {training.compute}", cache=ProfileCache(),
     )  # fmt: skip
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
@@ -130,8 +144,8 @@ def measure(
         if built.cell is None:
             leaving.append(_crossings(built.sample_outputs, sizes[-1]))
         else:
-            leaving.append(tuple(map(described, built.cell.known.trained)))
-            evaluated.append(tuple(map(described, built.cell.known.evaluated)))
+            leaving.append(tuple(map(described, built.cell.trained)))
+            evaluated.append(tuple(map(described, built.cell.evaluated)))
             state = built.state
         outputs, one_sample, checked = built.sample_outputs, built.takes_one_sample, built.checked
         phase(f"reading the model: layer {index + 1}, {built.layer.name}")

@@ -168,6 +168,8 @@ class Generations:
         gathering = BaseLeader(Start(self.endpoint, pool, log, hellos))
         members = tuple(share.node for share in plan.shares)
         gathering.gather(members)
+        for node, hello in sorted(gathering.hellos.items()):
+            compute_device.refuse_slow_bfloat16(self.config.training.compute, hello.bfloat16, f"node {node}")
         run.protection.renew(origin.progress.step, pool.nodes)
         leader = plan.lead(
             Start(
@@ -196,7 +198,7 @@ class Generations:
         recipe = Recipe(
             training.seed, training.threads or pool.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
             clip_norm=training.clip_norm, staleness=training.staleness, randomness=run.index.randomness,
-            sum_tree=training.sum_tree,
+            sum_tree=training.sum_tree, compute=training.compute, compiled=training.compile,
         )  # fmt: skip
         return PlanRequest(
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,

@@ -39,7 +39,10 @@ def hello(message: Hello) -> Hello:
     for step, layer in message.kept:
         untrusted.whole(step, "the step of a snapshot")
         untrusted.whole(layer, "the layer of a snapshot")
-    return Hello(message.pid, untrusted.line(message.torch, 64), untrusted.line(message.capability, 64), message.kept)
+    torch, capability, units = (
+        untrusted.line(each, 64) for each in (message.torch, message.capability, message.bfloat16)
+    )
+    return Hello(message.pid, torch, capability, message.kept, units)
 
 
 def node_step(data: bytes, sender: int) -> NodeStep:

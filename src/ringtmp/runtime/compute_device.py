@@ -7,12 +7,16 @@ because messages, snapshots and checkpoints are made of that.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
 from ringtmp.errors import UsageError
+from ringtmp.model import compute_formats
+from ringtmp.model.compute_formats import COMPUTE_IN
+from ringtmp.system.bfloat16_units import bfloat16_units as system_units
 
 PROCESSOR = torch.device("cpu")
 _current = PROCESSOR
@@ -85,6 +89,37 @@ def brought(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(tensors)
     moved = {id(tensor): tensor.to(_current) for tensor in tensors}
     return [moved[id(tensor)] for tensor in tensors]
+
+
+def bfloat16_units() -> str:
+    """Of the device that computes; empty: bfloat16 would be slower there than float32."""
+    if _current.type == "cuda":
+        return name() if torch.cuda.is_bf16_supported(including_emulation=False) else ""
+    return system_units() if _current.type == "cpu" else _current.type
+
+
+def refuse_slow_bfloat16(compute: str, units: str, who: str) -> None:
+    """UsageError where bfloat16 is asked of a device that has no units for it."""
+    if not COMPUTE_IN[compute].plain and not units:
+        raise UsageError(
+            f"--compute {compute}: {who} has no units for {compute} that torch knows of (AVX512_BF16 or AMX, on ARM BF16), so "
+            "it would be slower than float32: leave out --compute, or compute on devices that have them"
+        )
+
+
+def going_forward(compute: str) -> AbstractContextManager[object]:
+    """Computing here, in the numbers of this setting."""
+    return compute_formats.going_forward(compute, _current.type)
+
+
+def in_these_numbers(loss: Callable[..., torch.Tensor], compute: str) -> Callable[..., torch.Tensor]:
+    """The loss, computed as everything that goes forward."""
+
+    def computed(*given: Any) -> torch.Tensor:
+        with going_forward(compute):
+            return loss(*given)
+
+    return computed
 
 
 def taken_back(tensor: torch.Tensor) -> torch.Tensor:

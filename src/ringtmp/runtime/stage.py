@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
+from ringtmp.model.compiled_graph import refuse_without_compiler
 from ringtmp.model.deferred_gradients import ROOM, Job, at_once
 from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.portable_layer import Graph, Layer
@@ -100,7 +101,9 @@ class Stage:
         self._tree = SumTree(recipe.sum_tree)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
-        self._programs: dict[bytes, Program] = {}
+        if recipe.compiled:
+            refuse_without_compiler()
+        self._programs: dict[tuple[bool, bytes], Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
         self._optimizer: Optimizer | None = None
         self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
@@ -117,7 +120,9 @@ class Stage:
         """A layer moves in, with its optimizer state if it has one."""
         tensors = compute_device.brought(tensors)
         state = dict(zip(state, compute_device.brought(list(state.values())), strict=True))
-        staged = StagedLayer(layer, tensors, self._program(layer.train), self._program(layer.evaluate))
+        staged = StagedLayer(
+            layer, tensors, self._program(layer.train, self._recipe.compiled), self._program(layer.evaluate)
+        )
         self._layers[index] = staged
         if state:
             self._states[index] = state
@@ -231,7 +236,7 @@ class Stage:
         what entered."""
         inputs = compute_device.brought(inputs)
         if not training:
-            with torch.no_grad():
+            with torch.no_grad(), compute_device.going_forward(self._recipe.compute):
                 values, _ = enter(inputs, [False] * len(inputs), self._runs[False].written)
                 for value, wanted in zip(values, wants, strict=True):
                     # A weight that another segment lends: without gradients, too, torch takes another kernel by this flag.
@@ -260,7 +265,7 @@ class Stage:
         """Forward under autograd. `once_more`: buffers have changed already and are left alone."""
         values, held.caught = enter(held.entered, held.wants, self._runs[True].written)
         held.later = [] if self._defer else self._at_once
-        with torch.enable_grad():
+        with torch.enable_grad(), compute_device.going_forward(self._recipe.compute):
             held.outputs = self._run(step, microbatch, values, self._side(step), True, held.later, once_more)
         return held.outputs
 
@@ -433,8 +438,8 @@ class Stage:
                     return False
         return True
 
-    def _program(self, graph: Graph) -> Program:
-        key = msgspec.msgpack.encode(graph)
+    def _program(self, graph: Graph, compiled: bool = False) -> Program:
+        key = compiled, msgspec.msgpack.encode(graph)
         if key not in self._programs:
-            self._programs[key] = Program(graph, str(compute_device.here()))
+            self._programs[key] = Program(graph, str(compute_device.here()), compiled)
         return self._programs[key]

@@ -11,6 +11,7 @@ from ringtmp.errors import Misconduct, ProtocolError
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.events import NodeEnded, Reading
 from ringtmp.plan.route import MASTER
+from ringtmp.runtime import compute_device
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.member import MakeMember, Member
 from ringtmp.system.resources import peak_rss_bytes, rss_bytes
@@ -117,7 +118,8 @@ class Worker:
 
     def _say_hello(self) -> None:
         kept = self.endpoint.snapshots.contents()
-        hello = Hello(os.getpid(), str(torch.__version__), torch.backends.cpu.get_cpu_capability(), kept)
+        capability, units = torch.backends.cpu.get_cpu_capability(), compute_device.bfloat16_units()
+        hello = Hello(os.getpid(), str(torch.__version__), capability, kept, units)
         self.endpoint.post(MASTER, hello)
 
     @property

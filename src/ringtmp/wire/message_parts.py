@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ringtmp.model.frozen_formats import FLOAT32
 from ringtmp.wire.formats import PLAIN, WireFormat
 from ringtmp.wire.tensors import TensorSpec
 
@@ -27,6 +28,8 @@ class Recipe(msgspec.Struct, frozen=True):
     staleness: int = 0  # 1: every gradient is taken at the weights one update ago
     randomness: Randomness = "operator"
     sum_tree: int = 1  # parts of a batch that are added up as a tree (plan/sum_tree.py)
+    compiled: bool = False  # layers are handed to torch.compile in training
+    compute: str = FLOAT32  # what goes forward is computed in (model/compute_formats.py)
 
 
 #: In a crossing tensor's shape: a size that depends on the number of samples.

@@ -17,6 +17,7 @@ from typing import ClassVar, get_args
 
 from msgspec import field
 
+from ringtmp.model.frozen_formats import FLOAT32
 from ringtmp.plan.route import Route
 from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
@@ -50,6 +51,7 @@ class Hello(NodeMessage, frozen=True, tag="hello"):
     torch: str
     capability: str
     kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every snapshot it has
+    bfloat16: str = ""  # units for it, where it computes
 
 
 class Setup(NodeMessage, frozen=True, tag="setup"):
@@ -188,6 +190,7 @@ class Sample(NodeMessage, frozen=True, tag="sample"):
     samples: int
     copies: int = 1
     held: int = 1
+    compute: str = FLOAT32
 
 
 class Timed(NodeMessage, frozen=True, tag="timed"):

@@ -21,6 +21,7 @@ from ringtmp.model import portable_layer
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.plan.route import MASTER
+from ringtmp.runtime import compute_device
 from ringtmp.runtime.checkpoint import StateName
 from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.gradients_at_segment_edges import detached
@@ -277,7 +278,8 @@ class Trainer:
         with torch.enable_grad():
             for position, number in enumerate(task.microbatches):
                 task.outputs[position] = last.to_loss(task.work.step, number, task.outputs[position])
-                loss = self._loss(self._nested(task, position), task.targets[position])
+                with compute_device.going_forward(self._plan.recipe.compute):
+                    loss = self._loss(self._nested(task, position), task.targets[position])
                 samples = len(task.targets[position])
                 if not task.passes:
                     task.loss += float(loss.detach()) * samples / mine
@@ -288,7 +290,7 @@ class Trainer:
 
     def _score(self, task: _Task) -> None:
         score = Score(bytes_model=is_of_bytes(self._plan.loss))
-        with torch.no_grad():
+        with torch.no_grad(), compute_device.going_forward(self._plan.recipe.compute):
             for position in range(len(task.microbatches)):
                 outputs, targets = self._nested(task, position), task.targets[position]
                 score.add(float(self._loss(outputs, targets)), outputs, targets)

@@ -15,7 +15,9 @@ import torch
 
 from ringtmp.metrics.events import LineTried
 from ringtmp.model import portable_layer
+from ringtmp.model.compute_formats import going_forward
 from ringtmp.model.deferred_gradients import ROOM, at_once
+from ringtmp.model.frozen_formats import FLOAT32
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.devices import LayerCost
@@ -56,6 +58,7 @@ def sample_of(
     crossing: Callable[[bool, Value], Crossing],
     samples: int,
     nodes: int,
+    compute: str = FLOAT32,
 ) -> tuple[int, Sample] | None:
     """The dearest layer that gets what another layer gives (only then is it known what enters); None: there is none. A head
     over a large vocabulary is left out if it can be: after a loss the devices still hold their own layers beside it."""
@@ -72,7 +75,8 @@ def sample_of(
     cost = costs[dearest]
     copies = _within(-(-len(layers) // nodes), cost.weight_bytes + cost.gradient_bytes)
     held = _within(nodes, copies * cost.at(samples).stored_bytes)
-    return dearest, Sample(portable_layer.encode(layers[dearest]), entering[dearest], samples, copies, held)
+    graph = portable_layer.encode(layers[dearest])
+    return dearest, Sample(graph, entering[dearest], samples, copies, held, compute)
 
 
 def _within(wanted: int, each_bytes: float) -> int:
@@ -85,6 +89,7 @@ class Trial:
     def __init__(self, sample: Sample) -> None:
         layer = portable_layer.decode(sample.graph)
         self._program = Program(layer.train)
+        self._compute = sample.compute
         # Not zeros: pages never written to are all one page, which no cache ever loses.
         self._copies = [
             {
@@ -105,7 +110,8 @@ class Trial:
 
     def _forward(self, entering: Sequence[torch.Tensor], owned: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         values = [each.clone() for each in entering] if self._program.changes_inputs else list(entering)
-        return [each for each in self._program.run(values, owned, at_once(owned.values())) if each.requires_grad]
+        with going_forward(self._compute):
+            return [each for each in self._program.run(values, owned, at_once(owned.values())) if each.requires_grad]
 
 
 def _made_up(crossing: Crossing, samples: int) -> torch.Tensor:

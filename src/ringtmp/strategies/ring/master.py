@@ -105,7 +105,7 @@ class Master(BaseLeader):
         self._layers = layers
         self._frozen = [frozen_names(each, setup.aside) for each in layers]
         self._checkpoint: Weights | None = None  # what is frozen comes from there
-        self._loss = loss
+        self._loss = compute_device.in_these_numbers(loss, setup.recipe.compute)
         self._turn = 0
         self._lines = Lines(endpoint, self._until_node)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none

@@ -189,7 +189,9 @@ def tried(
     `hellos` of those who have said it already; returned with those who said it meanwhile."""
     index = request.index
     largest = -(-request.batch_size // min(request.microbatches, request.batch_size))
-    sample = sample_of(request.layers, index.costs, index.crossing, largest, len(request.addresses))
+    sample = sample_of(
+        request.layers, index.costs, index.crossing, largest, len(request.addresses), request.recipe.compute
+    )
     if pool.same_machine or sample is None:
         return request, dict(hellos)
     phase("measuring the devices")
