@@ -63,7 +63,8 @@ def layer_bytes(layer: Layer) -> int:
 class Program:
     """A compiled graph. `run(inputs, owned)` returns its flat outputs."""
 
-    def __init__(self, graph: Graph, device: str = "cpu") -> None:
+    def __init__(self, graph: Graph, device: str = "cpu", recording: Recording | None = None) -> None:
+        """`recording`: what becomes of operators whose weight gradients may wait, if not work for later."""
         where = torch.device(device)
         if len(graph.ops) > MAX_OPERATIONS:
             raise ProtocolError(f"a graph of {len(graph.ops)} operations; at most {MAX_OPERATIONS} are run")
@@ -103,7 +104,7 @@ class Program:
             if table in small:
                 function = _Rows(function)
             self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
-        self._recording = Recording()
+        self._recording = Recording() if recording is None else recording
         waiting = waiting_variants(graph, self._recording)
         self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -18,6 +19,7 @@ from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.recompute import changed_buffers, repeatable
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.model.shrink_frozen_weights import check_kept
+from ringtmp.model.sufficient_factors import Catching, Factors
 from ringtmp.plan.route import Visit
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import compute_device
@@ -122,8 +124,10 @@ class Stage:
         step: int = 0,
         recompute: Callable[[int], bool] | None = None,
         crossings: Mapping[bool, Crossings] | None = None,
+        catch: bool = False,
     ) -> None:
-        """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`. `step`: updates done.
+        """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`; with `catch`, what those of
+        linear operators are made of to `caught`. `step`: updates done.
         `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered.
         `crossings`: what enters and leaves in training and in evaluation; None: as in a list of layers."""
         self._recompute = recompute
@@ -133,7 +137,7 @@ class Stage:
         self._newest = step % self._sides
         self.visit = visit
         self._recipe = recipe
-        self._defer = defer
+        self._defer, self._catch = defer or catch, catch
         # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
         self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
         self._tree = SumTree(recipe.sum_tree)
@@ -362,6 +366,13 @@ class Stage:
             self._deferred.popleft()
             self._close_parts(step)
 
+    def caught(self) -> list[Factors]:
+        """What `backward` has left since, of one microbatch after the other."""
+        found: list[Any] = [each for _, _, jobs in self._deferred for each in jobs] if self._catch else []
+        if self._catch:
+            self._deferred.clear()
+        return found
+
     def _close_parts(self, step: int) -> None:
         if self._sums:
             self._sums[self._side(step)].close({part for other, part, _ in self._deferred if other == step})
@@ -432,5 +443,5 @@ class Stage:
     def _program(self, graph: Graph) -> Program:
         key = msgspec.msgpack.encode(graph)
         if key not in self._programs:
-            self._programs[key] = Program(graph, str(compute_device.here()))
+            self._programs[key] = Program(graph, str(compute_device.here()), Catching() if self._catch else None)
         return self._programs[key]
