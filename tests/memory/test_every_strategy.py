@@ -112,7 +112,7 @@ def test_it_learns_and_sends_what_its_formula_says_and_repeats_the_bits_it_promi
     done = api.Result(tmp_path / "a" / "run")
     cuts = tuple(map(float, CUTS[NODES][1]))
     samples = 1437 / 23  # of an average step: an epoch's last batch is smaller
-    linear = tuple((size, sum(matrix)) for size, matrix in zip(sizes(done)[1::2], LINEAR, strict=True))
+    linear = tuple((size, *matrix) for size, matrix in zip(sizes(done)[1::2], LINEAR, strict=True))
     traffic = strategy.traffic(settings, Sizes(sum(sizes(done)), cuts, samples, linear), NODES)
     assert first.bytes_total == pytest.approx(4 * traffic.total * first.steps, rel=0.06)
     assert traffic.total / NODES <= traffic.busiest <= traffic.total

@@ -196,7 +196,7 @@ def test_the_choice_by_hand() -> None:
 
 
 def test_its_formula_takes_the_better_way_of_each_layer() -> None:
-    hybcomm, layers = registry.get("hybcomm"), ((1000.0, 60.0), (100.0, 50.0))
+    hybcomm, layers = registry.get("hybcomm"), ((1000, 20, 40), (100, 40, 10))
     total = {
         way: hybcomm.traffic(hybcomm.read({"way": way}), Sizes(1300.0, (), 10, layers), 5).total
         for way in ("auto", "factors", "server")

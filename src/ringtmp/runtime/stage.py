@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import torch
@@ -138,6 +137,7 @@ class Stage:
         self.visit = visit
         self._recipe = recipe
         self._defer, self._catch = defer or catch, catch
+        self.caught: list[Factors] = []  # of one microbatch after the other; whoever takes them leaves an empty list
         # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
         self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
         self._tree = SumTree(recipe.sum_tree)
@@ -347,8 +347,11 @@ class Stage:
                 sums.last_of(part)
         if roots:
             run_backward(roots, seeds)
-        if held.later:
+        if held.later and self._catch:
+            self.caught += held.later  # type: ignore[arg-type]  # Catching leaves these
+        elif held.later:
             self._deferred.append((step, part, deque(held.later)))
+        if held.later:
             held.later.clear()  # the graph holds on to this list, and would hold on to itself through the jobs in it
         self._close_parts(step)
         return held.caught
@@ -365,13 +368,6 @@ class Stage:
         if not jobs:
             self._deferred.popleft()
             self._close_parts(step)
-
-    def caught(self) -> list[Factors]:
-        """What `backward` has left since, of one microbatch after the other."""
-        found: list[Any] = [each for _, _, jobs in self._deferred for each in jobs] if self._catch else []
-        if self._catch:
-            self._deferred.clear()
-        return found
 
     def _close_parts(self, step: int) -> None:
         if self._sums:

@@ -94,9 +94,7 @@ class Sizes(msgspec.Struct, frozen=True):
     parameters: float
     cuts: tuple[float, ...]  # values per sample at every cut on the way round, where layers are split
     samples: float  # of a step
-    linear: tuple[
-        tuple[float, float], ...
-    ] = ()  # plain linear layers: parameters, and values in the factors of a sample
+    linear: tuple[tuple[int, int, int], ...] = ()  # plain linear layers: parameters, inputs, outputs; a sample is a row
 
 
 class Traffic(msgspec.Struct, frozen=True):

@@ -99,6 +99,9 @@ class Push(NodeMessage, frozen=True, tag="push"):
     share: float  # of the batch this gradient is of
     fresh: bool  # no training step came directly before
     node: int = 0  # of the tree of sums that this is the sum below; 0: there is no tree
+    rows: int = (
+        0  # of a linear layer, of which the server makes the gradient: what entered, and errors; 0: it is the gradient
+    )
     tensors: Specs = ()  # empty: with a tree, nobody below has a gradient
 
 

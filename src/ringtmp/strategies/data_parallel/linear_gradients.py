@@ -62,7 +62,8 @@ def linear_of(layer: Layer) -> tuple[int, ...]:
         return ()
     slots = {slot.name: slot for slot in layer_flat(layer).slots}
     matrix = slots[plain.matrix]
-    return Linear(*matrix.shape, matrix.start, -1 if plain.bias is None else slots[plain.bias].start)
+    outputs, inputs = matrix.shape
+    return Linear(outputs, inputs, matrix.start, -1 if plain.bias is None else slots[plain.bias].start)
 
 
 def known(linear: Sequence[tuple[int, ...]]) -> dict[int, Linear]:

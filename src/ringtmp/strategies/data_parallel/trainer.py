@@ -333,7 +333,8 @@ class Trainer:
         self._exchange.used(layer)
         self.recorder.end(started, "backward", layer, -1)
         if factored:
-            self._exchange.factors(layer, work.step, share, stage.caught())
+            caught, stage.caught = stage.caught, []
+            self._exchange.factors(layer, work.step, share, caught)
         elif gradient is None:
             self._exchange.sums(layer, work.step, share, sums)
         else:

@@ -90,7 +90,8 @@ class HybComm(Strategy):
 
     def traffic(self, settings: HybCommSettings, sizes: Sizes, nodes: int) -> Traffic:
         """A layer that goes by factors sends those of every sample to all others, the rest goes up and down once."""
-        factored = [each for each in sizes.linear if self._chosen(settings, *each, sizes.samples, nodes)]
+        widths = [(size, inputs + outputs) for size, inputs, outputs in sizes.linear]
+        factored = [each for each in widths if self._chosen(settings, *each, sizes.samples, nodes)]
         through = sizes.parameters - sum(size for size, _ in factored)
         total = 2 * (nodes - 1) * through
         total += sum(factor_values(sizes.samples, width, nodes) for _, width in factored)

@@ -9,9 +9,11 @@ import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics.step_recorder import Recorder
+from ringtmp.model.sufficient_factors import Factors
 from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.mailbox import Endpoint, Mail
+from ringtmp.strategies.data_parallel.linear_gradients import known, together
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.trainer import Exchange
@@ -48,6 +50,7 @@ class Client(Exchange):
         self._versions = dict.fromkeys(range(len(table)), -1)  # every update before this step is in it
         # By key: values; `change`: to be added, or (with places) to be put there.
         self._incoming: dict[int, list[tuple[bool, torch.Tensor, torch.Tensor | None]]] = {}
+        self._linear = known(plan.linear)
         self._wire = wire_format(plan.wire)
         self._feedback = ErrorFeedback(self._wire)
         self._used: list[int] = []
@@ -119,6 +122,20 @@ class Client(Exchange):
             self._clip_and_push(layer, step, share, gradient)
         else:
             self._hand_over(layer, step, share, gradient)
+
+    def factors(self, layer: int, step: int, share: float, factors: Sequence[Factors]) -> None:
+        linear = self._linear[layer]
+        rows, errors = together(linear, factors)
+        for key in self._layers[layer]:
+            low, high = linear.columns(key.start, key.stop)
+            if share and len(rows) * (linear.inputs + high - low) <= key.size:
+                sent = [*self._wire.encode(rows), *self._wire.encode(errors[:, low:high].contiguous())]
+                push = Push(key.number, step, share, self._fresh, rows=len(rows))
+            else:
+                sent = self._feedback.encode(key.number, linear.gradient(key.start, key.stop, rows, errors))
+                push = Push(key.number, step, share, self._fresh)
+            self._to_push.append((key, push, sent))
+        self._send_pushes()
 
     def sums(self, layer: int, step: int, share: float, sums: list[Sums | None]) -> None:
         for at, key in enumerate(self._layers[layer]):  # a key is a tensor

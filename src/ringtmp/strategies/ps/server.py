@@ -19,6 +19,7 @@ from ringtmp.runtime import gradients_at_segment_edges as edges
 from ringtmp.runtime.clipping import norm_of, total_norm
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.base import Roles
+from ringtmp.strategies.data_parallel.linear_gradients import known
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
 from ringtmp.strategies.ps.apply_gradients import Gradient, Slot
 from ringtmp.strategies.ps.settings import PsSettings
@@ -42,6 +43,7 @@ class Server:
         self.step = plan.step
         self.emit: Callable[[events.Event], None] | None = None  # a worker on the same node reports for both
         self._plan = plan
+        self._linear = known(plan.linear)
         self._wire = wire_format(plan.wire)
         self._settings = settings
         self._roles = roles
@@ -85,8 +87,7 @@ class Server:
             self._recorder.received(
                 self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes
             )
-            given, size = mail.present(), self._table[message.key].size
-            self._pushed(mail.sender, message, self._wire.decode(given, size) if given else None)
+            self._pushed(mail.sender, message, self._gradient(message, mail.present()))
         elif isinstance(message, Pull):
             self._waiting.append((mail.sender, message))
         elif isinstance(message, Store):
@@ -115,6 +116,14 @@ class Server:
         return True
 
     # -- push ---------------------------------------------------------------------------------------------------------
+
+    def _gradient(self, push: Push, given: Sequence[torch.Tensor]) -> edges.Gradient:
+        key = self._table[push.key]
+        if not push.rows:
+            return self._wire.decode(given, key.size) if given else None
+        linear, half = self._linear[key.layer], len(given) // 2
+        rows, errors = self._wire.decode(given[:half]), self._wire.decode(given[half:])
+        return linear.gradient(key.start, key.stop, rows, errors, linear.columns(key.start, key.stop)[0])
 
     def _pushed(self, worker: int, push: Push, gradient: edges.Gradient) -> None:
         slot = self._slots[push.key]
