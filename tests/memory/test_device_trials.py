@@ -331,6 +331,41 @@ def test_a_scout_tries_every_line_and_those_between_the_others(
     assert len(written) == 5
 
 
+@pytest.mark.parametrize(("hiccups", "expected_s"), [(1, [1.0, 1.0, 1.0, 1.0]), (2, [1.0, 1.0, 1.0, 2.0])])
+def test_a_device_that_looks_slow_once_has_another_try_and_one_that_is_slow_stays_so(
+    hiccups: int, expected_s: list[float], tmp_path: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that believes a moment's noise moves layers away from a device that is as good as the others."""
+    ran: dict[int, int] = {}
+    pool = InMemoryPool(4)
+    endpoint = pool.start("ring", 0)
+    answer = Answers.__call__
+    at = [0]  # whoever is asked now; the master asks itself
+
+    def timed(sample: Sample, frozen_bytes: int) -> Timed:
+        ran[at[0]] = ran.get(at[0], 0) + 1
+        slow = at[0] == 3 and ran[at[0]] <= hiccups
+        return Timed(2.0 if slow else 1.0, PROCESS_BYTES, 2**30)
+
+    def asked(self: Answers, endpoint: Endpoint, mail: Mail) -> bool:
+        at[0] = endpoint.node
+        try:
+            return answer(self, endpoint, mail)
+        finally:
+            at[0] = 0
+
+    monkeypatch.setattr(device_trials, "timed", timed)
+    monkeypatch.setattr(Answers, "__call__", asked)
+    log = EventLog(tmp_path / "events.jsonl")
+    try:
+        looked = DeviceTrials(Start(endpoint, pool, log)).look(pool.addresses(), Sample(b"", (), 1))
+    finally:
+        endpoint.close()
+        log.close()
+    assert [looked.told[node].seconds for node in range(4)] == expected_s
+    assert ran == dict.fromkeys(range(4), 2), "everybody again, under the same load, and no third time"
+
+
 class _Mailbox:
     def __init__(self) -> None:
         self.sent: list[int] = []

@@ -8,10 +8,12 @@ to the master; where they reach each other clearly worse, the path between them 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from statistics import median_low
+
+import msgspec
 
 from ringtmp.plan.devices import CURVE_BYTE_CPU_S, NETWORK_MESSAGE_CPU_S, Device, Link, Path, Paths, quota_of
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
@@ -172,11 +174,29 @@ def _less(rate: float, other: float) -> bool:
     return min(rate, ENOUGH_BYTES_PER_S) < CLEARLY_LESS * min(other, ENOUGH_BYTES_PER_S)
 
 
+def uneven(told: Collection[Timed]) -> bool:
+    """Whether a device looks faster or slower than others of its kind: that may be so, or a moment's noise."""
+    return any(pace_s != middle_s for pace_s, middle_s in _paces(told))
+
+
+def better_told(once: Mapping[int, Timed], again: Mapping[int, Timed]) -> dict[int, Timed]:
+    """The faster of two runs: noise only ever takes time. Memory is as it was before both."""
+    return {
+        node: msgspec.structs.replace(each, seconds=min(each.seconds, again[node].seconds))
+        for node, each in once.items()
+    }
+
+
 def _alike(told: Sequence[Timed]) -> list[float]:
     """Seconds of a run on each device; those of one kind that are close to its middle have the middle."""
+    return [pace_s for pace_s, _ in _paces(told)]
+
+
+def _paces(told: Collection[Timed]) -> list[tuple[float, float]]:
+    """Of each device, what it is taken to need, and the middle of its kind."""
     found = []
     for each in told:
         kind = [other.seconds for other in told if (other.cores, other.period_s) == (each.cores, each.period_s)]
         middle = median_low(kind)  # one that was measured, so that two that differ are not both moved
-        found.append(middle if abs(each.seconds - middle) <= ALIKE * middle else each.seconds)
+        found.append((middle if abs(each.seconds - middle) <= ALIKE * middle else each.seconds, middle))
     return found
