@@ -333,8 +333,8 @@ class Trainer:
         self._exchange.used(layer)
         self.recorder.end(started, "backward", layer, -1)
         if factored:
-            caught, stage.caught = stage.caught, []
-            self._exchange.factors(layer, work.step, share, caught)
+            factors, stage.caught = stage.caught, []
+            self._exchange.factors(layer, work.step, share, factors)
         elif gradient is None:
             self._exchange.sums(layer, work.step, share, sums)
         else:

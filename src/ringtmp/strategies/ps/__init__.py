@@ -48,7 +48,7 @@ class ParameterServer(Strategy):
         ),
         Runs("MXNet", "ps:async:servers=workers", lacks="servers in several stages"),
         Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1", lacks="groups of workers behind one that pushes"),
-        Runs("Petuum", "ps:ssp:3:servers=2", lacks="parameters sent before they are asked for"),
+        Runs("Petuum", "ps:ssp:3:servers=2:eager=true"),
         Runs(
             "Project Adam",
             "ps:async:servers=2:replicas=1:factors=true",

@@ -25,6 +25,8 @@ Symbols: n workers, S the bound (bsp 0, async infinite), Q the quorum, clock of 
                 g <- gradient at w_i;  accrued <- accrued + g;  w_i <- w_i - rate(t) g
                 if (t + 1) mod n_push = 0: push accrued;  accrued <- 0      (the paper pushes where t mod n_push = 0)
 
+    eager     E. Xing et al., Petuum, KDD 2015; J. Wei et al., Managed Communication and Consistency, SoCC 2015; on the server:
+                when min over workers of clock grows: send w to every worker, for step clock + S
     factors   T. Chilimbi et al., Project Adam, OSDI 2014: gradients of fully connected layers are made in the server
                 worker: X <- what entered the matrix (K rows), E <- errors behind it
                         K (inputs + outputs of the key) <= values of the key: push(key, X, E, t), else push(key, E^T X, t)

@@ -64,6 +64,7 @@ class Server:
         # By worker: what to answer, the lowest step and key first, and of two for the same the one asked for first.
         self._answers: dict[int, list[tuple[int, int, int, int, bool]]] = {worker: [] for worker in roles.workers}
         self._turns = itertools.count()
+        self._scattered: dict[int, int] = {}  # by key: the step up to which every worker was sent it, unasked
         self._fetches: list[Fetch] = []
         self._early: list[Mail] = []
         self._squares: dict[int, float] = {}
@@ -245,6 +246,8 @@ class Server:
         """Answer what can be answered."""
         if self._changed:
             self._changed = False
+            if self._settings.eager:
+                self._scatter()
             self._waiting = [each for each in self._waiting if not self._admit(*each)]
             self._copying = [each for each in self._copying if not self._release(*each)]
             self._fetches = [each for each in self._fetches if not self._fetched(each)]
@@ -266,6 +269,16 @@ class Server:
             return False  # its own gradient is held back, and so is the worker
         self._copying.append((slot.applied if self._is_copied(slot) else 0, worker, pull, oldest))
         return True
+
+    def _scatter(self) -> None:
+        """Every worker gets each key that is a step further, as if it had asked for the newest step that may have it."""
+        for number, slot in self._slots.items():
+            oldest = self._oldest(slot)
+            if oldest > self._scattered.get(number, self._plan.step):
+                self._scattered[number] = oldest
+                pull = Pull(number, oldest + int(self._settings.bound))
+                copies = slot.applied if self._is_copied(slot) else 0
+                self._copying += [(copies, worker, pull, oldest) for worker in self._roles.workers]
 
     def _release(self, copies: int, worker: int, pull: Pull, oldest: int) -> bool:
         """What a worker has seen must not be lost with this server: the replica has it first."""

@@ -44,6 +44,9 @@ class PsSettings(Settings, frozen=True):
     factors: Annotated[bool, described(
         "false | true", "true: of a linear layer workers push activations and errors where that is less than the gradient, and "
         "the server computes it", "Project Adam")] = False  # fmt: skip
+    eager: Annotated[bool, described(
+        "false | true", "true: with bsp and ssp:S, servers send parameters whenever the slowest worker has come a step "
+        "further, unasked", "Petuum")] = False  # fmt: skip
 
     @property
     def _kind(self) -> str:
@@ -119,6 +122,11 @@ class PsSettings(Settings, frozen=True):
             raise UsageError(
                 f"factors=true needs n_push=1 and n_fetch=1, not {self.n_push} and {self.n_fetch}: a worker that adds "
                 "gradients up or moves its own copy must compute them itself"
+            )
+        if self.eager and (math.isinf(self.bound) or self.significant or self.fetch != "all"):
+            raise UsageError(
+                f"eager=true needs consistency=bsp or ssp:S with fetch=all, not {self.consistency} with fetch={self.fetch}: "
+                "parameters are sent to everybody when the slowest worker has come a step further"
             )
         if self.warm_start < 0:
             raise UsageError(f"warm_start={self.warm_start} must be 0 or a number of steps")
