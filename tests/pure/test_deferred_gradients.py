@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from living import assert_lets_go, living_tensors
+from ringtmp.model.deferred_gradients import ROOM
 from ringtmp.model.export import Exporter
 from ringtmp.model.run_graph import Program
 from ringtmp.plan.route import Visit
@@ -138,3 +139,38 @@ def test_what_has_waited_is_let_go_when_it_is_done() -> None:
         return living_tensors()
 
     assert_lets_go(living)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_gradients_of_large_weights_share_their_memory_and_have_the_bits_of_plain_torch(defer: bool) -> None:
+    """Two sizes, so that the room grows; two steps, so that nothing of the first is left in the second."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(1500, 1500), nn.Tanh(), nn.Linear(1500, 1700))
+    layer, tensors = Exporter().export("large", module, torch.zeros(3, 1500))
+    how = Recipe(0, 1, "sgd", {"lr": 0.1}, {"kind": "constant", "warmup": 0})
+    stage = Stage(Visit(0, 0, 0, 1), how, defer=defer)
+    stage.place(0, layer, [tensors[each.name].detach().clone() for each in layer.tensors], {})
+    sgd = torch.optim.SGD(module.parameters(), 0.1, foreach=False)
+    rooms = set()
+    for step in range(2):
+        batches = [torch.randn(4, 1500) for _ in range(4)]
+        gradient = torch.randn(4, 1700)
+        for microbatch, batch in enumerate(batches):
+            stage.forward(microbatch, step, [batch], [False], True)
+            stage.backward(step, microbatch, [gradient])
+            module(batch).backward(gradient)
+            while stage.deferred:
+                stage.weight_gradients()
+            if microbatch > 1:
+                assert ROOM.memory is not None, "autograd, or a new product, would have taken memory of its own"
+                rooms.add((step, ROOM.memory.data_ptr()))
+        assert len(rooms) == step + 1, "one room for all microbatches"
+        for ours, plain in zip(stage.parameters[0], module.parameters(), strict=True):
+            assert ours.grad is not None
+            assert plain.grad is not None
+            assert ours.grad.equal(plain.grad)
+        stage.step(step, None)
+        assert ROOM.memory is None, "an update needs the memory for other things"
+        sgd.step()
+        sgd.zero_grad()
+    assert all(a.equal(b) for a, b in zip(stage.parameters[0], module.parameters(), strict=True))

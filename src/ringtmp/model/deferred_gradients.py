@@ -7,23 +7,68 @@ as autograd does: the same bits. Where that does not hold, an operator goes thro
     a parameter that is read more than once    its gradients are summed within the microbatch first
     operands with unusual strides              autograd picks another kernel call
 
+A large weight's gradient is computed where the one before it was: the C library gives memory of that size back at once, and
+every page of it would be faulted in again for every microbatch.
+
 Parameters are held as they are, not as saved tensors: a saved tensor may come back as another object with no `grad`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ringtmp.model.portable_layer import Graph, Op, Ref
+from ringtmp.system.resources import REUSED_UP_TO_BYTES
 
 aten = torch.ops.aten
 
 #: (multiply-adds, the work): deferred work with its size.
 Job = tuple[int, Callable[[], None]]
+
+
+class DoneAtOnce(list[Job]):
+    """Jobs of a node that has nothing to gain from waiting."""
+
+    def append(self, job: Job) -> None:
+        job[1]()
+
+
+class Room(threading.local):
+    """Memory for a large product that is added to something right away and then needed no more, one of each thread."""
+
+    memory: torch.Tensor | None = None
+
+    def product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Good until the next one."""
+        shape = (left.shape[0], right.shape[1])
+        count = math.prod(shape)
+        if left.device.type != "cpu" or count * left.element_size() <= REUSED_UP_TO_BYTES:
+            return left.mm(right)
+        if self.memory is None or self.memory.dtype != left.dtype or len(self.memory) < count:
+            self.memory = None  # before there are two
+            self.memory = torch.empty(count, dtype=left.dtype)
+        return torch.mm(left, right, out=self.memory[:count].view(shape))
+
+    def leave(self) -> None:
+        self.memory = None
+
+
+ROOM = Room()
+
+
+def at_once(parameters: Iterable[torch.Tensor]) -> list[Job] | None:
+    """Where jobs of a node that does not wait go, if there is anything to gain from not leaving them to autograd."""
+    return DoneAtOnce() if any(map(_large, parameters)) else None
+
+
+def _large(parameter: torch.Tensor) -> bool:
+    candidate = parameter.dim() == 2 and parameter.requires_grad and parameter.device.type == "cpu"
+    return candidate and parameter.nbytes > REUSED_UP_TO_BYTES
 
 
 class Recording:
@@ -149,7 +194,9 @@ class _Linear(torch.autograd.Function):
 
         def work() -> None:
             with torch.no_grad():
-                _accumulate(weight, gradient.t().mm(x))
+                turned = gradient.t()
+                # The first gradient stays with the parameter.
+                _accumulate(weight, turned.mm(x) if weight.grad is None else ROOM.product(turned, x))
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, gradient.sum(0))
 

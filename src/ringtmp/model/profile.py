@@ -25,6 +25,7 @@ import torch
 from ringtmp import __version__
 from ringtmp.errors import DoesNotFit
 from ringtmp.model.build import BuiltLayer
+from ringtmp.model.deferred_gradients import ROOM, Job, at_once
 from ringtmp.model.layers import SMALLER
 from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.output_tree import leaves_of, map_outputs
@@ -40,7 +41,7 @@ from ringtmp.system.resources import cpu_name, fingerprint, free_memory_bytes
 from ringtmp.units import bytes_text
 
 #: Of the file's layout and of how things are measured.
-FORMAT = 3
+FORMAT = 4
 #: Each size is measured until this time is spent, but within these numbers of runs.
 MEASURE_S = 0.15
 LEAST_RUNS, MOST_RUNS = 3, 15
@@ -307,9 +308,9 @@ class _Runner:
         leaves = self._leaves()
         return leaves, self._go(leaves)
 
-    def _go(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _go(self, leaves: list[torch.Tensor], later: list[Job] | None = None) -> list[torch.Tensor]:
         entering = [leaf.clone() for leaf in leaves] if self._program.changes_inputs else leaves
-        return self._program.run(entering, self._owned)
+        return self._program.run(entering, self._owned, later)
 
     def stored_bytes(self) -> int:
         """Distinct memory that autograd keeps, and the outputs; without parameters and what entered."""
@@ -332,14 +333,14 @@ class _Runner:
         backward: list[float] = []
         others = torch.ones(OTHERS_BYTES // 4)
         generator = torch.default_generator
-        spent, runs = 0.0, 0
+        spent, runs, later = 0.0, 0, at_once(self._owned.values())
         while runs <= LEAST_RUNS or (spent < MEASURE_S and runs < MOST_RUNS):
             leaves = self._leaves()
             others.add_(1.0)
             self._forget()
             began = clock()
             generator.manual_seed(runs)  # as a stage does before a random operator
-            outputs = self._go(leaves)
+            outputs = self._go(leaves, later)
             middle = clock()
             wanted = [each for each in outputs if each.requires_grad]
             seeds = [torch.ones_like(each) for each in wanted]
@@ -355,6 +356,7 @@ class _Runner:
             runs += 1
             if spent > 10 * MEASURE_S and forward:
                 break
+        ROOM.leave()
         return statistics.median(forward), statistics.median(backward)
 
     def input_gradient_s(self, clock: Clock) -> float:

@@ -17,6 +17,7 @@ import torch
 from ringtmp.errors import DoesNotFit, ProtocolError
 from ringtmp.model.allowed_operators import GRAD_MODE, resolve
 from ringtmp.model.deferred_gradients import Job, Recording, waiting_variants
+from ringtmp.model.large_cross_entropy import IN_SLICES
 from ringtmp.model.operator_arguments import check_arguments
 from ringtmp.model.operator_contracts import under_contract
 from ringtmp.model.portable_layer import CUSTOM, Argument, Custom, Graph, Items, Layer, Named, Op, Ref, count, slots
@@ -91,7 +92,7 @@ class Program:
                 function, args = _chosen(customs, op)
             else:
                 check_arguments(op)
-                function, args = resolve(op.target), op.args
+                function, args = IN_SLICES.get(op.target) or resolve(op.target), op.args
             table = args[0].slot if op.target == EMBEDDING and args and isinstance(args[0], Ref) else -1
             if drawn := draws(op, graph.customs):
                 self._random.append((index, numbered, function if isinstance(function, _CustomCall) else None))

@@ -14,6 +14,7 @@ from ringtmp.data.batches import Batch
 from ringtmp.data.sample_or_batch import IGNORED, LABELS, OWN_LOSS
 from ringtmp.data.tables_and_streams import Text
 from ringtmp.errors import UsageError, unknown
+from ringtmp.model.large_cross_entropy import cross_entropy_loss
 from ringtmp.model.output_tree import described, field_of
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -38,7 +39,7 @@ class Loss:
 
 def _next_byte(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     """(batch, time, 256) logits against (batch, time) bytes."""
-    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+    return cross_entropy_loss(outputs.flatten(0, 1), targets.flatten())
 
 
 def _of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def _of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return value
 
 
-cross_entropy = Loss("cross_entropy", F.cross_entropy, class_dim=1)
+cross_entropy = Loss("cross_entropy", cross_entropy_loss, class_dim=1)
 mse = Loss("mse", F.mse_loss, same_shape=True)
 next_byte = Loss("next_byte", _next_byte, class_dim=-1, of_bytes=True)
 own_loss = Loss(OWN_LOSS, _of_model, of_model=True)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
-from ringtmp.model.deferred_gradients import Job
+from ringtmp.model.deferred_gradients import ROOM, Job, at_once
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.portable_layer import Graph, Layer
@@ -138,6 +138,7 @@ class Stage:
         self._recipe = recipe
         self._defer, self._catch = defer or catch, catch
         self.caught: list[Factors] = []  # of one microbatch after the other; whoever takes them leaves an empty list
+        self._at_once: list[Job] | None = None  # where work goes that is done as soon as it is there
         # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
         self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
         self._tree = SumTree(recipe.sum_tree)
@@ -177,6 +178,7 @@ class Stage:
             [self._layers[index].sides[side][name] for index, name in named] for side in range(self._sides)
         ]
         self._position = {each: position for position, each in enumerate(named)}
+        self._at_once = at_once(self.parameters[0])
         if not named:
             return
         if self._recipe.sum_tree > 1:
@@ -266,7 +268,7 @@ class Stage:
     def _with_graph(self, held: _Held, step: int, microbatch: int, once_more: bool) -> list[torch.Tensor]:
         """Forward under autograd. `once_more`: buffers have changed already and are left alone."""
         values, held.caught = enter(held.entered, held.wants, self._runs[True].written)
-        held.later = [] if self._defer else None
+        held.later = [] if self._defer else self._at_once
         with torch.enable_grad():
             held.outputs = self._run(step, microbatch, values, self._side(step), True, held.later, once_more)
         return held.outputs
@@ -390,6 +392,7 @@ class Stage:
     def step(self, step: int, total_norm: torch.Tensor | None) -> None:
         """The update that ends training step `step`."""
         self._add_up(step)
+        ROOM.leave()
         side = self._side(step)
         if self._optimizer is not None:
             parameters = self.parameters[side]

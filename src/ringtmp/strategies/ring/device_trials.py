@@ -15,6 +15,7 @@ import torch
 
 from ringtmp.metrics.events import LineTried
 from ringtmp.model import portable_layer
+from ringtmp.model.deferred_gradients import ROOM, at_once
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.devices import LayerCost
@@ -104,7 +105,7 @@ class Trial:
 
     def _forward(self, entering: Sequence[torch.Tensor], owned: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         values = [each.clone() for each in entering] if self._program.changes_inputs else list(entering)
-        return [each for each in self._program.run(values, owned) if each.requires_grad]
+        return [each for each in self._program.run(values, owned, at_once(owned.values())) if each.requires_grad]
 
 
 def _made_up(crossing: Crossing, samples: int) -> torch.Tensor:
@@ -124,6 +125,7 @@ def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
     runs, began = 0, time.monotonic()
     while runs == 0 or time.monotonic() < limit:
         runs += trial.round()
+    ROOM.leave()
     return (time.monotonic() - began) / runs
 
 
