@@ -44,14 +44,16 @@ def off(found: api.Result, wanted: api.Result) -> float:
 def test_it_ends_where_workers_that_push_gradients_do_and_sends_what_its_formula_says(
     rest: str, tmp_path: Path
 ) -> None:
-    given = {**SMALL, "clip_norm": 0.5}
+    # With two servers of three nodes one worker has all rows.
+    samples = 6 if "servers=2" in rest else 18
+    given = {"batch_size": samples, "microbatches": 6, "clip_norm": 0.5}
     wanted = train(f"ps:bsp{rest}", tmp_path / "gradients", 8, **given)
     found = train(f"ps:bsp:factors=true{rest}", tmp_path / "factors", 8, **given)
     assert 0 < off(found, wanted) < 1e-5
     strategy, choice = registry.get("ps"), registry.parse(f"ps:bsp:factors=true{rest}")
     flat = sizes(found)
     linear = tuple((size, *matrix) for size, matrix in zip(flat[1::2], LINEAR, strict=True))
-    step = strategy.traffic(strategy.read(choice.settings), Sizes(sum(flat), (), 18, linear), 3).total
+    step = strategy.traffic(strategy.read(choice.settings), Sizes(sum(flat), (), samples, linear), 3).total
     read = 4 * sum(flat) * 2  # by workers, before the first step
     assert abs(found.summary.bytes_total - 4 * step * 8) <= 0.02 * 4 * step * 8 + read
     assert found.summary.bytes_total < 0.85 * wanted.summary.bytes_total
