@@ -48,7 +48,7 @@ MOMENTS = {
     "before its group adds up": Moment(f"{SUMS}.begin", "before", 7),
     "before its first sum is sent": Moment(f"{SUMS}._send", "before", 20),
     "after a sum was sent": Moment(f"{SUMS}._send", "after", 20),
-    "after it sent all of its own": Moment(f"{SUMS}.begin", "after", 7),
+    "after it sent all of its own": Moment(f"{SUMS}.finish", "after", 7),
     "before it takes another's sum": Moment(f"{SUMS}._take", "before", 13),
     "after it took another's sum": Moment(f"{SUMS}._take", "after", 13),
     "before its sum is whole": Moment(f"{SUMS}._ended", "before", 15),
@@ -128,13 +128,13 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), *inner, nn.Linear(16, 3))
 
 
-def run(folder: Path, pool: InMemoryPool, groups: str | None) -> api.Result:
+def run(folder: Path, pool: InMemoryPool, groups: str | None, schedule: Any = "auto", **ring: Any) -> api.Result:
     config = RunConfig(
         training=TrainingPart(
             data="given", steps=STEPS, batch_size=16, microbatches=4, sum_tree=4, clip_norm=0.5, optimizer="adamw",
             optimizer_settings={"lr": 0.01},
         ),
-        ring=RingPart(nodes=pool.nodes, groups=groups, all_devices=True),
+        ring=RingPart(nodes=pool.nodes, groups=groups, all_devices=True, schedule=schedule, **ring),
         keep=KeepPart(checkpoint_every=5),
     )  # fmt: skip
     data = (tensors("t", *blobs()), tensors("t", *blobs(30)))

@@ -16,6 +16,9 @@ from ringtmp.errors import NodeLost
 from ringtmp.launch.ring_in_one_process import InMemoryPool, Wrapper
 from ringtmp.metrics import events
 from ringtmp.metrics.trace import chrome_trace
+from ringtmp.runtime.mailbox import Endpoint
+from ringtmp.strategies.ring.master import Master
+from ringtmp.wire.messages import Restore
 from test_training_loop import blobs, stack
 
 STEPS = 12
@@ -229,3 +232,25 @@ def test_a_node_lost_while_the_ring_is_laid_out_anew_for_another_reason_is_named
     assert moved.lost == (2,)
     assert "somebody joined" in moved.reason
     assert "node 2 was killed" in moved.reason
+
+
+def test_survivors_bring_their_layers_back_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master waits for nobody's layers before everyone who has its own was told to take them."""
+    told: list[str] = []
+    post, wait = Endpoint.post, Master._until_taken
+
+    def posted(this: Endpoint, peer: int, message: Any, *more: Any) -> None:
+        told.extend(["restore"] * isinstance(message, Restore))
+        post(this, peer, message, *more)
+
+    def waiting(this: Master, *layer: int) -> None:
+        told.append("wait")
+        wait(this, *layer)
+
+    monkeypatch.setattr(Endpoint, "post", posted)
+    monkeypatch.setattr(Master, "_until_taken", waiting)
+    healed = run(tmp_path / "healed", Mortal(4, Death(2, 9)), KeepPart(checkpoint_every=100))
+    assert [each.source for each in healed.summary.recoveries] == ["snapshot"]
+    restores = [at for at, each in enumerate(told) if each == "restore"]
+    assert len(restores) >= 3  # the master's front and tail, and two workers
+    assert "wait" not in told[restores[0] : restores[-1]]

@@ -87,8 +87,8 @@ def gradients(
         if out.requires_grad:
             out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
         results += [out.detach(), leaf.grad, None if leaf.grad is None else leaf.grad.stride()]
-        for _, work in later or ():
-            work()
+        for job in later or ():
+            job.work()
         waited = len(later or ())
     results += [(each.grad, None if each.grad is None else each.grad.stride()) for each in owned.values()]
     return results, waited

@@ -9,6 +9,8 @@ import pytest
 from ringtmp.errors import UsageError
 from ringtmp.plan.devices import Device, Link, Quota
 from ringtmp.plan.node_groups import (
+    BUCKET_BYTES,
+    added_up_at,
     admission,
     check_groups,
     exchange_bytes,
@@ -77,6 +79,19 @@ def test_adding_up_takes_the_slowest_link_every_round_and_the_messages() -> None
     # Two messages out and two in, at a fifth of a processor.
     assert exchange_s([busy, fast], 100.0) == pytest.approx(10.0 + 2 * 0.1 + 4 * 0.01 / 0.2)
     assert exchange_s([slow], 100.0) == 0.0
+
+
+def test_sums_leave_layer_by_layer_behind_the_last_microbatch() -> None:
+    """Four messages of a second each way; the last of four microbatch-seconds brings the last message's gradients."""
+    size, rate = 4.0 * BUCKET_BYTES, BUCKET_BYTES / 2.0
+    two = [Device(name, link=Link(rate, rate)) for name in "ab"]
+    assert exchange_s(two, size) == pytest.approx(8.0)  # 4 s of one's own half, 4 s of totals
+    assert added_up_at(two, size, [0.0, 0.0], [4.0, 4.0]) == pytest.approx(1.0 + 4.0 + 4.0)  # hidden: 3 of 4 s
+    assert added_up_at(two, size, [0.0, 0.0], [40.0, 40.0]) == pytest.approx(40.0 + 1.0 + 4.0)
+    assert added_up_at(two, size, [0.0, 9.0], [4.0, 9.0]) == pytest.approx(9.0 + 8.0)  # nothing to hide behind
+    small = float(BUCKET_BYTES)  # all in one message
+    assert added_up_at(two, small, [0.0, 0.0], [4.0, 4.0]) == pytest.approx(4.0 + exchange_s(two, small))
+    assert added_up_at(two, 0.0, [0.0, 0.0], [4.0, 4.0]) == pytest.approx(4.0)
 
 
 def test_groups_that_cannot_be_are_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ringtmp.errors import DoesNotFit
 from ringtmp.plan.devices import Device, LayerCost, Link, Measured
+from ringtmp.plan.node_groups import BUCKET_BYTES
 from ringtmp.plan.planner import PlanOptions, plan
 
 
@@ -120,9 +121,35 @@ def test_the_exchange_of_a_group_is_in_the_simulated_step() -> None:
     # The master begins the next step meanwhile.
     assert 0.8 < loaded.step_s - light.step_s < 1.0
     assert loaded.simulated.link_bytes[1, 2] == pytest.approx(1_000_000)
-    # Two layers' gradients: half there and half back at 1 MB/s.
-    assert loaded.simulated.nodes[1].idle_causes["sums"] == pytest.approx(1.0)
+    # Two layers' gradients: half there and half back at 1 MB/s. They leave behind the last 0.04 s of work, but for the first
+    # message, which waits until it is full.
+    hidden_s = 0.04 * (1 - BUCKET_BYTES / 1e6)
+    assert loaded.simulated.nodes[1].idle_causes["sums"] == pytest.approx(1.0 - hidden_s)
     assert loaded.memory[1].boundary_bytes - light.memory[1].boundary_bytes == pytest.approx(1e6, rel=0.01)
+
+
+def test_members_that_share_the_optimizer_state_need_less_memory_and_so_hold_more() -> None:
+    """Three inner layers with 2 MB of state each, in parameters of a quarter of that."""
+    plain = [replace(each, optimizer_bytes=2_000_000, largest_bytes=250) for each in layers_of([0.01] * 5, stored=1.0)]
+    cuts = ((0, 1), (1, 4), (4, 5))
+    options = PlanOptions(8, 8, sum_tree=2, groups=(2,), cuts=cuts, process_bytes=0.0)
+    sharing = replace(options, shares_state=True)
+    whole, shared = plan(plain, like(3), options), plan(plain, like(3), sharing)
+    assert [each.optimizer_bytes for each in whole.memory] == [4e6, 6e6, 6e6]
+    assert [each.optimizer_bytes for each in shared.memory] == [
+        4e6,
+        3e6 + 0.25e6,
+        3e6 + 0.25e6,
+    ]  # half, and half of the largest
+    unknown = [replace(each, largest_bytes=None) for each in plain]
+    assert [each.optimizer_bytes for each in plan(unknown, like(3), sharing).memory] == [4e6, 4e6, 4e6]
+    # On workers of 5 MB these cuts fit only where the state is shared, and a plan that cuts freely gives them more.
+    small = [Device("m"), *(replace(each, memory_bytes=5e6) for each in like(3)[1:])]
+    assert plan(plain, small, sharing).memory[1].missing_bytes == 0
+    with pytest.raises(DoesNotFit, match="too few"):
+        plan(plain, small, options)
+    found = [plan(plain, small, replace(each, cuts=None)).bounds[1] for each in (options, sharing)]
+    assert [stop - first for first, stop in found] == [2, 3]
 
 
 def test_many_unlike_devices_are_searched_and_the_gap_is_told() -> None:

@@ -73,6 +73,7 @@ def ring_in_memory(
     holders: list[int] | None = None,
     recompute: str = "none",
     members: list[tuple[int, ...]] | None = None,
+    shares_state: bool = False,
     then: Callable[[Master], None] = lambda master: None,
 ) -> tuple[str, list[float]]:
     """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`. `then` is
@@ -88,7 +89,7 @@ def ring_in_memory(
         gathering = BaseLeader(start)
         gathering.gather(range(1, nodes))
         admitted = window or schedule_named(schedule).default_window(len(route.visits), microbatches, how.staleness)
-        setup = Setup(route, how, admitted, schedule, 0, pool.addresses(), 0, {}, recompute)
+        setup = Setup(route, how, admitted, schedule, 0, pool.addresses(), 0, {}, recompute, shares_state=shares_state)
         master = Master(replace(start, hellos=gathering.hellos), setup, built.layers, loss)
         master.lay_out(built.checkpoint)
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]

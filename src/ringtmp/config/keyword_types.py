@@ -17,6 +17,7 @@ class RingKeywords(TypedDict, total=False):
     cuts: str | None
     blocks: str | None
     groups: str | None
+    share_optimizer: bool
     minimise: Literal["time", "energy", "memory"]
     window: int | None
     schedule: Literal["auto", "1f1b", "gpipe", "zero-bubble"]

@@ -155,6 +155,9 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: Annotated[str | None, Is(
         "Nodes per stage between the master's front and tail, such as 2,2; each stage's share a step's microbatches. With auto "
         "the plan chooses.", PIPELINE, split=True, metavar="N,…|auto", usual="one each")] = None
+    share_optimizer: Annotated[bool, Is(
+        "With groups: each member keeps the optimizer state of some of its stage's parameters and updates those for all.",
+        PIPELINE, split=True)] = False
     minimise: Annotated[Objective, Is(
         "What the plan makes as small as possible: {choices}.", PIPELINE, option="for", variable="minimise",
         split=True)] = TIME
@@ -196,3 +199,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     training: TrainingPart = TrainingPart()
     ring: RingPart = RingPart()
     keep: KeepPart = KeepPart()
+
+    @property
+    def protect(self) -> Protect:
+        """Where snapshots are kept. Where members of a group share the optimizer state, nobody has a whole stage to copy."""
+        return "checkpoint" if self.ring.share_optimizer and self.keep.protect == "auto" else self.keep.protect

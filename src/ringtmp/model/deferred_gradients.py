@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,15 +27,25 @@ from ringtmp.system.resources import REUSED_UP_TO_BYTES
 
 aten = torch.ops.aten
 
-#: (multiply-adds, the work): deferred work with its size.
-Job = tuple[int, Callable[[], None]]
+
+class Job(NamedTuple):
+    """Deferred work, with its size."""
+
+    size: int  # multiply-adds
+    work: Callable[[], None]
+    parameters: tuple[torch.Tensor, ...]  # whose gradients it adds to
 
 
 class DoneAtOnce(list[Job]):
-    """Jobs of a node that has nothing to gain from waiting."""
+    """Jobs of a node that has nothing to gain from waiting. `done` hears of each."""
+
+    def __init__(self, done: Callable[[Job], None]) -> None:
+        super().__init__()
+        self._done = done
 
     def append(self, job: Job) -> None:
-        job[1]()
+        job.work()
+        self._done(job)
 
 
 class Room(threading.local):
@@ -61,9 +71,11 @@ class Room(threading.local):
 ROOM = Room()
 
 
-def at_once(parameters: Iterable[torch.Tensor]) -> list[Job] | None:
+def at_once(
+    parameters: Iterable[torch.Tensor], done: Callable[[Job], None] = lambda job: None
+) -> list[Job] | None:  # fmt: skip
     """Where jobs of a node that does not wait go, if there is anything to gain from not leaving them to autograd."""
-    return DoneAtOnce() if any(map(_large, parameters)) else None
+    return DoneAtOnce(done) if any(map(_large, parameters)) else None
 
 
 def _large(parameter: torch.Tensor) -> bool:
@@ -177,6 +189,10 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
+def _those(*parameters: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return tuple(each for each in parameters if each is not None)
+
+
 class _Linear(torch.autograd.Function):
     """x (rows, width), both dense; weight (out, width), dense."""
 
@@ -200,7 +216,7 @@ class _Linear(torch.autograd.Function):
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, gradient.sum(0))
 
-        ctx.jobs.append((x.shape[0] * weight.numel(), work))
+        ctx.jobs.append(Job(x.shape[0] * weight.numel(), work, _those(weight, bias)))
         return gradient.mm(weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -224,7 +240,7 @@ class _Embedding(torch.autograd.Function):
                     weight, aten.embedding_dense_backward.default(gradient, indices, len(weight), padding, scaled)
                 )
 
-        ctx.jobs.append((gradient.numel(), work))
+        ctx.jobs.append(Job(gradient.numel(), work, (weight,)))
         return None, None, None, None, None
 
 
@@ -258,7 +274,7 @@ class _Convolution(torch.autograd.Function):
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, of_bias)
 
-        ctx.jobs.append((gradient.numel() * math.prod(weight.shape[1:]), work))
+        ctx.jobs.append(Job(gradient.numel() * math.prod(weight.shape[1:]), work, _those(weight, bias)))
         entering = None
         if ctx.needs_input_grad[0]:
             mask = [True, False, False]

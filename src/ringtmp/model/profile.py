@@ -157,6 +157,7 @@ class Profiler:
             optimizer_bytes=found.optimizer_bytes, update_s=found.update_s,
             has_parameters=self._hides_inputs(each.layer),
             waiting_bytes=0.0 if each.cell is None else each.cell.waiting,
+            largest_bytes=max((each.tensors[it.name].nbytes for it in each.layer.tensors if it.trainable), default=0),
             converted_bytes=largest_converted_bytes(each.layer),
             factor_values=factor_values(each.layer, leaves, each.tensors, _samples(each, leaves)),
         )  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringtmp.plan.devices import Device
-from ringtmp.plan.layer_costs import CostTable
+from ringtmp.plan.layer_costs import CostTable, most_kept
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, held
 from ringtmp.plan.node_groups import BUCKET_BYTES, by_group, exchange_s
 from ringtmp.plan.objective import TIME, Objective
@@ -81,6 +81,7 @@ class Segments:
             adding, tree = len(members) > 1, SumTree(options.sum_tree)
             compute, crossing = self._compute[None, :] - self._compute[:, None], _sum(self._cut, self._cut)
             need = self._memory(count) + self.process_bytes + (self._exchanged() if adding else 0.0)
+            need -= self._kept_by_others(len(members))
             costs = np.zeros_like(need)
             for rank, each in enumerate(members):
                 share = len(tree.microbatches(tree.share(rank, len(members)), total)) / total
@@ -96,6 +97,18 @@ class Segments:
         gradients = np.array(self.table.gradients)
         each: Matrix = gradients[None, :] - gradients[:, None]
         return each
+
+    def _kept_by_others(self, members: int) -> Matrix:
+        """[first, stop]: bytes of optimizer state that other members of a group keep."""
+        table, count = self.table, self.table.count
+        found = np.zeros((count + 1, count + 1))
+        for first in range(count if members > 1 and table.shares_state else 0):
+            largest = 0.0
+            for stop in range(first + 1, count + 1):
+                largest = max(largest, table.largest_state[stop - 1])
+                whole = table.optimizer[stop] - table.optimizer[first]
+                found[first, stop] = whole - most_kept(whole, largest, members)
+        return found
 
     def worker(self, device: Device, visit: int, visits: int) -> Matrix:
         """[first, stop]: seconds per microbatch."""

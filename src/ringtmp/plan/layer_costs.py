@@ -35,7 +35,7 @@ class StageCost:
 class CostTable:
     """Prefix sums over the layers at `samples` per microbatch; bytes that travel are scaled by `wire_ratio`. With
     `recompute` backward goes forward once more, and only the microbatch at work has its activations stored. Of weights
-    `versions` are kept, of gradients `sums`."""
+    `versions` are kept, of gradients `sums`. `shares_state`: members of a group each keep some of the optimizer state."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class CostTable:
         recompute: bool = False,
         versions: int = 1,
         sums: int = 1,
+        shares_state: bool = False,
     ) -> None:
         if not layers:
             raise UsageError("the model has no layers")
@@ -54,6 +55,8 @@ class CostTable:
         self.wire_ratio = wire_ratio
         self.recompute = recompute
         self._sums = sums
+        self.shares_state = shares_state
+        self.largest_state = [_largest_state(each) for each in layers]  # of one parameter
         self.count = len(layers)
         self.forward_s = _sums(each.forward_s for each in at)
         again = 1.0 if recompute else 0.0
@@ -83,6 +86,13 @@ class CostTable:
             weights_s=over(self.weights_s),
         )  # fmt: skip
 
+    def optimizer_bytes(self, first: int, stop: int, members: int) -> float:
+        """What a member of a group keeps at most: whole parameters, the largest first to whoever has least."""
+        total = self.optimizer[stop] - self.optimizer[first]
+        if members == 1 or not self.shares_state:
+            return total
+        return most_kept(total, max(self.largest_state[first:stop], default=0.0), members)
+
     @property
     def mean_cut_bytes(self) -> float:
         """Of all places where the layers could be cut."""
@@ -106,6 +116,17 @@ class CostTable:
     def parameter_bytes(self) -> float:
         """What a gradient exchange carries one way."""
         return self.gradients[-1]
+
+
+def most_kept(total: float, largest: float, members: int) -> float:
+    """Of optimizer state that is dealt out by whole parameters."""
+    return min(total, total / members + largest * (1 - 1 / members))
+
+
+def _largest_state(layer: LayerCost) -> float:
+    if layer.largest_bytes is None or not layer.gradient_bytes:
+        return layer.optimizer_bytes
+    return layer.optimizer_bytes * layer.largest_bytes / layer.gradient_bytes
 
 
 def _sums(values: Iterable[float]) -> list[float]:

@@ -3,6 +3,7 @@
     process + weights + gradients + optimizer + stored activations + boundary tensors + working space + snapshots
 
 Gradients: with a tree of sums (`sum_tree.py`), sums of parts that wait for others are counted too.
+Optimizer: where members of a group share its state, a member's part of it.
 Stored activations are held from a microbatch's forward to its backward. With gpipe every visit holds all of them. With
 1f1b the tail holds one; visit v of p holds 2 (p-1-v) + 1 (a visit and a transfer each, there and back) where all take
 about the same time, more behind a slow link or node, and never more than the window. So cuts are searched with the
@@ -120,7 +121,7 @@ def forecast(
             count = counts[visit.index]
             weights += stage.weight_bytes
             gradients += stage.gradient_bytes
-            optimizer += stage.optimizer_bytes
+            optimizer += table.optimizer_bytes(visit.first, visit.stop, len(visit.members))
             stored += table.stored_by(count) * stage.stored_bytes
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             boundary += count * stage.waiting_bytes if visit.stop < table.count else 0.0

@@ -109,7 +109,7 @@ def exchange_s(members: Sequence[Device], gradient_bytes: float) -> float:
     messages cost the slowest of them."""
     if len(members) == 1:
         return 0.0
-    rate = min(min(each.link.up_bytes_per_s, each.link.down_bytes_per_s) for each in members)
+    rate = _slowest(members)
     rounds = (len(members) - 1).bit_length()
     latency_s = (rounds + 1) * sum(sorted(each.link.latency_s for each in members)[-2:])
     sent = exchange_bytes(members, gradient_bytes)
@@ -119,6 +119,22 @@ def exchange_s(members: Sequence[Device], gradient_bytes: float) -> float:
         for each in members
     )
     return sent / rate + latency_s + own_s
+
+
+def added_up_at(
+    members: Sequence[Device], gradient_bytes: float, began: Sequence[float], done: Sequence[float]
+) -> float:
+    """When a group has added up. Each member's own sums leave layer by layer behind its last microbatch, which goes backward
+    from `began` to `done`; only the last message must wait for the end. The rest follows when everyone's are out."""
+    rate, message = _slowest(members), min(gradient_bytes, BUCKET_BYTES)
+    own_s, last_s = gradient_bytes / 2 / rate, message / 2 / rate
+    first = message / gradient_bytes if gradient_bytes else 1.0
+    out = max(max(end + last_s, begin + (end - begin) * first + own_s) for begin, end in zip(began, done, strict=True))
+    return out + exchange_s(members, gradient_bytes) - own_s
+
+
+def _slowest(members: Sequence[Device]) -> float:
+    return min(min(each.link.up_bytes_per_s, each.link.down_bytes_per_s) for each in members)
 
 
 def member_for(visit: Visit, part: int, tree: SumTree) -> int:

@@ -54,6 +54,7 @@ class PlanOptions:
     shape: str = "ring"  # or v
     recompute: str = "none"  # or all, or auto: where it would not fit otherwise
     sum_tree: int = 1  # parts of a batch that are added up as a tree
+    shares_state: bool = False  # members of a group each keep some of the optimizer state
     groups: tuple[int, ...] = ()  # workers that share each stage, in their order; empty: one each
     any_groups: bool = False  # the plan chooses them
     minimise: Objective = TIME
@@ -200,7 +201,7 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
     samples, again = options.batch_size / ring.microbatches, options.recompute == "all"
     holders = options.holders(len(devices))
     sums = options.sums_at_once(len(holders))
-    table = CostTable(layers, samples, options.wire_ratio, again, 1 + options.staleness, sums)
+    table = CostTable(layers, samples, options.wire_ratio, again, 1 + options.staleness, sums, options.shares_state)
     if options.cuts is not None:
         _check_cuts(options.cuts, table.count, len(holders))
         made = _make(table, devices, options, ring, bounds=options.cuts, paths=paths)

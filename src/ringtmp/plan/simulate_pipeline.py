@@ -9,8 +9,8 @@ off in the order in which it came. O(visits * microbatches) events.
 
 Deferred weight gradients (zero-bubble) are worked off a layer at a time. With staleness 1 a visit may be in two steps.
 Routes may visit a node any number of times, and a visit may have several members (groups.py): each takes its own
-microbatches, and the update waits until the group has added up its gradients. What a schedule to come needs: a new kind of
-action in the rule, its duration in `_durations` and what follows from it in `_done`.
+microbatches, and the update waits until the group has added up its gradients, which begins behind the last of them. What a
+schedule to come needs: a new kind of action in the rule, its duration in `_durations` and what follows from it in `_done`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.layer_costs import CostTable, StageCost
 from ringtmp.plan.next_action import Action, Ready, next_action
-from ringtmp.plan.node_groups import admission, exchange_bytes, exchange_s, share_of
+from ringtmp.plan.node_groups import added_up_at, admission, exchange_bytes, share_of
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, ScheduleName
 from ringtmp.plan.route import Route, Visit
 from ringtmp.plan.simulated_clocks import Lines, Processor
@@ -76,8 +76,9 @@ class _Visit:
     """One member's part of a visit. Counts over all passes so far; the pass it is in is `turn`."""
 
     __slots__ = (
-        "answers", "backwarded", "coming", "count", "first", "forwarded", "held", "index", "last", "most_held", "node",
-        "norms", "norms_sent", "number", "pieces", "pieces_left", "scaled", "stage", "summed", "turn", "weighed",
+        "answers", "backwarded", "coming", "count", "ended", "ending", "first", "forwarded", "held", "index", "last",
+        "most_held", "node", "norms", "norms_sent", "number", "pieces", "pieces_left", "scaled", "stage", "summed", "turn",
+        "weighed",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +91,7 @@ class _Visit:
         self.summed = 0  # passes whose gradients the whole group has added up
         self.pieces = self.pieces_left = pieces  # of a microbatch's deferred weight gradients; 0: none are deferred
         self.weighed = 0  # microbatches whose weight gradients are done
+        self.ending = self.ended = 0.0  # when the last of a step's weight gradients were begun, and done
         self.first, self.last = index == 0, index == last
         self.turn = self.forwarded = self.backwarded = 0
         self.held = self.most_held = 0
@@ -238,11 +240,15 @@ class _Ring:
         visit = self._visits[action.visit]
         if action.kind == "backward":
             visit.answers.popleft()
+            if not visit.pieces:
+                visit.ending = now
         elif action.kind == "forward":
             visit.coming.popleft()
             visit.held += 1
             visit.most_held = max(visit.most_held, visit.held)
             self._weigh(node, visit.stage.stored_bytes)
+        elif action.kind == "weights" and visit.pieces_left == visit.pieces:
+            visit.ending = now
         work, own = self._durations[action.visit][action.kind]
         end = node.processor.finish(now, work, own)
         node.busy = action
@@ -324,13 +330,14 @@ class _Ring:
 
     def _add_up(self, visit: _Visit, now: float) -> None:
         """The last of a group that is done with its own microbatches: then all of them exchange their sums."""
-        group = self._groups[visit.index]
+        group, visit.ended = self._groups[visit.index], now
         if len(group) == 1:
             visit.summed += 1
             self._pass_norms_on(visit, now)
         elif all(each.weighed // each.count >= visit.weighed // visit.count for each in group):
             size, members = self._gradient_bytes[visit.index], [self._devices[each.node] for each in group]
-            end, each_way = now + exchange_s(members, size), exchange_bytes(members, size) / (len(group) - 1)
+            end = added_up_at(members, size, [each.ending for each in group], [each.ended for each in group])
+            each_way = exchange_bytes(members, size) / (len(group) - 1)
             for member in group:
                 self._push(end, _SUMMED, member.number)
                 for other in group:

@@ -111,10 +111,11 @@ class Adding:
 
     tree: SumTree
     shares: tuple[range, ...]  # of every worker, in order; none is empty. Parts behind the last are absent
+    whole_at: int | None = None  # only this worker needs the sum, and it is added up in one piece
 
     @property
     def chunks(self) -> int:
-        return 1 << (len(self.shares) - 1).bit_length()
+        return 1 if self.whole_at is not None else 1 << (len(self.shares) - 1).bit_length()
 
     def bounds(self, chunk: int, size: int) -> tuple[int, int]:
         return size * chunk // self.chunks, size * (chunk + 1) // self.chunks
@@ -122,8 +123,11 @@ class Adding:
     def owner(self, node: int, chunk: int) -> int:
         """The worker that has the sum below a node of the tree, of one chunk."""
         below = self.tree.under(node)
-        if (first := self._holder(below[0])) == self._holder(below[-1]):
+        first, last = self._holder(below[0]), self._holder(below[-1])
+        if first == last:
             return first
+        if self.whole_at is not None:  # as near to it as its own parts are
+            return self.whole_at if first <= self.whole_at <= last else self.owner(2 * node, chunk)
         shift = (
             self.chunks.bit_length() - 1 - node.bit_length()
         )  # the root goes by the highest bit of the chunk's number
@@ -148,7 +152,7 @@ class Adding:
     def most_sent(self) -> float:
         """What the busiest worker sends, partial sums and totals, in vectors."""
         chunks = Counter(here for _, _, here, _ in self.hops())
-        for chunk in range(self.chunks):
+        for chunk in range(self.chunks if self.whole_at is None else 0):
             chunks[self.owner(ROOT, chunk)] += len(self.shares) - 1
         return max(chunks.values(), default=0) / self.chunks
 

@@ -82,6 +82,8 @@ def resolve(config: RunConfig) -> RunConfig:
         )
     if ring.groups is not None:
         _check_groups(ring, training)
+    if ring.share_optimizer:
+        _check_shared_state(config)
     if training.sum_tree > 1:
         _check_tree(strategy, settings, training, ring, workers)
     lora = training.lora
@@ -145,6 +147,18 @@ def _check_groups(ring: RingPart, training: TrainingPart) -> None:
         raise UsageError(f"--groups {ANY_GROUPS} chooses the cuts too: leave out --cuts, or give --groups 2,2, say")
     if ring.laps > 1 or ring.route != RingPart().route or training.staleness:
         raise UsageError(f"--groups {ring.groups} cannot be combined with --laps, --route v or --staleness 1 yet")
+
+
+def _check_shared_state(config: RunConfig) -> None:
+    if config.ring.groups is None:
+        raise UsageError(
+            "--share-optimizer is for stages that several nodes hold: use it with --groups 2,2, say, or leave it out"
+        )
+    if config.keep.protect in ("memory", "disk"):
+        raise UsageError(
+            f"--protect {config.keep.protect} cannot be combined with --share-optimizer yet: no node has a whole stage to "
+            "copy. Use --protect checkpoint with --checkpoint-every, to which a ring goes back when it loses a node"
+        )
 
 
 def _check_tree(strategy: Strategy, settings: Any, training: TrainingPart, ring: RingPart, workers: int) -> None:

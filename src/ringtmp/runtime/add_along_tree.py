@@ -67,9 +67,17 @@ class TreeAddition:
         self._size = size
         self._mine = dict(mine)
         self._waiting: dict[tuple[int, int], Partial] = {}  # by node and chunk: its sibling is not here yet
-        self._vector = torch.empty(size, dtype=dtype)
+        self._wanted = adding.whole_at in (None, rank)
+        self._vector = torch.empty(size if self._wanted else 0, dtype=dtype)
+        self._dtype = dtype
         self._there: tuple[bool, ...] | None = None
         self._missing = adding.chunks
+        self._to_add = sum(adding.owner(node, 0) == rank for node in adding.split()) if not self._wanted else 0
+
+    @property
+    def done(self) -> bool:
+        """This worker has the total, or if it is another's, has done its share of the work."""
+        return self.total is not None if self._wanted else not self._to_add
 
     @property
     def total(self) -> Partial | None:
@@ -97,7 +105,7 @@ class TreeAddition:
         return self._offer(node, chunk, given)
 
     def _nothing(self) -> Partial:
-        return Partial(torch.zeros_like(self._vector), (False,) * len(self._slots))
+        return Partial(torch.zeros(self._size, dtype=self._dtype), (False,) * len(self._slots))
 
     def _below(self, node: int) -> Partial | None:
         """The sum below a node all of whose parts are here; None: there is none."""
@@ -113,7 +121,8 @@ class TreeAddition:
     def _have(self, node: int, chunk: int, found: Partial) -> list[Send]:
         """The sum below a node is made, of one chunk."""
         if node == ROOT:
-            others = [rank for rank in range(len(self._adding.shares)) if rank != self._rank]
+            everyone = range(len(self._adding.shares)) if self._adding.whole_at is None else ()
+            others = [rank for rank in everyone if rank != self._rank]
             return self._settle(chunk, found) + [Send(rank, ROOT, chunk, found) for rank in others]
         owner = self._adding.owner(node >> 1, chunk)
         return self._offer(node, chunk, found) if owner == self._rank else [Send(owner, node, chunk, found)]
@@ -124,6 +133,7 @@ class TreeAddition:
             self._waiting[node, chunk] = found
             return []
         left, right = (other, found) if node & 1 else (found, other)
+        self._to_add -= 1
         return self._have(node >> 1, chunk, self._added(left, right, self._adding.bounds(chunk, self._size)[0]))
 
     def _added(self, left: Partial, right: Partial, start: int) -> Partial:

@@ -17,7 +17,7 @@ from ringtmp.metrics.events import NodeEnded, NodeStep, Reading
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER, Route, holder_of
 from ringtmp.runtime.optimizers import NUMBERS, STATE_KEYS
-from ringtmp.runtime.stage import PREVIOUS
+from ringtmp.runtime.staged_layer import PREVIOUS
 from ringtmp.wire.messages import Held, Hello, Inspected, LayerState, Missing, Timed
 from ringtmp.wire.tensors import TensorSpec, check
 

@@ -7,7 +7,7 @@ siblings are there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -71,12 +71,27 @@ class GradientSums:
 
     def take(self, nodes: Sequence[int]) -> list[Sums | None]:
         """All there will be is there: the sums below these nodes of the tree; the parameters have no gradients now."""
+        found = self.take_some(nodes, 0, len(self._parameters))
+        self.end()
+        return found
+
+    def take_some(self, nodes: Sequence[int], first: int, stop: int) -> list[Sums | None]:
+        """Likewise of some parameters, while others may still get gradients."""
+        known = {node: _taken(sums, first, stop) for node, sums in self._made.items()}
+        known.update((self._tree.leaf(part), _taken(sums, first, stop)) for part, sums in self._aside.items())
+        if self._at >= 0:
+            known[self._tree.leaf(self._at)] = [each.grad for each in self._parameters[first:stop]]
+            for parameter in self._parameters[first:stop]:
+                parameter.grad = None
+        return [self._below(node, known) for node in nodes]
+
+    def end(self) -> None:
+        """Everything was taken."""
         self._set_aside()
-        for part in sorted(self._aside):
-            self._rise(self._tree.leaf(part), self._aside.pop(part))
-        self._begun = False
+        self._aside.clear()
+        self._made.clear()
         self._last_came.clear()
-        return [self._below(node) for node in nodes]
+        self._begun = False
 
     def give(self, first: int, gradients: Sequence[Gradient]) -> None:
         """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
@@ -98,9 +113,15 @@ class GradientSums:
             node, sums = node >> 1, pair
         self._made[node] = sums
 
-    def _below(self, node: int) -> Sums | None:
-        if node in self._made:
-            return self._made.pop(node)
+    def _below(self, node: int, known: Mapping[int, Sums]) -> Sums | None:
+        if node in known:
+            return known[node]
         if node >= self._tree.parts:
             return None
-        return added(self._below(2 * node), self._below(2 * node + 1))
+        return added(self._below(2 * node, known), self._below(2 * node + 1, known))
+
+
+def _taken(sums: Sums, first: int, stop: int) -> Sums:
+    found = sums[first:stop]
+    sums[first:stop] = [None] * len(found)
+    return found

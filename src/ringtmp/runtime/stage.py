@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -12,12 +15,9 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ringtmp.errors import ProtocolError
 from ringtmp.model.deferred_gradients import ROOM, Job, at_once
-from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.portable_layer import Graph, Layer
-from ringtmp.model.recompute import changed_buffers, repeatable
-from ringtmp.model.run_graph import Program, dtype_of
-from ringtmp.model.shrink_frozen_weights import check_kept
+from ringtmp.model.run_graph import Program
 from ringtmp.model.sufficient_factors import Catching, Factors
 from ringtmp.plan.route import Visit
 from ringtmp.plan.sum_tree import SumTree
@@ -38,55 +38,12 @@ from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
 from ringtmp.runtime.random_keys import RandomKeys
 from ringtmp.runtime.segment_run import Crossings, SegmentRun, segment_run
+from ringtmp.runtime.staged_layer import PREVIOUS, StagedLayer
 from ringtmp.wire.messages import Recipe
 
 #: Deferred weight gradients are worked off in pieces of about this many multiply-adds (a millisecond or so): large
 #: enough to be worth a turn of the loop, small enough that an arriving gradient does not wait long.
 PIECE_OF_WORK = 2**24
-
-
-#: Among a layer's optimizer state: the weights one update ago, at which the next delayed gradient is taken.
-PREVIOUS = "previous"
-
-
-class StagedLayer:
-    """A layer with its tensors, ready to run. With delayed gradients every parameter exists on two sides."""
-
-    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor], train: Program, evaluate: Program) -> None:
-        check_kept(layer)
-        self.layer = layer
-        self.train = train
-        self.evaluate = evaluate
-        owned: dict[str, torch.Tensor] = {}
-        for each, tensor in zip(layer.tensors, tensors, strict=True):
-            if tuple(tensor.shape) != each.shape or tensor.dtype != dtype_of(each.dtype):
-                raise ValueError(f"tensor {each.name} of layer {layer.name} is not as its layer describes it")
-            owned[each.name] = tensor.requires_grad_(each.trainable)
-        self.trainable = [each.name for each in layer.tensors if each.trainable]
-        self.frozen = frozen_names(layer)
-        self.sides = [owned]
-        self.repeatable = repeatable(layer.train)
-        self.changed = changed_buffers(layer.train)
-        parameters = {each.name for each in layer.tensors if each.kind == "parameter"}  # an optimizer knows these
-        self._renewed = {
-            training: frozenset() if repeatable(graph) else changed_buffers(graph) - parameters
-            for training, graph in ((True, layer.train), (False, layer.evaluate))
-        }
-
-    def renew(self, training: bool) -> None:
-        """Before a run that reads buffers it changes: it does so to copies. The values of the run before may still be
-        needed, for its backward or on their way to a neighbour."""
-        fresh = {name: copied_alike(self.sides[0][name]) for name in self._renewed[training]}
-        for side in self.sides:
-            side.update(fresh)
-
-    def double(self, newest: int, previous: Mapping[str, torch.Tensor]) -> None:
-        """The weights one update ago take the other side (today's, when there was no update yet); buffers are shared."""
-        (owned,) = self.sides
-        other = dict(owned)
-        for name in self.trainable:
-            other[name] = previous.get(name, owned[name]).detach().clone().requires_grad_()
-        self.sides = [owned, other] if newest == 0 else [other, owned]
 
 
 @dataclass
@@ -123,12 +80,15 @@ class Stage:
         step: int = 0,
         recompute: Callable[[int], bool] | None = None,
         crossings: Mapping[bool, Crossings] | None = None,
+        final: Callable[[int], None] | None = None,
         catch: bool = False,
     ) -> None:
         """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`; with `catch`, what those of
         linear operators are made of to `caught`. `step`: updates done.
         `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered.
-        `crossings`: what enters and leaves in training and in evaluation; None: as in a list of layers."""
+        `crossings`: what enters and leaves in training and in evaluation; None: as in a list of layers. `final` hears of
+        parameters (by position) to whose gradients nothing more will be added in a step, while its last backward goes on or
+        after it, and may take them. Of some it may not hear."""
         self._recompute = recompute
         # by what the inputs want; known after the first microbatch: whether the next ones are recomputed
         self._repeating: dict[tuple[bool, ...], bool] = {}
@@ -149,6 +109,8 @@ class Stage:
         self._optimizer: Optimizer | None = None
         self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
         self._position: dict[tuple[int, str], int] = {}
+        self._final = final
+        self._last_backward = False  # of this step: what is under way is no less than its last
         self._crossings = crossings or {}
         self._runs: dict[bool, SegmentRun] = {} if visit.layers else self._planned()  # by whether it is training
         self.stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch: gone forward and not backward
@@ -181,6 +143,8 @@ class Stage:
         self._at_once = at_once(self.parameters[0])
         if not named:
             return
+        if self._final is not None:
+            self._watch()
         if self._recipe.sum_tree > 1:
             self._sums = [GradientSums(self._tree, each) for each in self.parameters]
         hidden = {index: hidden_matrices(self._layers[index].layer) for index in self.visit.layers}
@@ -193,6 +157,37 @@ class Stage:
                 if key != PREVIOUS:
                     self._optimizer.states[self._position[index, parameter]][key] = value
         self._states.clear()
+
+    def _watch(self) -> None:
+        """Where weight gradients wait it is not backward that has the last word. Elsewhere than on a processor autograd goes
+        backward in a thread of its own, in which nothing may be sent."""
+        if self._defer or compute_device.here().type != "cpu":
+            return
+        this = weakref.ref(self)  # a parameter holds on to what it calls, and a stage to its parameters
+
+        def accumulated(position: int, parameter: torch.Tensor) -> None:
+            stage = this()
+            if stage is not None and stage._last_backward and stage._final is not None:
+                stage._final(position)
+
+        def done(job: Job) -> None:  # autograd knows nothing of these
+            for parameter in job.parameters:
+                if id(parameter) in places:  # a bias may be frozen
+                    accumulated(places[id(parameter)], parameter)
+
+        places = {id(parameter): position for position, parameter in enumerate(self.parameters[0])}
+        self._at_once = at_once(self.parameters[0], done)
+        for position, parameter in enumerate(self.parameters[0]):
+            watched: Any = parameter
+            watched.register_post_accumulate_grad_hook(partial(accumulated, position))
+
+    def _tell_what_is_final(self) -> None:
+        """After the last backward: all but what deferred work still adds to."""
+        if self._defer and self._last_backward and self._final is not None:
+            waiting = {id(each) for _, _, jobs in self._deferred for job in jobs for each in job.parameters}
+            for position, parameter in enumerate(self.parameters[0]):
+                if id(parameter) not in waiting:
+                    self._final(position)
 
     def _planned(self) -> dict[bool, SegmentRun]:
         layers = [(index, self._layers[index].layer) for index in self.visit.layers]
@@ -321,10 +316,12 @@ class Stage:
             held.outputs, held.seeds = [loss], [torch.ones_like(loss)]
 
     def backward(
-        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None, microbatches: int = 0
-    ) -> list[torch.Tensor | None]:
+        self, step: int, microbatch: int, gradients: Sequence[torch.Tensor | None] | None, microbatches: int = 0,
+        last: bool = False,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
         """Gradients of what entered, None where nobody needs one. `gradients` None: the segment ended in the loss.
-        `microbatches`: of the whole batch; it matters where gradients are added up as a tree."""
+        `microbatches`: of the whole batch; it matters where gradients are added up as a tree. `last`: none follows in this
+        step."""
         held = self.stored.pop((step, microbatch))
         if held.outputs is None:
             self._with_graph(held, step, microbatch, once_more=True)
@@ -347,6 +344,7 @@ class Stage:
             sums.turn_to(part)
             if microbatch == self._tree.microbatches(range(part, part + 1), microbatches)[-1]:
                 sums.last_of(part)
+        self._last_backward = last
         if roots:
             run_backward(roots, seeds)
         if held.later and self._catch:
@@ -356,6 +354,7 @@ class Stage:
         if held.later:
             held.later.clear()  # the graph holds on to this list, and would hold on to itself through the jobs in it
         self._close_parts(step)
+        self._tell_what_is_final()
         return held.caught
 
     def weight_gradients(self) -> None:
@@ -364,12 +363,13 @@ class Stage:
         if self._sums:
             self._sums[self._side(step)].turn_to(part)
         while jobs and done < PIECE_OF_WORK:
-            size, work = jobs.popleft()
-            work()
-            done += size
+            job = jobs.popleft()
+            job.work()
+            done += job.size
         if not jobs:
             self._deferred.popleft()
             self._close_parts(step)
+        self._tell_what_is_final()
 
     def _close_parts(self, step: int) -> None:
         if self._sums:
@@ -407,6 +407,7 @@ class Stage:
             for parameter in parameters:
                 parameter.grad = None
         self._newest = side
+        self._last_backward = False
 
     def layer_state(self, index: int, without: Collection[str] = ()) -> LayerTensors:
         """The layer's tensors in its own order, but for those `without` names, and its optimizer state."""

@@ -1,7 +1,8 @@
 """Every message nodes exchange, and who may say it to whom and when (who_may_send.py). Adding a field or a kind means a new
 PROTOCOL number. Here are those of every run; a ring's passes and the data-parallel strategies have files of their own.
 
-The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale, GroupSum
+The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale;
+                         GroupSum, GroupNorms, GroupWeights within a group
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
 Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Lost
@@ -34,6 +35,7 @@ from ringtmp.wire.key_value_messages import (  # isort: skip
 )  # fmt: skip
 from ringtmp.wire.ring_messages import (  # isort: skip
     Activations as Activations, Gradients as Gradients, Norms as Norms, Scale as Scale, GroupSum as GroupSum,
+    GroupNorms as GroupNorms, GroupWeights as GroupWeights,
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Edge as Edge
@@ -67,6 +69,7 @@ class Setup(NodeMessage, frozen=True, tag="setup"):
         default_factory=dict
     )  # bytes per second from a node to the one behind it, where that is known
     flow: tuple[Edge, ...] = ()  # which tensors go from which visit to which; empty: everything to the next
+    shares_state: bool = False  # members of a group share the optimizer state of their stage
     aside: bool = False  # the master has frozen parameters on its disk: they are neither sent back nor in snapshots
 
 
@@ -289,7 +292,7 @@ Message = (
     | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Detail | Sample | Timed
     | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Lend | Scored | Store | Kept | Push | Pull | Pulled | Copy
     | Copied | Lost | Squares | Total | GradientPart | PeerModel | Factors | GroupSum | ServeTables | FirstRows | PushRows
-    | Tick | PullRows | PulledRows
+    | Tick | PullRows | PulledRows | GroupNorms | GroupWeights
 )  # fmt: skip
 
 #: Every class a message may be of.

@@ -50,6 +50,25 @@ class Scale(NodeMessage, frozen=True, tag="scale"):
     tensors: Specs = ()
 
 
+class GroupNorms(NodeMessage, frozen=True, tag="group norms"):
+    """Where a group shares the optimizer state: norms of the sender's parameters, to the member that speaks for all."""
+
+    RULE: ClassVar = between(TENSOR, MEMBER)
+    turn: int
+    visit: int
+    tensors: Specs = ()
+
+
+class GroupWeights(NodeMessage, frozen=True, tag="group weights"):
+    """Where a group shares the optimizer state: parameters that the sender has updated."""
+
+    RULE: ClassVar = between(TENSOR, MEMBER)
+    turn: int
+    visit: int
+    bucket: int
+    tensors: Specs = ()
+
+
 class GroupSum(NodeMessage, frozen=True, tag="group sum"):
     """A chunk of a sum of gradients on its way through a group: being added up, or (the root of the tree) the total."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.diagnose_failure import NotFinite, WhatIsWrong
+from ringtmp.strategies.ring.gradient_buckets import owned_by
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
 from ringtmp.strategies.ring.tensor_routes import flow_of, neighbours, ways_of
@@ -133,8 +134,11 @@ class Master(BaseLeader):
             self.endpoint.post(node, Meet({}))  # left out: nobody's peer
         self._checkpoint = checkpoint
         here = {} if snapshot is None else places(snapshot.step, self.hellos, self.endpoint.snapshots.contents())
+        taking = set() if snapshot is None else self._let_all_take_their_own(snapshot.step, here)
         for index, layer in enumerate(self._layers):
             for holder in route.holder(index).members:
+                if (index, holder) in taking and self._has_taken(index, holder):
+                    continue
                 if snapshot is None or not layer.tensors:
                     self._place(index, holder, checkpoint.layer(index, layer))
                 elif without_frozen(layer, self._frozen[index]):
@@ -142,12 +146,35 @@ class Master(BaseLeader):
                 else:
                     self._bring_frozen(snapshot.step, index, holder, checkpoint)
 
+    def _let_all_take_their_own(self, step: int, here: Mapping[int, Collection[int]]) -> set[tuple[int, int]]:
+        """Whoever has its layers of the snapshot brings them back while others do so, too. Which layer is coming to whom."""
+        found = set[tuple[int, int]]()
+        for index, layer in enumerate(self._layers):
+            if without_frozen(layer, self._frozen[index]):
+                for holder in self._setup.route.holder(index).members:
+                    if holder in here.get(index, ()):
+                        self.endpoint.post(holder, Restore(step, index, portable_layer.encode(layer)))
+                        found.add((index, holder))
+        return found
+
+    def _has_taken(self, index: int, holder: int) -> bool:
+        """False: its own copy was not sound, and it needs another."""
+        try:
+            self._until_taken(index, holder)
+        except SnapshotUnusable as problem:
+            self._log.write(Warned(time.monotonic(), str(problem)))
+            return False
+        return True
+
     def _setup_of(self, node: int) -> Setup:
         near = {peer: self._setup.addresses[peer] for peer in neighbours(self._setup.route, self._setup.flow, node)}
         return msgspec.structs.replace(self._setup, addresses=near)
 
     def _place(self, index: int, holder: int, given: LayerTensors) -> None:
         tensors, state = given
+        if self._setup.shares_state and (visit := self._setup.route.holder(index)).others:
+            owned = owned_by([self._layers[at] for at in visit.layers], len(visit.members))[index - visit.first]
+            state = {key: value for key, value in state.items() if visit.members[owned[key[0]]] == holder}
         place = Place(index, portable_layer.encode(self._layers[index]), tuple(state))
         self.endpoint.post(holder, place, [*tensors, *state.values()])
         self._until_taken(index, holder)
@@ -325,7 +352,10 @@ class Master(BaseLeader):
         visit = self.node.route.holder(index)
         if visit.node == MASTER:
             return self.node.visits[visit.index].stage.layer_state(index, self._frozen[index])
-        return self._asked(visit.node, Fetch(index, self.node.step), index)
+        tensors, state = self._asked(visit.node, Fetch(index, self.node.step), index)
+        for node in visit.others if self._setup.shares_state else ():
+            state |= self._asked(node, Fetch(index, self.node.step), index)[1]
+        return tensors, state
 
     def _whole(self, index: int, given: LayerTensors) -> LayerTensors:
         """With what is frozen, which lies on the disk here."""

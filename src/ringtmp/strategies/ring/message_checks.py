@@ -18,11 +18,23 @@ from ringtmp.plan.route import holder_of
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.layer_snapshot import Label
 from ringtmp.strategies.ring.exchange_snapshots import MOST_PIECE_BYTES
-from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
+from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.message_parts import fits
-from ringtmp.wire.messages import Activations, Gradients, GroupSum, Keep, Message, Norms, Scale, Setup, Specs
+from ringtmp.wire.messages import (
+    Activations,
+    Gradients,
+    GroupNorms,
+    GroupSum,
+    GroupWeights,
+    Keep,
+    Message,
+    Norms,
+    Scale,
+    Setup,
+    Specs,
+)
 from ringtmp.wire.tensors import TensorSpec, check
 from ringtmp.wire.who_may_send import Who
 
@@ -37,13 +49,13 @@ _labels = msgspec.msgpack.Decoder(Label)
 class Scrutiny:
     def __init__(
         self, setup: Setup, me: int, visits: Mapping[int, VisitState], limit_bytes: int,
-        expects: Callable[[Activations], None], groups: Mapping[int, GroupSums],
+        expects: Callable[[Activations], None], ending: SumsAndNorms,
     ) -> None:  # fmt: skip
         """`expects` knows more of a pass, where the batch is at hand."""
         self._setup = setup
         self._route = setup.route
         self._tree = SumTree(setup.recipe.sum_tree)
-        self._groups = groups
+        self._groups, self._sharing = ending.groups, ending.sharing
         self._me = me
         self._visits = visits
         self._limit_bytes = limit_bytes
@@ -103,6 +115,10 @@ class Scrutiny:
             self._gradients(message)
         elif isinstance(message, GroupSum):
             self._groups[message.visit].check(sender, message, self._visits[message.visit].done_turn)
+        elif isinstance(message, GroupNorms | GroupWeights):
+            if message.visit not in self._sharing:
+                raise ProtocolError(f"sent {type(message).__name__}, and this group shares no optimizer state")
+            self._sharing[message.visit].check(sender, message, self._visits[message.visit].done_turn)
         elif isinstance(message, Norms):
             current = self._pass(message)
             norms = _given(message.tensors, len(message.tensors), "Norms")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -28,11 +27,10 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage, WrongGradient
 from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
-from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
 from ringtmp.strategies.ring.node_layers import NodeLayers
-from ringtmp.strategies.ring.segment_queue import Share, VisitState
+from ringtmp.strategies.ring.segment_queue import Pass, Share, VisitState
 from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
 from ringtmp.strategies.ring.tensor_routes import crossings_of, neighbours, ways_of
 from ringtmp.system.resources import free_memory_bytes, mind_memory
@@ -43,7 +41,9 @@ from ringtmp.wire.messages import (
     Echoed,
     Fetch,
     Gradients,
+    GroupNorms,
     GroupSum,
+    GroupWeights,
     Inspect,
     Inspected,
     Norms,
@@ -99,14 +99,9 @@ class Node:
         self._clip = recipe.clip_norm is not None
         self._tree = SumTree(recipe.sum_tree)
         self.visits = {visit.index: self._visit(visit, defer, recompute) for visit in setup.route.on(self.me)}
-        self.groups = {
-            index: GroupSums(state.visit, self.me, self._tree, state.stage, self._post)
-            for index, state in self.visits.items()
-            if state.share is not None
-        }
         order = owner.parameter_order if owner is not None else ()
         self._ending = SumsAndNorms(
-            self.me, self.route, self.groups, self._clip, post=self._post, parameter_order=order
+            self.me, setup, self.visits, post=self._post, post_sum=self._post_sum, parameter_order=order
         )
         self._owner = owner
         endpoint.snapshots.keep_only(setup.step)
@@ -118,7 +113,7 @@ class Node:
             "forward": self._forward, "backward": self._backward, "weights": self._weights, "update": self._update,
         }  # fmt: skip
         expects = owner.expects if owner is not None else _nothing_known
-        scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects, self.groups)
+        scrutiny = Scrutiny(setup, self.me, self.visits, endpoint.limit_bytes, expects, self._ending)
         endpoint.enter_plan(scrutiny.is_a, scrutiny)
         self._first_step = setup.step
         self._last_visit = setup.route.last
@@ -132,7 +127,8 @@ class Node:
         setup = self.setup
         ways = {each: ways_of(setup.flow, visit.index, each) for each in (True, False)} if setup.flow else {}
         crossings = {each: crossings_of(way) for each, way in ways.items()}
-        stage = Stage(visit, setup.recipe, defer, setup.step, recompute, crossings or None)
+        final = (lambda position: self._ending.groups[visit.index].final(position)) if visit.others else None
+        stage = Stage(visit, setup.recipe, defer, setup.step, recompute, crossings or None, final)
         share = Share(self._tree, share_of(visit, self.me, self._tree)) if visit.others else None
         return VisitState(visit, stage, setup.recipe.staleness, setup.route.grouped, ways, share)
 
@@ -180,19 +176,8 @@ class Node:
                 self.recorder.received(
                     message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
                 )
-        elif isinstance(message, Norms):
-            state = self._expect(message.visit, mail)
-            current = state.pass_of(message.turn)
-            current.deeper_norms = [each.reshape(-1) for each in mail.tensors if each is not None]
-            self._ending.pass_norms_on(state, current)
-        elif isinstance(message, Scale):
-            state = self._expect(message.visit, mail)
-            (total,) = mail.present()
-            self._ending.scale(state, state.pass_of(message.turn), total)
-        elif isinstance(message, GroupSum):
-            state = self._expect(message.visit, mail)
-            if self.groups[message.visit].take(mail):
-                self._ending.summed(state, state.pass_of(message.turn))
+        elif isinstance(message, Norms | Scale | GroupSum | GroupNorms | GroupWeights):
+            self._ending.hear(self._expect(message.visit, mail), mail)
         elif isinstance(message, Place):
             self._layers.place(message, mail.tensors)
         elif isinstance(message, Restore):
@@ -262,10 +247,14 @@ class Node:
                 return
             if head.fresh and self._all_idle():
                 self.recorder.fresh()
-        started = self.recorder.begin()
+        started, before = self.recorder.begin(), state.done_turn
         self._work[action.kind](state)
         self.recorder.end(started, action.kind, action.visit, action.microbatch)
-        if action.kind == "update" and all(each.done_turn >= state.done_turn for each in self.visits.values()):
+        if (
+            action.kind == "update"
+            and state.done_turn > before
+            and all(each.done_turn >= state.done_turn for each in self.visits.values())
+        ):
             self._close_step()
 
     def _all_idle(self) -> bool:
@@ -277,7 +266,7 @@ class Node:
             self.keeping.take(message.step, state.stage)
         current = state.begin(message)
         if message.microbatch < 0:  # a member of a group that has none
-            (partial(self._ending.add_up_if_complete, state, current) if current.training else state.end)()
+            self._without_any(state, current)
             return
         inputs: list[torch.Tensor] = []
         wants: list[bool] = []
@@ -297,6 +286,13 @@ class Node:
             self._send_on(state, message, outputs)
         if not current.training and current.forwarded == current.microbatches:
             state.end()
+
+    def _without_any(self, state: VisitState, current: Pass) -> None:
+        if not current.training:
+            state.end()
+            return
+        self._ending.last_backward(state, current)
+        self._ending.add_up_if_complete(state, current)
 
     def _finish(self, state: VisitState, message: Activations, outputs: list[torch.Tensor]) -> None:
         """At the tail: the loss, and with it the gradient that starts the way back."""
@@ -337,11 +333,11 @@ class Node:
         if message.microbatch != current.backwarded and not state.grouped:
             raise ProtocolError(f"a gradient for pass {message.turn}, microbatch {message.microbatch} came out of turn")
         me = state.visit.index
-        gradients = [tensor for each in mail for tensor in each.tensors]
+        gradients = None if me == self._last_visit else [tensor for each in mail for tensor in each.tensors]
+        if last := current.backwarded + 1 == current.microbatches:
+            self._ending.last_backward(state, current)
         try:
-            entering = state.stage.backward(
-                message.step, message.microbatch, None if me == self._last_visit else gradients, current.count
-            )
+            entering = state.stage.backward(message.step, message.microbatch, gradients, current.count, last)
         except WrongGradient as error:
             senders = [each.sender for each in mail for _ in each.tensors]
             raise Misconduct(f"sent {error}", senders[error.position]) from None
@@ -362,8 +358,7 @@ class Node:
     def _update(self, state: VisitState) -> None:
         current = state.current
         assert current is not None
-        state.stage.step(current.step, current.total_norm)
-        state.end()
+        self._ending.update(state, current)
 
     def _close_step(self) -> None:
         for _, posted, acknowledged, size in self.endpoint.sent:
@@ -379,6 +374,7 @@ class Node:
         own methods hold each other, and a garbage collection may be long in coming."""
         self.visits.clear()
         self._work.clear()
+        self._ending.leave()
 
     def farewell(self) -> events.NodeEnded:
         return farewell(self.endpoint)
@@ -400,6 +396,11 @@ class Node:
         if peer != self.me and counted:
             self.recorder.count_sent(sum(each.nbytes for each in tensors if each is not None))
         self.recorder.sending()
+        self.endpoint.post(peer, message, tensors)
+
+    def _post_sum(self, peer: int, message: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """While a stage goes backward, which has not ended with this."""
+        self.recorder.count_sent(sum(each.nbytes for each in tensors))
         self.endpoint.post(peer, message, tensors)
 
     def _expect(self, visit: int, mail: Mail) -> VisitState:

@@ -174,8 +174,8 @@ def _laid_out(
     setup = Setup(
         route, recipe, planned.window, planned.options.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.keep.protect, rates,
-        flow, index.aside,
+        config.training.wire, config.protect, rates,
+        flow, config.ring.share_optimizer, index.aside,
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
     return RingPlan(request, setup, warnings, (), {}, shares)
@@ -285,7 +285,8 @@ def plan_options(
         laps=ring.laps,
         shape=ring.route,
         recompute=ring.recompute,
-        protect=config.keep.protect,
+        protect=config.protect,
+        shares_state=config.ring.share_optimizer,
         sum_tree=training.sum_tree,
         any_schedule=ring.schedule == AUTO,
         any_groups=ring.groups == ANY_GROUPS,

@@ -41,6 +41,8 @@ class Pass:
     deeper_norms: Norms | None = None
     norms_sent: bool = False
     total_norm: torch.Tensor | None = None
+    updated: bool = False  # what this node updates itself
+    weights_came: bool = False  # what other members of its group have updated is here
 
     @property
     def answered(self) -> bool:
@@ -146,6 +148,7 @@ class VisitState:
             and oldest.summed
             and (not clip or oldest.total_norm is not None)
             and not still_read
+            and (not oldest.updated or oldest.weights_came)
         )
         deferred = self.stage.deferred
         return Ready(

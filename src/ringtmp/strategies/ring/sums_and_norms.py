@@ -1,4 +1,5 @@
-"""Between a step's last gradient and its update: groups add up their gradients, and norms go round for clipping."""
+"""Between a step's last gradient and the end of its update: groups add up their gradients, norms go round for clipping, and
+where a group shares the optimizer state its members hand each other what they have updated."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from typing import Any
 
 import torch
 
-from ringtmp.plan.route import Route
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.clipping import total_norm
+from ringtmp.runtime.mailbox import Mail
 from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
-from ringtmp.wire.messages import Norms, Scale
+from ringtmp.strategies.ring.shared_state import SharedState
+from ringtmp.wire.messages import GroupNorms, GroupSum, GroupWeights, Norms, Scale, Setup
 
 
 class SumsAndNorms:
@@ -20,35 +23,98 @@ class SumsAndNorms:
     def __init__(
         self,
         node: int,
-        route: Route,
-        groups: Mapping[int, GroupSums],
-        clip: bool,
+        setup: Setup,
+        visits: Mapping[int, VisitState],
         *,
         post: Callable[[int, Any, Sequence[torch.Tensor | None]], None],
+        post_sum: Callable[[int, Any, Sequence[torch.Tensor]], None],
         parameter_order: Sequence[int],
     ) -> None:
-        """`parameter_order`: of the norms that reach the front, where layers do not go by it."""
-        self._me, self._route = node, route
-        self._groups = groups
-        self._clip = clip
+        """`post_sum`: while a stage goes backward, which has not ended with this. `parameter_order`: of the norms that reach
+        the front, where layers do not go by it."""
+        self._me, self._route = node, setup.route
+        tree, shares = SumTree(setup.recipe.sum_tree), setup.shares_state
+        self.groups = {
+            index: GroupSums(state.visit, node, tree, state.stage, post_sum, shares)
+            for index, state in visits.items()
+            if state.share is not None
+        }
+        self.sharing = {
+            index: SharedState(visits[index].visit, node, visits[index].stage, sums, post_sum)
+            for index, sums in self.groups.items()
+            if shares
+        }
+        self._clip = setup.recipe.clip_norm is not None
         self._post = post
         self._parameter_order = parameter_order
 
+    def hear(self, state: VisitState, mail: Mail) -> None:
+        message: Any = mail.message
+        sharing, index = self.sharing.get(message.visit), message.visit
+        current = next((each for each in state.passes if each.turn == message.turn), None)
+        if isinstance(message, GroupSum):
+            if self.groups[index].take(mail):
+                self.summed(state, state.pass_of(message.turn))
+        elif isinstance(message, GroupNorms) and sharing is not None:
+            sharing.take_norms(mail)
+            if current is not None:
+                self.pass_norms_on(state, current)
+        elif isinstance(message, GroupWeights) and sharing is not None:
+            sharing.take_weights(mail)
+            if current is not None:
+                current.weights_came = sharing.weights_came(message.turn)
+        elif isinstance(message, Norms):
+            current = state.pass_of(message.turn)
+            current.deeper_norms = [each.reshape(-1) for each in mail.tensors if each is not None]
+            self.pass_norms_on(state, current)
+        elif isinstance(message, Scale):
+            (total,) = mail.present()
+            self.scale(state, state.pass_of(message.turn), total)
+
+    def leave(self) -> None:
+        """Let go of the stages."""
+        self.groups.clear()
+        self.sharing.clear()
+
+    def last_backward(self, state: VisitState, current: Pass) -> None:
+        """The last microbatch here is about to go backward, or there is none: a group begins to add up."""
+        group = self.groups.get(state.visit.index)
+        if group is not None:
+            group.begin(current.turn, current.step)
+
     def add_up_if_complete(self, state: VisitState, current: Pass) -> None:
         """A group adds up what its members have, when all of it is there; then norms may go on."""
-        group = self._groups.get(state.visit.index)
+        group = self.groups.get(state.visit.index)
         complete = current.answered and not state.stage.has_deferred(current.step)
         if group is not None and complete and not current.adding_up:
             current.adding_up = True
-            if group.begin(current.turn, current.step):
+            if group.finish():
                 self.summed(state, current)
         elif group is None and self._clip:
             self.pass_norms_on(state, current)
 
     def summed(self, state: VisitState, current: Pass) -> None:
         current.summed = True
+        sharing = self.sharing.get(state.visit.index)
+        if self._clip and sharing is not None and state.visit.node != self._me:
+            sharing.say_norms(current.turn, current.step)
         if self._clip:
             self.pass_norms_on(state, current)
+
+    def update(self, state: VisitState, current: Pass) -> None:
+        """Twice where others update some of the parameters: when the step may end, and when theirs have come."""
+        sharing = self.sharing.get(state.visit.index)
+        if not current.updated:
+            state.stage.step(current.step, current.total_norm)
+            current.updated = True
+            if sharing is not None:
+                sharing.send_weights(current.turn)
+                current.weights_came = sharing.weights_came(current.turn)
+                if not current.weights_came:
+                    return
+        if sharing is not None:
+            sharing.put_weights(current.turn)
+        state.end()
 
     def pass_norms_on(self, state: VisitState, current: Pass) -> None:
         """Norms travel anticlockwise behind the last gradients; the front adds them up and sends the total clockwise."""
@@ -59,7 +125,10 @@ class SumsAndNorms:
             return
         if current.deeper_norms is None and not at_tail:
             return
-        own = state.stage.gradient_norms(current.step)
+        sharing = self.sharing.get(state.visit.index)
+        own = state.stage.gradient_norms(current.step) if sharing is None else sharing.norms(current.turn, current.step)
+        if own is None:
+            return
         norms = [*own, *(current.deeper_norms or ())]
         current.norms_sent = True
         if state.visit.index > 0:

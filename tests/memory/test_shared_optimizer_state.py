@@ -1,0 +1,130 @@
+"""Members of a group share the optimizer state by whole parameters: the same bits, and every state is kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import Built, recipe, ring_in_memory
+from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
+from ringtmp.errors import UsageError
+from ringtmp.launch.ring_in_one_process import InMemoryPool
+from ringtmp.plan.node_groups import members_of
+from ringtmp.run.check_settings import resolve
+from ringtmp.strategies.ring import gradient_buckets
+from ringtmp.strategies.ring.shared_state import SharedState
+from ringtmp.transport.faults import Faults, Shaped
+from test_group_members_lost import MOMENTS, OTHER, Moment, Mortal, Ticking, arm, expected, run
+from test_groups import SMALL
+from test_rings_sum_tree import plain
+from test_same_bits_as_one_process import MICROBATCHES
+from test_schedules import CLIP, SEED, SETTINGS, Case
+
+SHARED = "strategies.ring.shared_state:SharedState"
+LOST = {
+    "before it says its norms": Moment(f"{SHARED}.say_norms", "before", 7, (OTHER,)),
+    "after it said its norms": Moment(f"{SHARED}.say_norms", "after", 7, (OTHER,)),
+    "before it hands on what it updated": Moment(f"{SHARED}.send_weights", "before", 7),
+    "after it handed on what it updated": Moment(f"{SHARED}.send_weights", "after", 7),
+    "before it has the others' parameters": Moment(f"{SHARED}.put_weights", "before", 7),
+    "when it has the others' parameters": Moment(f"{SHARED}.put_weights", "after", 7),
+}
+QUICK = {("after it handed on what it updated", OTHER)}
+
+
+@pytest.fixture(autouse=True)
+def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_buckets, "BUCKET", SMALL)
+
+
+@pytest.fixture(scope="module")
+def built_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    return cache(lambda model: Case(model).build(tmp_path_factory.mktemp(model)))
+
+
+@pytest.mark.parametrize(
+    ("model", "groups", "schedule"),
+    [
+        ("gpt", (2, 2), "zero-bubble"),
+        ("mlp", (3, 1, 2), "1f1b"),
+        pytest.param("gpt", (4,), "gpipe", marks=pytest.mark.long),
+    ],
+)
+def test_shared_state_ends_in_the_bits_of_one_process(
+    model: str, groups: tuple[int, ...], schedule: str, built_of: Callable[[str], Built]
+) -> None:
+    """With momentum, dropout, clipping, packets lost and out of order, a last batch in which a member has nothing to do."""
+    case, nodes = Case(model), 1 + sum(groups)
+    how = recipe("sgd", SETTINGS, seed=SEED, clip_norm=CLIP, sum_tree=4)
+    rough = Faults(drop=0.02, duplicate=0.02, reorder=0.05)
+    got = ring_in_memory(
+        built_of(model), how, case.batches, MICROBATCHES, case.loss, nodes, schedule, window=MICROBATCHES,
+        members=members_of(groups, range(nodes)), shares_state=True, wrap=lambda t: Shaped(t, rough, 7 + t.node),
+    )  # fmt: skip
+    assert got == plain(model, 4)
+
+
+def test_every_state_is_kept_by_one_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[tuple[int, int], set[int]] = {}
+    send = SharedState.send_weights
+
+    def watched(this: Any, turn: int) -> None:
+        states = this._stage._optimizer.states
+        kept[this._visit.index, this._rank] = {at for at, state in enumerate(states) if state}
+        send(this, turn)
+
+    monkeypatch.setattr(SharedState, "send_weights", watched)
+    calm = expected(tmp_path)
+    result = run(tmp_path / "shared", InMemoryPool(5), "4", share_optimizer=True)
+    assert result.summary.weights_sha256 == calm
+    every = sorted(at for found in kept.values() for at in found)
+    assert len(kept) == 4
+    assert len(every) >= 4
+    assert every == list(range(len(every)))  # none twice, none missing
+
+
+@pytest.mark.parametrize(
+    ("name", "node"),
+    [
+        pytest.param(name, node, marks=[] if (name, node) in QUICK else pytest.mark.long)
+        for name, moment in LOST.items()
+        for node in moment.nodes
+    ],
+)
+def test_a_lost_member_is_replaced_from_the_newest_checkpoint(
+    name: str, node: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its optimizer state is nowhere else; a checkpoint has it, gathered from all members."""
+    monkeypatch.setitem(MOMENTS, name, LOST[name])
+    calm = expected(tmp_path_factory.getbasetemp())
+    seen = arm(name, node, monkeypatch)
+    next(seen)
+    hit = run(tmp_path / "hit", Mortal(5, clock=Ticking()), "2,2", share_optimizer=True)
+    assert next(seen) > LOST[name].times, "it never came to its moment"
+    assert [(each.lost, each.source) for each in hit.summary.recoveries] == [((node,), "checkpoint")]
+    assert hit.summary.weights_sha256 == calm
+
+
+@pytest.mark.parametrize(
+    ("ring", "protect", "says"),
+    [
+        ({"nodes": 5}, "auto", "--share-optimizer is for stages that several nodes hold: use it with --groups 2,2"),
+        ({"nodes": 5, "groups": "2,2"}, "memory", "--protect memory cannot be combined with --share-optimizer yet"),
+        ({"nodes": 5, "groups": "2,2"}, "disk", "Use --protect checkpoint with --checkpoint-every"),
+        ({"nodes": 4, "strategy": "ps"}, "auto", "--share-optimizer works with --strategy ring only"),
+    ],
+)
+def test_sharing_what_cannot_be_shared_is_refused(ring: dict[str, Any], protect: Any, says: str) -> None:
+    training = TrainingPart(batch_size=16, microbatches=4, sum_tree=4)
+    config = RunConfig(training=training, ring=RingPart(**ring, share_optimizer=True), keep=KeepPart(protect=protect))
+    with pytest.raises(UsageError, match=says):
+        resolve(config)
+
+
+def test_a_group_that_shares_keeps_no_snapshots_unasked() -> None:
+    config = RunConfig(ring=RingPart(nodes=5, groups="2,2", share_optimizer=True))
+    assert (config.protect, RunConfig().protect) == ("checkpoint", "auto")
