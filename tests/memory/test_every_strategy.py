@@ -43,6 +43,7 @@ CHOICES = [
     "ps:async:workers",
     "allreduce:ring",
     "allreduce:tree",
+    "hybcomm",
     "lbfgs:5",
     "averaging:2",
     "block-momentum:2:momentum=0.3",
@@ -61,6 +62,8 @@ CHOICES = [
 INSIDE = 64.0
 CHOICES += sorted(set(registry.every()) - {text.partition(":")[0] for text in CHOICES})
 NODES, BATCH = 3, 64
+#: Of the model's linear layers: inputs and outputs.
+LINEAR = ((64, 96), (96, 64), (64, 10))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,7 +115,8 @@ def test_it_learns_and_sends_what_its_formula_says_and_repeats_the_bits_it_promi
     done = api.Result(tmp_path / "a" / "run")
     cuts = tuple(map(float, CUTS[NODES][1]))
     samples = 1437 / 23  # of an average step: an epoch's last batch is smaller
-    traffic = strategy.traffic(settings, Sizes(sum(sizes(done)), cuts, samples, INSIDE), NODES)
+    linear = tuple((size, *matrix) for size, matrix in zip(sizes(done)[1::2], LINEAR, strict=True))
+    traffic = strategy.traffic(settings, Sizes(sum(sizes(done)), cuts, samples, INSIDE, linear), NODES)
     assert first.bytes_total == pytest.approx(4 * traffic.total * first.steps, rel=0.06)
     assert traffic.total / NODES <= traffic.busiest <= traffic.total
 

@@ -62,7 +62,7 @@ EXAMPLES: dict[type, Message] = {
         messages.Store(0, ()), messages.Kept(0, ()), messages.Push(0, 0, 1.0, True), messages.Pull(0, 0),
         messages.Pulled(0, 0, 0), messages.Copy(0, 0, 0, 1.0), messages.Copied(0, 0), messages.Lost(2),
         messages.Squares(0, 0.0, 1), messages.Total(0, 0.0), messages.GradientPart(0, 0, 0, 0, False),
-        messages.PeerModel(0, 0, 1.0), messages.Lend(0),
+        messages.PeerModel(0, 0, 1.0), messages.Factors(0, 0, 1), messages.Lend(0),
         messages.ServeTables((), 1, 0), messages.FirstRows(0), messages.PushRows(0, 0, 0), messages.Tick(0, 1),
         messages.PullRows(0, 0, 0, 0), messages.PulledRows(0, 0),
     )

@@ -26,6 +26,7 @@ from ringtmp.strategies.data_parallel.simulate_sum_over_workers import (
 )
 from ringtmp.strategies.data_parallel.simulated_workers import Workload
 from ringtmp.strategies.gadmm.simulate_turns import simulate_turns
+from ringtmp.strategies.hybcomm.simulate import in_two_ways
 from ringtmp.strategies.ps.simulate import ServerOptions, simulate_ps
 from test_next_action import grid, run
 
@@ -262,6 +263,21 @@ def test_a_sum_under_way_is_waited_for_only_as_far_as_it_is_late() -> None:
     assert there.step_s == pytest.approx(9)
     assert late.step_s == pytest.approx(9 + (27 - 9) / 4)
     assert there.bytes_total == late.bytes_total == pytest.approx(2 * 12 / 4)
+
+
+@pytest.mark.parametrize(
+    ("factored", "sent", "seconds"),
+    [((False, False), 96, 32), ((True, False), 48 + 48, 16 + 16), ((True, True), 144, 48)],
+)
+def test_factors_go_to_every_other_and_gradients_to_servers_and_back(
+    factored: tuple[bool, bool], sent: int, seconds: int
+) -> None:
+    """Three workers with two of six samples each: of a layer 12 bytes of gradients, or 4 and 8 bytes of factors a sample."""
+    measured = (Measured(2, 1.0, 2.0, 0.0, 0.0, weights_s=0.5),)
+    two = [LayerCost(f"layer{values}", measured, 0, 12, 0, factor_values=values) for values in (1.0, 2.0)]
+    result = simulate_sums(Workload(two, 6, 3), devices(3, rate=1.0), way=in_two_ways(factored))
+    assert result.bytes_total == pytest.approx(sent)
+    assert seconds + 6 <= result.step_s <= seconds + 6 + 2 * 0.5 * sum(factored) + 1e-6
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])

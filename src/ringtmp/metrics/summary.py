@@ -142,6 +142,7 @@ class Summary(msgspec.Struct, frozen=True):
     per_node: tuple[NodeSummary, ...]
     microbatches_chosen: bool = False  # by the plan, with --microbatches auto
     schedule_chosen: bool = False  # by the plan, with --schedule auto
+    layer_ways: dict[str, str] = {}  # where a strategy chooses: how the gradient of each layer travels
     forecast: Forecast | None = None
     parts: tuple[PartSummary, ...] = ()
     skipped_samples: int = 0  # of a stream, after losses: nobody had them any more
@@ -204,6 +205,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         window=facts.get("window", 0),
         schedule=facts.get("schedule", config["ring"]["schedule"]),
         schedule_chosen=facts.get("schedule_chosen", False),
+        layer_ways=facts.get("layer_ways", {}),
         staleness=config["training"]["staleness"],
         sum_tree=config["training"].get("sum_tree", 1),
         wire=config["training"]["wire"],

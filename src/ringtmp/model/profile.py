@@ -34,6 +34,7 @@ from ringtmp.model.portable_layer import HidesInputs
 from ringtmp.model.recompute import changed_buffers
 from ringtmp.model.run_graph import Program
 from ringtmp.model.shrink_frozen_weights import largest_converted_bytes
+from ringtmp.model.sufficient_factors import factor_values
 from ringtmp.plan.devices import LayerCost, Measured
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.files import cache_folder, write_atomic
@@ -159,6 +160,7 @@ class Profiler:
             waiting_bytes=0.0 if each.cell is None else each.cell.waiting,
             largest_bytes=max((each.tensors[it.name].nbytes for it in each.layer.tensors if it.trainable), default=0),
             converted_bytes=largest_converted_bytes(each.layer),
+            factor_values=factor_values(each.layer, leaves, each.tensors, _samples(each, leaves)),
         )  # fmt: skip
 
     def with_loss(self, cost: LayerCost, loss: LossFunction, name: str | None, targets: torch.Tensor) -> LayerCost:
@@ -198,6 +200,10 @@ def _refuse_what_cannot_be_tried(built: BuiltLayer, state_tensors: int) -> None:
             f"layer {built.layer.name} has {bytes_text(trainable)} of parameters, and to train it alone needs "
             f"{bytes_text(needed)} more ({needed} bytes); {bytes_text(free)} are free where the model is built: {SMALLER}"
         )
+
+
+def _samples(built: BuiltLayer, leaves: Sequence[torch.Tensor]) -> int:
+    return built.cell.samples if built.cell is not None else len(leaves[0]) if leaves and leaves[0].dim() else 1
 
 
 def _trainable_bytes(built: BuiltLayer) -> int:

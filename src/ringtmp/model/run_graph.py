@@ -59,8 +59,11 @@ def layer_bytes(layer: Layer) -> int:
 class Program:
     """A compiled graph. `run(inputs, owned)` returns its flat outputs."""
 
-    def __init__(self, graph: Graph, device: str = "cpu", compiled: bool = False) -> None:
-        """`compiled`: `run` hands the operations to torch.compile, if that is possible; `forecast` never does."""
+    def __init__(
+        self, graph: Graph, device: str = "cpu", compiled: bool = False, recording: Recording | None = None
+    ) -> None:
+        """`compiled`: `run` hands the operations to torch.compile, if that is possible; `forecast` never does. `recording`:
+        what becomes of operators whose weight gradients may wait, if not work for later."""
         where = torch.device(device)
         if len(graph.ops) > MAX_OPERATIONS:
             raise ProtocolError(f"a graph of {len(graph.ops)} operations; at most {MAX_OPERATIONS} are run")
@@ -101,7 +104,7 @@ class Program:
                 function = _Rows(function)
             self._calls.append((function, pack, kwargs or None, last_use.get(slot, ())))
         self._pieces = self._compiled(graph, where) if compiled and compilable(graph) else []
-        self._recording = Recording()
+        self._recording = Recording() if recording is None else recording
         waiting = waiting_variants(graph, self._recording)
         self._waiting_calls = [(waiting.get(index, call[0]), *call[1:]) for index, call in enumerate(self._calls)]
 

@@ -145,6 +145,9 @@ class LayerCost:
     waiting_bytes: float = 0.0  # gradients of weights it shares, which wait for deeper layers', in every microbatch
     largest_bytes: int | None = None  # of the gradient of its largest parameter; None: as of all of them
     converted_bytes: int = 0  # of the largest weight that is kept small and is float32 while it is used
+    factor_values: float = (
+        0.0  # of a sample's gradient as activations and errors (model/sufficient_factors.py); 0: it has none
+    )
 
     @property
     def largest_s(self) -> float:

@@ -19,6 +19,7 @@ from ringtmp.model.deferred_gradients import ROOM, Job, at_once
 from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.portable_layer import Graph, Layer
 from ringtmp.model.run_graph import Program
+from ringtmp.model.sufficient_factors import Catching, Factors
 from ringtmp.plan.route import Visit
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import compute_device
@@ -81,20 +82,22 @@ class Stage:
         recompute: Callable[[int], bool] | None = None,
         crossings: Mapping[bool, Crossings] | None = None,
         final: Callable[[int], None] | None = None,
+        catch: bool = False,
     ) -> None:
-        """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`. `step`: updates done.
+        """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`; with `catch`, what those of
+        linear operators are made of to `caught`. `step`: updates done.
         `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered.
         `crossings`: what enters and leaves in training and in evaluation; None: as in a list of layers. `final` hears of
         parameters (by position) to whose gradients nothing more will be added in a step, while its last backward goes on or
         after it, and may take them. Of some it may not hear."""
         self._recompute = recompute
-        # by what the inputs want; known after the first microbatch: whether the next ones are recomputed
-        self._repeating: dict[tuple[bool, ...], bool] = {}
+        self._repeating: dict[tuple[bool, ...], bool] = {}  # by what inputs want, after the first: whether to recompute
         self._sides = 1 + recipe.staleness
         self._newest = step % self._sides
         self.visit = visit
         self._recipe = recipe
-        self._defer = defer
+        self._defer, self._catch = defer or catch, catch
+        self.caught: list[Factors] = []  # of one microbatch after the other; whoever takes them leaves an empty list
         self._at_once: list[Job] | None = None  # where work goes that is done as soon as it is there
         # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
         self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
@@ -108,8 +111,7 @@ class Stage:
         self._optimizer: Optimizer | None = None
         self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
         self._position: dict[tuple[int, str], int] = {}
-        self._final = final
-        self._last_backward = False  # of this step: what is under way is no less than its last
+        self._final, self._last_backward = final, False  # of this step: what is under way is no less than its last
         self._crossings = crossings or {}
         self._runs: dict[bool, SegmentRun] = {} if visit.layers else self._planned()  # by whether it is training
         self.stored: dict[tuple[int, int], _Held] = {}  # by step and microbatch: gone forward and not backward
@@ -120,10 +122,8 @@ class Stage:
         """A layer moves in, with its optimizer state if it has one."""
         tensors = compute_device.brought(tensors)
         state = dict(zip(state, compute_device.brought(list(state.values())), strict=True))
-        staged = StagedLayer(
-            layer, tensors, self._program(layer.train, self._recipe.compiled), self._program(layer.evaluate)
-        )
-        self._layers[index] = staged
+        train = self._program(layer.train, self._recipe.compiled)
+        self._layers[index] = StagedLayer(layer, tensors, train, self._program(layer.evaluate))
         if state:
             self._states[index] = state
         if set(self._layers) == set(self.visit.layers):
@@ -348,8 +348,11 @@ class Stage:
         self._last_backward = last
         if roots:
             run_backward(roots, seeds)
-        if held.later:
+        if held.later and self._catch:
+            self.caught += held.later  # type: ignore[arg-type]  # Catching leaves these
+        elif held.later:
             self._deferred.append((step, part, deque(held.later)))
+        if held.later:
             held.later.clear()  # the graph holds on to this list, and would hold on to itself through the jobs in it
         self._close_parts(step)
         self._tell_what_is_final()
@@ -441,5 +444,6 @@ class Stage:
     def _program(self, graph: Graph, compiled: bool = False) -> Program:
         key = compiled, msgspec.msgpack.encode(graph)
         if key not in self._programs:
-            self._programs[key] = Program(graph, str(compute_device.here()), compiled)
+            recording = Catching() if self._catch else None
+            self._programs[key] = Program(graph, str(compute_device.here()), compiled, recording)
         return self._programs[key]

@@ -95,6 +95,7 @@ class Sizes(msgspec.Struct, frozen=True):
     cuts: tuple[float, ...]  # values per sample at every cut on the way round, where layers are split
     samples: float  # of a step
     inside: float = 0.0  # values per sample that workers add up on the way there and back, where layers are cut inside
+    linear: tuple[tuple[int, int, int], ...] = ()  # plain linear layers: parameters, inputs, outputs; a sample is a row
 
 
 class Traffic(msgspec.Struct, frozen=True):

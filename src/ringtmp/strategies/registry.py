@@ -28,6 +28,7 @@ from ringtmp.strategies.easgd import STRATEGY as EASGD
 from ringtmp.strategies.gadmm import STRATEGY as GADMM
 from ringtmp.strategies.gosgd import STRATEGY as GOSGD
 from ringtmp.strategies.gossip_learning import STRATEGY as GOSSIP_LEARNING
+from ringtmp.strategies.hybcomm import STRATEGY as HYBCOMM
 from ringtmp.strategies.lbfgs import STRATEGY as LBFGS
 from ringtmp.strategies.mpca import STRATEGY as MPCA
 from ringtmp.strategies.ps import STRATEGY as PS
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 GROUP = "ringtmp.strategies"
 _OURS = (
-    RING, PS, ALLREDUCE, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
+    RING, PS, ALLREDUCE, HYBCOMM, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
     GADMM, SCHEDULED, TENSOR,
 )  # fmt: skip
 #: Stands for whichever of the others is chosen.

@@ -29,6 +29,9 @@ class Enlist(NodeMessage, frozen=True, tag="enlist"):
     package: str = ""  # with its version, that the strategy comes from; empty: ringtmp itself
     slots: tuple[tuple[int, ...], ...] = ()  # with a tree of sums: values of every trainable tensor, by layer
     order: tuple[int, ...] = ()  # of these tensors in the model, where layers do not go by it (runtime/clipping.py)
+    #: Of layers whose gradients may travel as factors, others empty: the matrix's outputs and inputs, and where it and the
+    #: bias begin in the layer's vector (-1: no bias).
+    linear: tuple[tuple[int, ...], ...] = ()
 
 
 class Work(NodeMessage, frozen=True, tag="work"):
@@ -96,6 +99,9 @@ class Push(NodeMessage, frozen=True, tag="push"):
     share: float  # of the batch this gradient is of
     fresh: bool  # no training step came directly before
     node: int = 0  # of the tree of sums that this is the sum below; 0: there is no tree
+    rows: int = (
+        0  # of a linear layer, of which the server makes the gradient: what entered, and errors; 0: it is the gradient
+    )
     tensors: Specs = ()  # empty: with a tree, nobody below has a gradient
 
 
@@ -177,3 +183,13 @@ class GradientPart(NodeMessage, frozen=True, tag="part"):
     summed: bool
     tensors: Specs = ()  # empty: nobody below has a gradient
     there: tuple[bool, ...] = ()  # which tensors of the bucket got a gradient; empty: all
+
+
+class Factors(NodeMessage, frozen=True, tag="factors"):
+    """What a linear layer's gradient of the sender's samples is made of: what entered its matrix, and the errors behind it."""
+
+    RULE: ClassVar = between(TENSOR, WORKER, WORKER)
+    step: int
+    layer: int
+    rows: int  # 0: the sender had no samples in this step
+    tensors: Specs = ()  # of the rows, then of the errors, as the wire has them

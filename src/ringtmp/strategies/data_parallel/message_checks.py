@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringtmp import untrusted
@@ -10,6 +10,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.runtime import check_node_replies
 from ringtmp.runtime.optimizers import STATE_KEYS
 from ringtmp.strategies.base import Roles
+from ringtmp.strategies.data_parallel.linear_gradients import Linear
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.wire.formats import PLAIN, WireFormat, wire_format
 from ringtmp.wire.messages import Copied, Copy, GradientPart, Kept, Message, Pull, Pulled, Push, Specs, Squares, Total
@@ -34,10 +35,12 @@ class KeyScrutiny:
     def __init__(
         self, table: Sequence[Key], wire: str, servers: int, step: Callable[[], int],
         *, nodes: Callable[[int], tuple[int, ...]] = lambda worker: (), by_tree: bool = False, most_share: float = 1.0,
-        parts: bool = False,
+        parts: bool = False, linear: Mapping[int, Linear] | None = None,
     ) -> None:  # fmt: skip
         """`servers`: how many there were at the beginning; `nodes` of the tree of sums that a worker pushes, if `by_tree`;
-        `most_share`: of a batch, in one gradient; `parts`: answers may be some of the values and their places."""
+        `most_share`: of a batch, in one gradient; `parts`: answers may be some of the values and their places; `linear`: layers
+        whose gradients may be pushed as factors."""
+        self._linear = linear or {}
         self._nodes = nodes
         self._by_tree = by_tree
         self._most_share = most_share
@@ -57,7 +60,9 @@ class KeyScrutiny:
         if isinstance(message, Push):
             if message.node not in (self._nodes(sender) or (0,)):
                 raise ProtocolError(f"sent sum {message.node}, which is not its to send")
-            if message.tensors or not message.node:
+            if message.rows:
+                self._factors(message)
+            elif message.tensors or not message.node:
                 self._tensor(message.key, message.tensors, self._wire)
         elif isinstance(message, Copy):
             untrusted.whole(message.worker, "the number of a worker", -1)
@@ -86,6 +91,19 @@ class KeyScrutiny:
                 untrusted.whole(key, "the number of a key", 0, len(self._table) - 1)
             if message.value < 0:  # what is not finite comes of gradients that are not, and is found out as such
                 raise ProtocolError(f"sent {message.value:.6g} as a sum of squares")
+
+    def _factors(self, push: Push) -> None:
+        key = self._table[push.key]
+        linear = self._linear.get(key.layer)
+        if linear is None:
+            raise ProtocolError(f"sent factors of key {push.key}, whose layer is not plain linear")
+        low, high = linear.columns(key.start, key.stop)
+        most = key.size // (linear.inputs + high - low)
+        untrusted.whole(push.rows, "the number of rows", 1, most)
+        shapes = ((push.rows, linear.inputs), (push.rows, high - low))
+        wanted = [each for shape in shapes for each in self._wire.travels(PLAIN.name, shape)]
+        if [each and (each.dtype, each.shape) for each in push.tensors] != wanted:
+            raise ProtocolError(f"sent {push.tensors} for {push.rows} rows of key {push.key}")
 
     def _tensor(self, key: int, specs: Specs, wire: WireFormat) -> None:
         flat(specs, self._table[key].size, wire)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,11 @@ def refuse_unshared(layers: Sequence[Layer], strategy: str) -> None:
 
 def plan(
     request: PlanRequest, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = STEADY,
-    *, warnings: tuple[str, ...] = (),
+    *, warnings: tuple[str, ...] = (), linear: tuple[tuple[int, ...], ...] = (), lines: tuple[str, ...] = (),
+    facts: Mapping[str, Any] | None = None,
 ) -> ParallelPlan:  # fmt: skip
-    """`settings`: where they are not those of the run, which were given for more nodes."""
+    """`settings`: where they are not those of the run, which were given for more nodes. `linear`: layers whose gradients may
+    travel as factors, as `Enlist` has them. `lines` and `facts`: what there is to say besides."""
     config, name, nodes = request.config, strategy.name, request.config.ring.nodes
     settings = config.ring.strategy_settings if settings is None else settings
     refuse_unshared(request.layers, name)
@@ -120,14 +122,16 @@ def plan(
         name, settings, nodes, request.recipe,
         wire=config.training.wire, loss=request.loss_name, sizes=sizes, step=request.step, addresses=request.addresses,
         detailed_steps=config.keep.detailed_steps, package=registry.package_of(name), slots=slots, order=order,
+        linear=linear,
     )  # fmt: skip
-    facts = {"servers": len(roles.servers), "workers": len(roles.workers)}
+    told = {"servers": len(roles.servers), "workers": len(roles.workers), **(facts or {})}
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in request.layers)) for node in range(nodes)
     )
     return ParallelPlan(
         request, strategy, pace, enlist,
-        roles=roles, table=table, owners=owners, warnings=warnings, facts=facts, shares=shares, loss=loss,
+        roles=roles, table=table, owners=owners, warnings=warnings, facts=told, shares=shares, loss=loss,
+        lines=lines,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -45,12 +45,13 @@ def _all(index: int, layer: Layer, training: bool) -> Crossings:
 
 class Replica:
     """With `layerwise` a layer's parameters are here only between `hold` and `drop`, and what is needed to go backward is
-    computed again from what entered the layer."""
+    computed again from what entered the layer. Of the layers in `factored` backward gives what their gradients are made of."""
 
-    def __init__(self, recipe: Recipe, node: int, layerwise: bool = False) -> None:
+    def __init__(self, recipe: Recipe, node: int, layerwise: bool = False, factored: Collection[int] = ()) -> None:
         self._recipe = recipe
         self._node = node
         self._layerwise = layerwise
+        self.factored = frozenset(factored)
         self.layers: list[Layer] = []
         self.stages: list[Stage] = []
         self.layouts: list[Flat] = []
@@ -86,7 +87,7 @@ class Replica:
         recompute = (lambda saved_bytes: True) if self._layerwise else None
         crossings = None if layer.train_takes is None else {each: _all(index, layer, each) for each in (True, False)}
         visit = Visit(index, self._node, index, index + 1)
-        stage = Stage(visit, self._recipe, recompute=recompute, crossings=crossings)
+        stage = Stage(visit, self._recipe, recompute=recompute, crossings=crossings, catch=index in self.factored)
         stage.place(index, layer, placed, state)
         self.layers.append(layer)
         self.stages.append(stage)

@@ -20,6 +20,7 @@ from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
+from ringtmp.model.sufficient_factors import Factors
 from ringtmp.plan.route import MASTER
 from ringtmp.runtime import compute_device
 from ringtmp.runtime.checkpoint import StateName
@@ -45,6 +46,10 @@ class Exchange(Protocol):
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
+        return
+
+    def dealt(self, microbatches: int) -> None:
+        """The step that begins has so many microbatches, over all workers."""
         return
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
@@ -74,6 +79,10 @@ class Exchange(Protocol):
     def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         """A layer's whole gradient of this worker's share of the batch."""
         ...
+
+    def factors(self, layer: int, step: int, share: float, factors: Sequence[Factors]) -> None:
+        """Instead of `gradient`, for a layer that the replica has as `factored`: of each microbatch."""
+        raise ProtocolError("gradients come as factors, which this strategy does not exchange")
 
     def sums(self, layer: int, step: int, share: float, sums: list[Sums | None]) -> None:
         """Instead of `gradient`, where there is a tree of sums: a layer's gradients, for every one of `nodes`."""
@@ -238,6 +247,7 @@ class Trainer:
                 if self._exchange.several_passes:
                     task.entered = [dict(each) for each in task.values]
                 self.replica.take_back()
+                self._exchange.dealt(task.work.microbatches)
                 self._exchange.begin(task.work.fresh)
                 if task.work.fresh:
                     self.recorder.fresh()
@@ -309,7 +319,8 @@ class Trainer:
         stage, share = self.replica.stages[layer], sum(work.sizes) / work.samples
         started = self.recorder.begin()
         nodes = self._exchange.nodes
-        gradient = None if nodes else self.replica.collect_gradients(layer)
+        factored = layer in self.replica.factored
+        gradient = None if nodes or factored else self.replica.collect_gradients(layer)
         crossings = stage.crossings(True)
         for position, number in enumerate(task.microbatches):
             found = task.gradients[position]
@@ -323,7 +334,10 @@ class Trainer:
         self.replica.let_go_of_gradients(layer)
         self._exchange.used(layer)
         self.recorder.end(started, "backward", layer, -1)
-        if gradient is None:
+        if factored:
+            factors, stage.caught = stage.caught, []
+            self._exchange.factors(layer, work.step, share, factors)
+        elif gradient is None:
             self._exchange.sums(layer, work.step, share, sums)
         else:
             self._exchange.gradient(layer, work.step, share, gradient)

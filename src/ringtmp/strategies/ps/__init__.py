@@ -12,6 +12,7 @@ from ringtmp.strategies.ps.settings import BOUNDS, PsSettings, fitted
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
+    from ringtmp.plan.devices import LayerCost
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.data_parallel.member import ParallelMember
     from ringtmp.wire.messages import Enlist
@@ -47,9 +48,11 @@ class ParameterServer(Strategy):
         ),
         Runs("MXNet", "ps:async:servers=workers", lacks="servers in several stages"),
         Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1", lacks="groups of workers behind one that pushes"),
-        Runs("Petuum", "ps:ssp:3:servers=2", lacks="parameters sent before they are asked for"),
+        Runs("Petuum", "ps:ssp:3:servers=2:eager=true"),
         Runs(
-            "Project Adam", "ps:async:servers=2:replicas=1", lacks="gradients of linear layers computed in the server"
+            "Project Adam",
+            "ps:async:servers=2:replicas=1:factors=true",
+            lacks="epochs that end before the slowest is done",
         ),
         Runs("TensorFlow", "ps:bsp:quorum=2", lacks="placement of single operators"),
         Runs("DIANNE", "ps:async:servers=2:n_push=2:n_fetch=2"),
@@ -58,7 +61,7 @@ class ParameterServer(Strategy):
 
     def sums_by_tree(self, settings: PsSettings) -> bool:
         plain = settings.n_push == settings.n_fetch == 1 and not settings.warm_start
-        return plain and settings.deterministic and not settings.significant
+        return plain and not settings.factors and settings.deterministic and not settings.significant
 
     def parse_short(self, text: str) -> dict[str, Any]:
         """`ssp:3`, and behind it the servers: `ssp:3:2`, `bsp:workers`."""
@@ -93,6 +96,7 @@ class ParameterServer(Strategy):
 
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.model.recompute import refuse_unrepeatable
+        from ringtmp.strategies.data_parallel.linear_gradients import linear_of
         from ringtmp.strategies.data_parallel.plan import Pace, plan
 
         given, nodes = request.config.ring.strategy_settings, request.config.ring.nodes
@@ -103,11 +107,21 @@ class ParameterServer(Strategy):
         warnings = (
             ("with one server left there are no replicas",) if given.get("replicas") and not settings.replicas else ()
         )
+        clip = request.config.training.clip_norm is not None and not settings.gathered
+        if settings.factors and clip:
+            raise UsageError(
+                f"--clip-norm with consistency={settings.consistency} clips each worker's own gradient, and with factors=true "
+                "workers compute none: use consistency=bsp, or leave one of them out"
+            )
+        linear = tuple(map(linear_of, request.layers)) if settings.factors else ()
+        ways = _ways(request, linear, nodes - settings.dedicated(nodes)) if settings.factors else {}
         ahead = 1 if settings.gathered else int(min(settings.bound + 1, AHEAD_ASYNC))
         pace = Pace(
             ahead, not settings.gathered, settings.quorum, bool(settings.replicas), warm_start=settings.warm_start
         )
-        return plan(request, self, fit, pace, warnings=warnings)
+        return plan(
+            request, self, fit, pace, warnings=warnings, linear=linear, facts={"layer_ways": ways} if ways else {}
+        )
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, roles: Roles) -> ParallelMember:
         from ringtmp.strategies.ps.member import PsMember
@@ -125,8 +139,11 @@ class ParameterServer(Strategy):
 
         servers = settings.dedicated(len(task.devices))
         mode: Mode = "bsp" if settings.gathered else "async" if math.isinf(settings.bound) else "ssp"
-        chosen = ServerOptions(servers, mode, 0 if mode == "async" else int(settings.bound))
         load = Workload.of(task)
+        rows = load.batch_size / (len(task.devices) - servers)
+        pushed = [_pushed_bytes(layer, rows if settings.factors else 0) for layer in task.layers]
+        part = sum(pushed) / max(1, sum(layer.gradient_bytes for layer in task.layers))
+        chosen = ServerOptions(servers, mode, 0 if mode == "async" else int(settings.bound), pushed=part)
         return OnPaper(simulate_ps(load, task.devices, chosen, task.paths), load.memory(task, servers))
 
     def traffic(self, settings: PsSettings, sizes: Sizes, nodes: int) -> Traffic:
@@ -136,10 +153,49 @@ class ParameterServer(Strategy):
         servers = settings.dedicated(nodes)
         workers = nodes - servers
         away = (workers if servers else workers - 1) * sizes.parameters  # one way
+        pushed = self._pushed(settings, sizes, servers or nodes, workers) * away
         updates = (1 if settings.gathered else workers / settings.n_push) * sizes.parameters * settings.replicas
-        up, down = away / settings.n_push, away / settings.n_fetch * (2 if settings.fetch == "layerwise" else 1)
+        up, down = pushed / settings.n_push, away / settings.n_fetch * (2 if settings.fetch == "layerwise" else 1)
         each = (down + updates) / (servers or nodes)
         return Traffic(up + down + updates, max(each, up / workers) if servers else each + up / nodes)
+
+    def _pushed(self, settings: PsSettings, sizes: Sizes, servers: int, workers: int) -> float:
+        """Of the model: with factors, what a worker pushes where its rows take less than the gradient."""
+        if not (settings.factors and sizes.linear):
+            return 1.0
+        from ringtmp.strategies.data_parallel import parameter_keys
+        from ringtmp.strategies.data_parallel.linear_gradients import Linear
+
+        rest = int(sizes.parameters) - sum(size for size, _, _ in sizes.linear)
+        total = 0.0
+        for key in parameter_keys.cut([*(size for size, _, _ in sizes.linear), rest], servers):
+            least = float(key.size)
+            if key.layer < len(sizes.linear):
+                size, inputs, outputs = sizes.linear[key.layer]
+                bias = outputs * inputs + -outputs * inputs % parameter_keys.GRAIN
+                linear = Linear(outputs, inputs, 0, bias if size > bias else -1)
+                low, high = linear.columns(key.start, key.stop)
+                least = min(least, sizes.samples / workers * (inputs + high - low))
+            total += least
+        return total / sizes.parameters
+
+
+def _pushed_bytes(layer: LayerCost, rows: float) -> float:
+    """What a worker with so many samples pushes of a layer, as if it were one key; no rows: the gradient."""
+    factors = 4 * rows * layer.factor_values
+    return min(factors, layer.gradient_bytes) if factors else layer.gradient_bytes
+
+
+def _ways(request: PlanRequest, linear: Sequence[tuple[int, ...]], workers: int) -> dict[str, str]:
+    """By layer with parameters: how its gradient travels from a worker with an equal share of a whole batch."""
+    found: dict[str, str] = {}
+    for layer, cost, known in zip(request.layers, request.index.costs, linear, strict=True):
+        if not any(each.trainable for each in layer.tensors):
+            continue
+        fewer = _pushed_bytes(cost, request.batch_size / workers) < cost.gradient_bytes
+        plain = "as factors, to the server" if fewer else "as a gradient, which is less"
+        found[layer.name] = plain if known else "as a gradient, no plain linear layer"
+    return found
 
 
 STRATEGY = ParameterServer()

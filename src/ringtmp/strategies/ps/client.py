@@ -9,9 +9,11 @@ import torch
 
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics.step_recorder import Recorder
+from ringtmp.model.sufficient_factors import Factors
 from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.mailbox import Endpoint, Mail
+from ringtmp.strategies.data_parallel.linear_gradients import known, together
 from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.trainer import Exchange
@@ -48,6 +50,7 @@ class Client(Exchange):
         self._versions = dict.fromkeys(range(len(table)), -1)  # every update before this step is in it
         # By key: values; `change`: to be added, or (with places) to be put there.
         self._incoming: dict[int, list[tuple[bool, torch.Tensor, torch.Tensor | None]]] = {}
+        self._linear = known(plan.linear)
         self._wire = wire_format(plan.wire)
         self._feedback = ErrorFeedback(self._wire)
         self._used: list[int] = []
@@ -59,7 +62,7 @@ class Client(Exchange):
         # By layer, gradients that are to be pushed together: the newest one's step, their shares, their sum.
         self._accrued: dict[int, tuple[int, float, torch.Tensor]] = {}
         self._local = settings.n_push > 1 or settings.n_fetch > 1
-        self._asks_early = not (self._layerwise or self._local or settings.change is not None)
+        self._asks_early = not (settings.eager or self._layerwise or self._local or settings.change is not None)
         self._paced = settings.deterministic and not self._layerwise and plan.recipe.clip_norm is None
 
     def begin(self, fresh: bool) -> None:
@@ -77,7 +80,9 @@ class Client(Exchange):
         waiting = any(self._missing(key, step, exact) for key in self._layers[layer])
         if waiting or self._layerwise:
             for deeper in self._layers[layer : layer + 2 if self._layerwise else None]:
-                self._ask_for(deeper, step, exact)
+                # What has come once, comes again by itself where servers are eager.
+                new = [key for key in deeper if self._answered[key.number] < 0]
+                self._ask_for(new if self._settings.eager and not exact else deeper, step, exact)
         if waiting:
             return False
         self._take_up(layer, training)
@@ -120,6 +125,20 @@ class Client(Exchange):
         else:
             self._hand_over(layer, step, share, gradient)
 
+    def factors(self, layer: int, step: int, share: float, factors: Sequence[Factors]) -> None:
+        linear = self._linear[layer]
+        rows, errors = together(linear, factors)
+        for key in self._layers[layer]:
+            low, high = linear.columns(key.start, key.stop)
+            if share and len(rows) * (linear.inputs + high - low) <= key.size:
+                sent = [*self._wire.encode(rows), *self._wire.encode(errors[:, low:high].contiguous())]
+                push = Push(key.number, step, share, self._fresh, rows=len(rows))
+            else:
+                sent = self._feedback.encode(key.number, linear.gradient(key.start, key.stop, rows, errors))
+                push = Push(key.number, step, share, self._fresh)
+            self._to_push.append((key, push, sent))
+        self._send_pushes()
+
     def sums(self, layer: int, step: int, share: float, sums: list[Sums | None]) -> None:
         for at, key in enumerate(self._layers[layer]):  # a key is a tensor
             for node, found in zip(self.nodes, sums, strict=True):
@@ -135,17 +154,19 @@ class Client(Exchange):
 
     def pulled(self, message: Pulled, mail: Mail) -> None:
         key = self._table[message.key]
-        if not self._questions[key.number, message.step]:
+        asked_for = bool(self._questions[key.number, message.step])
+        if not asked_for and not (self._settings.eager and message.step == message.oldest + int(self._settings.bound)):
             raise ProtocolError(f"sent key {message.key} for step {message.step}, which nobody asked for")
-        self._questions[key.number, message.step] -= 1
+        self._questions[key.number, message.step] -= asked_for
         if not self._questions[key.number, message.step]:
             del self._questions[key.number, message.step]
         self._recorder.received(key.layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
         asked = self._asked.get(key.number)
         if asked is not None and asked.step <= (message.oldest if asked.exact else message.step):
             del self._asked[key.number]
-            if self._unanswered.pop(key.number, None) is not None and self._to_push:
-                self._send_pushes()
+        settled = key.number not in self._asked and (self._settings.eager or asked is not None)
+        if settled and self._unanswered.pop(key.number, None) is not None and self._to_push:
+            self._send_pushes()
         if self._settings.change is None or asked is None or not asked.exact:  # what is evaluated is not in use
             self._answered[key.number] = max(self._answered[key.number], message.step)
         self._versions[key.number] = max(self._versions[key.number], message.oldest)

@@ -25,7 +25,15 @@ Symbols: n workers, S the bound (bsp 0, async infinite), Q the quorum, clock of 
                 g <- gradient at w_i;  accrued <- accrued + g;  w_i <- w_i - rate(t) g
                 if (t + 1) mod n_push = 0: push accrued;  accrued <- 0      (the paper pushes where t mod n_push = 0)
 
-Departures. The optimizer of the run (SGD, Adam, ...) takes the place of plain descent. Above a bound of 0 each gradient is
+    eager     E. Xing et al., Petuum, KDD 2015; J. Wei et al., Managed Communication and Consistency, SoCC 2015; on the server:
+                when min over workers of clock grows: send w to every worker, for step clock + S
+    factors   T. Chilimbi et al., Project Adam, OSDI 2014: gradients of fully connected layers are made in the server
+                worker: X <- what entered the matrix (K rows), E <- errors behind it
+                        K (inputs + outputs of the key) <= values of the key: push(key, X, E, t), else push(key, E^T X, t)
+                server: g <- E^T X, then as above
+
+Departures. With `factors` a worker decides key by key, and X travels for every key of a large matrix; the paper has whole
+layers. The optimizer of the run (SGD, Adam, ...) takes the place of plain descent. Above a bound of 0 each gradient is
 applied as it comes, as the mean over the worker's own samples at its share of the learning rate, so that one batch moves
 the weights about as far as in bsp; and a worker does not await its own newest gradient before it goes on (that is what
 hides the exchange behind the computation), so what it reads lacks at most S steps of others and one of its own. Batches
@@ -51,6 +59,7 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel import parameter_keys
+from ringtmp.strategies.data_parallel.linear_gradients import known
 from ringtmp.strategies.data_parallel.message_checks import KeyScrutiny, is_a
 from ringtmp.strategies.data_parallel.parameter_keys import following
 from ringtmp.strategies.data_parallel.replica import Replica
@@ -90,7 +99,8 @@ class PsMember:
         self.trainer: Trainer | None = None
         self._client: Client | None = None
         if works:
-            replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise")
+            factored = [layer for layer, each in enumerate(plan.linear) if each]
+            replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise", factored)
             self._client = Client(endpoint, plan, settings, replica, table=table, owners=owners, recorder=recorder)
             self._client.nodes = nodes_of(plan, roles, endpoint.node)
             self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
@@ -100,6 +110,7 @@ class PsMember:
         scrutiny = KeyScrutiny(
             table, plan.wire, len(roles.servers), lambda: self.step, most_share=float(settings.n_push),
             parts=bool(settings.significant), nodes=lambda worker: nodes_of(plan, roles, worker), by_tree=bool(plan.slots),
+            linear=known(plan.linear),
         )  # fmt: skip
         endpoint.enter_plan(is_a(lambda: self._everyone), scrutiny)
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}

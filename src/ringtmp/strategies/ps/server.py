@@ -19,6 +19,7 @@ from ringtmp.runtime import gradients_at_segment_edges as edges
 from ringtmp.runtime.clipping import norm_of, total_norm
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.base import Roles
+from ringtmp.strategies.data_parallel.linear_gradients import known
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
 from ringtmp.strategies.ps.apply_gradients import Gradient, Slot
 from ringtmp.strategies.ps.settings import PsSettings
@@ -42,6 +43,7 @@ class Server:
         self.step = plan.step
         self.emit: Callable[[events.Event], None] | None = None  # a worker on the same node reports for both
         self._plan = plan
+        self._linear = known(plan.linear)
         self._wire = wire_format(plan.wire)
         self._settings = settings
         self._roles = roles
@@ -62,6 +64,7 @@ class Server:
         # By worker: what to answer, the lowest step and key first, and of two for the same the one asked for first.
         self._answers: dict[int, list[tuple[int, int, int, int, bool]]] = {worker: [] for worker in roles.workers}
         self._turns = itertools.count()
+        self._scattered: dict[int, int] = {}  # by key: the step up to which every worker was sent it, unasked
         self._fetches: list[Fetch] = []
         self._early: list[Mail] = []
         self._squares: dict[int, float] = {}
@@ -85,8 +88,7 @@ class Server:
             self._recorder.received(
                 self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes
             )
-            given, size = mail.present(), self._table[message.key].size
-            self._pushed(mail.sender, message, self._wire.decode(given, size) if given else None)
+            self._pushed(mail.sender, message, self._gradient(message, mail.present()))
         elif isinstance(message, Pull):
             self._waiting.append((mail.sender, message))
         elif isinstance(message, Store):
@@ -115,6 +117,14 @@ class Server:
         return True
 
     # -- push ---------------------------------------------------------------------------------------------------------
+
+    def _gradient(self, push: Push, given: Sequence[torch.Tensor]) -> edges.Gradient:
+        key = self._table[push.key]
+        if not push.rows:
+            return self._wire.decode(given, key.size) if given else None
+        linear, half = self._linear[key.layer], len(given) // 2
+        rows, errors = self._wire.decode(given[:half]), self._wire.decode(given[half:])
+        return linear.gradient(key.start, key.stop, rows, errors, linear.columns(key.start, key.stop)[0])
 
     def _pushed(self, worker: int, push: Push, gradient: edges.Gradient) -> None:
         slot = self._slots[push.key]
@@ -236,6 +246,8 @@ class Server:
         """Answer what can be answered."""
         if self._changed:
             self._changed = False
+            if self._settings.eager:
+                self._scatter()
             self._waiting = [each for each in self._waiting if not self._admit(*each)]
             self._copying = [each for each in self._copying if not self._release(*each)]
             self._fetches = [each for each in self._fetches if not self._fetched(each)]
@@ -257,6 +269,16 @@ class Server:
             return False  # its own gradient is held back, and so is the worker
         self._copying.append((slot.applied if self._is_copied(slot) else 0, worker, pull, oldest))
         return True
+
+    def _scatter(self) -> None:
+        """Every worker gets each key that is a step further, as if it had asked for the newest step that may have it."""
+        for number, slot in self._slots.items():
+            oldest = self._oldest(slot)
+            if oldest > self._scattered.get(number, self._plan.step):
+                self._scattered[number] = oldest
+                pull = Pull(number, oldest + int(self._settings.bound))
+                copies = slot.applied if self._is_copied(slot) else 0
+                self._copying += [(copies, worker, pull, oldest) for worker in self._roles.workers]
 
     def _release(self, copies: int, worker: int, pull: Pull, oldest: int) -> bool:
         """What a worker has seen must not be lost with this server: the replica has it first."""

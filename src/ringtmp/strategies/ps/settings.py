@@ -41,6 +41,12 @@ class PsSettings(Settings, frozen=True):
         "Downpour SGD")] = 1  # fmt: skip
     warm_start: Annotated[int, described(
         "0..steps", "the first worker makes so many steps alone before the others begin", "DistBelief")] = 0  # fmt: skip
+    factors: Annotated[bool, described(
+        "false | true", "true: of a linear layer workers push activations and errors where that is less than the gradient, and "
+        "the server computes it", "Project Adam")] = False  # fmt: skip
+    eager: Annotated[bool, described(
+        "false | true", "true: with bsp and ssp:S, servers send parameters whenever the slowest worker has come a step "
+        "further, unasked", "Petuum")] = False  # fmt: skip
 
     @property
     def _kind(self) -> str:
@@ -112,6 +118,16 @@ class PsSettings(Settings, frozen=True):
                 raise UsageError(
                     f"{name}={every} needs consistency=async: with {self.consistency} others wait for every gradient"
                 )
+        if self.factors and (self.n_push > 1 or self.n_fetch > 1):
+            raise UsageError(
+                f"factors=true needs n_push=1 and n_fetch=1, not {self.n_push} and {self.n_fetch}: a worker that adds "
+                "gradients up or moves its own copy must compute them itself"
+            )
+        if self.eager and (math.isinf(self.bound) or self.significant or self.fetch != "all"):
+            raise UsageError(
+                f"eager=true needs consistency=bsp or ssp:S with fetch=all, not {self.consistency} with fetch={self.fetch}: "
+                "parameters are sent to everybody when the slowest worker has come a step further"
+            )
         if self.warm_start < 0:
             raise UsageError(f"warm_start={self.warm_start} must be 0 or a number of steps")
         if self.quorum is not None and not self.gathered:
@@ -141,6 +157,11 @@ class PsSettings(Settings, frozen=True):
         if self.significant and not wire_format(wire).exact:
             raise UsageError(
                 f"consistency={self.consistency} sends parameters as they are, or not at all: use --wire float32, not {wire}"
+            )
+        if self.factors and wire_format(wire).carries_error:
+            raise UsageError(
+                f"factors=true sends activations and errors, for whose rounding by {wire} nothing makes up: use --wire "
+                "float32, bfloat16 or float16"
             )
         if self.n_fetch > 1 and wire_format(wire).carries_error:
             raise UsageError(

@@ -34,6 +34,7 @@ class ServerOptions:
     mode: Mode = "bsp"
     slack: int = 3  # ssp
     keys: int = 8  # per server
+    pushed: float = 1.0  # of a gradient: what a push of it takes
 
 
 def simulate_ps(
@@ -79,7 +80,7 @@ class _Servers:
             if kind == _BEGIN:
                 self._begin(node, now)
             elif kind == _DEPART:
-                arrives = self._crew.lines.arrive(now, source, node, self._key_bytes)
+                arrives = self._crew.lines.arrive(now, source, node, self._size(key, source))
                 self._push(arrives, _AT_WORKER if source == self._server(key) else _AT_SERVER, key, source, node)
             elif kind == _AT_SERVER:
                 self._add(key, source, node, now)
@@ -99,6 +100,9 @@ class _Servers:
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, kind, key, source, node))
 
+    def _size(self, key: int, source: int) -> float:
+        return self._key_bytes if source == self._server(key) else self._key_bytes * self._options.pushed
+
     def _server(self, key: int) -> int:
         return self._servers[key % len(self._servers)]
 
@@ -113,11 +117,12 @@ class _Servers:
         if source == target:  # its own shard
             self._push(now, _AT_SERVER, key, source, target)
             return
-        ready = self._crew.work(source, now, 0.0, self._crew.message_s(source, self._key_bytes), "send")
-        self._push(self._crew.lines.depart(ready, source, target, self._key_bytes), _DEPART, key, source, target)
+        size = self._size(key, source)
+        ready = self._crew.work(source, now, 0.0, self._crew.message_s(source, size), "send")
+        self._push(self._crew.lines.depart(ready, source, target, size), _DEPART, key, source, target)
 
     def _add(self, key: int, worker: int, server: int, now: float) -> None:
-        own_s = self._crew.message_s(server, self._key_bytes) if worker != server else 0.0
+        own_s = self._crew.message_s(server, self._size(key, worker)) if worker != server else 0.0
         if self._options.mode != "bsp":
             done = self._crew.work(server, now, self._update_s, own_s, "reduce")
             self._push(done, _SUMMED, key, server, worker)
