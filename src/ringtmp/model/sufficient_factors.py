@@ -92,7 +92,7 @@ def factor_values(
         return 0.0
     outputs, inputs = tensors[linear.matrix].shape
     catching = Catching()
-    program = Program(layer.train, "meta", catching)
+    program = Program(layer.train, "meta", recording=catching)
     owned = {name: each.detach().to("meta") for name, each in tensors.items()}
     try:
         with torch.no_grad():
