@@ -90,7 +90,7 @@ def test_a_member_that_computes_otherwise_is_named_before_the_first_step(
     monkeypatch.setattr(
         worker,
         "Hello",
-        lambda pid, torch, capability, kept: said(pid, torch, "NEON" if next(turn) == 2 else capability, kept),
+        lambda pid, torch, capability, *more: said(pid, torch, "NEON" if next(turn) == 2 else capability, *more),
     )
     turn = iter(range(1, 100))
     run(tmp_path, InMemoryPool(5), "2,2")

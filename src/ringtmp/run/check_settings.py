@@ -77,11 +77,8 @@ def resolve(config: RunConfig) -> RunConfig:
             f"servers: use a strategy without servers, such as {registry.splitting_layers()}, or --optimizer {ELSEWHERE}"
         )
     workers = len(roles.workers)
-    if not strategy.splits_layers and strategy.shares_batches and microbatches < workers:
-        raise UsageError(
-            f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
-            + ("" if training.batch_size >= workers else f", and a --batch-size of at least {workers}")
-        )
+    if not strategy.splits_layers and strategy.shares_batches:
+        _check_fed(workers, microbatches, training.batch_size)
     if ring.groups is not None:
         _check_groups(ring, training)
     if training.compile:
@@ -113,6 +110,14 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         settings = {**choice.settings, **given.get("strategy_settings", {})}
         given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
     return resolve(merge_for_resume(saved, given))
+
+
+def _check_fed(workers: int, microbatches: int, batch_size: int) -> None:
+    if microbatches < workers:
+        raise UsageError(
+            f"{microbatches} microbatches cannot feed {workers} workers: use --microbatches {workers} or more"
+            + ("" if batch_size >= workers else f", and a --batch-size of at least {workers}")
+        )
 
 
 def _check_leave(ring: RingPart, strategy: Strategy) -> None:
