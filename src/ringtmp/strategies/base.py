@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ringtmp.metrics.events import NodeEnded
     from ringtmp.model.portable_layer import Layer
     from ringtmp.plan.devices import Device, LayerCost, Paths
+    from ringtmp.plan.exchange_bounds import Exchange
     from ringtmp.plan.memory_forecast import MemoryForecast
     from ringtmp.plan.planner import PlanOptions
     from ringtmp.plan.simulated_step import Simulated
@@ -216,6 +217,10 @@ class Strategy:
         """Whether gradients may be of other weights than those they change."""
         return False
 
+    def like_one_process(self, settings: Any) -> bool:
+        """Whether it ends, but for rounding, with the weights of one process on the same batches, whatever the optimizer."""
+        return not self.full_batch and not self.delayed(settings) and self.exactness(settings) != "steps"
+
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         """A run's settings for each way in which it is considered by `--strategy auto`; none: it must be asked for."""
         return ()
@@ -279,6 +284,10 @@ class Strategy:
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
         raise NotImplementedError
+
+    def exchange(self, settings: Any, nodes: int) -> Exchange | None:
+        """How the model is exchanged, with what that cannot be faster than; None: something else travels, or less of it."""
+        return None
 
 
 def keeps_bits(strategy: Strategy, settings: Any, sum_tree: int) -> bool:

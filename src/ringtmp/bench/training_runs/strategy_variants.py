@@ -11,6 +11,7 @@ import msgspec
 
 from ringtmp.bench.analysis.intervals import Centre
 from ringtmp.errors import UsageError
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Roles, Sizes, Strategy, Traffic
 from ringtmp.wire.formats import PLAIN, wire_format
@@ -46,7 +47,12 @@ class Way(msgspec.Struct, frozen=True):
     @property
     def like_one_process(self) -> bool:
         """The same weights as one process, to rounding: then what one process learns, it learns."""
-        return not self.delayed and wire_format(self.wire).exact and self._value.exactness(self._read) != "steps"
+        return not self.delayed and wire_format(self.wire).exact and self._value.like_one_process(self._read)
+
+    @property
+    def full_batch(self) -> bool:
+        """A step of it is of the whole data, and it finds its own step sizes."""
+        return self._value.full_batch
 
     def words(self) -> list[str]:
         found = ["--strategy", self.strategy]
@@ -75,6 +81,9 @@ class Way(msgspec.Struct, frozen=True):
     def traffic(self, sizes: Sizes, nodes: int) -> Traffic:
         return self._value.traffic(self._read, sizes, nodes)
 
+    def exchange(self, nodes: int) -> Exchange | None:
+        return self._value.exchange(self._read, nodes)
+
     def workers(self, nodes: int) -> int:
         return len(self.roles(nodes).workers)
 
@@ -89,8 +98,11 @@ class Way(msgspec.Struct, frozen=True):
             return min(int(self.flags["microbatches"]), batch_size)
         return min(pipeline if self.splits_layers else self.workers(nodes), batch_size)
 
-    def refusal(self, nodes: int, layers: int) -> str | None:
-        """Why it cannot run on so many nodes, in the strategy's own words; None if it can."""
+    def refusal(self, nodes: int, layers: int, batches: bool = False) -> str | None:
+        """Why it cannot run on so many nodes, in the strategy's own words; None if it can. `batches`: a step has to be of a
+        part of the data."""
+        if self.full_batch and batches:
+            return f"strategy {self.strategy} takes the whole data in every step: there are no batches of a size given here"
         if nodes == 1:
             return None
         try:

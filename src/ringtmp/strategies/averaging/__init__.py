@@ -33,6 +33,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.plan import exchange_bounds
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.averaging.adaptive_tau import AdaptiveTau, read_budget
 from ringtmp.strategies.base import (
     About,
@@ -117,6 +119,9 @@ class Averaging(Strategy):
     def delayed(self, settings: AveragingSettings) -> bool:
         return settings.first_tau > 1
 
+    def like_one_process(self, settings: AveragingSettings) -> bool:
+        return False  # tau=1 is, with plain descent; other optimizers work on each worker's own gradients
+
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         return [config]
 
@@ -164,6 +169,12 @@ class Averaging(Strategy):
         tau = settings.first_tau
         most = (nodes - 1).bit_length() if settings.algorithm == "tree" else 2 * (nodes - 1) / nodes
         return Traffic(2 * sizes.parameters * (nodes - 1) / tau, sizes.parameters * most / tau)
+
+    def exchange(self, settings: AveragingSettings, nodes: int) -> Exchange | None:
+        if settings.tau == AUTO:
+            return None
+        kind = exchange_bounds.up_a_tree if settings.algorithm == "tree" else exchange_bounds.around_a_ring
+        return kind(nodes).apart(settings.first_tau)
 
 
 def to_the_mean(layer: int, begun: torch.Tensor, change: torch.Tensor) -> None:

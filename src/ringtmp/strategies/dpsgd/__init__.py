@@ -10,6 +10,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -114,6 +116,10 @@ class Dpsgd(Strategy):
         """A model to every neighbour in every step."""
         degrees = [len(each) for each in worker_topologies.graph_of(settings.mixing(nodes)).values()]
         return Traffic(sizes.parameters * sum(degrees), sizes.parameters * max(degrees))
+
+    def exchange(self, settings: DpsgdSettings, nodes: int) -> Exchange | None:
+        degrees = [len(each) for each in worker_topologies.graph_of(settings.mixing(nodes)).values()]
+        return exchange_bounds.to_neighbours(max(degrees))
 
 
 STRATEGY = Dpsgd()

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -95,6 +97,9 @@ class Gosgd(Strategy):
     def traffic(self, settings: GosgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """On average."""
         return Traffic(settings.p * sizes.parameters * nodes, settings.p * sizes.parameters)
+
+    def exchange(self, settings: GosgdSettings, nodes: int) -> Exchange | None:
+        return exchange_bounds.one_of_all(settings.p) if nodes > 1 else None
 
 
 STRATEGY = Gosgd()

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -103,6 +105,9 @@ class GossipLearning(Strategy):
         """One model from every worker every so many steps."""
         each = sizes.parameters / settings.every if nodes > 1 else 0.0
         return Traffic(each * nodes, each)
+
+    def exchange(self, settings: GossipLearningSettings, nodes: int) -> Exchange | None:
+        return exchange_bounds.one_of_all(1.0).apart(settings.every) if nodes > 1 else None
 
 
 STRATEGY = GossipLearning()
