@@ -54,6 +54,10 @@ class Way(msgspec.Struct, frozen=True):
         """A step of it is of the whole data, and it finds its own step sizes."""
         return self._value.full_batch
 
+    def same(self, other: Way) -> bool:
+        """Whatever either is called: what is not said of a setting is its default."""
+        return (self.strategy, self.flags) == (other.strategy, other.flags) and self._read == other._read
+
     def words(self) -> list[str]:
         found = ["--strategy", self.strategy]
         for key, value in self.settings.items():
