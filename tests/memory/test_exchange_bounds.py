@@ -10,13 +10,14 @@ import torch
 
 from costs import devices, layers
 from ringtmp import api
+from ringtmp.bench.training_runs.strategy_variants import parse
 from ringtmp.config import RingPart, RunConfig, TrainingPart
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.plan import exchange_bounds as bounds
 from ringtmp.plan.exchange_bounds import Exchange, Speeds
 from ringtmp.plan.planner import PlanOptions
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Task
+from ringtmp.strategies.base import Sizes, Task
 from ringtmp.strategies.compare import compare
 from ringtmp.transport.slow_link import Slow
 
@@ -60,7 +61,7 @@ COUNTED = STEPS - 2
 def exchange_of(text: str, nodes: int = NODES) -> Exchange:
     choice = registry.parse(text)
     strategy = registry.get(choice.name)
-    found = strategy.exchange(strategy.read(choice.settings), nodes)
+    found = strategy.traffic(strategy.read(choice.settings), Sizes(1.0, (), 1.0), nodes).exchange
     assert found is not None
     return found
 
@@ -89,13 +90,11 @@ def test_what_it_says_in_words_follows_from_them() -> None:
 
 
 def test_every_strategy_says_what_it_exchanges_or_that_it_is_something_else() -> None:
-    said = {name for name, each in registry.OURS.items() if each.exchange(each.read({}), NODES) is not None}
+    said = {name for name, way in ((name, parse(name)) for name in registry.OURS) if way.exchange(NODES) is not None}
     assert said == {text.partition(":")[0] for text in WAYS}
     # Nothing is known of how much travels where it depends on the data.
     for text in ("ps:asp:0.1", "ps:bsp:factors=true", "averaging:auto:budget=1MiB"):
-        choice = registry.parse(text)
-        strategy = registry.get(choice.name)
-        assert strategy.exchange(strategy.read(choice.settings), NODES) is None
+        assert parse(text).exchange(NODES) is None
 
 
 @pytest.mark.parametrize("text", WAYS)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.units import bytes_text
 from ringtmp.wire.formats import WIRE_FORMATS, wire_format
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ringtmp.metrics.events import NodeEnded
     from ringtmp.model.portable_layer import Layer
     from ringtmp.plan.devices import Device, LayerCost, Paths
-    from ringtmp.plan.exchange_bounds import Exchange
     from ringtmp.plan.memory_forecast import MemoryForecast
     from ringtmp.plan.planner import PlanOptions
     from ringtmp.plan.simulated_step import Simulated
@@ -104,6 +104,8 @@ class Traffic(msgspec.Struct, frozen=True):
 
     total: float  # sent by all nodes together
     busiest: float  # sent by the node that sends most
+    #: How the model is exchanged, with what that cannot be faster than; None: something else travels, or less of it.
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)
@@ -217,10 +219,6 @@ class Strategy:
         """Whether gradients may be of other weights than those they change."""
         return False
 
-    def like_one_process(self, settings: Any) -> bool:
-        """Whether it ends, but for rounding, with the weights of one process on the same batches, whatever the optimizer."""
-        return not self.full_batch and not self.delayed(settings) and self.exactness(settings) != "steps"
-
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         """A run's settings for each way in which it is considered by `--strategy auto`; none: it must be asked for."""
         return ()
@@ -284,10 +282,6 @@ class Strategy:
 
     def traffic(self, settings: Any, sizes: Sizes, nodes: int) -> Traffic:
         raise NotImplementedError
-
-    def exchange(self, settings: Any, nodes: int) -> Exchange | None:
-        """How the model is exchanged, with what that cannot be faster than; None: something else travels, or less of it."""
-        return None
 
 
 def keeps_bits(strategy: Strategy, settings: Any, sum_tree: int) -> bool:

@@ -78,17 +78,16 @@ def outcomes(choices: Choices, measured: Measured) -> list[Outcome]:
     costs, found = costs_of(records, target), []
     for each in every:
         group, known = records[each.way.label], costs[each.way.label]
-        whole = [_whole(record) for record in group]
         found.append(
             Outcome(
-                each.way.label,
-                None if each.way.full_batch else each.work.lr,
-                each.work.batch_size,
-                common_runs.accuracy(each, measured),
-                _median(whole),
-                _median(known) if all(math.isfinite(cost.steps) for cost in known) else None,
-                median(sum(per_step_values.step_s(record, 0)) / len(record.steps) for record in group),
-                median(sum(per_step_values.sent_bytes(record, 0)) / len(record.steps) for record in group),
+                label=each.way.label,
+                lr=None if each.way.full_batch else each.work.lr,
+                batch_size=each.work.batch_size,
+                accuracy=common_runs.accuracy(each, measured),
+                whole=_median([_whole(record) for record in group]),
+                to_target=_median(known) if all(math.isfinite(cost.steps) for cost in known) else None,
+                step_s=median(sum(per_step_values.step_s(record, 0)) / len(record.steps) for record in group),
+                step_bytes=median(sum(per_step_values.sent_bytes(record, 0)) / len(record.steps) for record in group),
             )
         )
     return found

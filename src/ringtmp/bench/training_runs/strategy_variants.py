@@ -47,7 +47,8 @@ class Way(msgspec.Struct, frozen=True):
     @property
     def like_one_process(self) -> bool:
         """The same weights as one process, to rounding: then what one process learns, it learns."""
-        return not self.delayed and wire_format(self.wire).exact and self._value.like_one_process(self._read)
+        learns_alike = self._value.exactness(self._read) != "steps" and not self.full_batch
+        return learns_alike and not self.delayed and wire_format(self.wire).exact
 
     @property
     def full_batch(self) -> bool:
@@ -86,7 +87,8 @@ class Way(msgspec.Struct, frozen=True):
         return self._value.traffic(self._read, sizes, nodes)
 
     def exchange(self, nodes: int) -> Exchange | None:
-        return self._value.exchange(self._read, nodes)
+        """How it exchanges the model; None: it sends something else."""
+        return self.traffic(Sizes(1.0, (1.0,) * nodes, 1.0), nodes).exchange
 
     def workers(self, nodes: int) -> int:
         return len(self.roles(nodes).workers)

@@ -116,9 +116,10 @@ class AllReduce(Strategy):
             from ringtmp.plan.sum_tree import one_part_each
 
             most = one_part_each(nodes).most_sent()
-        return Traffic(2 * sizes.parameters * (nodes - 1), sizes.parameters * most)
+        total = 2 * sizes.parameters * (nodes - 1)
+        return Traffic(total, sizes.parameters * most, self._exchange(settings, nodes))
 
-    def exchange(self, settings: AllReduceSettings, nodes: int) -> Exchange | None:
+    def _exchange(self, settings: AllReduceSettings, nodes: int) -> Exchange | None:
         kind = exchange_bounds.between_pairs if settings.halving else exchange_bounds.around_a_ring
         return exchange_bounds.up_a_tree(nodes) if settings.tree else kind(nodes)
 

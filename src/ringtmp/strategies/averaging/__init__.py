@@ -119,9 +119,6 @@ class Averaging(Strategy):
     def delayed(self, settings: AveragingSettings) -> bool:
         return settings.first_tau > 1
 
-    def like_one_process(self, settings: AveragingSettings) -> bool:
-        return False  # tau=1 is, with plain descent; other optimizers work on each worker's own gradients
-
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         return [config]
 
@@ -168,9 +165,10 @@ class Averaging(Strategy):
         send; the longer the run, the more."""
         tau = settings.first_tau
         most = (nodes - 1).bit_length() if settings.algorithm == "tree" else 2 * (nodes - 1) / nodes
-        return Traffic(2 * sizes.parameters * (nodes - 1) / tau, sizes.parameters * most / tau)
+        total = 2 * sizes.parameters * (nodes - 1)
+        return Traffic(total / tau, sizes.parameters * most / tau, self._exchange(settings, nodes))
 
-    def exchange(self, settings: AveragingSettings, nodes: int) -> Exchange | None:
+    def _exchange(self, settings: AveragingSettings, nodes: int) -> Exchange | None:
         if settings.tau == AUTO:
             return None
         kind = exchange_bounds.up_a_tree if settings.algorithm == "tree" else exchange_bounds.around_a_ring

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import UsageError
 from ringtmp.plan import exchange_bounds
-from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -90,9 +89,6 @@ class BlockMomentum(Strategy):
     def delayed(self, settings: BlockMomentumSettings) -> bool:
         return settings.tau > 1
 
-    def like_one_process(self, settings: BlockMomentumSettings) -> bool:
-        return False  # not even with tau=1: the mean change carries on
-
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.data_parallel.plan import between_means, plan
 
@@ -120,10 +116,7 @@ class BlockMomentum(Strategy):
     def traffic(self, settings: BlockMomentumSettings, sizes: Sizes, nodes: int) -> Traffic:
         """An all-reduce around a ring every tau steps."""
         total = 2 * sizes.parameters * (nodes - 1) / settings.tau
-        return Traffic(total, total / nodes)
-
-    def exchange(self, settings: BlockMomentumSettings, nodes: int) -> Exchange | None:
-        return exchange_bounds.around_a_ring(nodes).apart(settings.tau)
+        return Traffic(total, total / nodes, exchange_bounds.around_a_ring(nodes).apart(settings.tau))
 
 
 STRATEGY = BlockMomentum()

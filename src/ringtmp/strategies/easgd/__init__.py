@@ -9,7 +9,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.plan import exchange_bounds
-from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -102,10 +101,8 @@ class Easgd(Strategy):
     def traffic(self, settings: EasgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """The centre to a worker and its difference back, every tau steps."""
         one_way = sizes.parameters * (nodes - 1) / settings.tau
-        return Traffic(2 * one_way, one_way)
-
-    def exchange(self, settings: EasgdSettings, nodes: int) -> Exchange | None:
-        return exchange_bounds.asynchronous(nodes - 1).apart(settings.tau) if nodes > 1 else None
+        exchange = exchange_bounds.asynchronous(nodes - 1).apart(settings.tau) if nodes > 1 else None
+        return Traffic(2 * one_way, one_way, exchange)
 
 
 STRATEGY = Easgd()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
 from ringtmp.plan import exchange_bounds
-from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -96,10 +95,8 @@ class Gosgd(Strategy):
 
     def traffic(self, settings: GosgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """On average."""
-        return Traffic(settings.p * sizes.parameters * nodes, settings.p * sizes.parameters)
-
-    def exchange(self, settings: GosgdSettings, nodes: int) -> Exchange | None:
-        return exchange_bounds.one_of_all(settings.p) if nodes > 1 else None
+        each = settings.p * sizes.parameters if nodes > 1 else 0.0
+        return Traffic(each * nodes, each, exchange_bounds.one_of_all(settings.p) if nodes > 1 else None)
 
 
 STRATEGY = Gosgd()

@@ -89,10 +89,7 @@ class ParameterServer(Strategy):
         return "replay" if settings.deterministic else "steps"
 
     def delayed(self, settings: PsSettings) -> bool:
-        return not settings.gathered
-
-    def like_one_process(self, settings: PsSettings) -> bool:
-        return super().like_one_process(settings) and not settings.significant
+        return not settings.gathered or settings.significant > 0
 
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         from ringtmp.config import replaced
@@ -162,9 +159,10 @@ class ParameterServer(Strategy):
         updates = (1 if settings.gathered else workers / settings.n_push) * sizes.parameters * settings.replicas
         up, down = pushed / settings.n_push, away / settings.n_fetch * (2 if settings.fetch == "layerwise" else 1)
         each = (down + updates) / (servers or nodes)
-        return Traffic(up + down + updates, max(each, up / workers) if servers else each + up / nodes)
+        busiest = max(each, up / workers) if servers else each + up / nodes
+        return Traffic(up + down + updates, busiest, self._exchange(settings, nodes))
 
-    def exchange(self, settings: PsSettings, nodes: int) -> Exchange | None:
+    def _exchange(self, settings: PsSettings, nodes: int) -> Exchange | None:
         """With a bound below which nothing is sent, and where factors are smaller, less than a model travels."""
         if settings.significant or settings.factors or settings.quorum is not None:
             return None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
 from ringtmp.plan import exchange_bounds
-from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -117,16 +116,10 @@ class TreeEasgd(Strategy):
 
     def traffic(self, settings: TreeEasgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """Every edge carries a model up every tau_up steps, and one down every tau_down."""
-        sent = self._sent(settings, nodes)
-        return Traffic(sizes.parameters * sum(sent), sizes.parameters * max(sent))
-
-    def exchange(self, settings: TreeEasgdSettings, nodes: int) -> Exchange | None:
-        return exchange_bounds.to_neighbours(max(self._sent(settings, nodes))) if nodes > 1 else None
-
-    def _sent(self, settings: TreeEasgdSettings, nodes: int) -> list[float]:
-        """Models a step, by node."""
         parents = list(settings.parents(nodes).values())
-        return [(node > 0) / settings.tau_up + parents.count(node) / settings.tau_down for node in range(nodes)]
+        sent = [(node > 0) / settings.tau_up + parents.count(node) / settings.tau_down for node in range(nodes)]
+        exchange = exchange_bounds.to_neighbours(max(sent)) if nodes > 1 else None
+        return Traffic(sizes.parameters * sum(sent), sizes.parameters * max(sent), exchange)
 
 
 STRATEGY = TreeEasgd()
