@@ -98,7 +98,7 @@ def tables(kept: Kept) -> str:
     made = [
         f"`{kept.command}`, {kept.date}. " + "; ".join(f"{what}: {value}" for what, value in kept.facts) + ".",
         "",
-        f"The target is a training loss of {kept.target_loss:.3f}. Joules are modelled. Measured once.",
+        f"The target is a training loss of {kept.target_loss:.3f}. Joules are modelled.",
         "",
         *table(
             "strategy", "learning rate", "accuracy", "a step", "bytes a step", "joules a step", "to the target: steps", "time",
