@@ -186,7 +186,7 @@ def _job(choices: Choices, trial: Trial, case: str, flags: Sequence[str]) -> Job
 
 def arranged(plan: Sequence[tuple[int, Job]]) -> list[tuple[int, Job]]:
     """Setting after setting, `auto` first, so that it can say what need not be measured; else as planned."""
-    places = {}
+    places: dict[tuple[int, str, str], int] = {}
     for repeat, job in plan:
         places.setdefault((repeat, job.workload, job.setting), len(places))
     return sorted(plan, key=lambda each: (places[each[0], each[1].workload, each[1].setting], each[1].case != AUTO))
@@ -220,7 +220,7 @@ def _forecast_s(way: Way, facts: Mapping[str, Any]) -> float | None:
     for each in facts.get("considered", ()):
         with contextlib.suppress(UsageError):  # one device alone has a name that is none of a strategy
             if way.same(parse(each["strategy"])):
-                return each.get("step_s")
+                return float(each["step_s"]) if each.get("step_s") is not None else None
     return None
 
 
