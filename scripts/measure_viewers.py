@@ -1,11 +1,12 @@
 """Does training slow down while many look on? Runs with and without viewers of the live page, in turns, on one machine.
 
-    python scripts/measure_viewers.py --pairs 12 --steps 600
+    python scripts/measure_viewers.py --both --pairs 12 --steps 600
 
 A pair is one run with viewers, connected from before the first step to the end, and one without; who goes first changes from
 pair to pair, and both have a page beside them. The viewers are one process that never reads what it is sent (--read: reads all
-of it; --both: first the one, then the other). Printed: the speed with viewers over the speed without, as the median over pairs with a 95 % interval, and the share of
-a core that the page took. Every run is kept in --out, so that a measurement that was stopped goes on where it was.
+of it; --both: first the one, then the other). Printed: the speed with viewers over the speed without, as the median over pairs
+with a 95 % interval, and the share of a core that the page took. Every run is kept in
+--out, so that a measurement that was stopped goes on where it was.
 """
 
 from __future__ import annotations
