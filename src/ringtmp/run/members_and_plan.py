@@ -199,6 +199,7 @@ class Generations:
             training.seed, training.threads or pool.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
             clip_norm=training.clip_norm, staleness=training.staleness, randomness=run.index.randomness,
             sum_tree=training.sum_tree, compute=training.compute, compiled=training.compile,
+            deterministic=training.deterministic,
         )  # fmt: skip
         return PlanRequest(
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
@@ -278,7 +279,7 @@ class Generations:
     def _exactness(self, progress: Progress) -> str:
         if self._run.batches.not_ours is not None or progress.stream.strayed:
             return "stream"
-        if not wire_format(self.config.training.wire).exact:
+        if not wire_format(self.config.training.wire).exact or not self.config.training.deterministic:
             return "steps"
         strategy, settings = registry.of(self.config.ring)
         if self.config.ring.local_steps is not None:
