@@ -1,4 +1,4 @@
-"""Plain PyTorch beside a ring on a GPU: programs that scripts/measure_gpu.py starts in a folder with mine.py (model and data)."""
+"""Plain PyTorch beside a ring on a GPU. scripts/measure_gpu.py starts these in a folder with mine.py (model and data)."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     python scripts/measure_gpu.py [--parts base,ring,…] [--seconds 520] [--out gpu.json]     (nine minutes)
     python scripts/measure_gpu.py --tiny --device cpu     (a minute: whether the script works, not how fast anything is)
 
-A `gpt` of 124M parameters (12 blocks, width 768, context 1024, bfloat16), the same batches for all. `base`: one plain PyTorch
-process with torch.compile; `ring`: two stages in one process and in two, with deterministic kernels and any; `loss`: 50 steps in
-float32 beside the processor's; `mixed`: a GPU master and two joined devices that have processors alone; `pipelining`:
-torch.distributed.pipelining, two Gloo ranks that share the GPU. Every part has a limit of its own; what went wrong is a row, too.
+A `gpt` of 124M parameters (12 blocks, width 768, context 1024, bfloat16). `base`: one plain PyTorch process with torch.compile;
+`ring`: two stages in one process, with deterministic kernels and any; `loss`: 50 float32 steps beside the processor's; `mixed`:
+a GPU master and two joined devices that have processors alone; `pipelining`: torch.distributed.pipelining, two Gloo ranks that
+share the GPU; `more`: what there is time for. Every part has a limit of its own; what went wrong is a row, too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import psutil
 
 MODEL = """
 import torch
@@ -178,8 +181,15 @@ def run(words: list[str], cwd: Path, limit_s: float, **environment: str) -> tupl
 
 
 def end(process: subprocess.Popen[Any]) -> None:
+    """With all it has started: torchrun's ranks have sessions of their own."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for each in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def ring_words(given: Given, size: Size, steps: int, *more: str) -> list[str]:
@@ -218,10 +228,10 @@ def step_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def step_seconds(folder: Path) -> list[float]:
-    """From the end of one step to the end of the next, so that nothing between them goes uncounted; the first from its start."""
+    """From the end of one step to the end of the next, so that nothing between them goes uncounted."""
     found = step_events(folder)
     ends = [each["at"] for each in found]
-    return [found[0]["wall_s"], *(after - before for before, after in zip(ends, ends[1:], strict=False))]
+    return [found[0]["wall_s"], *(after - before for before, after in pairwise(ends))]
 
 
 # -- the parts ------------------------------------------------------------------------------------------------------
@@ -234,7 +244,12 @@ def base_part(given: Given) -> None:
 def peer(given: Given, part: str, what: str, microbatches: int, same: bool, limit_s: float = 120) -> None:
     given.size.write(given.folder)
     asked = {"device": given.device, "compute": given.compute, "compile": given.compile, "microbatches": microbatches}
-    words = [sys.executable, __file__, "_base", json.dumps({**asked, "steps": given.size.steps, "batch": given.size.batch})]
+    words = [
+        sys.executable,
+        __file__,
+        "_base",
+        json.dumps({**asked, "steps": given.size.steps, "batch": given.size.batch}),
+    ]
     out, why = run(words, given.folder, given.left(limit_s))
     if why:
         given.note(part, what, error=why)
@@ -303,9 +318,9 @@ def mixed_part(given: Given) -> None:
             (given.folder / "nodes").open("w") as log,
             started([*node, "--name", "first"], given.folder, given.folder / "first", stdout=log, stderr=log),
             started([*node, "--name", "second"], given.folder, given.folder / "second", stdout=log, stderr=log),
+            contextlib.suppress(subprocess.TimeoutExpired),
         ):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                master.wait(given.left(120))
+            master.wait(given.left(120))
     if master.returncode != 0:
         why = said.read_text()[-500:] + (given.folder / "nodes").read_text()[-300:]
         given.note("mixed", "a ring of three", error=why)
