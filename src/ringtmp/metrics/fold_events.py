@@ -37,6 +37,7 @@ class Part(msgspec.Struct, frozen=True):
     before_s: float  # seconds of the parts before
     strayed: tuple[events.StreamStrayed, ...]
     left_out: int  # lines or samples that could not be read
+    unlike: bool  # a node whose arithmetic may not be the master's had a share in it
     pauses: tuple[float, ...]  # when an evaluation, a checkpoint or a new generation was done, by the master's clock
 
     @property
@@ -162,6 +163,7 @@ class _Tally:
         self._lost = 0
         self._strayed: list[events.StreamStrayed] = []
         self._left_out = 0
+        self._unlike = False
         self._pauses: list[float] = []
         self.evaluations: dict[int, events.Evaluated] = {}
         self.ended: events.RunEnded | None = None
@@ -191,6 +193,7 @@ class _Tally:
         """Any but a step, and a node's share of one."""
         if isinstance(event, events.NodeStarted):
             self._nodes[event.node] = event
+            self._unlike = self._unlike or event.unlike
         elif isinstance(event, events.NodeEnded):
             self._ends[event.node] = event
             if event.power is not None:
@@ -249,7 +252,8 @@ class _Tally:
             node_steps={node: tuple(done) for node, done in self._node_steps.items()},
             evaluations=tuple(self.evaluations.values()), recoveries=tuple(self._recoveries),
             meetings=tuple(self._meetings), warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self.seconds,
-            before_s=before_s, strayed=tuple(self._strayed), left_out=self._left_out, pauses=tuple(self._pauses),
+            before_s=before_s, strayed=tuple(self._strayed), left_out=self._left_out, unlike=self._unlike,
+            pauses=tuple(self._pauses),
         )  # fmt: skip
 
 

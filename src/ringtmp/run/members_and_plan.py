@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -188,8 +188,7 @@ class Generations:
         )  # fmt: skip
         phase("placing the layers")
         leader.lay_out(origin.checkpoint)
-        self._tell_of_unlike(gathering.hellos)
-        self._write_nodes(generation, request)
+        self._write_nodes(generation, request, self._tell_of_unlike(gathering.hellos))
         run.rebalancing.watch(plan, log, self.endpoint.clock, pool.same_machine)
         return generation
 
@@ -289,13 +288,15 @@ class Generations:
         bits = keeps_bits(strategy, settings, self.config.training.sum_tree)
         return "bits" if bits else strategy.exactness(settings)
 
-    def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:
-        for text in unlike(hellos, fingerprint(self._run.pool.threads)):
+    def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> Collection[int]:
+        found = unlike(hellos, fingerprint(self._run.pool.threads), compute_device.name())
+        for text in found.values():
             if text not in self._named:
                 self._named.add(text)
                 self._run.record.warn(text)
+        return found
 
-    def _write_nodes(self, generation: Generation, request: PlanRequest) -> None:
+    def _write_nodes(self, generation: Generation, request: PlanRequest, unlike: Collection[int]) -> None:
         log, pool = self._run.record.log, self._run.pool
         names = {} if pool.same_machine else dict(zip(sorted(request.addresses), request.devices, strict=True))
         for share in generation.plan.shares:
@@ -303,7 +304,7 @@ class Generations:
                 events.NodeStarted(
                     time.monotonic(), share.node, share.role, pool.pids().get(share.node, 0),
                     generation=generation.number, segments=share.segments, parameters=share.parameters,
-                    device=names[share.node].name if names else "",
+                    device=names[share.node].name if names else "", unlike=share.node in unlike,
                 )
             )  # fmt: skip
         log.servers = frozenset(share.node for share in generation.plan.shares if share.role == "server")
