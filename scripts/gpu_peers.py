@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -20,17 +21,19 @@ RATE, SEED = 3e-4, 0
 
 
 def layers() -> list[tuple[str, nn.Module]]:
-    sys.path.insert(0, os.getcwd())
-    import mine
-
     torch.manual_seed(SEED)
-    return list(mine.model())
+    return list(mine().model())
+
+
+def mine() -> Any:
+    """The file that measure_gpu.py has written here."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module("mine")
 
 
 def batches(asked: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    import mine
-
-    (inputs, targets), _ = mine.data()
+    (inputs, targets), _ = mine().data()
     draw = torch.Generator().manual_seed(SEED)
     for _ in range(asked["steps"]):
         chosen = torch.randperm(len(inputs), generator=draw)[: asked["batch"]]
@@ -71,7 +74,7 @@ def one_process(asked: dict[str, Any]) -> None:
         losses = []
         for piece, wanted in zip(inputs.chunk(count), targets.chunk(count), strict=True):
             loss = compiled(piece.to(asked["device"]), wanted.to(asked["device"])) / count
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.detach())
         adamw.step()
         adamw.zero_grad()
@@ -113,8 +116,8 @@ def pipelining(asked: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     rank, count = dist.get_rank(), asked["microbatches"]
     made = layers()
-    mine = nn.Sequential(OrderedDict(made[: asked["first"]] if rank == 0 else made[asked["first"] :]))
-    module = OnDevice(mine, asked) if rank == 0 else Tail(mine, asked)
+    own = nn.Sequential(OrderedDict(made[: asked["first"]] if rank == 0 else made[asked["first"] :]))
+    module: Any = OnDevice(own, asked) if rank == 0 else Tail(own, asked)
     rows = asked["batch"] // count
     # What crosses is the sum of the residual stream, float32 under autocast, too.
     tokens = torch.zeros(rows, asked["context"], dtype=torch.int64)
@@ -123,7 +126,7 @@ def pipelining(asked: dict[str, Any]) -> None:
     with first_shapes(module, rank):
         stage = PipelineStage(module, rank, 2, torch.device("cpu"), input_args=(enters,), output_args=(leaves,))
     schedule = Schedule1F1B(stage, count, loss_fn=lambda losses, _: losses.mean())
-    adamw = torch.optim.AdamW(mine.parameters(), lr=RATE, fused=True)
+    adamw = torch.optim.AdamW(own.parameters(), lr=RATE, fused=True)
     steps_s, total = [], 0.0
     for inputs, targets in batches(asked):
         began = time.perf_counter()
@@ -146,12 +149,10 @@ def pipelining(asked: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def first_shapes(module: nn.Module, rank: int) -> Iterator[None]:
+def first_shapes(module: Any, rank: int) -> Iterator[None]:
     """Where a stage tries its module on the shapes it was given, there is a target for it."""
     if rank == 1:
-        import mine
-
-        (_, targets), _ = mine.data()
+        (_, targets), _ = mine().data()
         module.targets = iter(targets.split(1))
     yield
 
