@@ -409,8 +409,7 @@ class Stage:
             self._optimizer.step(rate, parameters)
             for parameter in parameters:
                 parameter.grad = None
-        self._newest = side
-        self._last_backward = False
+        self._newest, self._last_backward = side, False
 
     def layer_state(self, index: int, without: Collection[str] = ()) -> LayerTensors:
         """The layer's tensors in its own order, but for those `without` names, and its optimizer state."""
