@@ -171,9 +171,11 @@ def test_a_generation_that_ends_lets_its_layers_go_at_once(tmp_path: Path) -> No
 def test_whoever_computes_otherwise_is_named() -> None:
     own = {"torch": "2.13.0", "capability": "AVX2"}
     hellos = {1: Hello(1, "2.13.0", "AVX2"), 2: Hello(2, "2.13.0", "NEON"), 3: Hello(3, "2.12.0", "AVX2")}
-    first, second = unlike(hellos, own)
+    first, second = unlike(hellos, own).values()
     assert first.startswith("node 2 has torch 2.13.0 with NEON, the master 2.13.0 with AVX2")
     assert second.startswith("node 3")
+    on_gpu = unlike({1: Hello(1, "2.13.0", "AVX2", device="NVIDIA H200")}, own)
+    assert on_gpu[1].startswith("node 1 has torch 2.13.0 with NVIDIA H200, the master 2.13.0 with AVX2")
 
 
 def test_a_checkpoint_that_was_never_finished_goes_with_the_next(tmp_path: Path) -> None:

@@ -166,3 +166,12 @@ def test_after_a_restart_the_run_of_the_ranks_before_goes_on(tmp_path: Path) -> 
         "nothing was begun there"
     )
     assert goes_on_in(again, None, tmp_path / "run") == (None, tmp_path / "run")
+
+
+@pytest.mark.long  # quick: test_gpus_of_ranks.py
+def test_nccl_is_refused_on_every_rank_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGTMP_BACKEND", "nccl")
+    started = torchrun(2, "--steps", 2, "--run-dir", "run", cwd=tmp_path)
+    _, err = started.communicate(timeout=110)
+    assert started.returncode != 0
+    assert err.count("RINGTMP_BACKEND=nccl needs a GPU for every rank, which rank 0 and rank 1 lack") >= 1, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from known_run import known_events, node_step, started, step
@@ -96,6 +97,14 @@ def test_a_fold_that_keeps_little_gives_the_summary_of_one_that_keeps_all() -> N
     kept = sum(len(each) for part in small.parts() for each in part.node_steps.values())
     assert kept < 2 * 2 * 9 + 1
     assert of_parts(small.parts(), "run") == of_parts(parts_of(stream), "run")
+
+
+def test_a_node_of_other_arithmetic_takes_the_bits_of_one_process_from_the_level_though_it_has_gone() -> None:
+    there = healed(4, 2)
+    like = of_parts(parts_of(there), "run").exactness
+    at = next(position for position, each in enumerate(there) if isinstance(each, NodeStarted))
+    there[at] = msgspec.structs.replace(there[at], unlike=True)
+    assert (like, of_parts(parts_of(there), "run").exactness) == ("bits", "replay")
 
 
 def test_a_loss_that_undoes_more_than_is_kept_apart_is_said() -> None:

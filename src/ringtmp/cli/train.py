@@ -109,7 +109,6 @@ def command(
 
         if not rank.leads:
             sys.exit(serve(rank))
-        pool = RankPool(rank, device=settings.ring.device)
         run_dir, resume = goes_on_in(rank, run_dir, resume)
 
     if resume is not None:
@@ -119,6 +118,8 @@ def command(
             folder = resume or run_dir or default_run_dir()
             run_dir = None if resume else folder
             beside.enter_context(page_beside(folder, page, watcher.tell))
+        if rank is not None:
+            pool = RankPool(rank, device=settings.ring.device, tell=watcher.tell)
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s,

@@ -52,6 +52,7 @@ class FitKeywords(TypedDict, total=False):
     seed: int
     compute: str
     compile: bool
+    deterministic: bool
     wire: str
     staleness: int
     sum_tree: int

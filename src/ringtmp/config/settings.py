@@ -118,6 +118,8 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         choices=COMPUTE_IN, bits=True)] = PLAIN_COMPUTE.name
     compile: Annotated[bool, Is(
         "Train with layers that torch.compile has made faster; the first step takes longer.", TRAINING, bits=True)] = False
+    deterministic: Annotated[bool, Is(
+        "Use only kernels that give the same bits every time; some of a GPU's are much slower.", TRAINING, bits=True)] = True
     wire: Annotated[str, Is(
         "How numbers travel between nodes: {choices}.", PIPELINE, choices=WIRE_FORMATS, bits=True)] = "float32"
     staleness: Annotated[int, Is(
@@ -134,7 +136,8 @@ class TrainingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def numeric_mode(self) -> str:
         """What is computed with; bits repeat within one mode."""
         frozen = FROZEN_AS[self.frozen_as].aside
-        said = (COMPUTE_IN[self.compute].mode, "compiled layers" if self.compile else "", frozen)
+        kernels = "" if self.deterministic else "kernels that may not repeat"
+        said = (COMPUTE_IN[self.compute].mode, "compiled layers" if self.compile else "", frozen, kernels)
         return ", ".join(filter(None, said))
 
 

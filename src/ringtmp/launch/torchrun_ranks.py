@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ringtmp import __version__
 from ringtmp.errors import NodeLost, UsageError
-from ringtmp.launch import planned_devices
+from ringtmp.launch import gpus_of_ranks, planned_devices
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.rank_environment import Rank
 from ringtmp.launch.worker_loop import work
@@ -41,6 +41,10 @@ MEET_LIMIT_S = 120.0
 #: Between two messages of a peer; silence is no failure, and a dead process closes its connections.
 SILENCE = timedelta(days=30)
 LOOK_EVERY_S = 0.2
+
+
+#: Orders come first; where ranks compute on GPUs, others follow when all have said on which.
+_FIRST, _AGREED = "orders", "agreed"
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -99,19 +103,40 @@ class Meeting:
         return found
 
     def refuse(self, why: str) -> None:
-        self.tell(Orders(refusal=why))
+        self.tell(Orders(refusal=why), _FIRST)
+        self.tell(Orders(refusal=why), _AGREED)
         raise UsageError(why)
 
-    def tell(self, orders: Orders) -> None:
-        self._store.set("orders", msgspec.json.encode(orders).decode())
+    def tell(self, orders: Orders, which: str) -> None:
+        self._store.set(which, msgspec.json.encode(orders).decode())
 
-    def told(self, gone: Callable[[], bool]) -> Orders | None:
-        """What rank 0 says. None: whoever started this rank is gone."""
-        while not self._store.check(["orders"]):
+    def told(self, which: str, gone: Callable[[], bool]) -> Orders | None:
+        """What rank 0 says. None: whoever started this rank is gone. UsageError: there will be no ring."""
+        while not self._store.check([which]):
             if gone():
                 return None
             time.sleep(LOOK_EVERY_S)
-        return msgspec.json.decode(self._store.get("orders"), type=Orders)
+        orders = msgspec.json.decode(self._store.get(which), type=Orders)
+        if orders.refusal:
+            raise UsageError(orders.refusal)
+        return orders
+
+    def say_gpu(self) -> None:
+        """Which one this rank computes on, once it knows."""
+        self._store.set(f"gpu {self._rank.number}", compute_device.maker_name())
+
+    def gpus(self) -> list[str]:
+        """Of all ranks, which have been told by now where they compute."""
+        names = [f"gpu {number}" for number in range(self._rank.world)]
+        try:
+            self._store.wait(names, timedelta(seconds=self._limit_s))
+        except (dist.DistError, RuntimeError):
+            missing = [name.removeprefix("gpu ") for name in names if not self._store.check([name])]
+            raise UsageError(
+                f"rank {', '.join(missing)} did not say within {self._limit_s:.0f} s which GPU it computes on: see what it "
+                "printed"
+            ) from None
+        return [self._store.get(name).decode() for name in names]
 
     def transport(self) -> TorchTransport:
         group = dist.ProcessGroupGloo(PrefixStore("links", self._store), self._rank.number, self._rank.world, SILENCE)
@@ -129,8 +154,17 @@ class RankPool:
     #: torch.distributed can make sums over these nodes.
     ranks_of_torch = True
 
-    def __init__(self, rank: Rank, limit_s: float = MEET_LIMIT_S, device: str = "cpu") -> None:
-        """`device`: where every rank computes."""
+    def __init__(
+        self,
+        rank: Rank,
+        limit_s: float = MEET_LIMIT_S,
+        device: str = "cpu",
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`device`: where every rank computes. `tell`: what a person should know of the ranks."""
+        self._tell = tell
+        self._backend = os.environ.get(gpus_of_ranks.ASKED, gpus_of_ranks.GLOO)
+        gpus_of_ranks.check_backend(self._backend)
         self._rank = rank
         self._device = device
         self._limit_s = limit_s
@@ -146,11 +180,27 @@ class RankPool:
         meeting = Meeting(self._rank, self._limit_s)
         self._facts = meeting.everyone()
         self.threads = min(each.threads for each in self._facts)
-        meeting.tell(Orders(ring, generation, self.threads, self._device))
+        orders = Orders(ring, generation, self.threads, self._device)
+        if self._device == "cpu":
+            self._agree_on(meeting, [""] * self.nodes)
+        meeting.tell(orders, _FIRST)
+        if self._device != "cpu":
+            meeting.say_gpu()
+            self._agree_on(meeting, meeting.gpus())
+            meeting.tell(orders, _AGREED)
         self._transport = meeting.transport()
         for node in range(1, self.nodes):
             self._transport.connect(node, NOWHERE)  # to hear its hello
         return Endpoint(self._transport, ring, generation, snapshots=SnapshotStore())
+
+    def _agree_on(self, meeting: Meeting, gpus: Sequence[str]) -> None:
+        """What ranks with these GPUs talk over."""
+        try:
+            gpus_of_ranks.refuse(self._backend, gpus)
+        except UsageError as why:
+            meeting.refuse(str(why))
+        if text := gpus_of_ranks.told(gpus):
+            self._tell(text)
 
     def addresses(self) -> dict[int, Address]:
         return dict.fromkeys(range(self.nodes), NOWHERE)
@@ -228,13 +278,15 @@ def serve(rank: Rank, limit_s: float = MEET_LIMIT_S) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = os.getppid()
     meeting = Meeting(rank, limit_s)
-    orders = meeting.told(lambda: os.getppid() != parent)
+    orders = meeting.told(_FIRST, lambda: os.getppid() != parent)
     if orders is None:
         return 1
-    if orders.refusal:
-        raise UsageError(orders.refusal)
     set_threads(orders.threads)
     compute_device.use(compute_device.find(orders.device, int(os.environ.get("LOCAL_RANK", rank.number))))
+    if orders.device != "cpu":
+        meeting.say_gpu()
+        if meeting.told(_AGREED, lambda: os.getppid() != parent) is None:
+            return 1
     transport = meeting.transport()
     endpoint = Endpoint(transport, orders.ring, orders.generation, snapshots=SnapshotStore())
     return work(endpoint, NOWHERE, lambda: MASTER in transport.gone() or os.getppid() != parent)

@@ -50,6 +50,7 @@ class NodeStarted(msgspec.Struct, frozen=True, tag="node"):
     segments: tuple[str, ...]
     parameters: int
     device: str = ""  # its own name, where it has one
+    unlike: bool = False  # its arithmetic may not be the master's
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step", omit_defaults=True, gc=False):

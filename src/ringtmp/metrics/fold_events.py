@@ -37,6 +37,7 @@ class Part(msgspec.Struct, frozen=True):
     before_s: float  # seconds of the parts before
     strayed: tuple[events.StreamStrayed, ...]
     left_out: int  # lines or samples that could not be read
+    unlike: bool  # a node whose arithmetic may not be the master's had a share in it
     pauses: tuple[float, ...]  # when an evaluation, a checkpoint or a new generation was done, by the master's clock
 
     @property
@@ -162,6 +163,7 @@ class Tally(msgspec.Struct):
     lost: int = 0
     strayed: list[events.StreamStrayed] = []
     left_out: int = 0
+    unlike: bool = False
     pauses: list[float] = []
     evaluations: dict[int, events.Evaluated] = {}
     ended: events.RunEnded | None = None
@@ -192,6 +194,7 @@ class Tally(msgspec.Struct):
         """Any but a step, and a node's share of one."""
         if isinstance(event, events.NodeStarted):
             self.nodes[event.node] = event
+            self.unlike = self.unlike or event.unlike
         elif isinstance(event, events.NodeEnded):
             self.ends[event.node] = event
             if event.power is not None:
@@ -248,7 +251,8 @@ class Tally(msgspec.Struct):
             node_steps={node: tuple(done) for node, done in self.node_steps.items()},
             evaluations=tuple(self.evaluations.values()), recoveries=tuple(self.recoveries),
             meetings=tuple(self.meetings), warnings=tuple(self.warnings), lost_steps=self.lost, seconds=self.seconds,
-            before_s=before_s, strayed=tuple(self.strayed), left_out=self.left_out, pauses=tuple(self.pauses),
+            before_s=before_s, strayed=tuple(self.strayed), left_out=self.left_out, unlike=self.unlike,
+            pauses=tuple(self.pauses),
         )  # fmt: skip
 
 

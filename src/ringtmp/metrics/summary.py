@@ -173,6 +173,14 @@ class Summary(msgspec.Struct, frozen=True):
         return tuple(loads_of(self.per_node, self.lab_scale).values())
 
 
+def _exactness(parts: Sequence[Part]) -> str:
+    """What could be promised at the start; less, if something else was found since."""
+    promised = str(parts[-1].started.facts.get("exactness", "bits"))
+    if parts[-1].strayed:
+        return "stream"
+    return "replay" if promised == "bits" and any(part.unlike for part in parts) else promised
+
+
 def of_parts(parts: Sequence[Part], run_dir: str) -> Summary:
     per_node = _whole_run(nodes_by_part(parts))
     try:
@@ -211,7 +219,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         wire=config["training"]["wire"],
         threads=facts["threads"],
         numeric_mode=facts.get("numeric_mode", USUAL_MODE),
-        exactness="stream" if last.strayed else facts.get("exactness", "bits"),
+        exactness=_exactness(parts),
         emulated=bool(facts.get("emulated")),
         lab_scale=facts.get("lab_scale", 1.0),
         outcome=ended.outcome if ended else UNFINISHED,

@@ -221,7 +221,7 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
 
 
 def _several_visits(options: PlanOptions, devices: int) -> bool:
-    return devices > 1 and (options.laps > 1 or options.shape == "v")
+    return options.laps > 1 or (devices > 1 and options.shape == "v")
 
 
 def _windows(ring: RingOptions, visits: int) -> list[RingOptions]:

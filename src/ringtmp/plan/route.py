@@ -79,9 +79,10 @@ class Route(msgspec.Struct, frozen=True):
 
 
 def holders_of(nodes: int, laps: int = 1, shape: str = "ring") -> list[int]:
-    """The node of every visit. `ring`: round and round, `laps` times, and home; `v`: out to the last node and back."""
+    """The node of every visit. `ring`: round and round, `laps` times, and home; `v`: out to the last node and back. One node
+    alone has `laps` visits: stages of a pipeline in one process."""
     if nodes == 1:
-        return [MASTER]
+        return [MASTER] * laps
     if shape == "v":
         return [*range(nodes), *reversed(range(nodes - 1))]
     return [*(list(range(nodes)) * laps), MASTER]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -188,8 +188,7 @@ class Generations:
         )  # fmt: skip
         phase("placing the layers")
         leader.lay_out(origin.checkpoint)
-        self._tell_of_unlike(gathering.hellos)
-        self._write_nodes(generation, request)
+        self._write_nodes(generation, request, self._tell_of_unlike(gathering.hellos))
         run.rebalancing.watch(plan, log, self.endpoint.clock, pool.same_machine)
         return generation
 
@@ -199,6 +198,7 @@ class Generations:
             training.seed, training.threads or pool.threads, training.optimizer, training.optimizer_settings, run.lr_schedule,
             clip_norm=training.clip_norm, staleness=training.staleness, randomness=run.index.randomness,
             sum_tree=training.sum_tree, compute=training.compute, compiled=training.compile,
+            deterministic=training.deterministic,
         )  # fmt: skip
         return PlanRequest(
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
@@ -278,7 +278,7 @@ class Generations:
     def _exactness(self, progress: Progress) -> str:
         if self._run.batches.not_ours is not None or progress.stream.strayed:
             return "stream"
-        if not wire_format(self.config.training.wire).exact:
+        if not wire_format(self.config.training.wire).exact or not self.config.training.deterministic:
             return "steps"
         strategy, settings = registry.of(self.config.ring)
         if self.config.ring.local_steps is not None:
@@ -288,13 +288,15 @@ class Generations:
         bits = keeps_bits(strategy, settings, self.config.training.sum_tree)
         return "bits" if bits else strategy.exactness(settings)
 
-    def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> None:
-        for text in unlike(hellos, fingerprint(self._run.pool.threads)):
+    def _tell_of_unlike(self, hellos: Mapping[int, Hello]) -> Collection[int]:
+        found = unlike(hellos, fingerprint(self._run.pool.threads), compute_device.name())
+        for text in found.values():
             if text not in self._named:
                 self._named.add(text)
                 self._run.record.warn(text)
+        return found
 
-    def _write_nodes(self, generation: Generation, request: PlanRequest) -> None:
+    def _write_nodes(self, generation: Generation, request: PlanRequest, unlike: Collection[int]) -> None:
         log, pool = self._run.record.log, self._run.pool
         names = {} if pool.same_machine else dict(zip(sorted(request.addresses), request.devices, strict=True))
         for share in generation.plan.shares:
@@ -302,7 +304,7 @@ class Generations:
                 events.NodeStarted(
                     time.monotonic(), share.node, share.role, pool.pids().get(share.node, 0),
                     generation=generation.number, segments=share.segments, parameters=share.parameters,
-                    device=names[share.node].name if names else "",
+                    device=names[share.node].name if names else "", unlike=share.node in unlike,
                 )
             )  # fmt: skip
         log.servers = frozenset(share.node for share in generation.plan.shares if share.role == "server")

@@ -46,14 +46,20 @@ class Record:
         self.watcher.tell(lost_text(event))
 
 
-def unlike(hellos: Mapping[int, Hello], own: Mapping[str, Any]) -> list[str]:
-    """A line for every node whose arithmetic may not be the master's."""
-    return [
-        f"node {node} has torch {hello.torch} with {hello.capability}, the master {own['torch']} with {own['capability']}: "
-        "weights may differ in their last bits from those of one process, and after a loss from an undisturbed run's"
+def unlike(hellos: Mapping[int, Hello], own: Mapping[str, Any], device: str = "cpu") -> dict[int, str]:
+    """A line for every node whose arithmetic may not be the master's, which computes on this `device`."""
+    mine = own["torch"], own["capability"], device
+    return {
+        node: f"node {node} has torch {hello.torch} with {_computing(hello.capability, hello.device)}, the master {mine[0]} "
+        f"with {_computing(*mine[1:])}: weights may differ in their last bits from those of one process, and after a loss from "
+        "an undisturbed run's"
         for node, hello in sorted(hellos.items())
-        if (hello.torch, hello.capability) != (own["torch"], own["capability"])
-    ]
+        if (hello.torch, hello.capability, hello.device) != mine
+    }
+
+
+def _computing(capability: str, device: str) -> str:
+    return capability if device == "cpu" else device
 
 
 def steps_again(count: int) -> str:

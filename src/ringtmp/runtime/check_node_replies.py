@@ -39,10 +39,10 @@ def hello(message: Hello) -> Hello:
     for step, layer in message.kept:
         untrusted.whole(step, "the step of a snapshot")
         untrusted.whole(layer, "the layer of a snapshot")
-    torch, capability, units = (
-        untrusted.line(each, 64) for each in (message.torch, message.capability, message.bfloat16)
+    torch, capability, units, device = (
+        untrusted.line(each, 64) for each in (message.torch, message.capability, message.bfloat16, message.device)
     )
-    return Hello(message.pid, torch, capability, message.kept, units)
+    return Hello(message.pid, torch, capability, message.kept, units, device)
 
 
 def node_step(data: bytes, sender: int) -> NodeStep:

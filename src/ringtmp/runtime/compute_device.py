@@ -74,6 +74,11 @@ def name() -> str:
     return torch.cuda.get_device_name(_current) if _current.type == "cuda" else _current.type
 
 
+def maker_name() -> str:
+    """Which of all accelerators there are it is; empty: it is the processor, or has no name of its own."""
+    return str(torch.cuda.get_device_properties(_current).uuid) if _current.type == "cuda" else ""
+
+
 def seed(key: int) -> None:
     """The generators that random operators draw from here."""
     torch.default_generator.manual_seed(key)

@@ -40,6 +40,7 @@ from ringtmp.runtime.optimizers import Optimizer, make_optimizer
 from ringtmp.runtime.random_keys import RandomKeys
 from ringtmp.runtime.segment_run import Crossings, SegmentRun, segment_run
 from ringtmp.runtime.staged_layer import PREVIOUS, StagedLayer
+from ringtmp.system.resources import only_repeating_kernels
 from ringtmp.wire.messages import Recipe
 
 #: Deferred weight gradients are worked off in pieces of about this many multiply-adds (a millisecond or so): large
@@ -94,8 +95,7 @@ class Stage:
         self._repeating: dict[tuple[bool, ...], bool] = {}  # by what inputs want, after the first: whether to recompute
         self._sides = 1 + recipe.staleness
         self._newest = step % self._sides
-        self.visit = visit
-        self._recipe = recipe
+        self.visit, self._recipe = visit, recipe
         self._defer, self._catch = defer or catch, catch
         self.caught: list[Factors] = []  # of one microbatch after the other; whoever takes them leaves an empty list
         self._at_once: list[Job] | None = None  # where work goes that is done as soon as it is there
@@ -106,6 +106,7 @@ class Stage:
         self._layers: dict[int, StagedLayer] = {}
         if recipe.compiled:
             refuse_without_compiler()
+        only_repeating_kernels(recipe.deterministic)
         self._programs: dict[tuple[bool, bytes], Program] = {}
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
         self._optimizer: Optimizer | None = None
@@ -408,8 +409,7 @@ class Stage:
             self._optimizer.step(rate, parameters)
             for parameter in parameters:
                 parameter.grad = None
-        self._newest = side
-        self._last_backward = False
+        self._newest, self._last_backward = side, False
 
     def layer_state(self, index: int, without: Collection[str] = ()) -> LayerTensors:
         """The layer's tensors in its own order, but for those `without` names, and its optimizer state."""

@@ -119,7 +119,7 @@ class Worker:
     def _say_hello(self) -> None:
         kept = self.endpoint.snapshots.contents()
         capability, units = torch.backends.cpu.get_cpu_capability(), compute_device.bfloat16_units()
-        hello = Hello(os.getpid(), str(torch.__version__), capability, kept, units)
+        hello = Hello(os.getpid(), str(torch.__version__), capability, kept, units, compute_device.name())
         self.endpoint.post(MASTER, hello)
 
     @property

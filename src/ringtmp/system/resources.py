@@ -177,9 +177,16 @@ def set_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    # What torch.use_deterministic_algorithms(True) does, less its import of torch's compiler (2 s, 70 MiB per node).
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    only_repeating_kernels(True)
     _reuse_memory()
+
+
+def only_repeating_kernels(only: bool) -> None:
+    """Whether operators without a kernel that gives the same bits every time are refused, in this process."""
+    import torch
+
+    # What torch.use_deterministic_algorithms does, less its import of torch's compiler (2 s, 70 MiB per node).
+    torch._C._set_deterministic_algorithms(only, warn_only=False)
 
 
 def _reuse_memory() -> None:

@@ -30,6 +30,7 @@ class Recipe(msgspec.Struct, frozen=True):
     sum_tree: int = 1  # parts of a batch that are added up as a tree (plan/sum_tree.py)
     compiled: bool = False  # layers are handed to torch.compile in training
     compute: str = FLOAT32  # what goes forward is computed in (model/compute_formats.py)
+    deterministic: bool = True  # no kernel that may give other bits the next time
 
 
 #: In a crossing tensor's shape: a size that depends on the number of samples.

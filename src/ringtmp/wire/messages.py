@@ -52,6 +52,7 @@ class Hello(NodeMessage, frozen=True, tag="hello"):
     capability: str
     kept: tuple[tuple[int, int], ...] = ()  # (step, layer) of every snapshot it has
     bfloat16: str = ""  # units for it, where it computes
+    device: str = "cpu"  # where it computes
 
 
 class Setup(NodeMessage, frozen=True, tag="setup"):

@@ -1,0 +1,403 @@
+"""Measure what a GPU makes of a run: figures of docs/benchmarks.md. Needs one NVIDIA GPU, torch with CUDA and a C++ compiler.
+
+    python scripts/measure_gpu.py [--parts base,ring,…] [--seconds 520] [--out gpu.json]     (nine minutes)
+    python scripts/measure_gpu.py --tiny --device cpu     (a minute: whether the script works, not how fast anything is)
+
+A `gpt` of 124M parameters (12 blocks, width 768, context 1024, bfloat16). `base`: one plain PyTorch process with torch.compile;
+`ring`: two stages in one process, with deterministic kernels and any; `loss`: 50 float32 steps beside the processor's; `mixed`:
+a GPU master and two joined devices that have processors alone; `pipelining`: torch.distributed.pipelining, two Gloo ranks that
+share the GPU; `more`: what there is time for. Every part has a limit of its own; what went wrong is a row, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+MODEL = """
+import torch
+from ringtmp.data.tables_and_streams import Shape
+from ringtmp.model import zoo
+
+VOCABULARY, CONTEXT, DEPTH, WIDTH, HEADS, SAMPLES = {vocabulary}, {context}, {depth}, {width}, {heads}, {samples}
+
+def model():
+    return zoo.gpt(Shape((CONTEXT,), False, VOCABULARY), depth=DEPTH, width=WIDTH, heads=HEADS, context=CONTEXT)
+
+def data():
+    draw = torch.Generator().manual_seed(0)
+    first = torch.randint(VOCABULARY, (SAMPLES, 1), generator=draw)
+    stride = torch.randint(1, 5, (SAMPLES, 1), generator=draw)
+    tokens = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return (inputs, targets), (inputs[:2], targets[:2])
+"""
+RATE, SEED = 3e-4, 0
+_TOKEN = re.compile(r"ringtmp node --join (rt1\.\S+)")
+
+
+@dataclass(frozen=True)
+class Size:
+    vocabulary: int = 25_024
+    context: int = 1024
+    depth: int = 12
+    width: int = 768
+    heads: int = 12
+    batch: int = 32
+    microbatches: int = 8
+    steps: int = 14
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
+
+    @property
+    def cuts(self) -> str:
+        """Two stages in one process: the embedding is the first layer, the head the last."""
+        return f"0-{self.depth // 2},{self.depth // 2 + 1}-{self.depth + 1}"
+
+    @property
+    def cuts_for_two(self) -> str:
+        """The master's front, the worker's stage, the loss alone with the master."""
+        return f"0-{self.depth // 2},{self.depth // 2 + 1}-{self.depth},{self.depth + 1}"
+
+    def write(self, folder: Path) -> None:
+        names = {**asdict(self), "samples": 4 * self.batch}
+        (folder / "mine.py").write_text(MODEL.format(**names))
+
+
+LARGE, TINY = Size(), Size(512, 32, 2, 32, 4, 8, 4, 5)
+#: For losses beside a processor's: all blocks, shorter samples.
+FOR_LOSS, TINY_LOSS = Size(context=128, batch=4, microbatches=2, steps=50), Size(512, 32, 2, 32, 4, 8, 4, 50)
+FOR_MIXED, TINY_MIXED = Size(512, 128, 4, 128, 4, 16, 4, 40), Size(512, 32, 3, 32, 4, 8, 4, 30)
+
+
+@dataclass
+class Given:
+    device: str
+    size: Size
+    loss: Size
+    mixed: Size
+    compile: bool
+    compute: str
+    threads: int
+    until: float  # by time.monotonic
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    folder: Path = Path()
+
+    def left(self, most_s: float) -> float:
+        return max(5.0, min(most_s, self.until - time.monotonic()))
+
+    def note(self, part: str, what: str, **found: Any) -> None:
+        row = {"part": part, "what": what, **found}
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--parts", default="base,ring,loss,mixed,pipelining,more")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script itself")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--seconds", type=float, default=520.0, help="for all parts together")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    options = parser.parse_args()
+    sizes = (TINY, TINY_LOSS, TINY_MIXED) if options.tiny else (LARGE, FOR_LOSS, FOR_MIXED)
+    until = time.monotonic() + options.seconds
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started ends, too
+    given = Given(options.device, *sizes, not options.no_compile, options.compute, options.threads, until)
+    given.note("machine", **facts(options.device))
+    for name in options.parts.split(","):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="ringtmp-gpu-") as folder:
+            given.folder = Path(folder)
+            PARTS[name](given)
+        given.note("time", name, seconds=round(time.monotonic() - began, 1))
+        options.out.write_text(json.dumps({"size": asdict(given.size), "rows": given.rows}, indent=1))
+    print(table(given.rows))
+
+
+def facts(device: str) -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "processor"
+    return {"what": name, "torch": str(torch.__version__), "python": platform.python_version(), "cores": os.cpu_count()}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Tokens a second, as a share of the compiled base with the same microbatches."""
+    base = next((row["tokens_s"] for row in rows if row["part"] == "base" and row.get("same_microbatches")), None)
+    lines = ["", "| part | what | tokens/s | of the base | more |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row["part"] == "time":
+            continue
+        rate = row.get("tokens_s")
+        share = f"{rate / base:.0%}" if rate and base else ""
+        hidden = ("part", "what", "tokens_s", "same_microbatches")
+        more = ", ".join(f"{key} {value}" for key, value in row.items() if key not in hidden)
+        lines.append(f"| {row['part']} | {row['what']} | {f'{rate:,.0f}' if rate else ''} | {share} | {more[-300:]} |")
+    return "\n".join(lines)
+
+
+# -- running things -------------------------------------------------------------------------------------------------
+
+
+def run(words: list[str], cwd: Path, limit_s: float, **environment: str) -> tuple[str, str]:
+    """Its output, or why there is none. What it has started ends with it."""
+    process = subprocess.Popen(
+        words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        end(process)
+        out, err = process.communicate()
+        return "", f"no end within {limit_s:.0f} s: {err[-600:]}"
+    finally:
+        end(process)
+    return (out, "") if process.returncode == 0 else ("", err[-800:] or f"exit status {process.returncode}")
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """With all it has started: torchrun's ranks have sessions of their own."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def ring_words(given: Given, size: Size, steps: int, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "ringtmp", "train", "--model", "mine.py:model", "--data", "mine.py:data", "--loss", "next_byte",
+        "--optimizer", "adamw", "--lr", str(RATE), "--batch-size", str(size.batch), "--microbatches", str(size.microbatches),
+        "--steps", str(steps), "--seed", str(SEED), "--schedule", "1f1b", "--protect", "off", "--no-rebalance", "--json",
+        "--quiet", *more,
+    ]  # fmt: skip
+
+
+def fast(given: Given) -> list[str]:
+    return [*(["--compute", given.compute] if given.compute != "float32" else []), *["--compile"] * given.compile]
+
+
+def ring(given: Given, part: str, what: str, *more: str, limit_s: float = 150) -> None:
+    given.size.write(given.folder)
+    name = re.sub(r"\W+", "-", what)
+    words = ring_words(given, given.size, given.size.steps, "--device", given.device, "--run-dir", name, *more)
+    out, why = run(words, given.folder, given.left(limit_s))
+    if why:
+        given.note(part, what, error=why)
+        return
+    told = json.loads(out)
+    steps_s = step_seconds(given.folder / name)
+    given.note(
+        part, what, tokens_s=given.size.tokens / median(steps_s[len(steps_s) // 3 :]), first_step_s=round(steps_s[0], 1),
+        loss=round(told["loss"]["last"], 4), weights=told["weights_sha256"][:12], mode=told["numeric_mode"],
+        exactness=told["exactness"],
+    )  # fmt: skip
+
+
+def step_events(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [each for each in lines if each.get("type") == "step"]
+
+
+def step_seconds(folder: Path) -> list[float]:
+    """From the end of one step to the end of the next, so that nothing between them goes uncounted."""
+    found = step_events(folder)
+    ends = [each["at"] for each in found]
+    return [found[0]["wall_s"], *(after - before for before, after in pairwise(ends))]
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------
+
+
+def base_part(given: Given) -> None:
+    peer(given, "base", "one process, torch.compile, the same microbatches", given.size.microbatches, True)
+
+
+def peer(given: Given, part: str, what: str, microbatches: int, same: bool, limit_s: float = 120) -> None:
+    given.size.write(given.folder)
+    asked = {"device": given.device, "compute": given.compute, "compile": given.compile, "microbatches": microbatches}
+    words = [
+        sys.executable,
+        __file__,
+        "_base",
+        json.dumps({**asked, "steps": given.size.steps, "batch": given.size.batch}),
+    ]
+    out, why = run(words, given.folder, given.left(limit_s))
+    if why:
+        given.note(part, what, error=why)
+        return
+    told = json.loads(out.splitlines()[-1])
+    steps_s = told["steps_s"]
+    rate = given.size.tokens / median(steps_s[len(steps_s) // 3 :])
+    given.note(
+        part, what, tokens_s=rate, same_microbatches=same, first_step_s=round(steps_s[0], 1), loss=round(told["loss"], 4),
+        parameters=told["parameters"],
+    )  # fmt: skip
+
+
+def ring_part(given: Given) -> None:
+    two = ["--nodes", "1", "--laps", "2", "--cuts", given.size.cuts, "--threads", str(given.threads), *fast(given)]
+    ring(given, "ring", "two stages in one process", *two)
+    ring(given, "ring", "two stages in one process, any kernels", *two, "--no-deterministic")
+
+
+def more_part(given: Given) -> None:
+    """What there is time for."""
+    many = ["--threads", str(given.threads), *fast(given)]
+    shared = ["--nodes", "2", "--cuts", given.size.cuts_for_two, *many]
+    ring(given, "more", "one stage", "--nodes", "1", *many, limit_s=80)
+    ring(given, "more", "two processes share the device", *shared, limit_s=100)
+    peer(given, "more", "one process, torch.compile, the whole batch at once", 1, False)
+
+
+def loss_part(given: Given) -> None:
+    """Both in float32, not compiled, the same threads."""
+    given.loss.write(given.folder)
+    losses: dict[str, list[float]] = {}
+    for device in dict.fromkeys((given.device, "cpu")):
+        words = ring_words(given, given.loss, given.loss.steps, "--device", device, "--run-dir", device)
+        words += ["--nodes", "1", "--threads", str(given.threads)]
+        _, why = run(words, given.folder, given.left(120))
+        if why:
+            given.note("loss", device, error=why)
+            return
+        losses[device] = [each["loss"] for each in step_events(given.folder / device)]
+    apart = max(abs(one - other) for one, other in zip(losses[given.device], losses["cpu"], strict=True))
+    given.note(
+        "loss", f"{given.device} and cpu", steps=len(losses["cpu"]), first=round(losses["cpu"][0], 4),
+        last=round(losses["cpu"][-1], 4), furthest_apart=apart, within_a_thousandth=apart <= 1e-3,
+    )  # fmt: skip
+
+
+def mixed_part(given: Given) -> None:
+    given.mixed.write(given.folder)
+    words = ring_words(
+        given, given.mixed, given.mixed.steps, "--device", given.device, "--nodes", "3",
+        "--listen", f"127.0.0.1:{free_port()}", "--all-devices", "--threads", "1", "--run-dir", "mixed",
+    )  # fmt: skip
+    words.remove("--quiet")
+    said = given.folder / "said"
+    with (
+        said.open("w") as err, (given.folder / "told").open("w") as out,
+        started(words, given.folder, given.folder / "master", stdout=out, stderr=err) as master,
+    ):  # fmt: skip
+        token = awaited(said, master, given.left(60))
+        if token is None:
+            given.note("mixed", "a ring of three", error=f"no token: {said.read_text()[-600:]}")
+            return
+        node = [sys.executable, "-m", "ringtmp", "node", "--join", token]
+        with (
+            (given.folder / "nodes").open("w") as log,
+            started([*node, "--name", "first"], given.folder, given.folder / "first", stdout=log, stderr=log),
+            started([*node, "--name", "second"], given.folder, given.folder / "second", stdout=log, stderr=log),
+            contextlib.suppress(subprocess.TimeoutExpired),
+        ):
+            master.wait(given.left(120))
+    if master.returncode != 0:
+        why = said.read_text()[-500:] + (given.folder / "nodes").read_text()[-300:]
+        given.note("mixed", "a ring of three", error=why)
+        return
+    told = json.loads((given.folder / "told").read_text())
+    given.note(
+        "mixed", f"master on {given.device}, two joined devices on cpu", steps=told["steps"], nodes=told["nodes"],
+        first=round(told["loss"]["first"], 4), last=round(told["loss"]["last"], 4), outcome=told["outcome"],
+        exactness=told["exactness"], bytes=told["bytes_total"],
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(words: list[str], cwd: Path, home: Path, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
+    """With a home of its own, as on a device of its own; ended with what it has started."""
+    home.mkdir()
+    process = subprocess.Popen(words, cwd=cwd, start_new_session=True, env={**os.environ, "HOME": str(home)}, **streams)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        end(process)
+        process.wait()
+
+
+def free_port() -> int:
+    """The next one is taken, too."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def awaited(said: Path, master: subprocess.Popen[Any], limit_s: float) -> str | None:
+    limit = time.monotonic() + limit_s
+    while time.monotonic() < limit and master.poll() is None:
+        if found := _TOKEN.search(said.read_text()):
+            return found[1]
+        time.sleep(0.2)
+    return None
+
+
+def pipelining_part(given: Given) -> None:
+    given.size.write(given.folder)
+    what = "torch.distributed.pipelining, 1F1B, two Gloo ranks that share the device"
+    asked = {
+        "device": given.device, "compute": given.compute, "compile": given.compile, "microbatches": given.size.microbatches,
+        "steps": given.size.steps, "batch": given.size.batch, "first": given.size.depth // 2 + 1, "context": given.size.context,
+        "width": given.size.width, "vocabulary": given.size.vocabulary,
+    }  # fmt: skip
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "_pipelining",
+        json.dumps(asked),
+    ]  # fmt: skip
+    out, why = run(words, given.folder, given.left(120), OMP_NUM_THREADS="4")
+    if why:
+        given.note("pipelining", what, error=why)
+        return
+    told = next(json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    steps_s = told["steps_s"]
+    given.note(
+        "pipelining", what, tokens_s=given.size.tokens / median(steps_s[len(steps_s) // 3 :]),
+        first_step_s=round(steps_s[0], 1), loss=round(told["loss"], 4),
+    )  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Given], None]] = {
+    "base": base_part, "ring": ring_part, "loss": loss_part, "mixed": mixed_part, "pipelining": pipelining_part,
+    "more": more_part,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] in ("_base", "_pipelining"):
+        import gpu_peers
+
+        gpu_peers.PEERS[sys.argv[1]](json.loads(sys.argv[2]))
+    else:
+        main()
