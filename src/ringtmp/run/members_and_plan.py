@@ -20,6 +20,7 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model.frozen_parameters import frozen_names, without_frozen
 from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.node_groups import parse_sums
 from ringtmp.run.choose_strategy import STRATEGY_CHOSEN, best_way
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.rebalancing import Rebalancing
@@ -283,6 +284,8 @@ class Generations:
         strategy, settings = registry.of(self.config.ring)
         if self.config.ring.local_steps is not None:
             return "replay"
+        if parse_sums(self.config.ring.group_sums):
+            return "steps"
         if compute_device.here().type != "cpu":
             return "replay"
         bits = keeps_bits(strategy, settings, self.config.training.sum_tree)

@@ -25,7 +25,7 @@ from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost, Path, Paths, rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_for_route, too_few_layers
-from ringtmp.plan.node_groups import ANY_GROUPS, fitted, grouped, members_of, parse_groups
+from ringtmp.plan.node_groups import ANY_GROUPS, fitted, grouped, members_of, parse_groups, parse_sums, shared_parts
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts
@@ -165,6 +165,7 @@ def _laid_out(
     request: PlanRequest, planned: Plan, route: Route, warnings: tuple[str, ...], rates: dict[int, float]
 ) -> RingPlan:
     config, layers, index, recipe = request.config, request.layers, request.index, request.recipe
+    late = parse_sums(config.ring.group_sums)
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
     if request.step == 0:  # once: not again when a ring heals or a run is resumed
         warnings += (danger,) if danger is not None else ()
@@ -175,7 +176,8 @@ def _laid_out(
         route, recipe, planned.window, planned.options.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.protect, rates,
-        flow, config.ring.share_optimizer, index.aside,
+        flow, config.ring.share_optimizer, index.aside, late,
+        shared_parts(recipe.sum_tree, late, min(request.microbatches, request.batch_size)),
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
     return RingPlan(request, setup, warnings, (), {}, shares)
@@ -289,6 +291,7 @@ def plan_options(
         recompute=ring.recompute,
         protect=config.protect,
         shares_state=config.ring.share_optimizer,
+        late=parse_sums(config.ring.group_sums),
         sum_tree=training.sum_tree,
         any_schedule=ring.schedule == AUTO,
         any_groups=ring.groups == ANY_GROUPS,

@@ -81,6 +81,11 @@ class VisitState:
     done_turn: int = 0
 
     @property
+    def speaks(self) -> bool:
+        """Whether this member speaks for its group."""
+        return self.share is not None and self.share.parts.start == 0
+
+    @property
     def current(self) -> Pass | None:
         """The oldest pass that has not ended."""
         return self.passes[0] if self.passes else None
@@ -126,14 +131,15 @@ class VisitState:
     def end(self) -> None:
         self.done_turn = self.passes.popleft().turn
 
-    def ready(self, clip: bool, in_flight: int, still_read: bool = False) -> Ready:
-        """`still_read`: work that was left for later elsewhere needs the parameters here as they are."""
+    def ready(self, clip: bool, in_flight: int, still_read: bool = False, settled: bool = True) -> Ready:
+        """`still_read`: work that was left for later elsewhere needs the parameters here as they are. `settled`: what other
+        members of the group have made of the steps before is applied."""
         oldest = self.current
         forward = backward = None
         if self.activations:
             head = cast(Activations, self.activations[0].message)
             sources = self.sources(head.training) if head.microbatch >= 0 else ()
-            if self._may_go_forward(head) and all(self._has(self.skipped, each, head) for each in sources):
+            if self._may_go_forward(head, settled) and all(self._has(self.skipped, each, head) for each in sources):
                 forward = head.microbatch
         answering = oldest
         if self.gradients:
@@ -217,7 +223,9 @@ class VisitState:
                 raise Misconduct(f"sent microbatch {other.microbatch} of pass {other.turn} out of turn", each.sender)
         return more
 
-    def _may_go_forward(self, message: Activations) -> bool:
+    def _may_go_forward(self, message: Activations, settled: bool) -> bool:
+        if not settled and (not message.training or (message.keep and self.speaks)):
+            return False  # what is asked for, and kept, is a whole state
         if not self.passes or self.passes[-1].turn == message.turn:
             return True
         if message.keep:
