@@ -104,6 +104,22 @@ def fitted(groups: Sequence[int], workers: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def kept_in_place(before: Sequence[tuple[int, ...]], nodes: Sequence[int], most: int) -> list[tuple[int, ...]] | None:
+    """The groups as they were, without those who are gone; who is new enters the group with the fewest members, so that no
+    layer moves. `before` without the master; `nodes` those who are there, the master too; `most`: members a group can have.
+    None: a group has nobody left, or there is no room for all."""
+    found = [[node for node in group if node in nodes] for group in before]
+    if not all(found):
+        return None
+    there = {MASTER, *(node for group in found for node in group)}
+    for node in sorted(set(nodes) - there):
+        smallest = min(found, key=len)
+        if len(smallest) >= most:
+            return None
+        smallest.append(node)
+    return [tuple(group) for group in found]
+
+
 T = TypeVar("T")
 
 

@@ -205,6 +205,7 @@ class Generations:
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
             microbatches=self._microbatches, batch_size=run.batch_size, addresses=pool.addresses(), devices=pool.devices(),
             keep_all=pool.same_machine or self.config.ring.all_devices, targets=run.targets, apart=origin.apart,
+            before=None if self.newest is None else getattr(self.newest.plan, "route", None),
         )  # fmt: skip
 
     def _measured(self, request: PlanRequest, hellos: Mapping[int, Hello]) -> tuple[PlanRequest, Mapping[int, Hello]]:

@@ -145,6 +145,10 @@ class SnapshotStore:
         """Layers as a member leaves them to the next generation's, by step and layer. Nothing is copied."""
         self._in_hand = states
 
+    def in_hand(self, step: int, layer: int) -> LayerTensors | None:
+        """What the generation before left of a layer, if it is as it was before this step."""
+        return self._in_hand.get((step, layer))
+
     def claim(self) -> dict[tuple[int, int], LayerTensors]:
         """What the generation before left."""
         states, self._in_hand = self._in_hand, {}

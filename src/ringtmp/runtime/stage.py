@@ -127,7 +127,7 @@ class Stage:
         self._layers[index] = StagedLayer(layer, tensors, train, evaluate)
         if state:
             self._states[index] = state
-        if set(self._layers) == set(self.visit.layers):
+        if self.complete:
             self._complete()
 
     def _complete(self) -> None:
@@ -199,6 +199,14 @@ class Stage:
         return self._runs[training].crossings
 
     @property
+    def complete(self) -> bool:  # every layer has moved in
+        return self._layers.keys() == set(self.visit.layers)
+
+    @property
+    def changes_in_forward(self) -> bool:  # of what belongs to a layer, in training
+        return any(each.changed for each in self._layers.values())
+
+    @property
     def lends(self) -> bool:
         """Whether visits behind this one get its parameters, which on this node are the very same memory."""
         return self._runs[True].lends
@@ -213,8 +221,7 @@ class Stage:
         return 0 if self._optimizer is None else self._optimizer.state_bytes
 
     @property
-    def held(self) -> int:
-        """Microbatches whose activations are stored."""
+    def held(self) -> int:  # microbatches whose activations are stored
         return len(self.stored)
 
     @property

@@ -246,6 +246,7 @@ class Node:
 
     def _perform(self, action: Action) -> None:
         state = self.visits[action.visit]
+        self._layers.begin_work()
         if action.kind == "forward":
             head = cast(Activations, state.activations[0].message)
             if not head.training:  # idle and busy are shares of training steps alone
@@ -378,6 +379,7 @@ class Node:
     def leave(self) -> None:
         """Its snapshots are in the store already. Layers and optimizer state are let go here and now: this node and its
         own methods hold each other, and a garbage collection may be long in coming."""
+        self._layers.hand_over()
         self.visits.clear()
         self._work.clear()
         self._ending.leave()

@@ -79,6 +79,7 @@ class VisitState:
     returned: dict[int, deque[Mail]] = field(default_factory=dict)  # gradients from visits further on, by visit
     passes: deque[Pass] = field(default_factory=deque)  # those begun and not ended, oldest first
     done_turn: int = 0
+    updates: int = 0  # made in this generation
 
     @property
     def speaks(self) -> bool:
@@ -129,7 +130,9 @@ class VisitState:
         queue.append(mail)
 
     def end(self) -> None:
-        self.done_turn = self.passes.popleft().turn
+        ended = self.passes.popleft()
+        self.done_turn = ended.turn
+        self.updates += ended.training
 
     def ready(self, clip: bool, in_flight: int, still_read: bool = False, settled: bool = True) -> Ready:
         """`still_read`: work that was left for later elsewhere needs the parameters here as they are. `settled`: what other
