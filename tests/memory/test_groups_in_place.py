@@ -69,7 +69,7 @@ def test_one_goes_and_another_comes_and_no_layer_moves(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Master, "lay_out", laid_out)
     monkeypatch.setattr(Master, "_place", placed)
-    seen = arm("before its update", 1, monkeypatch)
+    seen = arm("after a sum was sent", 1, monkeypatch)
     next(seen)
     result = run(tmp_path / "hit", OneWaits(), "2,2", keep=KeepPart(checkpoint_every=1000))
     assert result.summary.weights_sha256 == calm
