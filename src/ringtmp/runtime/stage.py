@@ -104,6 +104,8 @@ class Stage:
         self._tree = SumTree(recipe.sum_tree)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
+        #: Whether a forward pass in training changes what belongs to a layer; None: layers are on their way here.
+        self.changes: bool | None = None if visit.layers else False
         if recipe.compiled:
             refuse_without_compiler()
         self._programs = Programs() if programs is None else programs
@@ -127,12 +129,13 @@ class Stage:
         self._layers[index] = StagedLayer(layer, tensors, train, evaluate)
         if state:
             self._states[index] = state
-        if self.complete:
+        if set(self._layers) == set(self.visit.layers):
             self._complete()
 
     def _complete(self) -> None:
         """Every layer is here: make the optimizer."""
         self._runs = self._planned()
+        self.changes = any(each.changed for each in self._layers.values())
         if self._sides > 1:
             for index, layer in self._layers.items():
                 state = self._states.get(index, {})
@@ -197,14 +200,6 @@ class Stage:
 
     def crossings(self, training: bool) -> Crossings:
         return self._runs[training].crossings
-
-    @property
-    def complete(self) -> bool:  # every layer has moved in
-        return self._layers.keys() == set(self.visit.layers)
-
-    @property
-    def changes_in_forward(self) -> bool:  # of what belongs to a layer, in training
-        return any(each.changed for each in self._layers.values())
 
     @property
     def lends(self) -> bool:

@@ -166,7 +166,7 @@ class NodeSnapshots:
         return True
 
     def recalled(self, step: int, layer: int) -> LayerTensors:
-        left = self._endpoint.snapshots.in_hand(step, layer)
+        left = self._endpoint.snapshots.in_hand.get((step, layer))
         if left is not None:
             return left
         snapshot = self._endpoint.snapshots.get(step, layer)

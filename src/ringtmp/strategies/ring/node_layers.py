@@ -60,7 +60,7 @@ class NodeLayers:
         states: dict[tuple[int, int], LayerTensors] = {}
         for state in self._visits.values():
             stage = state.stage
-            if not self._hands_over or not stage.complete or (state.passes and stage.changes_in_forward):
+            if not self._hands_over or stage.changes is None or (state.passes and stage.changes):
                 return
             for index in stage.visit.layers:
                 frozen = stage.frozen_of(index) if self._aside else ()
