@@ -81,7 +81,8 @@ def test_a_strategy_that_is_no_listed_case_is_measured_by_its_name() -> None:
 def test_a_ring_that_chooses_its_microbatches_is_told_so_and_is_one_case_whatever_is_asked_for() -> None:
     made = speed.jobs(asked(cases="ring:*", microbatches="4,16"))
     assert [each.case for each in made] == [
-        "one", "side-by-side", "ring:auto", "ring:zero-bubble", "ring:staleness=1", "ring:protected:m4", "ring:protected:m16",
+        "one", "side-by-side", "ring:auto", "ring:zero-bubble", "ring:staleness=1", "ring:groups", "ring:protected:m4",
+        "ring:protected:m16",
     ]  # fmt: skip
     assert all("--microbatches auto" in each.text for each in made[2:5])
 

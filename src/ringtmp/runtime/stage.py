@@ -124,7 +124,8 @@ class Stage:
         """A layer moves in, with its optimizer state if it has one."""
         tensors = compute_device.brought(tensors)
         state = dict(zip(state, compute_device.brought(list(state.values())), strict=True))
-        train = self._programs.of(layer.train, self._recipe.compiled, self._catch)
+        # Compiled operators hand nothing to whoever catches.
+        train = self._programs.of(layer.train, self._recipe.compiled and not self._catch, self._catch)
         evaluate = self._programs.of(layer.evaluate, catch=self._catch)
         self._layers[index] = StagedLayer(layer, tensors, train, evaluate)
         if state:
