@@ -128,14 +128,16 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), *inner, nn.Linear(16, 3))
 
 
-def run(folder: Path, pool: InMemoryPool, groups: str | None, schedule: Any = "auto", **ring: Any) -> api.Result:
+def run(
+    folder: Path, pool: InMemoryPool, groups: str | None, schedule: Any = "auto", keep: KeepPart | None = None, **ring: Any
+) -> api.Result:  # fmt: skip
     config = RunConfig(
         training=TrainingPart(
             data="given", steps=STEPS, batch_size=16, microbatches=4, sum_tree=4, clip_norm=0.5, optimizer="adamw",
             optimizer_settings={"lr": 0.01},
         ),
         ring=RingPart(nodes=pool.nodes, groups=groups, all_devices=True, schedule=schedule, **ring),
-        keep=KeepPart(checkpoint_every=5),
+        keep=keep or KeepPart(checkpoint_every=5),
     )  # fmt: skip
     data = (tensors("t", *blobs()), tensors("t", *blobs(30)))
     return api.start(config, model(), data, None, run_dir=folder, pool=pool)

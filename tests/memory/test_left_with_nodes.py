@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import test_group_members_lost as members
 from ringtmp import api
 from ringtmp.config import KeepPart
 from ringtmp.data.tables_and_streams import tensors
@@ -80,6 +81,17 @@ def test_the_next_master_goes_on_from_what_nodes_hold_with_the_same_bits(case: s
     assert (first, then > 0) == (0, True), "there is no checkpoint but the first"
     assert result.summary.steps == STEPS
     assert left_with_nodes.read(folder) is None, "nothing is left of a run that has ended"
+
+
+def test_a_ring_of_groups_goes_on_from_what_its_nodes_hold_too(tmp_path: Path) -> None:
+    """Of a group one holds the layers for all; in the next ring that one may be in another group."""
+    calm = members.expected(tmp_path)
+    with pytest.raises(Killed):
+        members.run(tmp_path / "hit", Outlived(5, tmp_path / "hit", 9, {}), "2,2", keep=KEEP)
+    result = gone_on(tmp_path / "killed", 5, {1: 4, 2: 3, 3: 1, 4: 2})
+    assert result.summary.weights_sha256 == calm
+    first, then = first_steps(tmp_path / "killed")
+    assert (first, then > 0) == (0, True), "there is no checkpoint but the first"
 
 
 def test_where_a_holder_is_gone_too_its_neighbour_has_what_is_needed(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.metrics.summary import Summary
 from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.node_groups import parse_sums
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Sizes
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.wire.formats import wire_format
+from test_late_sums import Slow
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     wire: str = "float32"
     long: bool = False  # others say nearly the same
+    ring: dict[str, Any] = field(default_factory=dict)  # how a ring runs
 
     @property
     def name(self) -> str:
-        given = ",".join(f"{key}={value}" for key, value in self.settings.items())
+        given = ",".join(f"{key}={value}" for key, value in {**self.settings, **self.ring}.items())
         return f"{self.strategy}-{self.nodes}-{given or 'plain'}-{self.wire}"
 
 
@@ -46,6 +49,7 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("ring", 3, wire="bfloat16", long=True),
     Case("ring", 4, wire="float16", long=True),
     Case("ring", 3, wire="int8"),
+    Case("ring", 4, ring={"groups": "3", "group_sums": "async:2"}),
     Case("ps", 3),
     Case("ps", 4, {"servers": 2}, long=True),
     Case("ps", 3, {"servers": "workers"}),
@@ -92,6 +96,14 @@ CUTS: dict[int, tuple[str | None, tuple[int, ...]]] = {
 }
 
 
+#: Of a group that shares one stage, whose parameters it exchanges.
+GROUPED, SHARED = ("0-1,2-3,4-5", (96, 64)), 96 * 64 + 64
+
+
+def cuts_of(case: Case) -> tuple[str | None, tuple[int, ...]]:
+    return GROUPED if case.ring else CUTS[case.nodes]
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
 
@@ -109,12 +121,14 @@ def train(
             strategy=case.strategy,
             nodes=case.nodes,
             strategy_settings=case.settings,
-            cuts=CUTS[case.nodes][0] if case.strategy == "ring" else None,
+            cuts=cuts_of(case)[0] if case.strategy == "ring" else None,
+            **case.ring,
         ),
         keep=keep,
     )
     torch.manual_seed(0)
-    pool = pool or InMemoryPool(case.nodes, seed)
+    others = {node: {1, 2, 3} - {node} for node in (1, 2, 3)} if case.ring else {}
+    pool = pool or InMemoryPool(case.nodes, seed, lambda transport: Slow(transport, 20, others))
     return api.start(config, model(), None, loss, run_dir=folder / "run", pool=pool)
 
 
@@ -172,7 +186,7 @@ def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path)
     # All have 0.95 and more where this was written. In which order gradients come is chance, and another processor rounds
     # differently: where that matters, an accuracy a little lower is none the worse.
     chance = str(case.settings.get("consistency", "bsp")) not in ("bsp", "ssp:0") or "quorum" in case.settings
-    chance |= registry.get(case.strategy).exactness(settings_of(case)) == "steps"
+    chance |= registry.get(case.strategy).exactness(settings_of(case)) == "steps" or bool(case.ring)
     assert summary.accuracy >= (0.93 if chance else 0.95)
     check_promises(case, result, 9)
 
@@ -180,6 +194,11 @@ def test_it_learns_the_digits_and_keeps_its_promises(case: Case, tmp_path: Path)
 def check_clocks(case: Case, result: api.Result) -> None:
     """No worker read parameters that lacked an update its bound promises."""
     consistency = str(case.settings.get("consistency", "bsp"))
+    if late := parse_sums(case.ring.get("group_sums", "exact")):
+        members = [each for each in logged(result, events.NodeStep) if each.oldest is not None]
+        assert len(members) == 3 * result.summary.steps
+        assert all(each.step - late <= each.oldest <= each.step for each in members)
+        assert any(each.oldest < each.step for each in members), "nobody ever went on: the bound is not used"
     if case.strategy != "ps" or consistency == "ssp:inf" or consistency.partition(":")[0] not in ("bsp", "ssp"):
         return
     bound = int(consistency.partition(":")[2] or 0)
@@ -251,7 +270,9 @@ def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -
         total = round(a_step * steps)
     else:
         # Every sample crosses every cut forward, and its gradient back.
-        total = 2 * sum(CUTS[case.nodes][1]) * 1437 * epochs * wire_format(case.wire).payload_bytes(256) // 256
+        total = 2 * sum(cuts_of(case)[1]) * 1437 * epochs * wire_format(case.wire).payload_bytes(256) // 256
+        if case.ring:  # everyone's changes to everyone else
+            total += 3 * 2 * 4 * SHARED * steps
     # Reading the parameters at the start and for the evaluations (two batches each) is beside the formula.
     strict = str(case.settings.get("consistency", "bsp")) in ("bsp", "ssp:0")
     reads = 1 + 2 * epochs * (not strict or case.settings.get("fetch") == "layerwise")

@@ -44,10 +44,15 @@ AGAIN_S = 20.0
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("more", "source"),
-    [(("--checkpoint-every", "1000"), "snapshot"), (("--checkpoint-every", "5", "--share-optimizer"), "checkpoint")],
+    ("more", "sources"),
+    [
+        (("--checkpoint-every", "1000"), ("survivors", "snapshot")),  # the latter if some had ended the step
+        (("--checkpoint-every", "5", "--share-optimizer"), ("checkpoint",)),
+    ],
 )
-def test_a_killed_member_of_a_group_is_replaced_soon(more: tuple[str, ...], source: str, tmp_path: Path) -> None:
+def test_a_killed_member_of_a_group_is_replaced_soon(
+    more: tuple[str, ...], sources: tuple[str, ...], tmp_path: Path
+) -> None:
     steps = ("--steps", "60")
     calm = json.loads(here("train", *GPT, *steps, "--nodes", "1", cwd=tmp_path).stdout)
     run = tmp_path / "run"
@@ -63,7 +68,9 @@ def test_a_killed_member_of_a_group_is_replaced_soon(more: tuple[str, ...], sour
     assert process.returncode == 0, said
     summary = json.loads(out)
     assert summary["weights_sha256"] == calm["weights_sha256"]
-    assert [(each["lost"], each["source"]) for each in summary["recoveries"]] == [([2], source)]
+    (recovery,) = summary["recoveries"]
+    assert recovery["lost"] == [2]
+    assert recovery["source"] in sources
     told = list(events.read(run / "events.jsonl"))
     gone = next(each for each in told if isinstance(each, events.NodeGone))
     laid_out = next(at for at, each in enumerate(told) if isinstance(each, events.Regrouped))

@@ -18,7 +18,7 @@ from ringtmp.model.build_cells import Cutting
 from ringtmp.model.layers import Model
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.cuts_for_repeated_visits import bounds_for
-from ringtmp.plan.node_groups import grouped
+from ringtmp.plan.node_groups import grouped, shared_parts
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import holders_of, route_over
 from ringtmp.runtime.base_leader import BaseLeader, Start
@@ -74,6 +74,7 @@ def ring_in_memory(
     recompute: str = "none",
     members: list[tuple[int, ...]] | None = None,
     shares_state: bool = False,
+    late: int = 0,
     then: Callable[[Master], None] = lambda master: None,
 ) -> tuple[str, list[float]]:
     """weights_sha256 and the losses of training on `batches` with this ring; delayed steps overlap if `ahead`. `then` is
@@ -89,7 +90,10 @@ def ring_in_memory(
         gathering = BaseLeader(start)
         gathering.gather(range(1, nodes))
         admitted = window or schedule_named(schedule).default_window(len(route.visits), microbatches, how.staleness)
-        setup = Setup(route, how, admitted, schedule, 0, pool.addresses(), 0, {}, recompute, shares_state=shares_state)
+        setup = Setup(
+            route, how, admitted, schedule, 0, pool.addresses(), 0, {}, recompute, shares_state=shares_state, late=late,
+            parts=shared_parts(how.sum_tree, late, microbatches),
+        )  # fmt: skip
         master = Master(replace(start, hellos=gathering.hellos), setup, built.layers, loss)
         master.lay_out(built.checkpoint)
         whole = [Batch(0, *split_batch(*each, microbatches), len(each[1])) for each in batches]

@@ -18,6 +18,7 @@ class RingKeywords(TypedDict, total=False):
     blocks: str | None
     groups: str | None
     share_optimizer: bool
+    group_sums: str
     minimise: Literal["time", "energy", "memory"]
     window: int | None
     schedule: Literal["auto", "1f1b", "gpipe", "zero-bubble"]

@@ -14,6 +14,7 @@ from ringtmp.config.parse_text import parse_schedule
 from ringtmp.config.setting_declaration import Declaration as Is
 from ringtmp.model.compute_formats import COMPUTE_IN, PLAIN_COMPUTE
 from ringtmp.model.frozen_formats import FROZEN_AS, WHOLE
+from ringtmp.plan.node_groups import EXACT_SUMS
 from ringtmp.plan.objective import TIME, Objective
 from ringtmp.plan.pipeline_schedules import AUTO, ScheduleChoice
 from ringtmp.wire.formats import WIRE_FORMATS
@@ -171,6 +172,9 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_optimizer: Annotated[bool, Is(
         "With groups: each member keeps the optimizer state of some of its stage's parameters and updates those for all.",
         PIPELINE, split=True)] = False
+    group_sums: Annotated[str, Is(
+        "How members of a group agree: exact, or async:STEPS, where each applies its own sums at once and what comes of the "
+        "others at most so many steps late.", PIPELINE, split=True, metavar="exact|async:STEPS", bits=True)] = EXACT_SUMS
     minimise: Annotated[Objective, Is(
         "What the plan makes as small as possible: {choices}.", PIPELINE, option="for", variable="minimise",
         split=True)] = TIME

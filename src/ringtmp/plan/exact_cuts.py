@@ -78,9 +78,9 @@ class Segments:
         count, total = held(visit, visits, options, self.safe, len(members)), options.microbatches
         key = (tuple(each.kind for each in members), count)
         if key not in self._cache:
-            adding, tree = len(members) > 1, SumTree(options.sum_tree)
+            tree = SumTree(options.parts)
             compute, crossing = self._compute[None, :] - self._compute[:, None], _sum(self._cut, self._cut)
-            need = self._memory(count) + self.process_bytes + (self._exchanged() if adding else 0.0)
+            need = self._memory(count) + self.process_bytes + self.table.exchanged(len(members)) * self._exchanged()
             need -= self._kept_by_others(len(members))
             costs = np.zeros_like(need)
             for rank, each in enumerate(members):
@@ -88,7 +88,8 @@ class Segments:
                 np.maximum(costs, self._seconds(each, compute, crossing) * share, out=costs)
                 costs[need + each.extra_bytes > each.memory_bytes] = math.inf
             none, much = (exchange_s(members, size) for size in (0.0, BUCKET_BYTES))
-            costs += ((much - none) / BUCKET_BYTES * self._exchanged() + none) / total
+            if not options.late:
+                costs += ((much - none) / BUCKET_BYTES * self._exchanged() + none) / total
             self._cache[key] = _proper(costs)
         return self._cache[key]
 

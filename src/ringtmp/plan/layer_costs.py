@@ -35,7 +35,8 @@ class StageCost:
 class CostTable:
     """Prefix sums over the layers at `samples` per microbatch; bytes that travel are scaled by `wire_ratio`. With
     `recompute` backward goes forward once more, and only the microbatch at work has its activations stored. Of weights
-    `versions` are kept, of gradients `sums`. `shares_state`: members of a group each keep some of the optimizer state."""
+    `versions` are kept, of gradients `sums`. `shares_state`: members of a group each keep some of the optimizer state;
+    `late`: steps that what they make may be late."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class CostTable:
         versions: int = 1,
         sums: int = 1,
         shares_state: bool = False,
+        late: int = 0,
     ) -> None:
         if not layers:
             raise UsageError("the model has no layers")
@@ -56,6 +58,7 @@ class CostTable:
         self.recompute = recompute
         self._sums = sums
         self.shares_state = shares_state
+        self._late = late
         self.largest_state = [_largest_state(each) for each in layers]  # of one parameter
         self.count = len(layers)
         self.forward_s = _sums(each.forward_s for each in at)
@@ -92,6 +95,11 @@ class CostTable:
         if members == 1 or not self.shares_state:
             return total
         return most_kept(total, max(self.largest_state[first:stop], default=0.0), members)
+
+    def exchanged(self, members: int) -> int:
+        """Vectors of a stage's gradients that a member of a group has on their way: what comes of others while they add up;
+        or where they do not wait, its own changes, as many steps as they may be late, and one of every member's."""
+        return 0 if members == 1 else self._late + members if self._late else 1
 
     @property
     def mean_cut_bytes(self) -> float:

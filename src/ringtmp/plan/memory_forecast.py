@@ -125,8 +125,8 @@ def forecast(
             stored += table.stored_by(count) * stage.stored_bytes
             boundary += (count + 1) * (stage.input_bytes + (stage.output_bytes if visit.stop < table.count else 0.0))
             boundary += count * stage.waiting_bytes if visit.stop < table.count else 0.0
-            if visit.others:  # what comes of others while the group adds up
-                boundary += table.gradients[visit.stop] - table.gradients[visit.first]
+            exchanged = table.gradients[visit.stop] - table.gradients[visit.first]
+            boundary += table.exchanged(len(visit.members)) * exchanged
             working = max(working, largest_working(table, visit.first, visit.stop))
         without = MemoryForecast(
             device.name, device.memory_bytes, process_bytes + device.extra_bytes, weight_bytes=weights,

@@ -29,6 +29,10 @@ BUCKET_BYTES = 4 << 16
 
 #: `--groups auto`: the plan chooses.
 ANY_GROUPS = "auto"
+#: `--group-sums`: members wait until gradients are added up.
+EXACT_SUMS = "exact"
+#: Steps that what other members make may be late at most.
+MOST_LATE = 64
 
 
 def parse_groups(text: str) -> tuple[int, ...]:
@@ -39,14 +43,48 @@ def parse_groups(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in sizes)
 
 
-def check_groups(groups: Sequence[int], nodes: int, parts: int) -> None:
-    """UsageError for groups that cannot be."""
+def parse_sums(text: str) -> int:
+    """How many steps what other members of a group make may be late. 'exact' -> 0, 'async:2' -> 2"""
+    if text == EXACT_SUMS:
+        return 0
+    found = re.fullmatch(r"async:([1-9]\d{0,2})", text)
+    if found is None or int(found[1]) > MOST_LATE:
+        raise UsageError(
+            f"--group-sums {text!r} must be {EXACT_SUMS}, or async:STEPS with 1 to {MOST_LATE} steps that sums may be late, "
+            "such as async:2"
+        )
+    return int(found[1])
+
+
+def shared_parts(sum_tree: int, late: int, microbatches: int) -> int:
+    """Parts of a step that members of groups share: those of the tree of sums, or where no bits are kept as many as there
+    can be, for shares that are as equal as can be."""
+    return sum_tree if not late else 1 << (microbatches.bit_length() - 1)
+
+
+def check_late_groups(groups: Sequence[int], late: int, sum_tree: int, microbatches: int) -> None:
+    """UsageError where members that do not wait for each other cannot be, or would not keep what was asked for."""
+    text = f"--group-sums async:{late}"
+    if sum_tree > 1:
+        raise UsageError(
+            f"{text} applies sums in the order in which they come, and --sum-tree {sum_tree} asks for the bits of one process: "
+            f"leave one of them out"
+        )
+    if max(groups) > 1 << (microbatches.bit_length() - 1):
+        raise UsageError(
+            f"{text} shares {microbatches} microbatches over {max(groups)} nodes: use --microbatches "
+            f"{1 << (max(groups) - 1).bit_length()} or more, or smaller groups"
+        )
+
+
+def check_groups(groups: Sequence[int], nodes: int, parts: int | None) -> None:
+    """UsageError for groups that cannot be. `parts` of the tree of sums; None: members do not wait for sums."""
     text, needed = ",".join(map(str, groups)), 1 + sum(groups)
     if nodes != needed:
         raise UsageError(
             f"--groups {text} needs {needed} nodes with the master, and there are {nodes}: use --nodes {needed}"
         )
-    if max(groups) > parts:
+    if parts is not None and max(groups) > parts:
         least = 1 << (max(groups) - 1).bit_length()
         raise UsageError(
             f"--groups {text} shares a step's microbatches over {max(groups)} nodes, which keeps the bits of one process with "
@@ -64,6 +102,22 @@ def fitted(groups: Sequence[int], workers: int) -> tuple[int, ...]:
     while sum(found) < workers:
         found[min(range(len(found)), key=lambda place: found[place])] += 1
     return tuple(found)
+
+
+def kept_in_place(before: Sequence[tuple[int, ...]], nodes: Sequence[int], most: int) -> list[tuple[int, ...]] | None:
+    """The groups as they were, without those who are gone; who is new enters the group with the fewest members, so that no
+    layer moves. `before` without the master; `nodes` those who are there, the master too; `most`: members a group can have.
+    None: a group has nobody left, or there is no room for all."""
+    found = [[node for node in group if node in nodes] for group in before]
+    if not all(found):
+        return None
+    there = {MASTER, *(node for group in found for node in group)}
+    for node in sorted(set(nodes) - there):
+        smallest = min(found, key=len)
+        if len(smallest) >= most:
+            return None
+        smallest.append(node)
+    return [tuple(group) for group in found]
 
 
 T = TypeVar("T")

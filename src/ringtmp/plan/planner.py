@@ -16,7 +16,7 @@ from ringtmp.plan.devices import Device, LayerCost, Paths, check_devices
 from ringtmp.plan.exact_cuts import Candidate, Segments
 from ringtmp.plan.layer_costs import CostTable
 from ringtmp.plan.memory_forecast import PROCESS_BYTES, MemoryForecast, forecast, held_in, require_fit
-from ringtmp.plan.node_groups import grouped, members_of, shape_text
+from ringtmp.plan.node_groups import grouped, members_of, shape_text, shared_parts
 from ringtmp.plan.objective import TIME, Objective, cost_of, cost_text, require_watts, told
 from ringtmp.plan.partition import REFINE_ACTIONS, refuse, spread
 from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE, ScheduleName
@@ -55,6 +55,7 @@ class PlanOptions:
     recompute: str = "none"  # or all, or auto: where it would not fit otherwise
     sum_tree: int = 1  # parts of a batch that are added up as a tree
     shares_state: bool = False  # members of a group each keep some of the optimizer state
+    late: int = 0  # steps that what members of a group make may be late; 0: they wait for each other
     groups: tuple[int, ...] = ()  # workers that share each stage, in their order; empty: one each
     any_groups: bool = False  # the plan chooses them
     minimise: Objective = TIME
@@ -64,8 +65,8 @@ class PlanOptions:
     def ring(self) -> RingOptions:
         count = min(self.microbatches, self.batch_size)
         return RingOptions(
-            count, self.window, self.schedule, self.clip, staleness=self.staleness, sum_tree=self.sum_tree,
-            widest=max(self.groups, default=1),
+            count, self.window, self.schedule, self.clip, staleness=self.staleness,
+            parts=shared_parts(self.sum_tree, self.late, count), widest=max(self.groups, default=1), late=self.late > 0,
         )  # fmt: skip
 
     def sums_at_once(self, visits: int) -> int:
@@ -201,7 +202,10 @@ def _plan(layers: Sequence[LayerCost], devices: Sequence[Device], options: PlanO
     samples, again = options.batch_size / ring.microbatches, options.recompute == "all"
     holders = options.holders(len(devices))
     sums = options.sums_at_once(len(holders))
-    table = CostTable(layers, samples, options.wire_ratio, again, 1 + options.staleness, sums, options.shares_state)
+    table = CostTable(
+        layers, samples, options.wire_ratio, again, 1 + options.staleness, sums,
+        shares_state=options.shares_state, late=options.late,
+    )  # fmt: skip
     if options.cuts is not None:
         _check_cuts(options.cuts, table.count, len(holders))
         made = _make(table, devices, options, ring, bounds=options.cuts, paths=paths)

@@ -63,7 +63,7 @@ def group_choices(
 class _Search:
     def __init__(self, segments: Segments, devices: Sequence[Device], keep_all: bool) -> None:
         self._segments, self._devices, self._keep_all = segments, devices, keep_all
-        self._tree = SumTree(segments.options.sum_tree)
+        self._tree = SumTree(segments.options.parts)
         self._count = segments.options.microbatches
         self._most = min(self._tree.parts, self._count)  # members of a group
         table = segments.table

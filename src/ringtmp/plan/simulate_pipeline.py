@@ -43,7 +43,8 @@ class RingOptions:
     clip: bool = False
     steps: int = 1  # with more than one the first only warms up
     staleness: int = 0
-    sum_tree: int = 1
+    parts: int = 1  # of a step, which members of a group share
+    late: bool = False  # they do not wait for each other's gradients
     widest: int = 1  # members of the largest group: as many times more are in flight
 
     def window_for(self, visits: int) -> int:
@@ -126,7 +127,7 @@ class _Ring:
         self._groups: list[list[_Visit]] = []  # the members of every visit of the route
         self._has: list[list[_Visit]] = []  # by visit of the route and microbatch: who has it
         self._admitted = (
-            admission(route, SumTree(options.sum_tree), options.microbatches)
+            admission(route, SumTree(options.parts), options.microbatches)
             if route.grouped
             else list(range(options.microbatches))
         )
@@ -143,7 +144,7 @@ class _Ring:
         self._warm: dict[tuple[int, int], float] = {}
 
     def _add(self, table: CostTable, visit: Visit, last: int) -> None:
-        stage, tree = table.stage(visit.first, visit.stop), SumTree(self._options.sum_tree)
+        stage, tree = table.stage(visit.first, visit.stop), SumTree(self._options.parts)
         pieces = max(1, visit.stop - visit.first) if self._schedule.defers_weights and stage.weights_s > 0 else 0
         has: list[_Visit] = []
         self._groups.append([])
@@ -331,7 +332,10 @@ class _Ring:
     def _add_up(self, visit: _Visit, now: float) -> None:
         """The last of a group that is done with its own microbatches: then all of them exchange their sums."""
         group, visit.ended = self._groups[visit.index], now
-        if len(group) == 1:
+        if len(group) == 1 or self._options.late:
+            for other in group:
+                if other is not visit:
+                    self._lines.carry(visit.node, other.node, self._gradient_bytes[visit.index])
             visit.summed += 1
             self._pass_norms_on(visit, now)
         elif all(each.weighed // each.count >= visit.weighed // visit.count for each in group):

@@ -27,7 +27,14 @@ from ringtmp.model.adapter_folder import lora_of
 from ringtmp.model.frozen_formats import FROZEN_AS
 from ringtmp.model.lora import lora_text
 from ringtmp.plan.microbatches import MOST
-from ringtmp.plan.node_groups import ANY_GROUPS, check_groups, parse_groups
+from ringtmp.plan.node_groups import (
+    ANY_GROUPS,
+    EXACT_SUMS,
+    check_groups,
+    check_late_groups,
+    parse_groups,
+    parse_sums,
+)
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, SCHEDULES
 from ringtmp.plan.sum_tree import check_parts, check_workers
 from ringtmp.runtime.learning_rates import checked_schedule
@@ -79,8 +86,8 @@ def resolve(config: RunConfig) -> RunConfig:
     workers = len(roles.workers)
     if not strategy.splits_layers and strategy.shares_batches:
         _check_fed(workers, microbatches, training.batch_size)
-    if ring.groups is not None:
-        _check_groups(ring, training)
+    if ring.groups is not None or ring.group_sums != EXACT_SUMS:
+        _check_groups(ring, training, microbatches)
     if training.compile:
         ring = _compiled(ring, training)
     if ring.share_optimizer:
@@ -158,10 +165,12 @@ def _check_homes(training: TrainingPart, ring: RingPart, strategy: Strategy) -> 
         raise UsageError(f"{option} cannot be combined with --early-stop: the homes would not stop at the same step")
 
 
-def _check_groups(ring: RingPart, training: TrainingPart) -> None:
+def _check_groups(ring: RingPart, training: TrainingPart, microbatches: int) -> None:
+    if late := parse_sums(ring.group_sums):
+        _check_late(ring, training, late, microbatches)
     assert ring.groups is not None
     if ring.groups != ANY_GROUPS:
-        check_groups(parse_groups(ring.groups), ring.nodes, training.sum_tree)
+        check_groups(parse_groups(ring.groups), ring.nodes, None if late else training.sum_tree)
     elif training.sum_tree == 1:
         raise UsageError(
             f"--groups {ANY_GROUPS} needs --sum-tree, without which groups would change the bits: use --sum-tree 4, say, for "
@@ -171,6 +180,25 @@ def _check_groups(ring: RingPart, training: TrainingPart) -> None:
         raise UsageError(f"--groups {ANY_GROUPS} chooses the cuts too: leave out --cuts, or give --groups 2,2, say")
     if ring.laps > 1 or ring.route != RingPart().route or training.staleness:
         raise UsageError(f"--groups {ring.groups} cannot be combined with --laps, --route v or --staleness 1 yet")
+
+
+def _check_late(ring: RingPart, training: TrainingPart, late: int, microbatches: int) -> None:
+    """Refuse what members that do not wait for each other cannot keep."""
+    text = f"--group-sums {ring.group_sums}"
+    if ring.groups in (None, ANY_GROUPS):
+        raise UsageError(f"{text} is for groups given by hand: use it with --groups 2,2, say, or leave it out")
+    if registry.get(ring.strategy).chooses:
+        raise UsageError(f"{text} is no way that --strategy {ring.strategy} considers: use it with --strategy ring")
+    if ring.share_optimizer:
+        raise UsageError(
+            f"{text} cannot be combined with --share-optimizer: each member updates all of its stage by itself. Leave one of "
+            "them out"
+        )
+    if training.clip_norm is not None:
+        raise UsageError(f"{text} cannot be combined with --clip-norm: nobody waits until the whole gradient is known")
+    if training.microbatches == "auto":
+        raise UsageError(f"{text} cannot be combined with --microbatches auto: give a number")
+    check_late_groups(parse_groups(ring.groups or ""), late, training.sum_tree, microbatches)
 
 
 def _compiled(ring: RingPart, training: TrainingPart) -> RingPart:

@@ -25,7 +25,7 @@ from ringtmp.runtime.checkpoint import Progress
 from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import Snapshot, in_hand
 from ringtmp.strategies.base import Leader
-from ringtmp.wire.messages import Renew
+from ringtmp.wire.messages import Hello, Renew
 
 #: So many losses in a row without a step further than ever before: something kills them, and would go on.
 MOST_IN_A_ROW = 8
@@ -228,7 +228,14 @@ class Healing:
         self.record.still_here()
         return self._run.interrupted()
 
-    def _revived(self, reached: Progress) -> tuple[Generation, str]:
+    def _left_by_all(self, hellos: Mapping[int, Hello], reached: Progress, saved: int) -> Snapshot | None:
+        """Where members of groups have the same layers: all of the step that was under way, if nobody has ended it."""
+        kept, wanted = self._generations.endpoint.snapshots.contents(), self._run.kept_in_snapshots
+        found = in_hand(hellos, kept, wanted, Snapshot(reached), saved)
+        return found if found is not None and found.step == reached.step else None
+
+    def _revived(self, reached: Progress, by_hand: bool = True) -> tuple[Generation, str]:
+        """`by_hand`: from what those who are left have in hand, if it is whole."""
         run, generations, protection = self._run, self._generations, self._run.protection
         endpoint, config = generations.endpoint, generations.config
         told = generations.leave()
@@ -246,9 +253,13 @@ class Healing:
         gathering.gather(self._node_pool.addresses())
         kept, saved = endpoint.snapshots.contents(), checkpoint.progress.step
         if survivors := run.strategy.state_from == "survivors":
-            snapshot = in_hand(gathering.hellos, kept, run.layers, Snapshot(reached, told=told), saved)
+            every = [index for index, layer in enumerate(run.layers) if layer.tensors]
+            snapshot = in_hand(gathering.hellos, kept, every, Snapshot(reached, told=told), saved)
         else:
-            snapshot = protection.newest(gathering.hellos, kept, run.kept_in_snapshots, saved)
+            snapshot = self._left_by_all(gathering.hellos, reached, saved) if by_hand else None
+            survivors = snapshot is not None
+            if snapshot is None:
+                snapshot = protection.newest(gathering.hellos, kept, run.kept_in_snapshots, saved)
         if snapshot is None and (whole := protection.whole) is not None and whole.step > saved:
             protection.spoil()  # gone with those who held it
         progress = checkpoint.progress if snapshot is None else self._without_undone_epoch(snapshot.progress)
@@ -257,7 +268,7 @@ class Healing:
         except SnapshotUnusable as problem:
             protection.spoil()
             self.record.warn(f"{problem}; going back to the checkpoint of step {saved}")
-            return self._revived(reached)
+            return self._revived(reached, by_hand=False)
         return generation, "checkpoint" if snapshot is None else "survivors" if survivors else "snapshot"
 
     def _without_undone_epoch(self, progress: Progress) -> Progress:

@@ -20,6 +20,7 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.metrics import events
 from ringtmp.model.frozen_parameters import frozen_names, without_frozen
 from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.node_groups import parse_sums
 from ringtmp.run.choose_strategy import STRATEGY_CHOSEN, best_way
 from ringtmp.run.interruption import Interruption
 from ringtmp.run.rebalancing import Rebalancing
@@ -204,6 +205,7 @@ class Generations:
             self.config, run.index, run.layers, job.loss, loss_name=job.loss_name, recipe=recipe, step=origin.step,
             microbatches=self._microbatches, batch_size=run.batch_size, addresses=pool.addresses(), devices=pool.devices(),
             keep_all=pool.same_machine or self.config.ring.all_devices, targets=run.targets, apart=origin.apart,
+            before=None if self.newest is None else getattr(self.newest.plan, "route", None),
         )  # fmt: skip
 
     def _measured(self, request: PlanRequest, hellos: Mapping[int, Hello]) -> tuple[PlanRequest, Mapping[int, Hello]]:
@@ -283,6 +285,8 @@ class Generations:
         strategy, settings = registry.of(self.config.ring)
         if self.config.ring.local_steps is not None:
             return "replay"
+        if parse_sums(self.config.ring.group_sums):
+            return "steps"
         if compute_device.here().type != "cpu":
             return "replay"
         bits = keeps_bits(strategy, settings, self.config.training.sum_tree)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ringtmp.errors import ProtocolError
+from ringtmp.runtime.kept_programs import Programs
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.transport.base import Arrival, Channel, Transport
@@ -111,6 +112,7 @@ class Endpoint:
         self.sums: SumsTogether | None = getattr(transport, "sums", None)
         #: What outlives a generation.
         self.snapshots = snapshots or SnapshotStore()
+        self.programs = Programs()
         self._ring = ring
         self._generation = generation
         self._links: dict[tuple[int, Channel], Link] = {}

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ringtmp.model.portable_layer import Layer
 from ringtmp.runtime.checkpoint import Progress
 from ringtmp.wire.messages import Held, Hello
 
@@ -190,15 +189,14 @@ class Protection:
 def in_hand(
     hellos: Mapping[int, Hello],
     here: Sequence[tuple[int, int]],
-    layers: Sequence[Layer],
+    wanted: Collection[int],
     reached: Snapshot,
     saved_step: int,
 ) -> Snapshot | None:
-    """Where every worker has the whole model: the newest step that all layers are there of, unless the checkpoint is newer.
+    """What members left to each other: the newest step that all `wanted` layers are there of, unless the checkpoint is newer.
     Whoever has ended the step in which another was lost has its gradient too, so that step need not be done again."""
-    wanted = {index for index, layer in enumerate(layers) if layer.tensors}
     steps = {step for kept in (here, *(hello.kept for hello in hellos.values())) for step, _ in kept}
-    whole = [step for step in steps if step >= saved_step and wanted <= places(step, hellos, here).keys()]
+    whole = [step for step in steps if step >= saved_step and places(step, hellos, here).keys() >= set(wanted)]
     if not whole:
         return None
     step = max(whole)

@@ -37,7 +37,8 @@ class SnapshotStore:
         self._held: dict[tuple[int, int], LayerSnapshot] = {}
         self._files: dict[tuple[int, int], Label] = {}
         self._writing: dict[tuple[int, int], Writing] = {}
-        self._in_hand: dict[tuple[int, int], LayerTensors] = {}
+        #: By step and layer: what the generation before left.
+        self.in_hand: dict[tuple[int, int], LayerTensors] = {}
         self._frozen: dict[int, dict[str, torch.Tensor]] = {}  # by layer: in no snapshot, since nothing changes it
         #: What must stay free whatever is kept. The master's checkpoints pass through its memory layer by layer.
         self.reserve_bytes = 0
@@ -139,15 +140,15 @@ class SnapshotStore:
         return None if body is None else LayerSnapshot(label, body)
 
     def contents(self) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted({**self._held, **self._files, **self._in_hand}))
+        return tuple(sorted({**self._held, **self._files, **self.in_hand}))
 
     def hand_over(self, states: dict[tuple[int, int], LayerTensors]) -> None:
         """Layers as a member leaves them to the next generation's, by step and layer. Nothing is copied."""
-        self._in_hand = states
+        self.in_hand = states
 
     def claim(self) -> dict[tuple[int, int], LayerTensors]:
         """What the generation before left."""
-        states, self._in_hand = self._in_hand, {}
+        states, self.in_hand = self.in_hand, {}
         return states
 
     def keep_frozen(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:

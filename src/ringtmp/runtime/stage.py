@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -17,9 +16,8 @@ from ringtmp.errors import ProtocolError
 from ringtmp.model.compiled_graph import refuse_without_compiler
 from ringtmp.model.deferred_gradients import ROOM, Job, at_once
 from ringtmp.model.matrices_for_muon import hidden_matrices
-from ringtmp.model.portable_layer import Graph, Layer
-from ringtmp.model.run_graph import Program
-from ringtmp.model.sufficient_factors import Catching, Factors
+from ringtmp.model.portable_layer import Layer
+from ringtmp.model.sufficient_factors import Factors
 from ringtmp.plan.route import Visit
 from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import compute_device
@@ -35,6 +33,7 @@ from ringtmp.runtime.gradients_at_segment_edges import (
     run_backward,
     saved_bytes,
 )  # fmt: skip
+from ringtmp.runtime.kept_programs import Programs
 from ringtmp.runtime.learning_rates import learning_rate
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
 from ringtmp.runtime.random_keys import RandomKeys
@@ -84,13 +83,14 @@ class Stage:
         crossings: Mapping[bool, Crossings] | None = None,
         final: Callable[[int], None] | None = None,
         catch: bool = False,
+        programs: Programs | None = None,
     ) -> None:
         """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`; with `catch`, what those of
         linear operators are made of to `caught`. `step`: updates done.
         `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered.
         `crossings`: what enters and leaves in training and in evaluation; None: as in a list of layers. `final` hears of
         parameters (by position) to whose gradients nothing more will be added in a step, while its last backward goes on or
-        after it, and may take them. Of some it may not hear."""
+        after it, and may take them. Of some it may not hear. `programs` that others of this process have, too."""
         self._recompute = recompute
         self._repeating: dict[tuple[bool, ...], bool] = {}  # by what inputs want, after the first: whether to recompute
         self._sides = 1 + recipe.staleness
@@ -104,10 +104,12 @@ class Stage:
         self._tree = SumTree(recipe.sum_tree)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
+        #: Whether a forward pass in training changes what belongs to a layer; None: layers are on their way here.
+        self.changes: bool | None = None if visit.layers else False
         if recipe.compiled:
             refuse_without_compiler()
         only_repeating_kernels(recipe.deterministic)
-        self._programs: dict[tuple[bool, bytes], Program] = {}
+        self._programs = Programs() if programs is None else programs
         self._states: dict[int, dict[StateName, torch.Tensor]] = {}
         self._optimizer: Optimizer | None = None
         self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self._sides)]
@@ -124,8 +126,9 @@ class Stage:
         tensors = compute_device.brought(tensors)
         state = dict(zip(state, compute_device.brought(list(state.values())), strict=True))
         # Compiled operators hand nothing to whoever catches.
-        train = self._program(layer.train, self._recipe.compiled and not self._catch)
-        self._layers[index] = StagedLayer(layer, tensors, train, self._program(layer.evaluate))
+        train = self._programs.of(layer.train, self._recipe.compiled and not self._catch, self._catch)
+        evaluate = self._programs.of(layer.evaluate, catch=self._catch)
+        self._layers[index] = StagedLayer(layer, tensors, train, evaluate)
         if state:
             self._states[index] = state
         if set(self._layers) == set(self.visit.layers):
@@ -134,6 +137,7 @@ class Stage:
     def _complete(self) -> None:
         """Every layer is here: make the optimizer."""
         self._runs = self._planned()
+        self.changes = any(each.changed for each in self._layers.values())
         if self._sides > 1:
             for index, layer in self._layers.items():
                 state = self._states.get(index, {})
@@ -214,8 +218,7 @@ class Stage:
         return 0 if self._optimizer is None else self._optimizer.state_bytes
 
     @property
-    def held(self) -> int:
-        """Microbatches whose activations are stored."""
+    def held(self) -> int:  # microbatches whose activations are stored
         return len(self.stored)
 
     @property
@@ -441,10 +444,3 @@ class Stage:
                 if not all(bool(torch.isfinite(each).all()) for each in outputs if each.is_floating_point()):
                     return False
         return True
-
-    def _program(self, graph: Graph, compiled: bool = False) -> Program:
-        key = compiled, msgspec.msgpack.encode(graph)
-        if key not in self._programs:
-            recording = Catching() if self._catch else None
-            self._programs[key] = Program(graph, str(compute_device.here()), compiled, recording)
-        return self._programs[key]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ringtmp.plan.devices import Device, LayerCost, Paths
     from ringtmp.plan.memory_forecast import MemoryForecast
     from ringtmp.plan.planner import PlanOptions
+    from ringtmp.plan.route import Route
     from ringtmp.plan.simulated_step import Simulated
     from ringtmp.plan.when_to_rebalance import Balance
     from ringtmp.runtime.base_leader import NodePool, Start
@@ -319,6 +320,7 @@ class PlanRequest:
     apart: frozenset[frozenset[int]] = frozenset()  # pairs of nodes that cannot reach each other
     paths: Paths = field(default_factory=dict)  # between devices, where they are not as their links say
     chosen: bool = False  # the number of microbatches is the plan's own choice
+    before: Route | None = None  # who held what until now, where layers are split
 
 
 @dataclass(frozen=True)

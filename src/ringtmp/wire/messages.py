@@ -2,7 +2,7 @@
 PROTOCOL number. Here are those of every run; a ring's passes and the data-parallel strategies have files of their own.
 
 The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale;
-                         GroupSum, GroupNorms, GroupWeights within a group
+                         GroupSum, GroupNorms, GroupWeights, GroupChange within a group
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
 Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Lost
@@ -19,6 +19,7 @@ from msgspec import field
 
 from ringtmp.model.frozen_formats import FLOAT32
 from ringtmp.plan.route import Route
+from ringtmp.plan.sum_tree import SumTree
 from ringtmp.wire.address import Address
 from ringtmp.wire.protocol import PROTOCOL as PROTOCOL
 
@@ -36,7 +37,7 @@ from ringtmp.wire.key_value_messages import (  # isort: skip
 )  # fmt: skip
 from ringtmp.wire.ring_messages import (  # isort: skip
     Activations as Activations, Gradients as Gradients, Norms as Norms, Scale as Scale, GroupSum as GroupSum,
-    GroupNorms as GroupNorms, GroupWeights as GroupWeights,
+    GroupNorms as GroupNorms, GroupWeights as GroupWeights, GroupChange as GroupChange,
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Edge as Edge
@@ -74,6 +75,13 @@ class Setup(NodeMessage, frozen=True, tag="setup"):
     flow: tuple[Edge, ...] = ()  # which tensors go from which visit to which; empty: everything to the next
     shares_state: bool = False  # members of a group share the optimizer state of their stage
     aside: bool = False  # the master has frozen parameters on its disk: they are neither sent back nor in snapshots
+    late: int = 0  # steps that what members of a group make may be late; 0: they add up
+    parts: int = 0  # of a step's microbatches, which members of groups share; 0: those of the tree of sums
+
+    @property
+    def tree(self) -> SumTree:
+        """The parts of a step that members of groups share."""
+        return SumTree(self.parts or self.recipe.sum_tree)
 
 
 class Place(NodeMessage, frozen=True, tag="place"):
@@ -296,7 +304,7 @@ Message = (
     | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Detail | Sample | Timed
     | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Lend | Scored | Store | Kept | Push | Pull | Pulled | Copy
     | Copied | Lost | Squares | Total | GradientPart | PeerModel | Factors | GroupSum | ServeTables | FirstRows | PushRows
-    | Tick | PullRows | PulledRows | GroupNorms | GroupWeights
+    | Tick | PullRows | PulledRows | GroupNorms | GroupWeights | GroupChange
 )  # fmt: skip
 
 #: Every class a message may be of.

@@ -69,6 +69,17 @@ class GroupWeights(NodeMessage, frozen=True, tag="group weights"):
     tensors: Specs = ()
 
 
+class GroupChange(NodeMessage, frozen=True, tag="group change"):
+    """Where members of a group do not wait for each other: what the sender's own gradients of a step change a bucket of
+    parameters by."""
+
+    RULE: ClassVar = between(TENSOR, MEMBER)
+    step: int
+    visit: int
+    bucket: int
+    tensors: Specs = ()  # empty: the sender had no microbatch
+
+
 class GroupSum(NodeMessage, frozen=True, tag="group sum"):
     """A chunk of a sum of gradients on its way through a group: being added up, or (the root of the tree) the total."""
 

@@ -166,6 +166,9 @@ class NodeSnapshots:
         return True
 
     def recalled(self, step: int, layer: int) -> LayerTensors:
+        left = self._endpoint.snapshots.in_hand.get((step, layer))
+        if left is not None:
+            return left
         snapshot = self._endpoint.snapshots.get(step, layer)
         if snapshot is None:
             raise SnapshotUnusable(f"node {self._endpoint.node} has no layer {layer} as of step {step}")

@@ -27,7 +27,6 @@ from ringtmp.model.output_tree import map_outputs, nest
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.node_groups import admission
 from ringtmp.plan.route import MASTER
-from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.base_leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
@@ -296,7 +295,7 @@ class Master(BaseLeader):
         sizes = [len(next(iter(leaves(each)))) for each in batch.inputs]
         self._sizes = {at: each for at, each in self._sizes.items() if at > turn - REMEMBERED_PASSES}
         self._sizes[turn] = (step, training, sizes)
-        order = admission(self._setup.route, SumTree(self._setup.recipe.sum_tree), len(batch.inputs))
+        order = admission(self._setup.route, self._setup.tree, len(batch.inputs))
         for microbatch in order if self._setup.route.grouped else range(len(batch.inputs)):
             tensors = self._entering(list(leaves(batch.inputs[microbatch])), training)
             message = Activations(

@@ -15,7 +15,6 @@ from ringtmp import untrusted
 from ringtmp.errors import ProtocolError
 from ringtmp.plan.node_groups import member_for
 from ringtmp.plan.route import holder_of
-from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.layer_snapshot import Label
 from ringtmp.strategies.ring.exchange_snapshots import MOST_PIECE_BYTES
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
@@ -25,6 +24,7 @@ from ringtmp.wire.message_parts import fits
 from ringtmp.wire.messages import (
     Activations,
     Gradients,
+    GroupChange,
     GroupNorms,
     GroupSum,
     GroupWeights,
@@ -54,8 +54,8 @@ class Scrutiny:
         """`expects` knows more of a pass, where the batch is at hand."""
         self._setup = setup
         self._route = setup.route
-        self._tree = SumTree(setup.recipe.sum_tree)
-        self._groups, self._sharing = ending.groups, ending.sharing
+        self._tree = setup.tree
+        self._ending = ending
         self._me = me
         self._visits = visits
         self._limit_bytes = limit_bytes
@@ -113,12 +113,8 @@ class Scrutiny:
             self._activations(message)
         elif isinstance(message, Gradients):
             self._gradients(message)
-        elif isinstance(message, GroupSum):
-            self._groups[message.visit].check(sender, message, self._visits[message.visit].done_turn)
-        elif isinstance(message, GroupNorms | GroupWeights):
-            if message.visit not in self._sharing:
-                raise ProtocolError(f"sent {type(message).__name__}, and this group shares no optimizer state")
-            self._sharing[message.visit].check(sender, message, self._visits[message.visit].done_turn)
+        elif isinstance(message, GroupSum | GroupChange | GroupNorms | GroupWeights):
+            self._within_group(sender, message)
         elif isinstance(message, Norms):
             current = self._pass(message)
             norms = _given(message.tensors, len(message.tensors), "Norms")
@@ -142,6 +138,17 @@ class Scrutiny:
             current.scale_came = True
         elif isinstance(message, Keep):
             self._keep(sender, message)
+
+    def _within_group(self, sender: int, message: GroupSum | GroupChange | GroupNorms | GroupWeights) -> None:
+        visit, done_turn, ending = message.visit, self._visits[message.visit].done_turn, self._ending
+        if isinstance(message, GroupSum) and visit in ending.groups:
+            ending.groups[visit].check(sender, message, done_turn)
+        elif isinstance(message, GroupChange) and visit in ending.late:
+            ending.late[visit].check(sender, message)
+        elif isinstance(message, GroupNorms | GroupWeights) and visit in ending.sharing:
+            ending.sharing[visit].check(sender, message, done_turn)
+        else:
+            raise ProtocolError(f"sent {type(message).__name__}, which is not how this group agrees")
 
     def _activations(self, message: Activations) -> None:
         last, visit = self._last.get(message.visit), message.visit

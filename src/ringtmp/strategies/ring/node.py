@@ -21,7 +21,6 @@ from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.node_groups import share_of, who_has, without_any
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
-from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage, WrongGradient
@@ -41,6 +40,7 @@ from ringtmp.wire.messages import (
     Echoed,
     Fetch,
     Gradients,
+    GroupChange,
     GroupNorms,
     GroupSum,
     GroupWeights,
@@ -97,7 +97,8 @@ class Node:
         recipe = setup.recipe
         recompute = None if setup.recompute == "none" else self._recompute
         self._clip = recipe.clip_norm is not None
-        self._tree = SumTree(recipe.sum_tree)
+        self._tree = setup.tree
+        endpoint.programs.renew()
         self.visits = {visit.index: self._visit(visit, defer, recompute) for visit in setup.route.on(self.me)}
         order = owner.parameter_order if owner is not None else ()
         self._ending = SumsAndNorms(
@@ -127,8 +128,11 @@ class Node:
         setup = self.setup
         ways = {each: ways_of(setup.flow, visit.index, each) for each in (True, False)} if setup.flow else {}
         crossings = {each: crossings_of(way) for each, way in ways.items()}
-        final = (lambda position: self._ending.groups[visit.index].final(position)) if visit.others else None
-        stage = Stage(visit, setup.recipe, defer, setup.step, recompute, crossings or None, final)
+        adds_up = visit.others and not setup.late
+        final = (lambda position: self._ending.groups[visit.index].final(position)) if adds_up else None
+        stage = Stage(
+            visit, setup.recipe, defer, setup.step, recompute, crossings or None, final, programs=self.endpoint.programs
+        )
         share = Share(self._tree, share_of(visit, self.me, self._tree)) if visit.others else None
         return VisitState(visit, stage, setup.recipe.staleness, setup.route.grouped, ways, share)
 
@@ -143,11 +147,13 @@ class Node:
 
     def act(self) -> bool:
         """Do the next piece of work, if the local rule has one."""
-        self._layers.answer_fetches(self.step)
+        if self._ending.settled():
+            self._layers.answer_fetches(self.step)
         if not self._news:
             return self.keeping.send_some(idle=True)  # nothing was runnable, and nothing has come since
         ready = [
-            state.ready(self._clip, self._in_flight(state), self._still_read(state)) for state in self.visits.values()
+            state.ready(self._clip, self._in_flight(state), self._still_read(state), self._ending.settled(index))
+            for index, state in self.visits.items()
         ]
         action = next_action(ready, self.setup.window, self._schedule)
         if action is not None:
@@ -176,7 +182,7 @@ class Node:
                 self.recorder.received(
                     message.visit, message.microbatch, mail.first_at, mail.arrived_at, mail.payload_bytes
                 )
-        elif isinstance(message, Norms | Scale | GroupSum | GroupNorms | GroupWeights):
+        elif isinstance(message, Norms | Scale | GroupSum | GroupNorms | GroupWeights | GroupChange):
             self._ending.hear(self._expect(message.visit, mail), mail)
         elif isinstance(message, Place):
             self._layers.place(message, mail.tensors)
@@ -240,6 +246,7 @@ class Node:
 
     def _perform(self, action: Action) -> None:
         state = self.visits[action.visit]
+        self._layers.begin_work()
         if action.kind == "forward":
             head = cast(Activations, state.activations[0].message)
             if not head.training:  # idle and busy are shares of training steps alone
@@ -364,7 +371,7 @@ class Node:
         for _, posted, acknowledged, size in self.endpoint.sent:
             self.recorder.sent(posted, acknowledged, size)
         self.endpoint.sent.clear()
-        self.emit(self.recorder.close_step(self.step, self._first_step))
+        self.emit(self.recorder.close_step(self.step, self._first_step, self._ending.oldest))
         if self.step == self._first_step:
             mind_memory()
         self.step += 1
@@ -372,6 +379,7 @@ class Node:
     def leave(self) -> None:
         """Its snapshots are in the store already. Layers and optimizer state are let go here and now: this node and its
         own methods hold each other, and a garbage collection may be long in coming."""
+        self._layers.hand_over()
         self.visits.clear()
         self._work.clear()
         self._ending.leave()

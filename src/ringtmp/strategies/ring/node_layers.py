@@ -26,7 +26,9 @@ class NodeLayers:
         self, endpoint: Endpoint, setup: Setup, visits: Mapping[int, VisitState], snapshots: NodeSnapshots
     ) -> None:
         self._endpoint = endpoint
-        self._route, self._aside = setup.route, setup.aside
+        self._route, self._aside, self._first_step = setup.route, setup.aside, setup.step
+        #: Where members of a group each have all of a stage, and only then, it may go on without the one that is lost.
+        self._hands_over = setup.route.grouped and not (setup.late or setup.shares_state or setup.recipe.staleness)
         self._visits = visits
         self._snapshots = snapshots
         self._fetches: deque[Fetch] = deque()
@@ -51,6 +53,23 @@ class NodeLayers:
         if self._aside:
             self._endpoint.snapshots.keep_frozen(index, stage.frozen(index))
         self._endpoint.post(MASTER, Placed(index))
+
+    def hand_over(self) -> None:
+        """This generation ends. What lies here is left to the next as it is, unless it is on its way into a step or out of one:
+        then what the generation before left still stands, if there is any."""
+        states: dict[tuple[int, int], LayerTensors] = {}
+        for state in self._visits.values():
+            stage = state.stage
+            if not self._hands_over or stage.changes is None or (state.passes and stage.changes):
+                return
+            for index in stage.visit.layers:
+                frozen = stage.frozen_of(index) if self._aside else ()
+                states[self._first_step + state.updates, index] = stage.layer_state(index, frozen)
+        self._endpoint.snapshots.hand_over(states)
+
+    def begin_work(self) -> None:
+        """From here on what the generation before left is changed."""
+        self._endpoint.snapshots.claim()
 
     def restore(self, message: Restore) -> None:
         layer = portable_layer.decode(message.graph)

@@ -16,16 +16,25 @@ from typing import Any
 import msgspec
 
 from ringtmp.config import RingPart, RunConfig, replaced
+from ringtmp.errors import DoesNotFit
 from ringtmp.metrics.event_log import EventLog
 from ringtmp.metrics.summary import Forecast, NodeForecast
-from ringtmp.model.portable_layer import Layer, hides_inputs
-from ringtmp.model.recompute import refuse_unrepeatable
+from ringtmp.model.portable_layer import Layer
 from ringtmp.model.running_statistics import changes_statistics, refuse_statistics
 from ringtmp.plan.choose_schedule import much_faster, plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost, Path, Paths, rate_between
 from ringtmp.plan.microbatches import best_plan, microbatch_sizes
 from ringtmp.plan.minimum_layers_per_stage import Ends, too_few_for_route, too_few_layers
-from ringtmp.plan.node_groups import ANY_GROUPS, fitted, grouped, members_of, parse_groups
+from ringtmp.plan.node_groups import (
+    ANY_GROUPS,
+    fitted,
+    grouped,
+    kept_in_place,
+    members_of,
+    parse_groups,
+    parse_sums,
+    shared_parts,
+)
 from ringtmp.plan.pipeline_schedules import AUTO, DEFAULT_SCHEDULE, schedule_named
 from ringtmp.plan.planner import Plan, PlanOptions
 from ringtmp.plan.route import MASTER, Route, holders_of, kept_apart, parse_cuts
@@ -37,10 +46,10 @@ from ringtmp.strategies.base import PlanRequest, Share
 from ringtmp.strategies.ring.device_trials import DeviceTrials, sample_of
 from ringtmp.strategies.ring.link_trials import neighbours_of, rounds_of
 from ringtmp.strategies.ring.master import Master
+from ringtmp.strategies.ring.plan_warnings import exposed, slow_ways
 from ringtmp.strategies.ring.tensor_routes import flow_of, what_travels
-from ringtmp.strategies.ring.trial_results import SILENT_BYTES_PER_S, described
+from ringtmp.strategies.ring.trial_results import described
 from ringtmp.system.resources import peak_rss_bytes
-from ringtmp.units import bytes_text
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Setup
 
@@ -63,6 +72,10 @@ class RingPlan:
         members = [visit.node for visit in self.setup.route.visits[:-1]]
         return Balance(self.planned, self.request.devices, members, not_before)
 
+    @property
+    def route(self) -> Route:
+        return self.setup.route
+
     def lead(self, start: Start) -> Master:
         route = msgspec.structs.replace(self.setup.route, outlived=start.protection.outlived)
         return Master(start, msgspec.structs.replace(self.setup, route=route), self.request.layers, self.request.loss)
@@ -70,6 +83,32 @@ class RingPlan:
 
 def plan(request: PlanRequest) -> RingPlan:
     groups = _given_groups(request)
+    if groups and (same := _in_place(request, groups)) is not None:
+        return same
+    return _anew(request, groups)
+
+
+def _in_place(request: PlanRequest, wanted: tuple[int, ...]) -> RingPlan | None:
+    """Where somebody came or went, and everyone else can keep the layers it has."""
+    before = request.before
+    if before is None or request.apart or len(before.visits) != len(wanted) + 2:
+        return None
+    late, tree = parse_sums(request.config.ring.group_sums), request.recipe.sum_tree
+    most = shared_parts(tree, late, min(request.microbatches, request.batch_size))
+    found = kept_in_place([visit.members for visit in before.visits[1:-1]], sorted(request.addresses), most)
+    if found is None:
+        return None
+    members = [MASTER, *(node for group in found for node in group)]
+    there, options = _with_groups(_arranged(request, members), tuple(map(len, found)), wanted)
+    options = replace(options, cuts=tuple((visit.first, visit.stop) for visit in before.visits))
+    try:
+        planned = planned_once(there.index.costs, there.devices, options, there.paths)
+    except DoesNotFit:
+        return None
+    return _told(request, there, planned, members)
+
+
+def _anew(request: PlanRequest, groups: tuple[int, ...]) -> RingPlan:
     members = _reaching(request, groups) if groups else kept_apart(sorted(request.addresses), request.apart)
     there, options = _arranged(request, members), None
     if groups:
@@ -77,6 +116,12 @@ def plan(request: PlanRequest) -> RingPlan:
     elif not _may_group(request):
         options = replace(_options(there), any_groups=False)
     planned = planned_once(there.index.costs, there.devices, options or _options(there), there.paths)
+    return _told(request, there, planned, members)
+
+
+def _told(request: PlanRequest, there: PlanRequest, planned: Plan, members: list[int]) -> RingPlan:
+    """`there`: the request for these members, in this order."""
+    groups = _given_groups(request)
     route, warnings = _route(there, planned)
     route = _numbered(route, members)
     if planned.shape:
@@ -90,7 +135,7 @@ def plan(request: PlanRequest) -> RingPlan:
         )  # fmt: skip
         warnings += (f"{who} is left out: {why}",)
     if request.step == 0:
-        warnings += _slow_ways(planned)
+        warnings += slow_ways(planned)
     made = _laid_out(there, planned, route, warnings, {} if planned.shape else _lines(route, members, there))
     lines = planned.summary(request.chosen)
     if request.step == 0 and not request.chosen and (faster := much_faster(planned, request.index.least_microbatch)):
@@ -165,6 +210,7 @@ def _laid_out(
     request: PlanRequest, planned: Plan, route: Route, warnings: tuple[str, ...], rates: dict[int, float]
 ) -> RingPlan:
     config, layers, index, recipe = request.config, request.layers, request.index, request.recipe
+    late = parse_sums(config.ring.group_sums)
     danger = delay_warning(recipe.optimizer, recipe.optimizer_settings, recipe.staleness)
     if request.step == 0:  # once: not again when a ring heals or a run is resumed
         warnings += (danger,) if danger is not None else ()
@@ -175,7 +221,8 @@ def _laid_out(
         route, recipe, planned.window, planned.options.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
         config.training.wire, config.protect, rates,
-        flow, config.ring.share_optimizer, index.aside,
+        flow, config.ring.share_optimizer, index.aside, late,
+        shared_parts(recipe.sum_tree, late, min(request.microbatches, request.batch_size)),
     )  # fmt: skip
     shares = tuple(_share(node, route, layers) for node in route.nodes())
     return RingPlan(request, setup, warnings, (), {}, shares)
@@ -289,6 +336,7 @@ def plan_options(
         recompute=ring.recompute,
         protect=config.protect,
         shares_state=config.ring.share_optimizer,
+        late=parse_sums(config.ring.group_sums),
         sum_tree=training.sum_tree,
         any_schedule=ring.schedule == AUTO,
         any_groups=ring.groups == ANY_GROUPS,
@@ -356,23 +404,7 @@ def _members(request: PlanRequest, planned: Plan) -> list[int]:
 def _route(request: PlanRequest, planned: Plan) -> tuple[Route, tuple[str, ...]]:
     members = _members(request, planned)
     holders = [tuple(members[node] for node in each) for each in planned.options.holders(len(members))]
-    return grouped(holders, planned.bounds), _exposed(request, planned.bounds)
-
-
-def _exposed(request: PlanRequest, bounds: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """What leaves the master that a user may want to keep there."""
-    nodes = request.config.ring.nodes
-    if request.config.ring.recompute == "all":
-        refuse_unrepeatable(request.layers)
-    has_parameters = hides_inputs(request.layers)
-    warnings = []
-    if nodes > 1 and not any(has_parameters[slice(*bounds[-1])]):
-        warnings.append(
-            "the tail has no layer with parameters: outputs and their gradients, which show labels, leave the master"
-        )
-    if nodes > 1 and not any(has_parameters[slice(*bounds[0])]):
-        warnings.append("the front has no layer with parameters: the raw inputs leave the master")
-    return tuple(warnings)
+    return grouped(holders, planned.bounds), exposed(request, planned.bounds)
 
 
 def _numbered(route: Route, members: Sequence[int]) -> Route:
@@ -395,23 +427,6 @@ def _lines(route: Route, members: Sequence[int], request: PlanRequest) -> dict[i
         for here, there in pairwise(route.visits)
     }
     return {node: rate for node, rate in rates.items() if math.isfinite(rate)}
-
-
-def _slow_ways(planned: Plan) -> tuple[str, ...]:
-    """Workers next to each other that reach each other worse than others."""
-    around = [planned.devices[node].name for node, *_ in planned.options.holders(len(planned.devices))]
-    found: dict[frozenset[str], str] = {}
-    for here, there in pairwise(around):
-        ways = [planned.paths.get(pair) for pair in ((here, there), (there, here))]
-        rate = min((way.bytes_per_s for way in ways if way is not None and way.tried), default=math.inf)
-        if math.isfinite(rate) and planned.devices[MASTER].name not in (here, there):
-            found[frozenset((here, there))] = (
-                f"{here} and {there} could not reach each other when their link was tested"
-                if rate == SILENT_BYTES_PER_S
-                else f"the link between {here} and {there} carries only {bytes_text(rate)}/s, less than either reaches "
-                "elsewhere; the plan allows for it"
-            )
-    return tuple(found.values())
 
 
 def _share(node: int, route: Route, layers: list[Layer]) -> Share:

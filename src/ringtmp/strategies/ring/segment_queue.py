@@ -79,6 +79,12 @@ class VisitState:
     returned: dict[int, deque[Mail]] = field(default_factory=dict)  # gradients from visits further on, by visit
     passes: deque[Pass] = field(default_factory=deque)  # those begun and not ended, oldest first
     done_turn: int = 0
+    updates: int = 0  # made in this generation
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this member speaks for its group."""
+        return self.share is not None and self.share.parts.start == 0
 
     @property
     def current(self) -> Pass | None:
@@ -124,16 +130,19 @@ class VisitState:
         queue.append(mail)
 
     def end(self) -> None:
-        self.done_turn = self.passes.popleft().turn
+        ended = self.passes.popleft()
+        self.done_turn = ended.turn
+        self.updates += ended.training
 
-    def ready(self, clip: bool, in_flight: int, still_read: bool = False) -> Ready:
-        """`still_read`: work that was left for later elsewhere needs the parameters here as they are."""
+    def ready(self, clip: bool, in_flight: int, still_read: bool = False, settled: bool = True) -> Ready:
+        """`still_read`: work that was left for later elsewhere needs the parameters here as they are. `settled`: what other
+        members of the group have made of the steps before is applied."""
         oldest = self.current
         forward = backward = None
         if self.activations:
             head = cast(Activations, self.activations[0].message)
             sources = self.sources(head.training) if head.microbatch >= 0 else ()
-            if self._may_go_forward(head) and all(self._has(self.skipped, each, head) for each in sources):
+            if self._may_go_forward(head, settled) and all(self._has(self.skipped, each, head) for each in sources):
                 forward = head.microbatch
         answering = oldest
         if self.gradients:
@@ -217,7 +226,9 @@ class VisitState:
                 raise Misconduct(f"sent microbatch {other.microbatch} of pass {other.turn} out of turn", each.sender)
         return more
 
-    def _may_go_forward(self, message: Activations) -> bool:
+    def _may_go_forward(self, message: Activations, settled: bool) -> bool:
+        if not settled and (not message.training or (message.keep and self.speaks)):
+            return False  # what is asked for, and kept, is a whole state
         if not self.passes or self.passes[-1].turn == message.turn:
             return True
         if message.keep:

@@ -1,5 +1,6 @@
 """Between a step's last gradient and the end of its update: groups add up their gradients, norms go round for clipping, and
-where a group shares the optimizer state its members hand each other what they have updated."""
+where a group shares the optimizer state its members hand each other what they have updated. Where members do not wait for
+each other's gradients, each makes its own update and tells the others what that changed."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ringtmp.plan.sum_tree import SumTree
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.strategies.ring.group_sums import GroupSums
+from ringtmp.strategies.ring.late_sums import LateSums
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
 from ringtmp.strategies.ring.shared_state import SharedState
-from ringtmp.wire.messages import GroupNorms, GroupSum, GroupWeights, Norms, Scale, Setup
+from ringtmp.wire.messages import GroupChange, GroupNorms, GroupSum, GroupWeights, Norms, Scale, Setup
 
 
 class SumsAndNorms:
@@ -33,16 +34,21 @@ class SumsAndNorms:
         """`post_sum`: while a stage goes backward, which has not ended with this. `parameter_order`: of the norms that reach
         the front, where layers do not go by it."""
         self._me, self._route = node, setup.route
-        tree, shares = SumTree(setup.recipe.sum_tree), setup.shares_state
+        shares = setup.shares_state
         self.groups = {
-            index: GroupSums(state.visit, node, tree, state.stage, post_sum, shares)
+            index: GroupSums(state.visit, node, setup.tree, state.stage, post_sum, shares)
             for index, state in visits.items()
-            if state.share is not None
+            if state.share is not None and not setup.late
         }
         self.sharing = {
             index: SharedState(visits[index].visit, node, visits[index].stage, sums, post_sum)
             for index, sums in self.groups.items()
             if shares
+        }
+        self.late = {
+            index: LateSums(state.visit, node, state.stage, bound=setup.late, step=setup.step, post=post_sum)
+            for index, state in visits.items()
+            if state.share is not None and setup.late
         }
         self._clip = setup.recipe.clip_norm is not None
         self._post = post
@@ -50,6 +56,9 @@ class SumsAndNorms:
 
     def hear(self, state: VisitState, mail: Mail) -> None:
         message: Any = mail.message
+        if isinstance(message, GroupChange):
+            self._take_change(state, mail)
+            return
         sharing, index = self.sharing.get(message.visit), message.visit
         current = next((each for each in state.passes if each.turn == message.turn), None)
         if isinstance(message, GroupSum):
@@ -71,8 +80,27 @@ class SumsAndNorms:
             (total,) = mail.present()
             self.scale(state, state.pass_of(message.turn), total)
 
+    def _take_change(self, state: VisitState, mail: Mail) -> None:
+        late, current = self.late[state.visit.index], state.current
+        late.take(mail)
+        if current is None:
+            late.apply()
+        elif current.adding_up:
+            current.summed = late.may_update(current.step)
+
+    def settled(self, visit: int | None = None) -> bool:
+        """Whether all that other members have made of the steps done here is applied: at a visit, or all of them."""
+        return all(late.settled for index, late in self.late.items() if visit in (None, index))
+
+    @property
+    def oldest(self) -> int | None:
+        """Where members do not wait: before this step's work began, all that others made of the steps before this one was
+        applied."""
+        return min((late.oldest for late in self.late.values()), default=None)
+
     def leave(self) -> None:
         """Let go of the stages."""
+        self.late.clear()
         self.groups.clear()
         self.sharing.clear()
 
@@ -85,11 +113,14 @@ class SumsAndNorms:
     def add_up_if_complete(self, state: VisitState, current: Pass) -> None:
         """A group adds up what its members have, when all of it is there; then norms may go on."""
         group = self.groups.get(state.visit.index)
+        late = self.late.get(state.visit.index)
         complete = current.answered and not state.stage.has_deferred(current.step)
         if group is not None and complete and not current.adding_up:
             current.adding_up = True
             if group.finish():
                 self.summed(state, current)
+        elif late is not None and complete and not current.adding_up:
+            current.adding_up, current.summed = True, late.may_update(current.step)
         elif group is None and self._clip:
             self.pass_norms_on(state, current)
 
@@ -103,7 +134,11 @@ class SumsAndNorms:
 
     def update(self, state: VisitState, current: Pass) -> None:
         """Twice where others update some of the parameters: when the step may end, and when theirs have come."""
-        sharing = self.sharing.get(state.visit.index)
+        sharing, late = self.sharing.get(state.visit.index), self.late.get(state.visit.index)
+        if late is not None:
+            late.update(current)
+            state.end()
+            return
         if not current.updated:
             state.stage.step(current.step, current.total_norm)
             current.updated = True
