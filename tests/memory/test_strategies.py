@@ -81,6 +81,8 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("mpca", 5, {"tau": 2}, long=True),
     Case("gossip-learning", 5, long=True),
     Case("tensor", 4, {"least": 64}, long=True),
+    Case("ensemble", 4, {"combine": "stacking"}, long=True),
+    Case("ensemble", 4, {"combine": "vote", "sample": "bootstrap"}, long=True),
 ]
 
 

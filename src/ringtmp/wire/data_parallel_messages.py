@@ -76,6 +76,13 @@ class Scored(NodeMessage, frozen=True, tag="scored"):
     tokens: int = 0
 
 
+class Predicted(NodeMessage, frozen=True, tag="predicted"):
+    """What a member of an ensemble says of samples to be evaluated: its model's one output, for all of them."""
+
+    RULE: ClassVar = reported(BULK, PLAN, WORKER)
+    tensors: Specs = ()
+
+
 class Store(NodeMessage, frozen=True, tag="store"):
     """A key moves in: its values, then optimizer state by name."""
 

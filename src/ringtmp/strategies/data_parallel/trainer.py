@@ -18,6 +18,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
+from ringtmp.model.ensemble import one_tensor
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.sufficient_factors import Factors
@@ -31,7 +32,19 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.samples_already_sent import Rows
-from ringtmp.wire.messages import Enlist, Fetch, LayerState, Lend, Place, Placed, Restore, Scored, Work, WorkDone
+from ringtmp.wire.messages import (
+    Enlist,
+    Fetch,
+    LayerState,
+    Lend,
+    Place,
+    Placed,
+    Predicted,
+    Restore,
+    Scored,
+    Work,
+    WorkDone,
+)
 
 
 class Exchange(Protocol):
@@ -43,6 +56,8 @@ class Exchange(Protocol):
     nodes: tuple[int, ...] = ()
     #: Whether a worker may go through its samples several times in a step.
     several_passes: bool = False
+    #: Whether the master is told what a worker's model predicts, where it asks for a score.
+    predicts: bool = False
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
@@ -299,6 +314,12 @@ class Trainer:
             self._exchange.loss(task.loss)
 
     def _score(self, task: _Task) -> None:
+        if self._exchange.predicts:
+            with torch.no_grad():
+                predicted = [one_tensor(self._nested(task, position)) for position in range(len(task.microbatches))]
+            self.endpoint.post(MASTER, Predicted(), [torch.cat(predicted)])
+            self._task = None
+            return
         score = Score(bytes_model=is_of_bytes(self._plan.loss))
         with torch.no_grad(), compute_device.going_forward(self._plan.recipe.compute):
             for position in range(len(task.microbatches)):
