@@ -49,6 +49,13 @@ class Work(NodeMessage, frozen=True, tag="work"):
     tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
 
 
+class Enough(NodeMessage, frozen=True, tag="enough"):
+    """Work of steps before this one that a worker has not begun is given up."""
+
+    RULE: ClassVar = told(CONTROL, PLAN, WORKER)
+    step: int
+
+
 class WorkDone(NodeMessage, frozen=True, tag="did"):
     RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     step: int

@@ -37,10 +37,12 @@ from ringtmp.strategies.data_parallel.message_checks import kept
 from ringtmp.strategies.data_parallel.one_key_per_layer import by_range, by_tensor, from_tensors
 from ringtmp.strategies.data_parallel.own_samples import Samples, joined
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
+from ringtmp.strategies.data_parallel.partial_epochs import Stretch
 from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.data_parallel.samples_already_sent import Ledger
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import (
+    Enough,
     Fetch,
     Kept,
     LayerState,
@@ -75,7 +77,9 @@ class DataParallelLeader(BaseLeader):
         self._laid_out = False
         self._pace = plan.pace
         self._tree = SumTree(plan.enlist.recipe.sum_tree)
+        self._stretch = Stretch(plan.pace.enough)
         self._ledgers = {worker: Ledger() for worker in self._workers}
+        self._pauses = False  # the run does, behind all that is dealt out
         self._done = plan.request.step
         self._dids: dict[int, list[tuple[int, WorkDone]]] = {}
         self._dealt: dict[int, dict[int, float]] = {worker: {} for worker in self._workers}  # step -> share, under way
@@ -174,6 +178,8 @@ class DataParallelLeader(BaseLeader):
             self._deal(step, batch, fresh)
         while self._may_deal(step) and (later := upcoming(self._committed)) is not None:
             self._deal(self._committed, later, False)
+        self._pauses = self._may_deal(step)
+        self._give_up_the_rest()
         self._until(lambda: self._complete(step), lambda: self._waiting_for(step), self._stall_limit())
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
         return self._count(step)
@@ -182,6 +188,11 @@ class DataParallelLeader(BaseLeader):
         """Whether the next step may be dealt out while this one is under way: not the first after a warm start."""
         alone, next_alone = (each < self._pace.warm_start for each in (step, self._committed))
         return self._committed <= step + self._pace.ahead and alone == next_alone
+
+    def _give_up_the_rest(self) -> None:
+        if self._pauses and self._stretch.may_end():
+            for worker in self._workers:
+                self.endpoint.post(worker, Enough(self._committed))
 
     def _complete(self, step: int) -> bool:
         if step < self._plan.request.step:
@@ -222,7 +233,8 @@ class DataParallelLeader(BaseLeader):
 
     def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
         for worker in self._workers:
-            self._dealt[worker][step] = self._send_work(worker, step, batch, True, fresh)
+            share = self._dealt[worker][step] = self._send_work(worker, step, batch, True, fresh)
+            self._stretch.dealt(share, fresh and worker == self._workers[0])
         self._committed = step + 1
 
     def _send_work(self, worker: int, step: int, batch: Batch, training: bool, fresh: bool) -> float:
@@ -362,6 +374,8 @@ class DataParallelLeader(BaseLeader):
                     f"the loss is {message.loss} in step {message.step} on node {mail.sender}: "
                     f"{what_to_try_when_not_finite(message.step)}"
                 )
+            self._stretch.done(0.0 if message.skipped else message.share)
+            self._give_up_the_rest()
             if self._pace.mixed:
                 self._pool.append(message)
             elif message.step >= self._done:  # later than its step was counted: a straggler beyond the quorum

@@ -35,6 +35,7 @@ class Pace:
     mixed: bool = False  # steps overlap: one is a batch's worth of samples, whichever they are
     quorum: int | None = None  # gradients a step needs; None: those of all workers
     replicas: bool = False  # every key is kept by the next server too
+    enough: float = 1.0  # of the samples since the last pause: when so many are done, the rest is given up
     warm_start: int = 0  # steps that the first worker makes alone
     own_samples: bool = False  # a worker has the same part of the data in every epoch
     alike: bool = True  # every worker ends a step with the same parameters; else the model is the mean of theirs

@@ -34,6 +34,7 @@ from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.samples_already_sent import Rows
 from ringtmp.wire.messages import (
     Enlist,
+    Enough,
     Fetch,
     LayerState,
     Lend,
@@ -86,6 +87,10 @@ class Exchange(Protocol):
     def overtaken(self, step: int) -> bool:
         """Whether the others have finished this step without us."""
         return False
+
+    def give_up(self, step: int) -> None:
+        """The step is over without this worker's gradients."""
+        return
 
     def loss(self, value: float) -> None:
         """The mean loss of this worker's share of the batch, before its first gradient."""
@@ -158,6 +163,7 @@ class Trainer:
         self._rows = Rows()
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
+        self._given_up = plan.step  # work of steps before this one is not begun
         self._fetches: list[Fetch] = []
         self._inherited = endpoint.snapshots.claim()
 
@@ -184,6 +190,8 @@ class Trainer:
             self.replica.lend(message.layer, mail.tensors)
         elif isinstance(message, Fetch):
             self._fetches.append(message)
+        elif isinstance(message, Enough):
+            self._given_up = message.step
         else:
             return False
         return True
@@ -252,7 +260,10 @@ class Trainer:
     def _begin(self) -> bool:
         while self._work:
             task = self._work.popleft()
-            if task.work.training and self._exchange.overtaken(task.work.step):
+            given_up = task.work.step < self._given_up
+            if task.work.training and (given_up or self._exchange.overtaken(task.work.step)):
+                if given_up:
+                    self._exchange.give_up(task.work.step)
                 share = sum(task.work.sizes) / task.work.samples
                 self.endpoint.post(MASTER, WorkDone(task.work.step, 0.0, share, skipped=True))
                 self.step = task.work.step + 1
