@@ -50,6 +50,7 @@ SETTINGS = {
         Setting("lab-100", 4, 0.45, 100.0, emulated=True),
         Setting("lab-10", 4, 0.45, 10.0, emulated=True),
         Setting("lab-8", 8, 0.22, 1000.0, emulated=True),
+        Setting("lab-8-100", 8, 0.22, 100.0, emulated=True),
     )
 }
 

@@ -55,6 +55,8 @@ CASES = (
     Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), auto=True),
     Case("ring:staleness=1", "ring", ("--strategy", "ring", "--staleness", "1"), auto=True, centre="mean"),
     Case("ring:protected", "ring", ("--strategy", "ring", "--protect", "auto"), centre="mean"),
+    Case("ring:groups", "ring", ("--strategy", "ring", "--groups", "auto", "--sum-tree", "4"), auto=True),
+    Case("auto", "ring", ("--strategy", "auto", "--share-data", "--sum-tree", "4"), auto=True),
     Case("ps:bsp", "ps", ("--strategy", "ps:bsp", "--with", "servers=1"), "one"),
     Case("ps:bsp:workers", "ps", ("--strategy", "ps:bsp", "--with", "servers=workers"), "workers"),
     Case("ps:async", "ps", ("--strategy", "ps:async", "--with", "servers=1"), "one", centre="mean"),
