@@ -31,6 +31,10 @@ def test_a_stretch_ends_once_when_all_is_dealt_and_enough_is_done() -> None:
     assert not whole.may_end(), "nothing is given up"
 
 
+#: Three workers have as many samples each, but for one or two.
+EQUAL: dict[str, Any] = {"microbatches": 6, "epochs": 2}
+
+
 class OneSlow(InMemoryPool):
     """Node 2 has a turn where the others have twenty."""
 
@@ -54,15 +58,15 @@ class OneSlow(InMemoryPool):
 def test_what_a_slow_worker_has_not_begun_is_given_up_and_counted(more: dict[str, Any], tmp_path: Path) -> None:
     nodes = 4 + bool(more)
     settings = {"consistency": "async", **more}
-    whole = train(Case("ps", nodes, settings), tmp_path / "whole", pool=OneSlow(nodes), epochs=2)
-    part = train(Case("ps", nodes, {**settings, "enough": 0.6}), tmp_path / "part", pool=OneSlow(nodes), epochs=2)
+    whole = train(Case("ps", nodes, settings), tmp_path / "whole", pool=OneSlow(nodes), **EQUAL)
+    part = train(Case("ps", nodes, {**settings, "enough": 0.6}), tmp_path / "part", pool=OneSlow(nodes), **EQUAL)
     assert whole.summary.steps == part.summary.steps == 46, "an epoch has as many steps as ever"
     every, some = (sum(each.applied for each in logged(result, events.NodeEnded)) for result in (whole, part))
     dropped = {each.node: each.dropped for each in logged(part, events.NodeEnded)}
     keys = every // (46 * 3)
     assert every == keys * 46 * 3, "every gradient of every worker"
     assert some == keys * (46 * 3 - sum(dropped.values()))
-    assert sum(dropped.values()) <= 0.4 * 46 * 3
+    assert sum(dropped.values()) <= 0.41 * 46 * 3
     assert dropped[2] > 0.8 * sum(dropped.values()) > 0, "the slow one's, and little that others had not begun"
     assert part.summary.accuracy is not None
     assert part.summary.accuracy > 0.5
