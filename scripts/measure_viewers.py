@@ -1,11 +1,12 @@
 """Does training slow down while many look on? Runs with and without viewers of the live page, in turns, on one machine.
 
-    python scripts/measure_viewers.py --pairs 12 --steps 600
+    python scripts/measure_viewers.py --both --pairs 12 --steps 600
 
 A pair is one run with viewers, connected from before the first step to the end, and one without; who goes first changes from
 pair to pair, and both have a page beside them. The viewers are one process that never reads what it is sent (--read: reads all
-of it). Printed: the speed with viewers over the speed without, as the median over pairs with a 95 % interval, and the share of
-a core that the page took. Every run is kept in --out, so that a measurement that was stopped goes on where it was.
+of it; --both: first the one, then the other). Printed: the speed with viewers over the speed without, as the median over pairs
+with a 95 % interval, and the share of a core that the page took. Every run is kept in
+--out, so that a measurement that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--viewers", type=int, default=50)
     parser.add_argument("--read", action="store_true", help="viewers read what they are sent")
+    parser.add_argument("--both", action="store_true", help="viewers that never read, then viewers that do")
     parser.add_argument("--out", type=Path, default=Path("runs/viewers.json"))
     parser.add_argument("--json", action="store_true", help="print one object instead of a sentence")
     parser.add_argument(
@@ -64,6 +66,12 @@ def main() -> None:
         return
     if asked.steps <= WARM_UP or asked.pairs < 1 or asked.viewers < 1:
         parser.error(f"--steps must be more than {WARM_UP}, --pairs and --viewers at least 1")
+    for read in (False, True) if asked.both else (asked.read,):
+        asked.read = read
+        tell(asked)
+
+
+def tell(asked: argparse.Namespace) -> None:
     found = measured(asked)
     pairs = [(found[f"{number} with"], found[f"{number} without"]) for number in range(asked.pairs)]
     ratio = interval([[without.step_s / watched.step_s] for watched, without in pairs], "median", SEED)

@@ -32,6 +32,7 @@ from ringtmp.model.layers import Model
 from ringtmp.model.next_token import Choice
 from ringtmp.model.pretrained import is_pretrained, pretrained
 from ringtmp.run.check_settings import resolve, resumed
+from ringtmp.run.errors_for_callers import without_inside
 from ringtmp.run.evaluate_predict_generate import device_pool, devices_for, evaluate, generate, predict
 from ringtmp.run.generate import Generated, Prompt
 from ringtmp.run.interruption import interruptible
@@ -57,8 +58,8 @@ R = TypeVar("R")
 
 
 def _runs(call: Callable[P, R]) -> Callable[P, R]:
-    """A call from Python that trains or computes: one at a time, and errors name settings as keywords. Who pressed Ctrl-C sees
-    the call and how to go on, not where the ring just was."""
+    """A call from Python that trains or computes: one at a time, and errors name settings as keywords. Who pressed Ctrl-C, or
+    gave what cannot be, sees the call and how to go on, not where in here it was noticed."""
 
     @wraps(call)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,6 +68,8 @@ def _runs(call: Callable[P, R]) -> Callable[P, R]:
                 return call(*args, **kwargs)
         except (Interrupted, KeyboardInterrupt) as asked:
             raise asked.with_traceback(None) from None
+        except UsageError as wrong:
+            raise without_inside(wrong) from None
 
     return alone
 
@@ -139,9 +142,7 @@ class Ring:
         `result.history.epochs`; `on_recovery` and `on_end` with what happened. docs/api.md says more."""
         given = checked_keywords("fit", Ring.fit, settings)
         if more:
-            raise UsageError(
-                "give inputs and targets as one pair: fit(model, (inputs, targets), ...); the rest by name"
-            )
+            raise UsageError(_said_of_more(train_data))
         if isinstance(train_data, str) and test_data is not None:
             raise UsageError(
                 f"{train_data} already includes test data: leave out test_data, or pass your own train_data"
@@ -237,6 +238,13 @@ class Ring:
         if self._listen is None:
             return None
         return device_pool(self._listen, self._ring, config, watcher, discovery=self._discovery)
+
+
+def _said_of_more(train_data: Data) -> str:
+    """Where something came after the training data, without a name."""
+    if hasattr(train_data, "shape"):
+        return "give inputs and targets as one pair: fit(model, (inputs, targets), ...); the rest by name"
+    return "test data and the rest go by name: fit(model, train_data, test_data=...)"
 
 
 def text_data(

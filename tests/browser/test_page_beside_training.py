@@ -162,6 +162,7 @@ def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
             "train", "--dashboard", "--dashboard-port", port, "--run-dir", "run", cwd=tmp_path, code=2
         ).stderr
     assert f"port {port} is in use by process" in said
+    assert len(said.strip().splitlines()) == 1, "the page's process ended without a word of its own"
     assert not (tmp_path / "run").exists()
 
 

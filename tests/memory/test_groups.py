@@ -7,8 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from harness import Built, recipe, ring_in_memory
+from oracle import plain_loop, state_sha256
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics.events import NodeStep, StepDone, Warned, read
 from ringtmp.model import deferred_gradients
@@ -55,6 +59,34 @@ def test_groups_end_in_the_bits_of_one_process(
         members=members_of(groups, range(nodes)), wrap=lambda t: Shaped(t, rough, 7 + t.node),
     )  # fmt: skip
     assert got == plain(model, 4)
+
+
+@pytest.mark.parametrize("shares_state", [False, True])
+def test_a_weight_that_lies_otherwise_in_memory_gets_a_gradient_that_lies_as_it_does(
+    shares_state: bool, tmp_path: Path
+) -> None:
+    """A sum came back in rows, and fused optimizers go through memory: each value got the gradient of another."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(1)
+        turned, last = nn.Linear(8, 8), nn.Conv1d(2, 4, 2)
+        turned.weight = nn.Parameter(torch.randn(8, 8).t() * 0.2)
+        last.weight = nn.Parameter(last.weight.detach().permute(1, 2, 0).contiguous().permute(2, 0, 1))
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), turned, nn.Unflatten(1, (2, 4)), last, nn.Flatten(), nn.Linear(12, 3)
+        )
+
+    batches = [(torch.randn(8, 6), torch.arange(8) % 3) for _ in range(2)]
+    alone = model()
+    losses = plain_loop(
+        alone, batches, 4, F.cross_entropy, lambda each: torch.optim.AdamW(each, lr=1e-2, fused=True), sum_tree=4
+    )
+    got = ring_in_memory(
+        Built(tmp_path, model(), lambda count: torch.randn(count, 6), [2]), recipe("adamw", {"lr": 1e-2}, sum_tree=4),
+        batches, 4, F.cross_entropy, 3, members=[(0,), (1, 2), (0,)], bounds=[(0, 1), (1, 6), (6, 7)],
+        shares_state=shares_state,
+    )  # fmt: skip
+    assert got == (state_sha256(alone), losses)
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,7 @@ def test_a_plot_shows_loss_and_accuracy_and_is_written_where_asked(tmp_path: Pat
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra plots)")
     result = fitted(tmp_path / "run")
     figure = result.plot(tmp_path / "loss.png")
+    assert figure._repr_png_().startswith(b"\x89PNG"), "a notebook shows it, though nobody imported pyplot"
     losses, scores = figure.axes
     assert list(losses.lines[0].get_ydata()) == [row.loss for row in result.history.steps]
     assert list(scores.lines[0].get_ydata()) == [row.accuracy for row in result.history.epochs]

@@ -187,6 +187,8 @@ def test_a_relu_in_place_is_as_good_as_any(tmp_path: Path) -> None:
         (Written(view=True), 2, {}, "changes a value in place that is used again"),
         (dense(64, 30, 10), 2, {"optimizer": "muon", "optimizer_settings": {"lr": 1e-3}}, "muon works on whole matrices"),
         (dense(64, 30, 10), 2, {"wire": "int8"}, "use --wire float32"),
+        (dense(64, 30, 10), 2, {"compute": "bfloat16"}, "leave out --compute"),
+        (dense(64, 30, 10), 2, {"compile": True}, "leave out --compile"),
         (dense(64, 30, 10), 2, {"strategy": "tensor:least=0"}, "least=0 must be a whole number of at least 1"),
     ],
 )  # fmt: skip
@@ -196,6 +198,33 @@ def test_what_does_not_divide_or_cannot_be_cut_is_refused_before_the_start(
     rest = {"strategy": "tensor:64", **given}
     with pytest.raises(RingError, match=said):
         train(model, rest.pop("strategy"), nodes, tmp_path, **rest)
+
+
+class Scaled(nn.Module):
+    """Between columns and rows: a number that is learned, one number for each value, and a buffer of them."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.all, self.each = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.linspace(0.5, 2.0, 32))
+        self.register_buffer("shift", torch.linspace(-1.0, 1.0, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x.flatten(1))) * self.all * self.each
+        logits: torch.Tensor = self.down(self.all * (y + self.shift))
+        return logits
+
+
+def test_what_is_whole_and_learned_beside_a_cut_value_gets_its_whole_gradient(tmp_path: Path) -> None:
+    """A single number got the gradient of each worker's own part, and grew apart; a vector ended the run with a KeyError."""
+    runs = [
+        train(Scaled(), strategy, nodes, tmp_path / strategy)
+        for strategy, nodes in (("ring", 1), ("tensor:64", 2))
+        if torch.manual_seed(1)
+    ]
+    assert apart(weights(runs[0]), weights(runs[1])) < 1e-5
 
 
 class Network(nn.Module):

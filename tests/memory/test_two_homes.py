@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import NodeLost, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
-from ringtmp.run import meet_home
+from ringtmp.run import meet_home, other_home
 from ringtmp.run.check_settings import resolve
 from ringtmp.run.what_to_train import OpenLine
 from ringtmp.runtime.losses import cross_entropy
-from two_homes import MemoryLine, joined, pair, together
+from two_homes import MemoryLine, joined, pair, the_others_turn, together
 
 WIDTHS = 4 * (6 * 16 + 16 + 16 * 16 + 16 + 16 * 3 + 3)
 
@@ -211,6 +212,38 @@ def test_a_home_that_is_gone_comes_back_and_both_end_with_the_bits_of_an_undistu
         return again(tmp_path / "b", back)()
 
     found = together(home(tmp_path / "a", first, settings), goes_and_comes)
+    assert digests(*found) == [oracle(settings, adamw)] * 2
+
+
+@pytest.mark.long
+def test_one_that_comes_back_while_the_other_is_at_its_steps_makes_its_own_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for a word that the other says at its exchange alone, and gave up where a round is longer than --home-wait."""
+    monkeypatch.setattr(other_home, "WORD_S", 0.5)
+    settings, (first, second), at_work = config(steps=7, home_wait_s=60.0), pair(), threading.Event()
+
+    class Held(Watcher):
+        def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
+            if done == 5:
+                with the_others_turn():
+                    assert at_work.wait(60), "the other made no step"
+
+    class AtWork(Watcher):
+        def step(self, done: int, total: int | None, event: events.StepDone, idle: float) -> None:
+            at_work.set()
+
+    def goes_and_comes() -> api.Result:
+        with pytest.raises(Gone):
+            home(tmp_path / "b", second, settings, Leaving(4, second))()
+        back = MemoryLine(1)
+        joined(first, back)
+        return api.resume(
+            tmp_path / "b", {"nodes": 3}, (data(1), None), None, watcher=AtWork(), pool=InMemoryPool(3),
+            line=lambda tell: back,
+        )  # fmt: skip
+
+    found = together(home(tmp_path / "a", first, settings, Held()), goes_and_comes)
     assert digests(*found) == [oracle(settings, adamw)] * 2
 
 

@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
-from ringtmp.bench.measuring import measure_jobs, run_command
+from ringtmp.bench.measuring import measure_jobs, progress_bar, run_command
 from ringtmp.bench.measuring.jobs import PYTHON, Job, digest
 from ringtmp.bench.measuring.machine_facts import Environment
 from ringtmp.bench.measuring.measurement_files import Measurement, Store
@@ -35,6 +35,7 @@ def job(case: str, script: str = f"print('{SPEECH}')", **changes: object) -> Job
 class Nobody:
     def begin(self, repeat: int, job: Job) -> None: ...
     def done(self, measurement: Measurement, reused: bool) -> None: ...
+    def left_out(self, job: Job, why: str) -> None: ...
 
 
 def perform(folder: Path, *jobs: Job, limit_s: float = 60.0) -> list[Measurement]:
@@ -110,6 +111,21 @@ def test_a_case_that_fails_is_recorded_and_the_bench_goes_on(tmp_path: Path) -> 
         assert "secret" not in path.read_text()
     # Next time the reason may be gone.
     assert perform(tmp_path, broken)[0].at >= found[0].at
+
+
+def test_what_is_needless_after_what_was_measured_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def needless(each: Job, found: Sequence[Measurement]) -> str | None:
+        return "b took less" if each.case == "c" and "b" in {one.job.case for one in found} else None
+
+    plan, store = [(0, job("b")), (0, job("c", "raise SystemExit(1)"))], Store(tmp_path)
+    with progress_bar.telling(plan, quiet=False) as teller:
+        found = list(measure_jobs.perform(plan, store, ENVIRONMENT, 60.0, teller, needless))
+    store.close()
+    assert [each.job.case for each in found] == ["b"]
+    assert [path.name for path in (tmp_path / "measurements").iterdir()] == ["test.work.here.b.0.json"]
+    assert "work here c: left out, b took less" in capsys.readouterr().err
 
 
 def test_a_measurement_has_what_it_takes_to_repeat_it(tmp_path: Path) -> None:

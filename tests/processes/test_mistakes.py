@@ -87,6 +87,7 @@ def test_help_has_its_options_in_groups(tmp_path: Path) -> None:
         ({"test": None}, "fit has no argument 'test': did you mean test_data?"),
         ({"bacth_size": 3}, "did you mean batch_size?"),
         ({"lr": 0.1}, r'lr belongs to the optimizer: write optimizer=\("adam", {"lr": 0.1}\)'),
+        ({"dashboard": True}, r"give fit a run_dir, and in a terminal type ringtmp watch RUN_DIR"),
         ({"nodes": 4}, r"nodes is an argument of Ring: write Ring\(nodes=...\).fit\(...\)"),
         ({"test_data": (torch.zeros(1, 1), torch.zeros(1))}, "digits already includes test data"),
     ],
@@ -119,6 +120,9 @@ def test_values_of_the_wrong_kind_are_refused_before_the_start(arguments: dict[s
 def test_inputs_and_targets_apart_and_a_number_as_text_are_refused() -> None:
     with pytest.raises(UsageError, match="give inputs and targets as one pair"):
         Ring(nodes=1).fit("mlp", torch.zeros(2, 2), torch.zeros(2))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 2), torch.zeros(2)))
+    with pytest.raises(UsageError, match=r"test data and the rest go by name: fit\(model, train_data, test_data=...\)"):
+        Ring(nodes=1).fit("mlp", loader, loader)
     with pytest.raises(UsageError, match="nodes= must be a whole number, not text"):
         Ring(nodes="3").fit("mlp", "digits")  # type: ignore[arg-type]
 

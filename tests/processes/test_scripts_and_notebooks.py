@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ringtmp import Interrupted, Ring
+from ringtmp.errors import UsageError
 
 #: Everything at the top: were a node to import this file again, it would start rings without end.
 PLAIN = """
@@ -90,6 +91,28 @@ def test_ctrl_c_shows_the_call_and_one_useful_line(tmp_path: Path, step: int, sa
     assert told.value.__cause__ is None
 
 
+def test_a_mistake_shows_the_call_the_sentence_and_the_line_of_ones_own_where_it_went_wrong(tmp_path: Path) -> None:
+    """In a notebook it was 157 lines of ours and of torch, for data of a wrong width."""
+
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)  # my line
+
+    data = torch.randn(16, 5), torch.zeros(16, dtype=torch.long)
+    with pytest.raises(UsageError, match="refuses a microbatch of shape") as told:
+        Ring(nodes=1, progress=False).fit(Mine(), data, steps=1, batch_size=8, run_dir=tmp_path / "run")
+    frames = traceback.extract_tb(told.value.__traceback__)
+    assert [Path(each.filename).name for each in frames] == [Path(__file__).name, "api.py"], "the call, and no more"
+    shown = "".join(traceback.format_exception(told.value))
+    assert shown.count("Traceback") == 1
+    assert "In your code: " in shown
+    assert "in forward: return self.layer(x)  # my line" in shown
+
+
 NOTEBOOK = importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel")
 
 
@@ -103,6 +126,7 @@ def test_a_notebook_trains_a_ring_of_processes_and_shows_a_bar(tmp_path: Path) -
         cells=[
             nbformat.v4.new_code_cell(PLAIN.replace("DATA", "(inputs, targets)")),
             nbformat.v4.new_code_cell("result"),
+            nbformat.v4.new_code_cell("result.plot()"),
         ]
     )
     NotebookClient(book, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -111,3 +135,5 @@ def test_a_notebook_trains_a_ring_of_processes_and_shows_a_bar(tmp_path: Path) -
     assert '<progress value="2" max="2"' in drawn[0].data["text/html"]
     assert "done after step 2" in drawn[0].data["text/plain"]
     assert book.cells[1].outputs[0].data["text/plain"].startswith("done: ")
+    if importlib.util.find_spec("matplotlib"):
+        assert "image/png" in book.cells[2].outputs[0].data

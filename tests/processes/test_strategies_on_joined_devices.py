@@ -23,13 +23,22 @@ from torch import nn
 def model():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 """
+#: Ways of the server that send other messages, or at other moments.
+MORE = (
+    "ps:ssp:1:eager=true", "ps:bsp:factors=true", "ps:asp:0.01", "ps:value:0.05", "ps:async:n_push=2:n_fetch=2",
+    "allreduce:tree", "allreduce:halving",
+)  # fmt: skip
 #: What needs no messages of its own kind is in the quick suite (test_joining.py: the ring), a few are long, the others nightly.
 LONG = {"tensor", "allreduce", "gadmm"}
 
 
 def every() -> list[object]:
     names = [name for name in registry.OURS if name != "ring"]
-    return [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.nightly) for name in names]
+    found = [(name, SETTINGS.get(name, name)) for name in names] + [(text, text) for text in MORE]
+    return [
+        pytest.param(text, id=name, marks=pytest.mark.long if name in LONG else pytest.mark.nightly)
+        for name, text in found
+    ]
 
 
 @pytest.fixture
@@ -39,9 +48,9 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
     made.close()
 
 
-@pytest.mark.parametrize("name", every())
-def test_it_trains_on_joined_devices_as_on_local_processes(name: str, ring: Ring) -> None:
-    strategy, text = registry.OURS[name], SETTINGS.get(name, name)
+@pytest.mark.parametrize("text", every())
+def test_it_trains_on_joined_devices_as_on_local_processes(text: str, ring: Ring) -> None:
+    strategy = registry.get(registry.parse(text).name)
     settings = strategy.read(registry.parse(text).settings)
     (ring.folder / "linear.py").write_text(LINEAR)
     samples = 1438 if strategy.full_batch else 48

@@ -10,9 +10,12 @@ import msgspec
 import pytest
 
 import day_long_log
+from ringtmp.dashboard import kept_view, run_view
 from ringtmp.dashboard.decimated_history import MOST_FRAMES, MOST_POINTS
+from ringtmp.dashboard.kept_view import kept
 from ringtmp.dashboard.messages_to_browser import News
-from ringtmp.dashboard.run_view import LEAST_RECENT, RECENT_NODE_STEPS, RunView
+from ringtmp.dashboard.run_view import RunView
+from ringtmp.dashboard.seen_so_far import LEAST_RECENT, RECENT_NODE_STEPS
 from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import parts_of
 from ringtmp.metrics.summary import of_parts
@@ -43,7 +46,7 @@ def test_a_long_log_is_thinned_while_it_is_read_and_its_totals_are_those_of_json
     assert told.now is not None
     assert told.now.step == steps
     assert told.summary == of_parts(parts_of(events.of_run(tmp_path)), str(tmp_path))
-    kept = [len(done) for part in view._fold.parts() for done in part.node_steps.values()]
+    kept = [len(done) for part in view._seen.fold.parts() for done in part.node_steps.values()]
     assert max(kept) <= 2 * max(LEAST_RECENT, RECENT_NODE_STEPS // 4) + 1
 
 
@@ -60,8 +63,87 @@ def test_a_run_resumed_from_far_back_is_read_again_and_counted_once(tmp_path: Pa
     assert told.summary == of_parts(parts_of(events.of_run(tmp_path)), str(tmp_path))
     assert told.points is not None
     assert told.points.rows[-1][0] == 10
-    assert view._fold.recent is not None
-    assert view._fold.recent > steps // 2
+    assert view._seen.fold.recent is not None
+    assert view._seen.fold.recent > steps // 2
+
+
+@pytest.fixture
+def short_logs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_view, "KEEP_EVERY_BYTES", 1)
+
+
+@pytest.mark.usefixtures("short_logs_are_kept")
+def test_the_second_page_of_a_long_run_begins_where_the_first_left_off_and_tells_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on: its index is of the first two thirds, and half a line was written when it was made."""
+    day_long_log.write(tmp_path, 1)
+    log = tmp_path / "events.jsonl"
+    damage(log)
+    whole = log.read_bytes()
+    log.write_bytes(whole[: 2 * len(whole) // 3])
+    opened(tmp_path)
+    assert (tmp_path / kept_view.NAME).stat().st_mode & 0o777 == 0o600
+    log.write_bytes(whole)  # as appended: the same file
+    decoded = count_decoded(monkeypatch)
+    view, told = opened(tmp_path)
+    assert 0 < sum(decoded) < 0.4 * len(whole), "only what was new"
+    (tmp_path / kept_view.NAME).unlink()
+    again, afresh = opened(tmp_path)
+    assert msgspec.json.encode(told) == msgspec.json.encode(afresh)
+    assert told.summary == of_parts(parts_of(events.of_run(tmp_path)), str(tmp_path))
+    step = sorted(again.follower.mark.detailed)[-1]
+    assert view.follower.spans_of(step) == again.follower.spans_of(step) != []
+
+
+def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    real = events.decode
+
+    def counted(line: bytes) -> events.Event:
+        found.append(len(line))
+        return real(line)
+
+    monkeypatch.setattr(events, "decode", counted)
+    return found
+
+
+def bent(index: bytes) -> bytes:
+    half = len(index) // 2
+    return index[:half] + bytes([index[half] ^ 1]) + index[half + 1 :]
+
+
+@pytest.mark.usefixtures("short_logs_are_kept")
+def test_an_index_that_disagrees_with_the_log_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One digit of the log changed in its middle; a log cut short; the index bent, cut, empty, of another version."""
+    day_long_log.write(tmp_path, 0.2)
+    log, place = tmp_path / "events.jsonl", tmp_path / kept_view.NAME
+    _, told = opened(tmp_path)
+    whole, index = log.read_bytes(), place.read_bytes()
+    assert kept(tmp_path) is not None
+    at = whole.index(b'"loss":', len(whole) // 2) + 7
+    changed = whole[:at] + (b"9" if whole[at : at + 1] != b"9" else b"8") + whole[at + 1 :]
+    for other in (changed, whole[: len(whole) // 2]):
+        log.write_bytes(other)
+        place.write_bytes(index)
+        assert kept(tmp_path) is None
+        assert opened(tmp_path)[1].summary == of_parts(parts_of(events.of_run(tmp_path)), str(tmp_path))
+    log.write_bytes(whole)
+    for damaged in (bent(index), index[: len(index) // 2], b"", index + b"x"):
+        place.write_bytes(damaged)
+        assert kept(tmp_path) is None
+        assert opened(tmp_path)[1] == told
+    place.write_bytes(index)
+    monkeypatch.setattr(kept_view, "__version__", "0.0")
+    assert kept(tmp_path) is None
+
+
+@pytest.mark.usefixtures("short_logs_are_kept")
+def test_without_room_on_the_disk_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day_long_log.write(tmp_path, 0.1)
+    monkeypatch.setattr(kept_view, "ROOM_BYTES", 2**62)
+    opened(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["events.jsonl"]
 
 
 @pytest.mark.nightly
@@ -76,7 +158,11 @@ def test_a_log_of_144_megabytes_opens(tmp_path: Path) -> None:
     _, told = opened(tmp_path)
     message = msgspec.json.encode(told)
     used_s = time.process_time() - before
-    print(f"{log.stat().st_size / 1e6:.0f} MB, {steps} steps: {used_s:.2f} s of the processor", file=sys.stderr)
+    before = time.process_time()
+    assert msgspec.json.encode(opened(tmp_path)[1]) == message
+    again_s = time.process_time() - before
+    size = f"{log.stat().st_size / 1e6:.0f} MB, {steps} steps"
+    print(f"{size}: {used_s:.2f} s of the processor, {again_s:.2f} s the second time", file=sys.stderr)
     assert (told.status, told.damaged, told.unknown) == ("done", 2, 1)
     assert told.points is not None
     assert told.frames is not None

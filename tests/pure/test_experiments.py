@@ -8,18 +8,29 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from invented import choices, record_of, run_events
+from invented import choices, invented, page, record_of, run_events
 from ringtmp.bench.analysis import intervals, per_step_values, traffic_formulas
 from ringtmp.bench.analysis.intervals import Interval
-from ringtmp.bench.bench_request import default_ways
+from ringtmp.bench.bench_request import DIGITS_SAMPLES, default_ways
 from ringtmp.bench.experiment_registry import CATALOG, COMPARISONS, named
-from ringtmp.bench.experiments import capacity, idle, resilience, step_time_equations, traffic
+from ringtmp.bench.experiments import (
+    capacity,
+    exchange,
+    idle,
+    learning_progress,
+    resilience,
+    scaling,
+    step_time_equations,
+    traffic,
+)
 from ringtmp.bench.measuring import run_record
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.read_output import step_times
 from ringtmp.bench.programs import largest_model, node_removal
+from ringtmp.bench.training_runs import common_runs, learning_rate_sweep
 from ringtmp.bench.training_runs.strategy_variants import parse, parse_all
 from ringtmp.cli import bench as verb
+from ringtmp.data.source_registry import load
 from ringtmp.errors import UsageError
 from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import parts_of
@@ -356,3 +367,64 @@ def test_names_go_together_and_help_lists_them_all() -> None:
     said = CliRunner().invoke(verb.command, ["--help"]).output
     assert all(name in said for name in [*CATALOG, "quick", "all"])
     assert {way.strategy for way in default_ways(True)} == {"ring", "ps", "allreduce"}
+
+
+# -- all families -------------------------------------------------------------------------------------------------------
+
+
+def test_what_takes_the_whole_data_has_its_own_steps_no_rate_and_no_other_batches() -> None:
+    asked = choices(quick=False, strategies="lbfgs,ps:bsp", names=("idle", "progress", "scaling"))
+    (found,) = (each for each in common_runs.task_cells(asked) if each.way.full_batch)
+    assert (found.work.batch_size, found.work.steps) == (DIGITS_SAMPLES, common_runs.FULL_BATCH_STEPS[False])
+    assert load("digits", 0, {})[0].size == DIGITS_SAMPLES
+    assert learning_rate_sweep.of_way(asked, found.way) == []
+    labels = [each.way.label for each in idle.cells(asked) if each.label and "nodes" not in each.label]
+    assert "lbfgs" not in labels
+    assert "ps:bsp" in labels
+    told = {each.what: each.why for each in idle.section(asked, Measured([])).skipped}
+    assert "whole data" in told["lbfgs: other batch sizes, larger models"]
+    assert "lbfgs: scaling" in {each.what for each in scaling.section(asked, Measured([])).skipped}
+
+
+@pytest.mark.parametrize(
+    ("text", "alike"),
+    [("ring", True), ("tensor", True), ("hybcomm", True), ("ps:asp:0", True), ("ps:asp:0.01", False), ("averaging:8", False),
+     ("mpca", False), ("gossip-learning", False), ("easgd", False), ("dpsgd", False), ("lbfgs", False), ("ps:value:0.1", False),
+     ("allreduce:ring:wire=1bit", False)],
+)  # fmt: skip
+def test_only_what_trains_like_one_process_is_tuned_as_one(text: str, alike: bool) -> None:
+    way = parse(text)
+    assert way.like_one_process is alike
+    assert way.full_batch or {each.nodes for each in learning_rate_sweep.of_way(choices(), way)} == {1 if alike else 3}
+
+
+def test_a_step_stands_beside_the_lower_bound_of_its_exchange() -> None:
+    asked = choices(strategies="ps:bsp,ring,allreduce:tree", names=("exchange",))
+    made = page(asked, invented(asked)).sections[0]
+    server, tree = exchange.rows(asked, Measured(invented(asked)))
+    # 10 parameters over 100 Mbit/s: 3.2 microseconds. Two workers; 1000 bytes passed a link of which a model is 40.
+    assert (server.least_models, server.models) == (2.0, 25.0)
+    assert server.floor_s == pytest.approx(2 * 3.2e-6)
+    assert server.in_turn_s == pytest.approx(4 * 3.2e-6, rel=0.01)
+    assert (server.step_s, server.busy_s) == (1.0, 0.5)
+    assert tree.pattern == "binomial tree"
+    (figure,) = made.figures
+    assert [each.x for each in figure.series] == [("ps:bsp", "allreduce:tree")] * 3
+    assert "ring" in {each.what for each in made.skipped}
+    joined = exchange.rows(msgspec.structs.replace(asked, listen="here", joined=3), Measured(invented(asked)))
+    assert [each.floor_s for each in joined] == []
+
+
+def test_a_run_is_told_whole_and_up_to_its_target() -> None:
+    asked = choices(strategies="ps:bsp,lbfgs", names=("progress",))
+    found = {each.label: each for each in learning_progress.outcomes(asked, Measured(invented(asked)))}
+    assert set(found) == {"one device", "ps:bsp", "lbfgs"}
+    server = found["ps:bsp"]
+    assert (server.accuracy, server.whole.steps, server.whole.seconds, server.whole.bytes) == (
+        0.9,
+        6.0,
+        6.0,
+        6 * 2000.0,
+    )
+    assert (server.step_s, server.step_bytes, found["lbfgs"].lr) == (1.0, 2000.0, None)
+    assert server.to_target is None or server.to_target.steps <= 6

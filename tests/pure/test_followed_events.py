@@ -190,6 +190,9 @@ def watch(*args: object) -> None:
 def test_a_folder_that_is_no_run_is_refused_with_the_runs_in_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no such folder"):
         watch(tmp_path / "nowhere")
+    (tmp_path / "mine.py").touch()
+    with pytest.raises(UsageError, match="mine.py is a file, not a run directory: give the folder of a run"):
+        watch(tmp_path / "mine.py")
     (tmp_path / "monday").mkdir()
     (tmp_path / "monday/events.jsonl").touch()
     with pytest.raises(UsageError, match="it has no events.jsonl; the runs in it are monday"):

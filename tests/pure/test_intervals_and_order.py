@@ -8,7 +8,7 @@ import pytest
 
 from invented import run_events
 from ringtmp.bench.analysis import intervals
-from ringtmp.bench.measuring import machine_facts
+from ringtmp.bench.measuring import machine_facts, run_command
 from ringtmp.bench.measuring.jobs import PYTHON, Job, interleaved, time_left_s
 from ringtmp.bench.measuring.read_output import step_times
 from ringtmp.metrics.events import CheckpointSaved, Evaluated, StepDone
@@ -120,3 +120,17 @@ def test_a_step_counts_from_the_end_of_the_one_before_it() -> None:
     ]  # fmt: skip
     (part,) = parts_of(stream)
     assert step_times(part.steps, part.pauses, batch_size=8, warm_up=2) == (1.0, 2.0, 1.5, 3.0)
+
+
+def test_where_every_step_is_an_epoch_a_step_takes_what_it_says() -> None:
+    """Tests and shuffling lie between all of them."""
+    steps = [StepDone(10.0 * number, number, number, 0.0, 0.1, 1438, 1.0 + number) for number in range(4)]
+    assert step_times(steps, [5.0, 15.0, 25.0], batch_size=1438, warm_up=2) == (3.0, 4.0)
+    assert step_times(steps[:1], (), batch_size=1438, warm_up=0) == ()
+
+
+def test_why_a_lab_failed_is_what_its_master_said_last() -> None:
+    said = "n1: ringtmp node: run begins\nringtmp: 3 workers cannot share it\nn1: ringtmp node: run ended; waiting\n"
+    assert run_command.last_line(said) == "ringtmp: 3 workers cannot share it"
+    assert run_command.last_line("n1: ringtmp node: run ended") == "n1: ringtmp node: run ended"
+    assert run_command.last_line(" \n") == "nothing was said"

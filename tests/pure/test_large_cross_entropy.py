@@ -19,12 +19,14 @@ from ringtmp.system.resources import REUSED_UP_TO_BYTES
 MEAN, SUM = 1, 2
 
 
-def both(logits: torch.Tensor, target: torch.Tensor, reduction: int = MEAN, gradient: float = 1.0) -> list[Any]:
+def both(
+    logits: torch.Tensor, target: torch.Tensor, reduction: int = MEAN, gradient: float = 1.0, ignored: int = -100
+) -> list[Any]:
     """(loss, gradient) of ours and of torch."""
     found = []
     for function in (cross_entropy_loss, torch.ops.aten.cross_entropy_loss.default):
         leaf = logits.clone().requires_grad_()
-        loss = function(leaf, target, None, reduction)
+        loss = function(leaf, target, None, reduction, ignored)
         loss.backward(torch.tensor(gradient))
         found.append((loss.detach(), leaf.grad))
     return found
@@ -43,6 +45,33 @@ def test_it_has_the_bits_of_torch(rows: int, classes: int, reduction: int, monke
     (ours, our_gradient), (plain, plain_gradient) = both(logits, target, reduction, gradient=0.37)
     assert ours.equal(plain)
     assert our_gradient.equal(plain_gradient)
+
+
+@pytest.mark.parametrize("reduction", [MEAN, SUM])
+@pytest.mark.parametrize("ignored", [0, 1, 49_151, -1, 60_000])
+def test_any_label_may_be_the_one_that_is_ignored(ignored: int, reduction: int) -> None:
+    """With 0, which many tokenisers pad with, every row counted as ignored: no number, and a sum of 0."""
+    target = torch.arange(60) * 7
+    target[::4], target[1] = ignored, 49_151
+    (ours, our_gradient), (plain, plain_gradient) = both(torch.randn(60, 49_152), target, reduction, ignored=ignored)
+    assert ours.equal(plain)
+    assert plain > 0
+    assert our_gradient.equal(plain_gradient)
+
+
+def test_labels_may_be_bytes() -> None:
+    for ours, plain in zip(*both(torch.randn(60, 40_000), torch.arange(60, dtype=torch.uint8)), strict=True):
+        assert ours.equal(plain)
+
+
+@pytest.mark.parametrize("target", [torch.arange(59), torch.arange(60, dtype=torch.int32)], ids=["too few", "int32"])
+def test_what_torch_refuses_is_refused_in_its_words(target: torch.Tensor) -> None:
+    logits = torch.randn(60, 40_000)
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        torch.ops.aten.cross_entropy_loss.default(logits, target)
+    with pytest.raises(type(theirs.value)) as ours:
+        cross_entropy_loss(logits, target)
+    assert str(ours.value) == str(theirs.value)
 
 
 def test_infinities_and_ignored_rows_alone_come_out_as_in_torch() -> None:

@@ -50,6 +50,7 @@ CATALOG = {
             "energy", "joules per epoch and per sample, by node and strategy, and how much of it is the energy model"
         ),
         Experiment("traffic", "values and bytes per epoch by batch size and model shape, with the break-even"),
+        Experiment("exchange", "one exchange of the model, by pattern: its lower bound beside a measured step"),
         Experiment(
             "equations",
             "measured step time against equations (1), (2) and (3), over link rates",

@@ -36,7 +36,15 @@ def plan(choices: Choices) -> Plan:
     found: Plan = []
     for count in sorted(set(times.values()), reverse=True):
         found += interleaved([job for stem, job in jobs.items() if times[stem] == count], count, choices.seed)
+    for module in [module_of(name) for name in choices.names if hasattr(module_of(name), "arranged")]:
+        found = module.arranged(found)
     return found
+
+
+def needless(choices: Choices, job: Job, found: Sequence[Measurement]) -> str | None:
+    """Why a job need not be measured after what was; None: it must be."""
+    asked = [module_of(name).needless for name in choices.names if hasattr(module_of(name), "needless")]
+    return next((why for each in asked if (why := each(choices, job, Measured(found)))), None)
 
 
 def module_of(name: str) -> Any:

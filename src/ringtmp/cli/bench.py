@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ringtmp.errors import RingError, UsageError
 
 if TYPE_CHECKING:
     from ringtmp.bench.bench_request import Choices
+    from ringtmp.bench.measuring.jobs import Job
     from ringtmp.bench.measuring.measurement_files import Measurement, Store
     from ringtmp.lab.devices_file import Device
     from ringtmp.report.page_content import Page
@@ -153,9 +155,12 @@ def _measure(choices: Choices, store: Store, limit_s: float, quiet: bool) -> tup
     runs: list[Measurement] = []
     complete = False
 
+    def needless(job: Job, found: Sequence[Measurement]) -> str | None:
+        return jobs_of_experiments.needless(choices, job, found)
+
     def perform(plan: jobs_of_experiments.Plan, found: list[Measurement]) -> None:
         with progress_bar.telling(plan, quiet) as teller:
-            for each in measure_jobs.perform(plan, store, environment, limit_s, teller):
+            for each in measure_jobs.perform(plan, store, environment, limit_s, teller, needless):
                 found.append(each)
 
     try:

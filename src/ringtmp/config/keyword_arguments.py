@@ -17,6 +17,11 @@ _ELSEWHERE = {
     "test": "test_data", "val_data": "test_data", "validation_data": "test_data", "valid_data": "test_data",
     "data": "train_data", "criterion": "loss", "loss_fn": "loss", "callbacks": "watcher",
 }  # fmt: skip
+#: Options of the command line that are no argument, and what to do instead.
+_COMMANDS = {
+    "dashboard": "the page of a run from Python is a command beside it: give fit a run_dir, and in a terminal type "
+    "ringtmp watch RUN_DIR",
+}
 
 
 def taken_by(call: Call) -> dict[str, Setting]:
@@ -62,6 +67,8 @@ def checked_keywords(call: Call, function: Callable[..., Any], given: Mapping[st
         if name in ("lr", "learning_rate", "momentum", "weight_decay"):
             key = "lr" if name == "learning_rate" else name
             raise UsageError(f'{name} belongs to the optimizer: write optimizer=("adam", {{"{key}": {given[name]!r}}})')
+        if name in _COMMANDS:
+            raise UsageError(f"{call} has no argument {name!r}: {_COMMANDS[name]}")
         takes = inspect.signature(function).parameters.values()
         known = [each.name for each in takes if each.kind is not each.VAR_POSITIONAL][1:]
         meant = _ELSEWHERE.get(name) if _ELSEWHERE.get(name) in known else nearest(name, known)

@@ -7,6 +7,7 @@ own: Ctrl-C is for the run.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -72,7 +73,9 @@ class Ending:
 
     def _wait(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stdin.buffer.read()
+            descriptor = sys.stdin.fileno()  # itself: who holds the lock of its buffer crashes an interpreter that ends
+            while os.read(descriptor, 4096):
+                pass
         self._since = time.monotonic()
 
     @property

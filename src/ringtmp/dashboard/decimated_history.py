@@ -47,18 +47,18 @@ class Point:
         ]  # fmt: skip
 
 
+@dataclass
 class Points:
     """`changed_from`: rows from this place on are other than those told last."""
 
-    def __init__(self) -> None:
-        self.rows: list[Point] = []
-        self._steps_each = 1
-        self.changed_from = 0
+    rows: list[Point] = field(default_factory=list)
+    steps_each: int = 1
+    changed_from: int = 0
 
     def take(self, step: StepDone, at_s: float) -> None:
         loss = step.loss
         last = self.rows[-1] if self.rows else None
-        if last is not None and last.last - last.first + 1 < self._steps_each and step.step == last.last + 1:
+        if last is not None and last.last - last.first + 1 < self.steps_each and step.step == last.last + 1:
             last.add(step.step, at_s, loss, low=loss, high=loss, samples=step.samples, wall_s=step.wall_s)
             self.changed_from = min(self.changed_from, len(self.rows) - 1)
             return
@@ -75,11 +75,11 @@ class Points:
         self.changed_from = min(self.changed_from, len(self.rows))
 
     def _halve(self) -> None:
-        self._steps_each *= 2
+        self.steps_each *= 2
         rows, self.rows = self.rows, []
         for row in rows:
             last = self.rows[-1] if self.rows else None
-            if last is not None and row.last - last.first < self._steps_each and row.first == last.last + 1:
+            if last is not None and row.last - last.first < self.steps_each and row.first == last.last + 1:
                 last.add(
                     row.last, row.at_s, row.loss, low=row.low, high=row.high, samples=row.samples, wall_s=row.wall_s
                 )  # fmt: skip
@@ -150,19 +150,19 @@ class Frame:
     nodes: dict[int, NodeShare] = field(default_factory=dict)
 
 
+@dataclass
 class Frames:
     """`kinds` names what nodes do; rows refer to it by number. A kind is named when a row with it is first made.
 
     Steps of the newest stretch wait to be added up together, until it is over or somebody wants to know."""
 
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.frame_s = FIRST_FRAME_S
-        self.kinds: dict[str, int] = {}
-        self.changed_from = 0
-        self._nodes = 1
-        self._readings: dict[int, Reading] = {}
-        self._waiting: list[NodeStep] = []
+    frames: list[Frame] = field(default_factory=list)
+    frame_s: float = FIRST_FRAME_S
+    kinds: dict[str, int] = field(default_factory=dict)
+    changed_from: int = 0
+    nodes: int = 1
+    readings: dict[int, Reading] = field(default_factory=dict)
+    waiting: list[NodeStep] = field(default_factory=list)
 
     def take(self, steps: Iterable[NodeStep], step: int, at_s: float) -> None:
         """What all nodes reported until a moment."""
@@ -170,18 +170,18 @@ class Frames:
         if not self.frames or self.frames[-1].place != place:
             self._add_up()
             self.frames.append(Frame(place, at_s, step))
-            if len(self.frames) > max(60, min(MOST_FRAMES, MOST_NODE_FRAMES // self._nodes)):
+            if len(self.frames) > max(60, min(MOST_FRAMES, MOST_NODE_FRAMES // self.nodes)):
                 self._halve()
         frame = self.frames[-1]
         frame.at_s, frame.step = at_s, step
         self.changed_from = min(self.changed_from, len(self.frames) - 1)
-        self._waiting += steps
+        self.waiting += steps
 
     def _add_up(self) -> None:
         """What waits goes into the newest stretch."""
-        if not self._waiting:
+        if not self.waiting:
             return
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         by_node: dict[int, list[NodeStep]] = {}
         for each in waiting:
             by_node.setdefault(each.node, []).append(each)
@@ -191,16 +191,18 @@ class Frames:
             if share is None:
                 share = nodes[node] = NodeShare()
             share.did(done)
-            for reading in [each.reading for each in done if each.reading is not None]:
-                share.read(self._readings.get(node), reading)
-                self._readings[node] = reading
-        self._nodes = max(self._nodes, len(nodes))
+            readings = [each.reading for each in done if each.reading is not None]
+            if readings:  # counts of one process, which only grow: the first and the last are enough
+                share.read(self.readings.get(node), readings[0])
+                share.read(readings[0], readings[-1])
+                self.readings[node] = readings[-1]
+        self.nodes = max(self.nodes, len(nodes))
 
     def forget_readings(self, nodes: Iterable[int]) -> None:
         """Other processes take their places, and begin to count anew."""
         self._add_up()
         for node in nodes:
-            self._readings.pop(node, None)
+            self.readings.pop(node, None)
 
     def _halve(self) -> None:
         self.frame_s *= 2

@@ -16,6 +16,13 @@ def checked_runs(runs: Sequence[Path]) -> list[Path]:
     if len(runs) > MOST_RUNS:
         raise UsageError(f"{len(runs)} runs are too many for one page: give at most {MOST_RUNS}")
     for run in runs:
+        if run.is_file():
+            hint = (
+                f": give {run.parent}, the folder it is in"
+                if run.name == "events.jsonl"
+                else ": give the folder of a run"
+            )
+            raise UsageError(f"{run} is a file, not a run directory{hint}")
         if not run.is_dir():
             raise UsageError(f"{run} is not a run directory: there is no such folder")
         if not (run / "events.jsonl").is_file():

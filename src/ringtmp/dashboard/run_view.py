@@ -12,18 +12,15 @@ from pathlib import Path
 import psutil
 
 from ringtmp import __version__
-from ringtmp.dashboard.decimated_history import Frames, Points
 from ringtmp.dashboard.follow_file import Follower
-from ringtmp.dashboard.messages_to_browser import Member, Membership, More, News, Now, Outage, Test, membership
-from ringtmp.dashboard.sentences_for_events import Happenings
+from ringtmp.dashboard.kept_view import KEEP_EVERY_BYTES, keep, kept
+from ringtmp.dashboard.messages_to_browser import More, News, Now
+from ringtmp.dashboard.seen_so_far import Seen
 from ringtmp.errors import UsageError
-from ringtmp.metrics import events
-from ringtmp.metrics.fold_events import Fold
 from ringtmp.metrics.summary import Summary, of_parts
 
-#: Steps that are kept apart of all nodes together, and of each at least. A loss that undoes more has the file read again, and
-#: more kept.
-RECENT_NODE_STEPS, LEAST_RECENT, MORE_RECENT = 512, 32, 16
+#: A loss that undoes more than was kept apart has the file read again, and so many times more kept.
+MORE_RECENT = 16
 #: The summary takes at most this share of a core.
 SUMMARY_SHARE = 0.01
 SUMMARY_PAUSE_S = 1.0
@@ -37,21 +34,12 @@ class RunView:
         self.path = run
         self.number = number
         self.follower = Follower(run / "events.jsonl")
-        self._recent = RECENT_NODE_STEPS
-        self._begin()
+        self._opened = False
+        self._begin(Seen())
 
-    def _begin(self) -> None:
-        self._fold = Fold(self._recent)
-        self._points, self._frames, self._log = Points(), Frames(), Happenings()
-        self._tests: list[Test] = []
-        self._tests_from = 0
-        self._memberships: list[Membership] = []
-        self._outages: list[Outage] = []
-        self._shares: list[events.NodeStep] = []  # read, and taken with the next event of another kind
-        self._pending: list[events.NodeStep] = []  # of a step that is not done
-        self._started: events.RunStarted | None = None
-        self._ended: events.RunEnded | None = None
-        self._newest: tuple[events.StepDone, float] | None = None
+    def _begin(self, seen: Seen) -> None:
+        self._seen = seen
+        self._kept_bytes = self.follower.read
         self._summary: Summary | None = None
         self._summary_due = 0.0
         self._summary_new = self._behind = self._anew = False
@@ -62,20 +50,18 @@ class RunView:
 
     def look(self) -> bool:
         """Take what is new. True: there is more than fits into one turn."""
+        if not self._opened:
+            self._opened = True
+            self._open()
         if self.follower.replaced():
-            self._begin()
+            self._begin(Seen())
             self._anew = True
         limit = time.monotonic() + TURN_S
         before = self.follower.read
         while time.monotonic() < limit:
             start = self.follower.read
-            for event in self.follower.more():
-                if isinstance(event, events.NodeStep):  # nearly all are
-                    self._shares.append(event)
-                else:
-                    self._take(event)
-            self._take_shares()
-            if self._fold.undone_too_far:
+            self._seen.take_all(self.follower.more())
+            if self._seen.fold.undone_too_far:
                 self._read_all_again()
                 return True
             if self.follower.read == start:
@@ -84,108 +70,42 @@ class RunView:
         if self.follower.read != before:
             self._news_waiting = True
         self._summarise()
+        self._keep()
         return self._behind
+
+    def _open(self) -> None:
+        found = kept(self.path)
+        if found is not None:
+            self.follower.go_on_from(found[0])
+            self._begin(found[1])
+            self._anew = True
+
+    def _keep(self) -> None:
+        """What was read, for the next page: now and then while a long run goes on, and when it has ended."""
+        new_bytes = self.follower.read - self._kept_bytes
+        if self._behind or self.follower.read < KEEP_EVERY_BYTES or not new_bytes:
+            return
+        if new_bytes >= KEEP_EVERY_BYTES or self._seen.ended is not None:
+            self._kept_bytes = self.follower.read  # tried once, whether or not there is room
+            keep(self.path, self.follower.mark, self._seen)
 
     def _read_all_again(self) -> None:
         """With more of what nodes did kept apart: a loss undid more than had been."""
         self.follower.restart()
-        self._recent *= MORE_RECENT
-        self._begin()
+        self._begin(Seen(recent=self._seen.recent * MORE_RECENT))
         self._anew = True
-
-    def _take_shares(self) -> None:
-        self._fold.take_node_steps(self._shares)
-        self._pending += self._shares
-        self._shares.clear()
-
-    def _take(self, event: events.Event) -> None:
-        """Any but a node's share of a step."""
-        self._take_shares()
-        if isinstance(event, events.StepDone):
-            self._fold.take(event)
-            self._step_done(event, self._fold.run_s(event.at))
-            return
-        if isinstance(event, events.RunStarted) and self._started is None:
-            self._fold_for(event)
-        self._fold.take(event)
-        if isinstance(event, events.NodeEnded | events.NodeStep):
-            return
-        at_s = self._fold.run_s(event.at)
-        self._log.take(event, at_s)
-        if isinstance(event, events.Evaluated):
-            self._tests.append(
-                Test(event.step, at_s, event.loss, event.accuracy, event.bits_per_byte, event.perplexity)
-            )
-        elif isinstance(event, events.NodeStarted):
-            self._joined(event, at_s)
-        elif isinstance(event, events.NodeGone):
-            if event.node is not None:
-                self._outages.append(Outage(event.node, at_s))
-        elif isinstance(event, events.Regrouped):
-            self._regrouped(event, at_s)
-        elif isinstance(event, events.RunStarted):
-            self._run_started(event)
-        elif isinstance(event, events.RunEnded) and event.begun:
-            self._ended = event
-
-    def _step_done(self, event: events.StepDone, at_s: float) -> None:
-        self._points.take(event, at_s)
-        self._frames.take(self._pending, event.step, at_s)
-        self._pending.clear()
-        self._newest = event, at_s
-
-    def _run_started(self, event: events.RunStarted) -> None:
-        self._started, self._ended = event, None
-        self._undo(event.first_step)
-        for each in self._outages:
-            each.to_s = self._fold.run_s(event.at) if each.to_s is None else each.to_s
-
-    def _fold_for(self, event: events.RunStarted) -> None:
-        nodes = event.config.get("ring", {}).get("nodes", 4) if isinstance(event.config, dict) else 4
-        self._fold.recent = max(LEAST_RECENT, self._recent // max(1, nodes if isinstance(nodes, int) else 4))
-
-    def _joined(self, event: events.NodeStarted, at_s: float) -> None:
-        name = event.device or ("master" if event.node == 0 else f"node {event.node}")
-        new = Member(event.node, name, event.role, event.segments, event.parameters)
-        last = self._memberships[-1] if self._memberships else None
-        self._frames.forget_readings([event.node])
-        if last is None or last.generation != event.generation or at_s < last.at_s:
-            self._memberships.append(membership(at_s, event.generation, (new,)))
-            return
-        others = tuple(each for each in last.members if each.node != new.node)
-        members = tuple(sorted((*others, new), key=lambda each: each.node))
-        self._memberships[-1] = membership(last.at_s, last.generation, members)
-
-    def _regrouped(self, event: events.Regrouped, at_s: float) -> None:
-        told = {each.node for each in self._outages if each.to_s is None}
-        self._outages += [Outage(node, at_s - event.seconds) for node in event.lost if node not in told]
-        for each in self._outages:
-            each.to_s = at_s if each.to_s is None else each.to_s
-        last = self._memberships[-1] if self._memberships else None
-        if (
-            last is not None and event.lost and last.at_s < at_s - event.seconds
-        ):  # nobody started: others take its place
-            members = tuple(each for each in last.members if each.node not in event.lost)
-            self._memberships.append(membership(at_s, event.generation, members))
-        self._undo(event.step)
-
-    def _undo(self, step: int) -> None:
-        self._points.keep_before(step)
-        kept = [each for each in self._tests if each.step <= step]
-        self._tests_from = min(self._tests_from, len(kept))
-        self._tests = kept
 
     # -- the same numbers as --json -------------------------------------------------------------------------------------
 
     def _summarise(self) -> None:
         """Now and then while it goes on, and once when it has ended."""
-        if self._behind or self._started is None or (not self._news_waiting and self._summary is not None):
+        if self._behind or self._seen.started is None or (not self._news_waiting and self._summary is not None):
             return
         started = time.monotonic()
-        ended = self._ended is not None
+        ended = self._seen.ended is not None
         if started < self._summary_due and not ended:
             return
-        parts = self._fold.parts()
+        parts = self._seen.fold.parts()
         try:
             self._summary = of_parts(parts, str(self.path))
         except UsageError:
@@ -201,25 +121,25 @@ class RunView:
         """waiting, reading, running, healing, cut off, or how it ended."""
         if self._behind:
             return "reading"
-        if self._started is None:
+        if self._seen.started is None:
             return "waiting"
-        if self._ended is not None:
-            return self._ended.outcome
+        if self._seen.ended is not None:
+            return self._seen.ended.outcome
         if not self._process_lives():
             return "cut off"
-        return "healing" if any(each.to_s is None for each in self._outages) else "running"
+        return "healing" if any(each.to_s is None for each in self._seen.outages) else "running"
 
     @property
     def _now(self) -> Now | None:
-        if self._newest is None:
+        if self._seen.newest is None:
             return None
-        done, at_s = self._newest
+        done, at_s = self._seen.newest
         return Now(at_s, done.step + 1, done.epoch + 1, done.loss, done.lr, done.unprotected)
 
     @property
     def over(self) -> bool:
         """Nobody is there who could be asked for something."""
-        return self._ended is not None or (self._started is not None and not self._process_lives())
+        return self._seen.ended is not None or (self._seen.started is not None and not self._process_lives())
 
     def _process_lives(self) -> bool:
         try:
@@ -235,8 +155,7 @@ class RunView:
             return None
         made = self._made(status, whole=self._anew)
         self._status_told = status
-        self._points.changed_from, self._frames.changed_from = len(self._points.rows), len(self._frames.frames)
-        self._tests_from, self._log.changed_from = len(self._tests), len(self._log.entries)
+        self._seen.told()
         self._news_waiting = self._summary_new = self._anew = False
         return made
 
@@ -245,25 +164,24 @@ class RunView:
         return self._made(self.status, whole=True)
 
     def _made(self, status: str, whole: bool) -> News:
-        started, points, frames = self._started, self._points, self._frames
-        since = (
-            [0] * 4 if whole else [points.changed_from, frames.changed_from, self._tests_from, self._log.changed_from]
-        )
+        seen, mark = self._seen, self.follower.mark
+        started, points, frames = seen.started, seen.points, seen.frames
+        since = [0] * 4 if whole else [points.changed_from, frames.changed_from, seen.tests_from, seen.log.changed_from]
         training = started.config.get("training", {}) if started is not None else {}
         written_by = "" if started is None else started.version
         frame_rows = frames.rows(since[1])  # before `kinds`, which they name
         return News(
             run=self.number, name=self.path.name or str(self.path), status=status, whole=whole,
             read=self.follower.read / self.follower.size if self._behind else 1.0,
-            damaged=self.follower.damaged, unknown=self.follower.unknown, left_out=self._log.left_out,
+            damaged=mark.damaged, unknown=mark.unknown, left_out=seen.log.left_out,
             other_version="" if written_by == __version__ else written_by,
             total_steps=started.facts.get("total_steps") or training.get("steps") if started is not None else None,
             epochs=training.get("epochs"), began=started.wall_clock if started is not None else "", now=self._now,
             summary=self._summary if whole or self._summary_new else None, kinds=list(frames.kinds), frame_s=frames.frame_s,
-            memberships=self._memberships, outages=self._outages,
-            detailed=sorted(self.follower.detailed)[-MOST_TOLD_STEPS:],
+            memberships=seen.memberships, outages=seen.outages,
+            detailed=sorted(mark.detailed)[-MOST_TOLD_STEPS:],
             points=More(since[0], [each.row for each in points.rows[since[0] :]]),
             frames=More(since[1], frame_rows),
-            tests=More(since[2], self._tests[since[2] :]),
-            log=More(since[3], self._log.entries[since[3] :]),
+            tests=More(since[2], seen.tests[since[2] :]),
+            log=More(since[3], seen.log.entries[since[3] :]),
         )  # fmt: skip

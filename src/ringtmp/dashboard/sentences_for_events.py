@@ -24,30 +24,29 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     step: int | None = None
 
 
-class Happenings:
+class Happenings(msgspec.Struct):
     """`changed_from`: entries from this place on are other than those told last."""
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.left_out = 0
-        self.changed_from = 0
-        self._protected = False
-        self._starts = 0
-        self._joined = 0  # of those who began last, one after the other
+    entries: list[Entry] = []
+    left_out: int = 0
+    changed_from: int = 0
+    protected: bool = False
+    starts: int = 0
+    joined: int = 0  # of those who began last, one after the other
 
     def take(self, event: events.Event, at_s: float) -> None:
         found = self._told(event)
         if found is None:
             return
         kind, text = found
-        self._joined = self._joined + 1 if kind == "join" else 0
-        if self._joined > MOST_JOINED:
-            if self._joined == MOST_JOINED + 1:
+        self.joined = self.joined + 1 if kind == "join" else 0
+        if self.joined > MOST_JOINED:
+            if self.joined == MOST_JOINED + 1:
                 del self.entries[-MOST_JOINED:]
             else:
                 self.entries.pop()
             self.changed_from = min(self.changed_from, len(self.entries))
-            text = f"{self._joined} nodes work; the table says what each holds"
+            text = f"{self.joined} nodes work; the table says what each holds"
         step = getattr(event, "step", None)
         self.entries.append(Entry(round(at_s, 3), kind, text, step))
         if len(self.entries) > MOST_ENTRIES:
@@ -57,8 +56,8 @@ class Happenings:
 
     def _told(self, event: events.Event) -> tuple[str, str] | None:
         if isinstance(event, events.RunStarted):
-            self._starts += 1
-            if self._starts == 1:
+            self.starts += 1
+            if self.starts == 1:
                 return "start", "The run began"
             return "start", f"The run was resumed after step {event.first_step}"
         if isinstance(event, events.NodeStarted):
@@ -78,7 +77,7 @@ class Happenings:
         if isinstance(event, events.Evaluated):
             return "tested", f"Test after step {event.step}: {score(event)}"
         if isinstance(event, events.SnapshotWhole):
-            told, self._protected = self._protected, True
+            told, self.protected = self.protected, True
             return None if told else ("kept", "The first snapshot is whole: from here on a node may vanish")
         if isinstance(event, events.StreamStrayed | events.Warned):
             return "warning", event.text

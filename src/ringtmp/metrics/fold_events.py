@@ -82,36 +82,36 @@ def parts_of(stream: Iterable[events.Event]) -> tuple[Part, ...]:
     return fold.parts()
 
 
-class Fold:
-    """Events in, one at a time; parts out, whenever they are asked for.
+class Fold(msgspec.Struct):
+    """Events in, one at a time; parts out, whenever they are asked for. It can be written down and gone on with.
 
     `recent`: for who follows a run that lasts for days. Of what a node did, only so many of its last steps are kept apart;
     those before are added up in one. A loss that undoes more than that is not in these sums: `undone_too_far` says so, and
     the events must be read again from their beginning.
     """
 
-    def __init__(self, recent: int | None = None) -> None:
-        self.recent = recent
-        self._tallies: list[_Tally] = []
-        self._waiting: list[str] = []  # warnings that come before the start they belong to
+    recent: int | None = None
+    tallies: list[Tally] = []
+    waiting: list[str] = []  # warnings that come before the start they belong to
+    before_s: float = 0.0  # seconds of all parts but the last
 
     @property
     def undone_too_far(self) -> bool:
-        return any(each.undone_too_far for each in self._tallies)
+        return any(each.undone_too_far for each in self.tallies)
 
     def run_s(self, at: float) -> float:
         """A moment of the master's clock, in the part that was begun last, as seconds since the run first began."""
-        if not self._tallies:
+        if not self.tallies:
             return 0.0
-        return sum(each.seconds for each in self._tallies[:-1]) + at - self._tallies[-1].began
+        return self.before_s + at - self.tallies[-1].began
 
     def take_node_steps(self, several: Sequence[events.NodeStep]) -> None:
         """One after the other, as `take` does it. A day has millions of them."""
-        if self._tallies:
-            self._tallies[-1].take_node_steps(several)
+        if self.tallies:
+            self.tallies[-1].take_node_steps(several)
 
     def take(self, event: events.Event) -> None:
-        tallies = self._tallies
+        tallies = self.tallies
         if isinstance(event, events.NodeStep):  # nearly all are: first
             self.take_node_steps((event,))
         elif isinstance(event, events.StepDone):
@@ -120,12 +120,13 @@ class Fold:
         elif isinstance(event, events.RunStarted):
             for earlier in tallies:
                 earlier.resume_from(event.first_step)
-            tallies.append(_Tally(event, self._waiting, self.recent))
-            self._waiting = []
+            self.before_s = sum(each.seconds for each in tallies)
+            tallies.append(Tally(event, self.waiting, self.recent, event.at))
+            self.waiting = []
         elif isinstance(event, events.Warned) and (not tallies or tallies[-1].ended):
-            self._waiting.append(event.text)
+            self.waiting.append(event.text)
         elif isinstance(event, events.RunEnded) and (not event.begun or not tallies or tallies[-1].ended):
-            self._waiting.append(f"an attempt to go on with the run failed: {event.error or event.outcome}")
+            self.waiting.append(f"an attempt to go on with the run failed: {event.error or event.outcome}")
         elif tallies:
             tallies[-1].take(event)
             if isinstance(event, events.Evaluated):
@@ -134,122 +135,120 @@ class Fold:
 
     def parts(self) -> tuple[Part, ...]:
         found: list[Part] = []
-        for tally in self._tallies:
+        for tally in self.tallies:
             found.append(tally.part(sum(each.seconds for each in found)))
-        if found and self._waiting:
-            found[-1] = msgspec.structs.replace(found[-1], warnings=(*found[-1].warnings, *self._waiting))
+        if found and self.waiting:
+            found[-1] = msgspec.structs.replace(found[-1], warnings=(*found[-1].warnings, *self.waiting))
         return tuple(found)
 
 
-class _Tally:
+class Tally(msgspec.Struct):
     """One part while its events come."""
 
-    def __init__(self, started: events.RunStarted, warnings: list[str], recent: int | None) -> None:
-        self._started = started
-        self._recent = recent
-        self._added_up: dict[int, int] = {}  # by node: the last step that is no longer apart
-        self.undone_too_far = False
-        self._warnings = warnings
-        self._last_at = started.at
-        self._nodes: dict[int, events.NodeStarted] = {}
-        self._ends: dict[int, events.NodeEnded] = {}
-        self._powers: dict[int, Power] = {}
-        self._steps: list[events.StepDone] = []
-        self._every_step: list[events.StepDone] = []
-        self._node_steps: dict[int, list[events.NodeStep]] = {}
-        self._recoveries: list[events.Regrouped] = []
-        self._meetings: list[events.HomesMet] = []
-        self._lost = 0
-        self._strayed: list[events.StreamStrayed] = []
-        self._left_out = 0
-        self._pauses: list[float] = []
-        self.evaluations: dict[int, events.Evaluated] = {}
-        self.ended: events.RunEnded | None = None
+    started: events.RunStarted
+    warnings: list[str]
+    recent: int | None
+    last_at: float
+    added_up: dict[int, int] = {}  # by node: the last step that is no longer apart
+    undone_too_far: bool = False
+    nodes: dict[int, events.NodeStarted] = {}
+    ends: dict[int, events.NodeEnded] = {}
+    powers: dict[int, Power] = {}
+    steps: list[events.StepDone] = []
+    every_step: list[events.StepDone] = []
+    node_steps: dict[int, list[events.NodeStep]] = {}
+    recoveries: list[events.Regrouped] = []
+    meetings: list[events.HomesMet] = []
+    lost: int = 0
+    strayed: list[events.StreamStrayed] = []
+    left_out: int = 0
+    pauses: list[float] = []
+    evaluations: dict[int, events.Evaluated] = {}
+    ended: events.RunEnded | None = None
 
     def take_node_steps(self, several: Sequence[events.NodeStep]) -> None:
-        most = None if self._recent is None else 2 * self._recent + 1
+        node_steps = self.node_steps
         for event in several:
             if event.power is not None:
-                self._powers[event.node] = event.power
-            done = self._node_steps.get(event.node)
-            if done is None:
-                done = self._node_steps[event.node] = []
-            done.append(event)
-            if most is not None and len(done) > most:
-                self._add_up(event.node, done, most // 2)
-
-    def _add_up(self, node: int, done: list[events.NodeStep], recent: int) -> None:
-        self._added_up[node] = done[-recent - 1].step
-        self._node_steps[node] = [_together(done[:-recent]), *done[-recent:]]
+                self.powers[event.node] = event.power
+            try:
+                node_steps[event.node].append(event)
+            except KeyError:
+                node_steps[event.node] = [event]
+        recent = self.recent
+        if recent is None:
+            return
+        for node, done in node_steps.items():
+            if len(done) > 2 * recent + 1:
+                self.added_up[node] = done[-recent - 1].step
+                node_steps[node] = [_together(done[:-recent]), *done[-recent:]]
 
     def take_step(self, event: events.StepDone) -> None:
-        self._steps.append(event)
-        self._every_step.append(event)
-        self._last_at = event.at
+        self.steps.append(event)
+        self.every_step.append(event)
+        self.last_at = event.at
 
     def take(self, event: events.Event) -> None:
         """Any but a step, and a node's share of one."""
         if isinstance(event, events.NodeStarted):
-            self._nodes[event.node] = event
+            self.nodes[event.node] = event
         elif isinstance(event, events.NodeEnded):
-            self._ends[event.node] = event
+            self.ends[event.node] = event
             if event.power is not None:
-                self._powers[event.node] = event.power
+                self.powers[event.node] = event.power
         elif isinstance(event, events.Evaluated):
             self.evaluations[event.step] = event
         elif isinstance(event, events.RunEnded):
             self.ended = event
         elif isinstance(event, events.Regrouped):
-            self._recoveries.append(event)
-            self._nodes = {node: each for node, each in self._nodes.items() if each.generation == event.generation}
+            self.recoveries.append(event)
+            self.nodes = {node: each for node, each in self.nodes.items() if each.generation == event.generation}
             self._keep_before(event.step)
         elif isinstance(event, events.HomesMet):
-            self._meetings.append(event)
+            self.meetings.append(event)
         elif isinstance(event, events.StreamStrayed):
-            self._strayed.append(event)
+            self.strayed.append(event)
         elif isinstance(event, events.SamplesLeftOut):
-            self._left_out = event.count
+            self.left_out = event.count
         elif isinstance(event, events.Warned):
-            self._warnings.append(event.text)
+            self.warnings.append(event.text)
         else:
             assert isinstance(event, events.CheckpointSaved | events.SnapshotWhole | events.LineTried | events.NodeGone)
         if isinstance(event, events.Evaluated | events.CheckpointSaved | events.Regrouped | events.HomesMet):
-            self._last_at = event.at
-            self._pauses.append(event.at)
+            self.last_at = event.at
+            self.pauses.append(event.at)
         elif isinstance(event, events.RunEnded):
-            self._last_at = event.at
+            self.last_at = event.at
 
     @property
     def began(self) -> float:
-        return self._started.at
+        return self.started.at
 
     @property
     def seconds(self) -> float:
-        return self._last_at - self._started.at
+        return self.last_at - self.started.at
 
     def resume_from(self, step: int) -> None:
         """A later part begins with this step."""
-        before = len(self._steps)
+        before = len(self.steps)
         self._keep_before(step)
-        self._lost += before - len(self._steps)
+        self.lost += before - len(self.steps)
 
     def _keep_before(self, step: int) -> None:
         """What is done again counts once. An evaluation's step is the one that follows it."""
-        self.undone_too_far = self.undone_too_far or any(last >= step for last in self._added_up.values())
-        self._steps = [each for each in self._steps if each.step < step]
-        self._node_steps = {
-            node: [each for each in done if each.step < step] for node, done in self._node_steps.items()
-        }
+        self.undone_too_far = self.undone_too_far or any(last >= step for last in self.added_up.values())
+        self.steps = [each for each in self.steps if each.step < step]
+        self.node_steps = {node: [each for each in done if each.step < step] for node, done in self.node_steps.items()}
         self.evaluations = {at: each for at, each in self.evaluations.items() if at <= step}
 
     def part(self, before_s: float) -> Part:
         return Part(
-            started=self._started, ended=self.ended, nodes=self._nodes, ends=self._ends, powers=self._powers,
-            steps=tuple(self._steps), every_step=tuple(self._every_step),
-            node_steps={node: tuple(done) for node, done in self._node_steps.items()},
-            evaluations=tuple(self.evaluations.values()), recoveries=tuple(self._recoveries),
-            meetings=tuple(self._meetings), warnings=tuple(self._warnings), lost_steps=self._lost, seconds=self.seconds,
-            before_s=before_s, strayed=tuple(self._strayed), left_out=self._left_out, pauses=tuple(self._pauses),
+            started=self.started, ended=self.ended, nodes=self.nodes, ends=self.ends, powers=self.powers,
+            steps=tuple(self.steps), every_step=tuple(self.every_step),
+            node_steps={node: tuple(done) for node, done in self.node_steps.items()},
+            evaluations=tuple(self.evaluations.values()), recoveries=tuple(self.recoveries),
+            meetings=tuple(self.meetings), warnings=tuple(self.warnings), lost_steps=self.lost, seconds=self.seconds,
+            before_s=before_s, strayed=tuple(self.strayed), left_out=self.left_out, pauses=tuple(self.pauses),
         )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ aten = torch.ops.aten
 #: What a few rows take: this much stays in a cache, and leaves no holes in the heap.
 SLICE_BYTES = REUSED_UP_TO_BYTES // 32
 _MEAN, _SUM = 1, 2
+#: What an ignored row has as its target where every row has one value: no class, whatever the caller ignores.
+_IGNORED = -1
 
 
 def cross_entropy_loss(
@@ -32,13 +34,14 @@ def cross_entropy_loss(
 ) -> torch.Tensor:
     """As aten::cross_entropy_loss, which also does whatever is not large and plain."""
     plain = logits.dim() == 2 and target.dim() == 1 and logits.is_contiguous() and logits.dtype == torch.float32
-    usual = weight is None and reduction in (_MEAN, _SUM) and label_smoothing == 0.0 and not target.is_floating_point()
+    usual = weight is None and reduction in (_MEAN, _SUM) and label_smoothing == 0.0
+    labels = target.dtype in (torch.int64, torch.uint8) and len(logits) == target.numel()  # else torch has a word on it
     large = logits.nbytes > REUSED_UP_TO_BYTES and logits.device.type == "cpu"
-    if not (plain and usual and large):
+    if not (plain and usual and labels and large):
         ordinary: Callable[..., torch.Tensor] = aten.cross_entropy_loss.default
         return ordinary(logits, target, weight, reduction, ignore_index, label_smoothing)
     in_slices: Callable[..., torch.Tensor] = _InSlices.apply
-    return in_slices(logits, target, reduction, ignore_index)
+    return in_slices(logits, target.long(), reduction, ignore_index)
 
 
 class _InSlices(torch.autograd.Function):
@@ -50,9 +53,9 @@ class _InSlices(torch.autograd.Function):
         picked = torch.empty(len(target), 1)
         for rows in _slices(logits):
             torch.gather(aten._log_softmax.default(logits[rows], 1, False), 1, right[rows], out=picked[rows])
-        only = torch.where(counted, 0, ignored)  # the one value of its row
+        only = torch.where(counted, 0, _IGNORED)  # the one value of its row
         loss: torch.Tensor
-        loss, total = aten.nll_loss_forward.default(picked, only, None, reduction, ignored)
+        loss, total = aten.nll_loss_forward.default(picked, only, None, reduction, _IGNORED)
         ctx.save_for_backward(logits, target, total)
         ctx.how = reduction, ignored
         return loss

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringtmp.model.compute_formats import rounded
 from ringtmp.model.deferred_gradients import Job, Recording, aten, waiting_variants
 from ringtmp.model.portable_layer import Layer, Ref
 from ringtmp.model.run_graph import Program
@@ -37,7 +38,7 @@ class Catching(Recording):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         self.rows = x.numel() // weight.shape[1]
         caught: Any = _Caught
-        return caught.apply(x, weight, bias, self.jobs)
+        return caught.apply(x if x.device.type == "meta" else rounded(x), weight, bias, self.jobs)
 
     def embedding(self, *given: Any) -> Any:
         return aten.embedding.default(*given)
@@ -50,15 +51,16 @@ class Catching(Recording):
 class _Caught(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, jobs: list[Job]) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.jobs = jobs
-        return aten.linear.default(x, weight, bias)
+        near = weight.to(x.dtype)
+        ctx.save_for_backward(x, near)
+        ctx.jobs, ctx.dtype = jobs, weight.dtype
+        return aten.linear.default(x, near, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows, errors = x.detach().reshape(-1, weight.shape[1]), gradient.reshape(-1, weight.shape[0])
-        ctx.jobs.append(Factors(rows.contiguous(), errors.contiguous()))
+        ctx.jobs.append(Factors(rows.contiguous().to(ctx.dtype), errors.contiguous().to(ctx.dtype)))
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None
 
 

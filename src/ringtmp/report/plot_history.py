@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,19 @@ def plot_history(history: History, title: str, path: str | Path | None = None) -
     require_matplotlib()
     from matplotlib.figure import Figure
 
+    class Shown(Figure):
+        """A notebook draws what has this; of other figures it learns only where pyplot was imported."""
+
+        def _repr_png_(self) -> bytes:
+            drawn = io.BytesIO()
+            self.savefig(drawn, format="png", dpi=100)
+            return drawn.getvalue()
+
     steps = history.steps
     if not steps:
         raise UsageError("the run has done no step, so there is nothing to plot")
     scored = next((pair for pair in _SCORES if any(getattr(row, pair[0]) is not None for row in steps)), None)
-    figure = Figure(figsize=(9 if scored else 5, 3.2), layout="constrained")
+    figure = Shown(figsize=(9 if scored else 5, 3.2), layout="constrained")
     axes = figure.subplots(1, 2 if scored else 1, squeeze=False)[0]
     tested = [row for row in steps if row.test_loss is not None]
     axes[0].plot([row.step for row in steps], [row.loss for row in steps], color=LIGHT["c0"], lw=1, label="training")

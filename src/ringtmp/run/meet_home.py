@@ -90,6 +90,10 @@ class OtherLost(Exception):  # noqa: N818
     """The other home was waited for as long as was allowed."""
 
 
+class NoWord(OtherLost):
+    """It says nothing: it is at its steps, or not there."""
+
+
 @dataclass(frozen=True)
 class Limits:
     away_s: float  # without a connection
@@ -110,9 +114,12 @@ class Meeting:
 
     def __init__(
         self, line: Line, standing: Here, store: Store, begin_taking: Callable[[Verdict], Taking], limits: Limits,
-        *, idle: Callable[[], None], lost_before: bool = False, clock: Callable[[], float] = time.monotonic,
+        *, idle: Callable[[], None], lost_before: bool = False, word_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`idle` is called again and again: it may raise. `lost_before`: no wait for a word of the other."""
+        """`idle` is called again and again: it may raise. `lost_before`: no wait for a word of the other. `word_s`: as long as
+        that, and then NoWord."""
+        self._word_s = word_s
         self._line = line
         self._mine = msgspec.structs.replace(standing, visit=secrets.token_hex(8))
         self._store = store
@@ -230,6 +237,8 @@ class Meeting:
 
     def _give_up_in_time(self) -> None:
         now = self._clock()
+        if self._word_s is not None and self._theirs is None and now - self._begun > self._word_s:
+            raise NoWord(f"the other home has said nothing for {self._word_s:.0f} s")
         if self._line.connected:
             self._away_since = None
         elif self._away_since is None:

@@ -24,7 +24,7 @@ from ringtmp.metrics.events import HomesMet
 from ringtmp.model.frozen_parameters import frozen_names
 from ringtmp.model.run_graph import dtype_of
 from ringtmp.run.healing import Healing
-from ringtmp.run.meet_home import Limits, Line, Meeting, Met, OtherLost, Verdict
+from ringtmp.run.meet_home import Limits, Line, Meeting, Met, NoWord, OtherLost, Verdict
 from ringtmp.run.members_and_plan import Generation, Run
 from ringtmp.run.outer_rounds import Begun, BegunWriter, Rounds, trained
 from ringtmp.runtime.checkpoint import Checkpoint, CheckpointWriter, Progress
@@ -35,6 +35,9 @@ from ringtmp.wire.tensors import raw_bytes
 
 #: A connected home may take so many times as long for a round as this one.
 SLOWER = 20
+#: One that has come back asks so long whether the other has gone on. If it is at its steps it says nothing until it has done
+#: them, which may take hours: then this one makes its own, and both see at the exchange who is right.
+WORD_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class OtherHome:
         self._begun: Begun | None = None
         self._terms: Terms | None = None
         self._lost = False  # when it was last waited for
-        self._round_began_at = time.monotonic()
+        self._round_began = time.monotonic(), 0  # or this part of it, with its first step
         self._round_s = 0.0
 
     def due(self, progress: Progress) -> bool:
@@ -80,20 +83,23 @@ class OtherHome:
 
     def start(self, leader: Leader, progress: Progress) -> Generation | None:
         """Before the first step of this part of the run. None: the ring stays as it is laid out."""
-        self._round_began_at = time.monotonic()
+        self._round_began = time.monotonic(), progress.step
         self.begun_of(progress)
         if self.due(progress):  # interrupted before the exchange
             return self.exchange(leader, progress)
-        return self._adopted(leader, progress, "start")
+        generation = self._adopted(leader, progress, "start")
+        self._round_began = time.monotonic(), progress.step if generation is None else generation.progress.step
+        return generation
 
     def exchange(self, leader: Leader, progress: Progress) -> Generation:
         """Between two rounds. A new generation, whose progress may lie further ahead."""
-        self._round_s = time.monotonic() - self._round_began_at
+        began, first = self._round_began
+        self._round_s = of_a_round(time.monotonic() - began, progress.step - first, self.settings.local_steps)
         self.run.record.watcher.phase("exchanging with the other home")
         self.run.saving.save(leader, progress, needed=True)
         generation = self._adopted(leader, progress, "exchange")
-        self._round_began_at = time.monotonic()
         assert generation is not None
+        self._round_began = time.monotonic(), generation.progress.step
         return generation
 
     # -- what a round began with --------------------------------------------------------------------------------------
@@ -182,9 +188,12 @@ class OtherHome:
         meeting = Meeting(
             self.line, here, _Store(self, progress), begin, Limits(settings.wait_s, patience), idle=idle,
             lost_before=self._lost and settings.alone == "go-on",
+            word_s=WORD_S if at == "start" and progress.step and not optional else None,
         )  # fmt: skip
         try:
             met = meeting.hold()
+        except NoWord:
+            return Met(Verdict.GO)
         except OtherLost as lost:
             if optional:
                 return Met(Verdict.GO)
@@ -232,6 +241,11 @@ class OtherHome:
         record.log.flush()
         if kind == "adopted":
             record.watcher.tell(f"took over what the other home had at step {progress.step}, and goes on from there")
+
+
+def of_a_round(seconds: float, steps: int, local_steps: int) -> float:
+    """Seconds of a whole round, by those of the steps that were made: one that came back has made a part of it."""
+    return seconds * local_steps / steps if steps else seconds
 
 
 class _Store:

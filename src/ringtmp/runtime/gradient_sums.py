@@ -94,9 +94,13 @@ class GradientSums:
         self._begun = False
 
     def give(self, first: int, gradients: Sequence[Gradient]) -> None:
-        """The gradients of the parameters from the first of these on, flat, summed over all who share the step."""
+        """The gradients of the parameters from the first of these on, flat, summed over all who share the step. Each gets the
+        strides of its parameter, as autograd would give it: fused optimizers go through both as they lie in memory."""
         for parameter, gradient in zip(self._parameters[first:], gradients, strict=False):
-            parameter.grad = None if gradient is None else gradient.view(parameter.shape).to(parameter.device)
+            given = None if gradient is None else gradient.view(parameter.shape).to(parameter.device)
+            if given is not None and given.stride() != parameter.stride():
+                given = torch.empty_like(parameter).copy_(given)
+            parameter.grad = given
 
     def _set_aside(self) -> None:
         if self._at >= 0:

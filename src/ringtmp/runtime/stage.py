@@ -122,7 +122,8 @@ class Stage:
         """A layer moves in, with its optimizer state if it has one."""
         tensors = compute_device.brought(tensors)
         state = dict(zip(state, compute_device.brought(list(state.values())), strict=True))
-        train = self._program(layer.train, self._recipe.compiled)
+        # Compiled operators hand nothing to whoever catches.
+        train = self._program(layer.train, self._recipe.compiled and not self._catch)
         self._layers[index] = StagedLayer(layer, tensors, train, self._program(layer.evaluate))
         if state:
             self._states[index] = state

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import msgspec
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.units import bytes_text
 from ringtmp.wire.formats import WIRE_FORMATS, wire_format
 
@@ -103,6 +104,8 @@ class Traffic(msgspec.Struct, frozen=True):
 
     total: float  # sent by all nodes together
     busiest: float  # sent by the node that sends most
+    #: How the model is exchanged, with what that cannot be faster than; None: something else travels, or less of it.
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)

@@ -74,4 +74,10 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode(data: bytes | memoryview) -> HomeMessage:
     """ProtocolError: no home of this version says so."""
-    return untrusted.decode(_decoder, data, "what a home says", MAX_BYTES)
+    message = untrusted.decode(_decoder, data, "what a home says", MAX_BYTES)
+    if isinstance(message, Here):
+        untrusted.whole(message.home, "the number of a home", 0, 1)
+        untrusted.whole(message.terms.total_steps, "the number of steps", 1)
+        untrusted.whole(message.round, "the number of a round", 0, message.terms.total_steps)
+        untrusted.whole(message.begun, "the step that a round began with", 0, message.terms.total_steps)
+    return message

@@ -93,7 +93,8 @@ def _left_out(choices: Choices) -> list[Skipped]:
     """Of the runs with fewer nodes or other batch sizes."""
     small = [way.label for way in choices.ways if way.label not in _some(choices)]
     left = [Skipped(f"{', '.join(small)}: fewer nodes, other batch sizes", "small sizes; ringtmp bench idle has them")]
-    return left * bool(small) + [each for count in _fewer(choices) for each in common_runs.refused(choices, count)]
+    left = left * bool(small) + common_runs.whole_data(choices, "other batch sizes, larger models")
+    return left + [each for count in _fewer(choices) for each in common_runs.refused(choices, count)]
 
 
 def _fewer(choices: Choices) -> list[int]:
@@ -127,7 +128,8 @@ def _by_batch(choices: Choices) -> list[Cell]:
             f"batch {size}",
         )
         for way in choices.ways
-        if way.label in _some(choices) and way.refusal(len(devices), common_runs.layers(choices.task())) is None
+        if way.label in _some(choices)
+        and way.refusal(len(devices), common_runs.layers(choices.task()), batches=True) is None
         for size in choices.batch_sizes
     ]
 

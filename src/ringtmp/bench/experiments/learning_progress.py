@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
+from typing import Any
 
 import msgspec
 
@@ -57,6 +58,53 @@ def alone(choices: Choices) -> Cell:
     ring = next((way for way in choices.ways if way.like_one_process), ALONE)
     work = msgspec.structs.replace(choices.task(), lr=choices.rate(ring, choices.task().lr))
     return cell(choices, ALONE, work, choices.place(1), "one device")
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A whole run, medians over repeats."""
+
+    label: str
+    lr: float | None  # None: it finds its steps itself
+    batch_size: int
+    accuracy: float | None
+    whole: Costs
+    to_target: Costs | None  # None: never, or not every time
+    step_s: float
+    step_bytes: float
+
+
+def outcomes(choices: Choices, measured: Measured) -> list[Outcome]:
+    every, records, target = trained(choices, measured)
+    costs, found = costs_of(records, target), []
+    for each in every:
+        group, known = records[each.way.label], costs[each.way.label]
+        found.append(
+            Outcome(
+                label=each.way.label,
+                lr=None if each.way.full_batch else each.work.lr,
+                batch_size=each.work.batch_size,
+                accuracy=common_runs.accuracy(each, measured),
+                whole=_median([_whole(record) for record in group]),
+                to_target=_median(known) if all(math.isfinite(cost.steps) for cost in known) else None,
+                step_s=median(sum(per_step_values.step_s(record, 0)) / len(record.steps) for record in group),
+                step_bytes=median(sum(per_step_values.sent_bytes(record, 0)) / len(record.steps) for record in group),
+            )
+        )
+    return found
+
+
+def results(choices: Choices, measured: Measured) -> dict[str, Any]:
+    return {"outcomes": outcomes(choices, measured), "target_loss": trained(choices, measured)[2]}
+
+
+def _whole(record: Record) -> Costs:
+    joules = sum(per_step_values.step_joules(record, 0)) if per_step_values.modelled(record) else math.nan
+    sent = sum(per_step_values.sent_bytes(record, 0))
+    return Costs(float(len(record.steps)), sum(per_step_values.step_s(record, 0)), sent, joules)
+
+
+def _median(costs: Sequence[Costs]) -> Costs:
+    return Costs(*(median(getattr(cost, key) for cost in costs) for key in Costs.__struct_fields__))
 
 
 def section(choices: Choices, measured: Measured) -> Section:
@@ -181,15 +229,13 @@ def _table(every: Sequence[Cell], measured: Measured, costs: dict[str, list[Cost
     rows = []
     for each in every:
         known = costs[each.way.label]
-        accuracy = [facts.get("accuracy") for facts in measured.facts(each.job)]
-        scores = [score for score in accuracy if isinstance(score, float)]
-        middle = Costs(*(median(getattr(cost, key) for cost in known) for key in Costs.__struct_fields__))
+        score, middle = common_runs.accuracy(each, measured), _median(known)
         reached = math.isfinite(middle.steps)
         rows.append(
             (
                 each.way.label,
-                f"{each.work.lr:g}",
-                f"{median(scores):.1%}" if scores else "",
+                "" if each.way.full_batch else f"{each.work.lr:g}",
+                f"{score:.1%}" if score is not None else "",
                 f"{middle.steps:.0f}" if reached else "never",
                 seconds_text(middle.seconds) if reached else "never",
                 bytes_text(middle.bytes) if reached else "never",

@@ -79,7 +79,7 @@ def _kind(choices: Choices, kind: str) -> list[Cell]:
     for count in counts:
         devices = choices.place(count, most=max(counts))
         for way in _ways(choices) if count > 1 else [ALONE]:
-            if way.refusal(count, common_runs.layers(choices.scaled())) is None:
+            if way.refusal(count, common_runs.layers(choices.scaled()), batches=True) is None:
                 found.append(cell(choices, way, _work(choices, kind, count, way), devices, kind))
     return found
 
@@ -158,6 +158,7 @@ def _table(kind: str, group: Sequence[Cell], base: Cell, measured: Measured, see
 def _skipped(choices: Choices) -> list[Skipped]:
     found = [each for count in choices.node_counts if count > 1 for each in common_runs.refused(choices, count)]
     found += common_runs.not_chosen(choices, _ways(choices))
+    found += common_runs.whole_data(choices, "scaling")
     if choices.quick:
         found.append(Skipped("weak scaling, larger rings", "small sizes; ringtmp bench scaling measures them"))
     elif choices.devices:

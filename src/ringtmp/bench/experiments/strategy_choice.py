@@ -1,14 +1,19 @@
 """choice: does `--strategy auto` take the best way?
 
 Four models on three sets of emulated devices. In each of the twelve settings `auto` chooses with leave to share data, and
-every way it could have chosen is measured beside it, in turns: the ring, the ring with groups, one device alone, all-reduce
-and a parameter server. With --sum-tree they all end in the same bits; BatchNorm cannot have that, and no groups.
+every way it could have chosen is measured beside it: the ring, the ring with groups, one device alone, all-reduce and a
+parameter server. With --sum-tree they all end in the same bits; BatchNorm cannot have that, and no groups.
+
+Of a setting `auto` is measured first. Left out, each with its reason, is a way whose exchange alone takes longer on the links
+than a step of `auto` took, so that it cannot be the best, or whose forecast is three times that step. One device alone is
+measured once for all networks in which it is the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,9 +23,11 @@ from ringtmp.bench.measuring.jobs import Job
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.measuring.read_output import RUN
 from ringtmp.bench.training_runs.device_setups import DEVICES, equal_devices, lab
+from ringtmp.bench.training_runs.strategy_variants import Way, parse
 from ringtmp.errors import UsageError, unknown
 from ringtmp.lab.devices_file import Device, toml
-from ringtmp.report.page_content import Section, Table, Verdict
+from ringtmp.plan.exchange_bounds import Speeds
+from ringtmp.report.page_content import Section, Skipped, Table, Verdict
 
 AIM = "--strategy auto takes the best way"
 #: So much slower than the best measured way it may be, and in so many of the settings it must not be slower than that.
@@ -28,6 +35,10 @@ CLOSE, LEAST_CLOSE = 0.10, 10 / 12
 #: Beyond what runs of one setting differ by.
 WORSE = 0.05
 AUTO, ALONE = "auto", "one device"
+#: Of one device, which sends nothing.
+ALONE_MBPS = 1000.0
+#: Beyond `auto` by which a bound of the link, and a forecast, must lie for a way not to be measured.
+SURE, WIDE = 1.1, 3.0
 
 
 class Training(msgspec.Struct, frozen=True):
@@ -36,6 +47,7 @@ class Training(msgspec.Struct, frozen=True):
     batch_size: int
     files: dict[str, str] = {}
     in_order: bool = False  # BatchNorm: microbatches cannot be shared
+    trained: int = 0  # values that have a gradient
 
 
 #: A Llama of 7.3 million parameters, of which adapters of 66,000 are trained.
@@ -52,18 +64,23 @@ def tokens():
     return {"input_ids": ids, "labels": ids}
 """
 TRAININGS = (
-    Training("mlp", ("--model", "mlp", "--set", "depth=12", "--set", "width=1024", "--data", "random:784x10"), 1024),
+    Training(
+        "mlp", ("--model", "mlp", "--set", "depth=12", "--set", "width=1024", "--data", "random:784x10"), 1024,
+        trained=12_359_690,
+    ),
     Training(
         "gpt",
         ("--model", "gpt", "--set", "depth=8", "--set", "width=256", "--set", "heads=4", "--set", "context=128", "--data",
          "pysource"),
         16,
+        trained=6_482_432,
     ),
     Training(
         "convnet",
         ("--model", "convnet", "--set", "depth=6", "--set", "width=24", "--data", "random:3x32x32x10"),
         64,
         in_order=True,
+        trained=162_994,
     ),
     Training(
         "adapters",
@@ -108,6 +125,10 @@ class Trial(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return f"{self.training.name} {self.network}"
 
+    def asked(self, case: str) -> str:
+        """Its strategy, as it is asked for."""
+        return self.ways[case][1]
+
     @property
     def ways(self) -> dict[str, tuple[str, ...]]:
         found = ALWAYS | (IN_ORDER if self.training.in_order else SHARED)
@@ -142,6 +163,10 @@ def trial_jobs(choices: Choices, trial: Trial) -> dict[str, Job]:
 
 def _job(choices: Choices, trial: Trial, case: str, flags: Sequence[str]) -> Job:
     training, devices = trial.training, NETWORKS[trial.network]
+    setting = trial.network
+    if case == ALONE:  # the same in every network that begins with such a device
+        devices = tuple(msgspec.structs.replace(each, link_mbps=ALONE_MBPS) for each in devices[:1])
+        setting = f"{devices[0].cpu:g} core"
     train = [
         "train", *training.flags, "--batch-size", str(training.batch_size), "--microbatches", "8", "--steps",
         str(choices.warm_up + choices.steps), *flags, "--protect", "off", "--run-dir", RUN, "--json", "--quiet",
@@ -149,14 +174,54 @@ def _job(choices: Choices, trial: Trial, case: str, flags: Sequence[str]) -> Job
     return Job(
         experiment="choice",
         workload=training.name,
-        setting=trial.network,
+        setting=setting,
         case=case,
         command=(*lab(), *train),
-        files={DEVICES: toml(devices[:1] if case == ALONE else devices), **training.files},
+        files={DEVICES: toml(devices), **training.files},
         output="run",
         batch_size=training.batch_size,
         warm_up=choices.warm_up,
     )
+
+
+def arranged(plan: Sequence[tuple[int, Job]]) -> list[tuple[int, Job]]:
+    """Setting after setting, `auto` first, so that it can say what need not be measured; else as planned."""
+    places: dict[tuple[int, str, str], int] = {}
+    for repeat, job in plan:
+        places.setdefault((repeat, job.workload, job.setting), len(places))
+    return sorted(plan, key=lambda each: (places[each[0], each[1].workload, each[1].setting], each[1].case != AUTO))
+
+
+def needless(choices: Choices, job: Job, measured: Measured) -> str | None:
+    """Why a way cannot be the best of its setting, after what `auto` took there; None: it can. Rings, and one device alone, are
+    measured whatever is known."""
+    trial = next((each for each in TRIALS if (each.training.name, each.network) == (job.workload, job.setting)), None)
+    if job.experiment != "choice" or trial is None or job.case == AUTO or parse(trial.asked(job.case)).splits_layers:
+        return None
+    taken = measured.results(trial_jobs(choices, trial)[AUTO])
+    if not taken:
+        return None
+    way, devices = parse(job.case), NETWORKS[trial.network]
+    auto_s = statistics.median(statistics.median(each.step_s) for each in taken)
+    exchange = way.exchange(len(devices))
+    if exchange is not None and trial.training.trained:
+        rate = max(device.link_mbps for device in devices) * 1e6 / 8
+        floor_s = exchange.floor_s(Speeds(4 * trial.training.trained / rate))
+        if floor_s > auto_s * SURE:
+            return f"its exchange takes {_ms(floor_s)} on the links alone, and a step of auto took {_ms(auto_s)}"
+    forecast_s = _forecast_s(way, taken[-1].facts)
+    if forecast_s is not None and forecast_s > auto_s * WIDE:
+        return f"forecast {_ms(forecast_s)}, more than {WIDE:g} times the {_ms(auto_s)} that auto took"
+    return None
+
+
+def _forecast_s(way: Way, facts: Mapping[str, Any]) -> float | None:
+    """What `auto` expected of a way, if it looked at it."""
+    for each in facts.get("considered", ()):
+        with contextlib.suppress(UsageError):  # one device alone has a name that is none of a strategy
+            if way.same(parse(each["strategy"])):
+                return float(each["step_s"]) if each.get("step_s") is not None else None
+    return None
 
 
 # -- what came of it ------------------------------------------------------------------------------------------------------
@@ -212,8 +277,16 @@ def section(choices: Choices, measured: Measured) -> Section:
         (_verdict(found),),
         (),
         (_table(found),) if found else (),
-        measured.missing(jobs(choices)),
+        tuple(_missing(choices, measured)),
     )
+
+
+def _missing(choices: Choices, measured: Measured) -> Iterator[Skipped]:
+    every = {job.file_stem: job for job in jobs(choices)}
+    for job in every.values():
+        reason = None if measured.every(job) else needless(choices, job, measured)
+        if why := reason or measured.problem(job):
+            yield Skipped(job.name, why)
 
 
 def _verdict(found: Sequence[Row]) -> Verdict:

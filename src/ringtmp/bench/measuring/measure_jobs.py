@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -25,25 +25,37 @@ ERROR_CHARACTERS = 3000
 _TOKEN = re.compile(r"rt1\.\S+")
 
 
+#: Why a job need not be measured, given what was; None: it must be.
+Needless = Callable[[Job, Sequence[Measurement]], str | None]
+
+
 class Watcher(Protocol):
     """Someone who looks on: a progress bar, or nobody."""
 
     def begin(self, repeat: int, job: Job) -> None: ...
     def done(self, measurement: Measurement, reused: bool) -> None: ...
+    def left_out(self, job: Job, why: str) -> None: ...
 
 
 def perform(
-    plan: Sequence[tuple[int, Job]], store: Store, environment: Environment, limit_s: float, watcher: Watcher
-) -> Iterator[Measurement]:
-    """One measurement per entry of the plan. A measured one on disk is taken as it is; a failed one is tried again."""
+    plan: Sequence[tuple[int, Job]], store: Store, environment: Environment, limit_s: float, watcher: Watcher,
+    needless: Needless = lambda job, found: None,
+) -> Iterator[Measurement]:  # fmt: skip
+    """One measurement per entry of the plan. A measured one on disk is taken as it is; a failed one is tried again. What
+    the measurements so far make `needless` is left out."""
+    found: list[Measurement] = []
     for repeat, job in plan:
         known = store.load(job, repeat, digest(job, environment))
         reused = known is not None and known.outcome == "measured"
+        if not reused and (why := needless(job, found)):
+            watcher.left_out(job, why)
+            continue
         if known is None or not reused:
             watcher.begin(repeat, job)
             known = measure(job, repeat, environment, limit_s)
             store.save(known)
         watcher.done(known, reused)
+        found.append(known)
         yield known
 
 

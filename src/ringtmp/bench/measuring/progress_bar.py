@@ -42,6 +42,12 @@ class Teller:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=1, left=self._left())
 
+    def left_out(self, job: Job, why: str) -> None:
+        self._waiting.pop(0)
+        self._console.print(f"{job.name}: left out, {escape(why)}", highlight=False, soft_wrap=True)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, advance=1, left=self._left())
+
     def end(self) -> None:
         if self._reused:
             self._console.print(f"{self._reused} of {self._total} were already measured", highlight=False)

@@ -65,8 +65,11 @@ def step_times(
 ) -> tuple[float, ...]:
     """Seconds from the end of one step to the end of the next, so that nothing between them goes uncounted.
 
-    Left out: the first `warm_up` steps, steps of fewer samples, and those that follow one of the run's `pauses`.
+    Left out: the first `warm_up` steps, steps of fewer samples, and those that follow one of the run's `pauses`. Where every
+    step is an epoch, with whatever ends an epoch behind it, a step takes what it says itself.
     """
+    if len(steps) > 1 and len({each.epoch for each in steps}) == len(steps):
+        return tuple(each.wall_s for each in steps if each.step >= warm_up and each.wall_s > 0)
     return tuple(
         each.at - before.at
         for before, each in pairwise(steps)

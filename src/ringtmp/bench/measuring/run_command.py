@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from ringtmp.system.signals import WISHES, on_signals
 STOP_LIMIT_S = 60.0
 #: In the environment of a command and of all it starts, whatever session they are in and whoever their parent is by then.
 MARK = "RINGTMP_BENCH_MARK"
+#: How a line of one of a lab's devices begins.
+_DEVICE = re.compile(r"[a-z0-9][a-z0-9-]*: ringtmp node: ")
 _KEPT = ("RINGTMP_CONFIG", "RINGTMP_WATTS", "RINGTMP_METER")
 
 
@@ -63,9 +66,10 @@ def run(command: Sequence[str], folder: Path, processors: Sequence[int], limit_s
 
 
 def last_line(said: str | None, most: int = 300) -> str:
-    """What a command said last, which is why it failed."""
+    """What a command said last, which is why it failed; what a lab's devices say after its master is none of it."""
     lines = [line.strip() for line in (said or "").splitlines() if line.strip()]
-    return lines[-1][:most] if lines else "nothing was said"
+    own = [line for line in lines if not _DEVICE.match(line)]
+    return (own or lines)[-1][:most] if lines else "nothing was said"
 
 
 @contextlib.contextmanager

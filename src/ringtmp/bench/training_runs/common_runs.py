@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from ringtmp.bench.bench_request import Choices
+from ringtmp.bench.bench_request import DIGITS_SAMPLES, Choices
 from ringtmp.bench.measuring.measurement_files import Measured
 from ringtmp.bench.training_runs.strategy_variants import Way
 from ringtmp.bench.training_runs.train_commands import Cell, cell
@@ -15,6 +15,8 @@ from ringtmp.bench.training_runs.workloads import Workload
 from ringtmp.report.page_content import Skipped
 
 ANCHOR_STEPS = 8
+#: A step of the whole data is longer, and finds its own length.
+FULL_BATCH_STEPS = {True: 8, False: 40}
 #: Points of accuracy below the best from which a way has not learned the task.
 BEHIND = 0.1
 
@@ -25,8 +27,10 @@ def layers(work: Workload) -> int:
 
 
 def tuned(choices: Choices, way: Way, steps: int | None = None, batch_size: int | None = None) -> Workload:
-    """The task at the way's own learning rate."""
+    """The task at the way's own learning rate; in steps of the whole data where a way knows no other."""
     work = choices.task()
+    if way.full_batch:
+        work = msgspec.structs.replace(work, steps=FULL_BATCH_STEPS[choices.quick], batch_size=DIGITS_SAMPLES)
     return msgspec.structs.replace(
         work,
         lr=choices.rate(way, work.lr),
@@ -53,9 +57,15 @@ def anchor_cells(choices: Choices) -> list[Cell]:
         found += [
             cell(choices, way, work, choices.place(choices.nodes), work.name)
             for way in choices.ways
-            if way.refusal(choices.nodes, layers(work)) is None
+            if way.refusal(choices.nodes, layers(work), batches=True) is None
         ]
     return found
+
+
+def whole_data(choices: Choices, what: str) -> list[Skipped]:
+    """Ways that are left out of `what`, where steps are of a part of the data."""
+    reasons = {way.label: way.refusal(choices.nodes, layers(choices.task()), batches=True) for way in choices.ways}
+    return [Skipped(f"{way.label}: {what}", reasons[way.label] or "") for way in choices.ways if way.full_batch]
 
 
 def by_label(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
@@ -68,7 +78,7 @@ def by_label(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 def learned(cells: Sequence[Cell], measured: Measured) -> tuple[list[Cell], list[Skipped]]:
     """Those that learned about as much as the best, and why the others are not compared: a way that does not learn may
     well be quick."""
-    scores = {each.way.label: score for each in cells if (score := _accuracy(each, measured)) is not None}
+    scores = {each.way.label: score for each in cells if (score := accuracy(each, measured)) is not None}
     best = max(scores.values(), default=0.0)
     behind = {label: score for label, score in scores.items() if score < best - BEHIND}
     left = [
@@ -85,7 +95,8 @@ def not_behind(cells: Sequence[Cell], choices: Choices, measured: Measured) -> l
     return [each for each in cells if each.way.label not in behind]
 
 
-def _accuracy(each: Cell, measured: Measured) -> float | None:
+def accuracy(each: Cell, measured: Measured) -> float | None:
+    """At the end, the median over repeats."""
     known = [facts.get("accuracy") for facts in measured.facts(each.job)]
     scores = [score for score in known if isinstance(score, float)]
     return median(scores) if scores else None

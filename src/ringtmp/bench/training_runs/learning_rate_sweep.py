@@ -33,6 +33,8 @@ def cells(choices: Choices) -> list[Cell]:
 
 
 def of_way(choices: Choices, way: Way) -> list[Cell]:
+    if way.full_batch:  # it finds the length of its steps itself
+        return []
     steps = EPOCHS[choices.quick] * _STEPS_PER_EPOCH
     tried, nodes = _as_tried(choices, way)
     return [
@@ -55,6 +57,9 @@ def rates(choices: Choices, measured: Measured) -> dict[str, float]:
 def table(choices: Choices, measured: Measured) -> Table:
     rows = []
     for way in choices.ways:
+        if way.full_batch:
+            rows.append((way.label, "", *[""] * len(RATES[choices.quick]), "none: it finds its steps itself"))
+            continue
         tried, nodes = _as_tried(choices, way)
         losses = {each.work.lr: _loss(each, measured) for each in of_way(choices, way)}
         cells = tuple(f"{loss:.3f}" if math.isfinite(loss) else "diverged or failed" for loss in losses.values())

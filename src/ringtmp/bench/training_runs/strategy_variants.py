@@ -11,6 +11,7 @@ import msgspec
 
 from ringtmp.bench.analysis.intervals import Centre
 from ringtmp.errors import UsageError
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Roles, Sizes, Strategy, Traffic
 from ringtmp.wire.formats import PLAIN, wire_format
@@ -46,7 +47,17 @@ class Way(msgspec.Struct, frozen=True):
     @property
     def like_one_process(self) -> bool:
         """The same weights as one process, to rounding: then what one process learns, it learns."""
-        return not self.delayed and wire_format(self.wire).exact and self._value.exactness(self._read) != "steps"
+        learns_alike = self._value.exactness(self._read) != "steps" and not self.full_batch
+        return learns_alike and not self.delayed and wire_format(self.wire).exact
+
+    @property
+    def full_batch(self) -> bool:
+        """A step of it is of the whole data, and it finds its own step sizes."""
+        return self._value.full_batch
+
+    def same(self, other: Way) -> bool:
+        """Whatever either is called: what is not said of a setting is its default."""
+        return (self.strategy, self.flags) == (other.strategy, other.flags) and self._read == other._read
 
     def words(self) -> list[str]:
         found = ["--strategy", self.strategy]
@@ -75,6 +86,10 @@ class Way(msgspec.Struct, frozen=True):
     def traffic(self, sizes: Sizes, nodes: int) -> Traffic:
         return self._value.traffic(self._read, sizes, nodes)
 
+    def exchange(self, nodes: int) -> Exchange | None:
+        """How it exchanges the model; None: it sends something else."""
+        return self.traffic(Sizes(1.0, (1.0,) * nodes, 1.0), nodes).exchange
+
     def workers(self, nodes: int) -> int:
         return len(self.roles(nodes).workers)
 
@@ -89,8 +104,11 @@ class Way(msgspec.Struct, frozen=True):
             return min(int(self.flags["microbatches"]), batch_size)
         return min(pipeline if self.splits_layers else self.workers(nodes), batch_size)
 
-    def refusal(self, nodes: int, layers: int) -> str | None:
-        """Why it cannot run on so many nodes, in the strategy's own words; None if it can."""
+    def refusal(self, nodes: int, layers: int, batches: bool = False) -> str | None:
+        """Why it cannot run on so many nodes, in the strategy's own words; None if it can. `batches`: a step has to be of a
+        part of the data."""
+        if self.full_batch and batches:
+            return f"strategy {self.strategy} takes the whole data in every step: there are no batches of a size given here"
         if nodes == 1:
             return None
         try:

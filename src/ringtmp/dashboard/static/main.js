@@ -155,12 +155,14 @@ function choices() {
   const key = runs.map((each) => each.name).join() + shown;
   if (box.hidden || box.dataset.key === key) return;
   box.dataset.key = key;
+  const had = box.contains(document.activeElement);
   box.replaceChildren(...runs.map((each, i) => {
     const swatch = make("i"), button = make("button", { type: "button", "aria-pressed": String(i === shown) }, swatch, each.name || `run ${i + 1}`);
     swatch.style.setProperty("--c", `var(--${RUN_COLOURS[i]})`);
     button.addEventListener("click", () => { shown = i; node = null; steps.forget(); ask(); });
     return button;
   }));
+  if (had) box.children[shown].focus();
 }
 
 function footer(run) {

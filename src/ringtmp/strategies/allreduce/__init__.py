@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.plan import exchange_bounds
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import About, OnPaper, Roles, Runs, Settings, Sizes, Strategy, Task, Traffic, described
 from ringtmp.wire.formats import PLAIN
 
@@ -114,7 +116,12 @@ class AllReduce(Strategy):
             from ringtmp.plan.sum_tree import one_part_each
 
             most = one_part_each(nodes).most_sent()
-        return Traffic(2 * sizes.parameters * (nodes - 1), sizes.parameters * most)
+        total = 2 * sizes.parameters * (nodes - 1)
+        return Traffic(total, sizes.parameters * most, self._exchange(settings, nodes))
+
+    def _exchange(self, settings: AllReduceSettings, nodes: int) -> Exchange | None:
+        kind = exchange_bounds.between_pairs if settings.halving else exchange_bounds.around_a_ring
+        return exchange_bounds.up_a_tree(nodes) if settings.tree else kind(nodes)
 
 
 STRATEGY = AllReduce()

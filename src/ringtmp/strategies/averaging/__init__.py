@@ -33,6 +33,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError, unknown
+from ringtmp.plan import exchange_bounds
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.averaging.adaptive_tau import AdaptiveTau, read_budget
 from ringtmp.strategies.base import (
     About,
@@ -163,7 +165,14 @@ class Averaging(Strategy):
         send; the longer the run, the more."""
         tau = settings.first_tau
         most = (nodes - 1).bit_length() if settings.algorithm == "tree" else 2 * (nodes - 1) / nodes
-        return Traffic(2 * sizes.parameters * (nodes - 1) / tau, sizes.parameters * most / tau)
+        total = 2 * sizes.parameters * (nodes - 1)
+        return Traffic(total / tau, sizes.parameters * most / tau, self._exchange(settings, nodes))
+
+    def _exchange(self, settings: AveragingSettings, nodes: int) -> Exchange | None:
+        if settings.tau == AUTO:
+            return None
+        kind = exchange_bounds.up_a_tree if settings.algorithm == "tree" else exchange_bounds.around_a_ring
+        return kind(nodes).apart(settings.first_tau)
 
 
 def to_the_mean(layer: int, begun: torch.Tensor, change: torch.Tensor) -> None:

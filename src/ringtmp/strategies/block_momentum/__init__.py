@@ -30,6 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -115,7 +116,7 @@ class BlockMomentum(Strategy):
     def traffic(self, settings: BlockMomentumSettings, sizes: Sizes, nodes: int) -> Traffic:
         """An all-reduce around a ring every tau steps."""
         total = 2 * sizes.parameters * (nodes - 1) / settings.tau
-        return Traffic(total, total / nodes)
+        return Traffic(total, total / nodes, exchange_bounds.around_a_ring(nodes).apart(settings.tau))
 
 
 STRATEGY = BlockMomentum()

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -113,7 +114,8 @@ class Dpsgd(Strategy):
     def traffic(self, settings: DpsgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """A model to every neighbour in every step."""
         degrees = [len(each) for each in worker_topologies.graph_of(settings.mixing(nodes)).values()]
-        return Traffic(sizes.parameters * sum(degrees), sizes.parameters * max(degrees))
+        most = max(degrees)
+        return Traffic(sizes.parameters * sum(degrees), sizes.parameters * most, exchange_bounds.to_neighbours(most))
 
 
 STRATEGY = Dpsgd()

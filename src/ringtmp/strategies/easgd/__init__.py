@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -100,7 +101,8 @@ class Easgd(Strategy):
     def traffic(self, settings: EasgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """The centre to a worker and its difference back, every tau steps."""
         one_way = sizes.parameters * (nodes - 1) / settings.tau
-        return Traffic(2 * one_way, one_way)
+        exchange = exchange_bounds.asynchronous(nodes - 1).apart(settings.tau) if nodes > 1 else None
+        return Traffic(2 * one_way, one_way, exchange)
 
 
 STRATEGY = Easgd()

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -100,7 +101,9 @@ class Gadmm(Strategy):
 
     def traffic(self, settings: GadmmSettings, sizes: Sizes, nodes: int) -> Traffic:
         """A model each way between neighbours in every step."""
-        return Traffic(2 * (nodes - 1) * sizes.parameters, min(nodes - 1, 2) * sizes.parameters)
+        most = min(nodes - 1, 2)
+        exchange = exchange_bounds.to_neighbours(most)
+        return Traffic(2 * (nodes - 1) * sizes.parameters, most * sizes.parameters, exchange)
 
 
 #: Of the model's size in float32 at a worker: two neighbours' models, two duals, and in float64 ten pairs of steps and gradient

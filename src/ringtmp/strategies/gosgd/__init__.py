@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -94,7 +95,8 @@ class Gosgd(Strategy):
 
     def traffic(self, settings: GosgdSettings, sizes: Sizes, nodes: int) -> Traffic:
         """On average."""
-        return Traffic(settings.p * sizes.parameters * nodes, settings.p * sizes.parameters)
+        each = settings.p * sizes.parameters if nodes > 1 else 0.0
+        return Traffic(each * nodes, each, exchange_bounds.one_of_all(settings.p) if nodes > 1 else None)
 
 
 STRATEGY = Gosgd()

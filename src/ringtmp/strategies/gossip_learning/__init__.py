@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -102,7 +103,8 @@ class GossipLearning(Strategy):
     def traffic(self, settings: GossipLearningSettings, sizes: Sizes, nodes: int) -> Traffic:
         """One model from every worker every so many steps."""
         each = sizes.parameters / settings.every if nodes > 1 else 0.0
-        return Traffic(each * nodes, each)
+        exchange = exchange_bounds.one_of_all(1.0).apart(settings.every) if nodes > 1 else None
+        return Traffic(each * nodes, each, exchange)
 
 
 STRATEGY = GossipLearning()

@@ -122,7 +122,8 @@ class TwoWays(Exchange):
         mine = together(linear, factors)
         size, workers = self.sizes[number], len(self._workers)
         rows = round(len(mine.rows) / share)
-        if not by_factors(self._way, rows, linear.width, size, workers=workers, senders=self._senders):
+        # Without rows nothing comes back to the layer, on no worker: its gradient is zeros, as with every other way.
+        if not rows or not by_factors(self._way, rows, linear.width, size, workers=workers, senders=self._senders):
             self._to_servers(step, number, linear.gradient(0, size, *mine))
             return
         sent = [*self._wire.encode(mine.rows), *self._wire.encode(mine.errors)]

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -106,7 +107,8 @@ class Mpca(Strategy):
     def traffic(self, settings: MpcaSettings, sizes: Sizes, nodes: int) -> Traffic:
         """An all-reduce up and down a tree every tau steps. The root sends the total to every child."""
         most = (nodes - 1).bit_length()
-        return Traffic(2 * sizes.parameters * (nodes - 1) / settings.tau, sizes.parameters * most / settings.tau)
+        total, exchange = 2 * sizes.parameters * (nodes - 1), exchange_bounds.up_a_tree(nodes)
+        return Traffic(total / settings.tau, sizes.parameters * most / settings.tau, exchange.apart(settings.tau))
 
 
 STRATEGY = Mpca()

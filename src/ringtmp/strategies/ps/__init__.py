@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
+from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Runs, Sizes, Strategy, Task, Traffic
 from ringtmp.strategies.ps.settings import BOUNDS, PsSettings, fitted
 from ringtmp.strategies.ps.teams import heads, teams_of
@@ -94,7 +96,7 @@ class ParameterServer(Strategy):
         return "replay" if settings.deterministic else "steps"
 
     def delayed(self, settings: PsSettings) -> bool:
-        return not settings.gathered
+        return not settings.gathered or settings.significant > 0
 
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         from ringtmp.config import replaced
@@ -177,7 +179,18 @@ class ParameterServer(Strategy):
             return Traffic(pushed + away, max(each, largest * sizes.parameters))
         up, down = pushed / settings.n_push, away / settings.n_fetch * (2 if settings.fetch == "layerwise" else 1)
         each = (down + updates) / (servers or nodes)
-        return Traffic(up + down + updates, max(each, up / workers) if servers else each + up / nodes)
+        busiest = max(each, up / workers) if servers else each + up / nodes
+        return Traffic(up + down + updates, busiest, self._exchange(settings, nodes))
+
+    def _exchange(self, settings: PsSettings, nodes: int) -> Exchange | None:
+        """With a bound below which nothing is sent, and where factors are smaller, less than a model travels."""
+        if settings.significant or settings.factors or settings.quorum is not None:
+            return None
+        servers = settings.dedicated(nodes)
+        if not servers:
+            return exchange_bounds.on_all_workers(nodes)
+        kind = exchange_bounds.synchronous if settings.gathered else exchange_bounds.asynchronous
+        return kind(nodes - servers, servers).apart(min(settings.n_push, settings.n_fetch))
 
     def _pushed(self, settings: PsSettings, sizes: Sizes, servers: int, workers: int) -> float:
         """Of the model: with factors, what a worker pushes where its rows take less than the gradient."""

@@ -139,7 +139,7 @@ class Client(Exchange):
         rows, errors = together(linear, factors)
         for key in self._layers[layer]:
             low, high = linear.columns(key.start, key.stop)
-            if share and len(rows) * (linear.inputs + high - low) <= key.size:
+            if len(rows) and len(rows) * (linear.inputs + high - low) <= key.size:
                 sent = [*self._wire.encode(rows), *self._wire.encode(errors[:, low:high].contiguous())]
                 push = Push(key.number, step, share, self._fresh, rows=len(rows))
             else:

@@ -95,6 +95,10 @@ class Cutting:
         key = (kind, slot, cut)
         if key not in self._memo:
             assert isinstance(source, Ref)
+            if source.slot < len(self._graph.inputs) and self._graph.inputs[source.slot].kind != "input":
+                source = self._writer.op(
+                    "aten.alias.default", source
+                )  # exchanged are values, and this is the worker's own
             values, back = math.prod(self._shape(slot)), slot in self._trained
             self._memo[key] = self._writer.add(Exchanged(kind, source.slot, cut, values, back))
         return self._memo[key]
@@ -216,8 +220,9 @@ class Cutting:
         return None
 
     def _values_of(self, value: Argument) -> list[int]:
-        """Tensors among an argument."""
-        return [each for each in slots(value) if isinstance(self._values[each], torch.Tensor) and self._shape(each)]
+        """Tensors among an argument, but for single numbers that nobody learns."""
+        tensors = [each for each in slots(value) if isinstance(self._values[each], torch.Tensor)]
+        return [each for each in tensors if self._shape(each) or each in self._trained]
 
     def _broadcast(self, slot: int, op: Op, cut_ones: Sequence[int]) -> tuple[Cut, Argument] | None:
         """Arguments of several shapes, some of them cut, put together value by value."""

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ringtmp.errors import UsageError
+from ringtmp.model.compute_formats import COMPUTE_IN
 from ringtmp.model.parameters_changed_in_forward import refuse_written
 from ringtmp.model.portable_layer import Layer, count
 from ringtmp.plan.when_to_rebalance import Balance
@@ -94,6 +95,9 @@ def _refuse(request: PlanRequest) -> None:
         raise UsageError(
             f"{recipe.optimizer} works on whole matrices, and strategy tensor cuts them: use --optimizer {others}"
         )
+    asked = {f"--compute {recipe.compute}": not COMPUTE_IN[recipe.compute].plain, "--compile": recipe.compiled}
+    for option in (each for each, given in asked.items() if given):
+        raise UsageError(f"strategy tensor computes in float32, operator by operator: leave out {option}")
     if not request.index.inputs:
         raise UsageError(
             "strategy tensor needs to know the shapes of the model's inputs: train it anew with this version"

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtmp.errors import UsageError
+from ringtmp.plan import exchange_bounds
 from ringtmp.strategies.base import (
     About,
     OnPaper,
@@ -117,7 +118,8 @@ class TreeEasgd(Strategy):
         """Every edge carries a model up every tau_up steps, and one down every tau_down."""
         parents = list(settings.parents(nodes).values())
         sent = [(node > 0) / settings.tau_up + parents.count(node) / settings.tau_down for node in range(nodes)]
-        return Traffic(sizes.parameters * sum(sent), sizes.parameters * max(sent))
+        exchange = exchange_bounds.to_neighbours(max(sent)) if nodes > 1 else None
+        return Traffic(sizes.parameters * sum(sent), sizes.parameters * max(sent), exchange)
 
 
 STRATEGY = TreeEasgd()
