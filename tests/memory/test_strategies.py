@@ -62,6 +62,8 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("ps", 5, {"servers": 3, "replicas": 1, "consistency": "async"}),
     Case("ps", 3, {"servers": "workers", "replicas": 1}, long=True),
     Case("ps", 3, {"fetch": "layerwise"}),
+    Case("ps", 5, {"teams": 2}, long=True),
+    Case("ps", 5, {"teams": 2, "consistency": "ssp:1"}, long=True),
     Case("ps", 3, wire="bfloat16", long=True),
     Case("ps", 3, wire="int8", long=True),
     Case("ps", 4, {"consistency": "ssp:1"}, "int8"),
@@ -85,6 +87,8 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("mpca", 5, {"tau": 2}, long=True),
     Case("gossip-learning", 5, long=True),
     Case("tensor", 4, {"least": 64}, long=True),
+    Case("ensemble", 4, {"combine": "stacking"}, long=True),
+    Case("ensemble", 4, {"combine": "vote", "sample": "bootstrap"}, long=True),
 ]
 
 
@@ -221,7 +225,7 @@ def check_counts(case: Case, result: api.Result) -> None:
         assert applied == updates
         assert bool(dropped) <= ("quorum" in case.settings)
     else:
-        assert applied == updates * workers
+        assert applied == updates * case.settings.get("teams", workers)
         assert not dropped
 
 

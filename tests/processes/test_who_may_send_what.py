@@ -59,6 +59,7 @@ EXAMPLES: dict[type, Message] = {
         messages.Sample(b"", (), 1), messages.Timed(1.0, 1, 1), messages.Echo(0, 0), messages.Echoed(0),
         messages.Meet({}), messages.Try(2, 1.0), messages.Tried(2, 1.0, 1.0, 0.0), PLANS["ps"],
         messages.Work(0, True, True, 1, 0, (1,), ""), messages.WorkDone(0, 0.0, 1.0), messages.Scored(0.0, 1, 1, 1),
+        messages.Predicted(), messages.Enough(0),
         messages.Store(0, ()), messages.Kept(0, ()), messages.Push(0, 0, 1.0, True), messages.Pull(0, 0),
         messages.Pulled(0, 0, 0), messages.Copy(0, 0, 0, 1.0), messages.Copied(0, 0), messages.Lost(2),
         messages.Squares(0, 0.0, 1), messages.Total(0, 0.0), messages.GradientPart(0, 0, 0, 0, False),

@@ -26,6 +26,7 @@ from ringtmp.launch.node_pool import NodePool
 from ringtmp.model.layers import Model
 from ringtmp.model.output_tree import joined, map_outputs
 from ringtmp.model.pretrained import is_pretrained, pretrained
+from ringtmp.run.ask_ensemble import Combined
 from ringtmp.run.generate import Generated, Prompt, Writing
 from ringtmp.run.inference import Inference, inference
 from ringtmp.run.progress import Telling
@@ -55,14 +56,23 @@ def evaluate(
     function = loss or loss_again(run, saved.loss)
     training = saved.config.training
     assert isinstance(training.microbatches, int), "a saved run has a number"
-    with _inference(run, saved.config, nodes, function, pool) as ring:
-        batches = evaluation_batches(
-            source, training.batch_size * EVALUATION_FACTOR, training.microbatches * EVALUATION_FACTOR
-        )
-        score = ring.master.evaluate(ring.checked(batches, source.name, saved.loss), ring.step, is_of_bytes(saved.loss))
+    bytes_model, per_batch = is_of_bytes(saved.loss), training.batch_size * EVALUATION_FACTOR
+    microbatches = training.microbatches * EVALUATION_FACTOR
+
+    def batches() -> Iterator[Batch]:
+        return evaluation_batches(source, per_batch, microbatches)
+
+    if (ensemble := Combined.of(run, saved)) is not None:
+        _refuse_joined(pool)
+        started = partial(_inference, run, saved.config, nodes, function, None)
+        score, step = ensemble.score(started, batches, source.name, function, bytes_model), ensemble.step
+    else:
+        with _inference(run, saved.config, nodes, function, pool) as ring:
+            score = ring.master.evaluate(ring.checked(batches(), source.name, saved.loss), ring.step, bytes_model)
+        step = ring.step
     told = score.of_text(saved.loss, text_of(source))
     return {
-        "run_dir": str(run_dir), "step": ring.step, "data": source.name, "samples": score.samples, "loss": score.loss,
+        "run_dir": str(run_dir), "step": step, "data": source.name, "samples": score.samples, "loss": score.loss,
         "accuracy": score.accuracy, "bits_per_byte": told.bits_per_byte, "perplexity": told.perplexity,
     }  # fmt: skip
 
@@ -88,6 +98,10 @@ def predict(run_dir: str | Path, inputs: Any, nodes: int, pool: NodePool | None 
         chosen = map_tensors(partial(torch.index_select, dim=0, index=part), inputs)
         pieces, nobody = split_batch(chosen, torch.zeros(len(part)), training.microbatches * EVALUATION_FACTOR)
         batches.append(Batch(0, pieces, nobody, len(part)))
+    if (ensemble := Combined.of(run, saved)) is not None:
+        _refuse_joined(pool)
+        started = partial(_inference, run, saved.config, nodes, loss_named("mse"), None)
+        return _for_anybody(torch.cat(ensemble.predictions(started, lambda: iter(batches), "the input")))
     with _inference(run, saved.config, nodes, loss_named("mse"), pool) as ring:
         outputs = ring.master.predict(ring.checked(batches, "the input"), ring.step)
     return map_outputs(_for_anybody, joined(outputs))
@@ -149,10 +163,18 @@ def device_pool(
 
 @contextmanager
 def _inference(
-    run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, pool: NodePool | None
+    run: RunDirectory, config: RunConfig, nodes: int, loss: LossFunction, pool: NodePool | None, member: int = 0
 ) -> Iterator[Inference]:
-    with left_alone(), inference(run, config.training, loss, _pool_for(run, config, nodes, pool)) as ring:
+    with left_alone(), inference(run, config.training, loss, _pool_for(run, config, nodes, pool), member) as ring:
         yield ring
+
+
+def _refuse_joined(pool: NodePool | None) -> None:
+    if pool is not None:
+        raise UsageError(
+            "an ensemble is asked on this machine, one member after the other: each was small enough for one device, so "
+            "leave --listen out"
+        )
 
 
 def _pool_for(run: RunDirectory, config: RunConfig, nodes: int, given: NodePool | None) -> NodePool:

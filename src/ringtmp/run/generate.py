@@ -24,6 +24,7 @@ from ringtmp.model.zoo import GPT_HEADS
 from ringtmp.run.decoding import Cached, DecoderWeights, Reader, Talk, Window, misfit
 from ringtmp.run.result import module_of, prepare_as_trained
 from ringtmp.runtime.checkpoint import Checkpoint, latest
+from ringtmp.runtime.ensemble_members import refuse_members
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory, SavedConfig
 from ringtmp.system.resources import give_back_memory
 
@@ -79,6 +80,7 @@ class Writing:
         self._saved = run.read_config()
         index, layers = run.read_layers()
         self._checkpoint, _ = latest(run.checkpoints, index.run)
+        refuse_members(self._checkpoint, run.path, "writing text")
         self._prompt = prompt
         talk = Talk.of(index, str(run.path))
         self._tokenizer = _tokenizer(prompt, self._saved, talk)

@@ -28,6 +28,7 @@ from ringtmp.plan.pipeline_schedules import DEFAULT_SCHEDULE
 from ringtmp.plan.route import MASTER, Route, plain_ring
 from ringtmp.runtime.base_leader import STOP_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.checkpoint import Weights, latest
+from ringtmp.runtime.ensemble_members import Member
 from ringtmp.runtime.losses import LossFunction, loss_named
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
 from ringtmp.strategies.ring.master import Master
@@ -115,14 +116,15 @@ class Layout:
 
 @contextmanager
 def inference(
-    run: RunDirectory, training: TrainingPart, loss: LossFunction, pool: NodePool
+    run: RunDirectory, training: TrainingPart, loss: LossFunction, pool: NodePool, member: int = 0
 ) -> Iterator[Inference]:  # fmt: skip
-    """The run's own model, as it was trained."""
+    """The run's own model, as it was trained; of an ensemble one of its members."""
     index, layers = run.read_layers()
     checkpoint, _ = latest(run.checkpoints, index.run)
+    weights = Member(checkpoint, member, len(layers))
     assert isinstance(training.microbatches, int), "a saved run has a number"
     layout = Layout(
-        layers, index.cost_s, checkpoint, checkpoint.progress.step, describe=index.crossing if index.inputs else None,
+        layers, index.cost_s, weights, checkpoint.progress.step, describe=index.crossing if index.inputs else None,
         leaving=index.outputs, randomness=index.randomness, compute=training.compute, loss=loss,
     )  # fmt: skip
     with laid_out(layout, training, pool, training.microbatches) as master:

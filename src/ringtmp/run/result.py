@@ -18,14 +18,18 @@ from ringtmp.metrics import events
 from ringtmp.metrics.fold_events import Part, parts_of
 from ringtmp.metrics.history import History, history_of
 from ringtmp.metrics.summary import Summary, of_parts
+from ringtmp.model.ensemble import Ensemble
 from ringtmp.model.layers import Model
 from ringtmp.model.lora import LoraLinear, add_adapters, parse_lora
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.portable_model import PortableModel, is_cut
 from ringtmp.model.shrink_frozen_weights import enlarged
 from ringtmp.model.to_module import in_sequence, revive
-from ringtmp.runtime.checkpoint import Checkpoint, State, latest
-from ringtmp.runtime.run_directory import RunDirectory
+from ringtmp.run.ask_ensemble import how_of
+from ringtmp.runtime.checkpoint import State, Weights, latest
+from ringtmp.runtime.ensemble_members import Member, weights_of
+from ringtmp.runtime.losses import class_dim_of
+from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
 from ringtmp.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -92,19 +96,28 @@ class Result:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained module on the CPU, in evaluation mode: of the user's own class where that is at hand."""
+        """The trained module on the CPU, in evaluation mode: of the user's own class where that is at hand. Of an ensemble one
+        whose `members` are such modules."""
         run = RunDirectory(self.run_dir)
         index, layers = run.read_layers()
         checkpoint, _ = latest(self.run_dir / "checkpoints", index.run)
+        weights = weights_of(checkpoint)
+        if weights is None:
+            return self._made(run, index, layers, checkpoint)
+        saved = run.read_config()
+        members = [self._made(run, index, layers, Member(checkpoint, k, len(layers))) for k in range(len(weights))]
+        return Ensemble(members, weights, how_of(saved), class_dim_of(saved.loss)).eval()
+
+    def _made(self, run: RunDirectory, index: LayerIndex, layers: Sequence[Layer], weights: Weights) -> nn.Module:
         if self._source is not None and (own := module_of(self._source)) is not None:
             prepare_as_trained(own, run, layers)
-            return _loaded(own, layers, checkpoint, self.run_dir, index.state)
+            return _loaded(own, layers, weights, self.run_dir, index.state)
         if self._otherwise is not None:
             with contextlib.suppress(UsageError):  # its name says nothing, or its file is gone or has changed
                 if (own := module_of(self._otherwise())) is not None:
                     prepare_as_trained(own, run, layers)
-                    return _loaded(own, layers, checkpoint, self.run_dir, index.state)
-        tensors = [enlarged(layer, checkpoint.layer(i, layer)[0]) for i, layer in enumerate(layers)]
+                    return _loaded(own, layers, weights, self.run_dir, index.state)
+        tensors = [enlarged(layer, weights.layer(i, layer)[0]) for i, layer in enumerate(layers)]
         shapes = [tuple(each.rest for each in leaving) for leaving in index.outputs]
         if is_cut(layers):
             return PortableModel(tensors, index.state, index.input_names, index.without_targets).eval()
@@ -158,7 +171,7 @@ def prepare_as_trained(own: nn.Module, run: RunDirectory, layers: Sequence[Layer
         parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
 
-def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Checkpoint, run_dir: Path, state: State) -> nn.Module:
+def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Weights, run_dir: Path, state: State) -> nn.Module:
     """With everything that was trained, buffers outside the state_dict included."""
     # Of a run from before modules were cut: one that is no nn.Sequential is one layer, called "0".
     alone = not isinstance(own, nn.Sequential) and not state

@@ -23,6 +23,7 @@ from ringtmp.model.shrink_frozen_weights import enlarged, whole_layer
 from ringtmp.model.to_module import revive
 from ringtmp.model.whole_graph import Adapted, adapted_weights, adapter_tensor, depends_on, rows_of, whole_graph
 from ringtmp.runtime.checkpoint import latest
+from ringtmp.runtime.ensemble_members import refuse_members
 from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.units import bytes_text
@@ -47,6 +48,7 @@ class SavedModel:
         self.layers = [whole_layer(each) for each in self._kept]  # with weights that are kept small in float32
         self.checkpoint, _ = latest(run.checkpoints, self.index.run)
         self.step = self.checkpoint.progress.step
+        refuse_members(self.checkpoint, run_dir, "a file of one model")
 
     @property
     def weight_bytes(self) -> int:

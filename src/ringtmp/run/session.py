@@ -35,7 +35,8 @@ from ringtmp.run.save_checkpoints import Saving
 from ringtmp.run.training_loop import TrainingLoop
 from ringtmp.run.what_to_train import Job, Watcher
 from ringtmp.runtime import left_with_nodes
-from ringtmp.runtime.checkpoint import Progress, weights_sha256
+from ringtmp.runtime.checkpoint import Progress
+from ringtmp.runtime.ensemble_members import sha256_of_all
 from ringtmp.runtime.learning_rates import checked_schedule
 from ringtmp.runtime.left_with_nodes import Left
 from ringtmp.runtime.snapshot_schedule import Snapshot
@@ -168,7 +169,7 @@ class Session:
             home = None if line is None else OtherHome(run, healing, line, Settings.of(generations.config.ring))
             loop = TrainingLoop(run, first, healing, home)
             self._outcome = loop.to_the_end()
-            return weights_sha256(run.saving.newest(), run.layers, run.index.state)
+            return sha256_of_all(run.saving.newest(), run.layers, run.index.state)
         except Interrupted:
             self._outcome = "interrupted"
             raise

@@ -134,6 +134,10 @@ class CheckpointWriter:
             self._aside.mkdir(mode=0o700, exist_ok=True)
             self._frozen[_weights_file(index)] = self._write(self._aside / _weights_file(index), still)
 
+    def add_beside(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """A file that belongs to no layer."""
+        self._files[name] = self._write(self._hidden / name, tensors)
+
     def commit(self) -> Path:
         if self._frozen and self._progress.step == 0:
             share_with_others(self._aside, self._frozen)
@@ -210,6 +214,12 @@ class Weights(Protocol):
     def frozen(self, index: int, layer: Layer) -> dict[str, torch.Tensor]: ...
 
 
+class Mapped(Protocol):
+    """What a model's weights are read from without taking memory of their own."""
+
+    def mapped_layer(self, index: int, layer: Layer) -> LayerTensors: ...
+
+
 class Checkpoint:
     """A checkpoint on disk whose digests were right when it was opened."""
 
@@ -263,6 +273,10 @@ class Checkpoint:
             if key.startswith("optimizer/") and parameter in local:
                 state[local[parameter], what] = tensor
         return tensors, state
+
+    def beside(self, name: str) -> dict[str, torch.Tensor]:
+        """A file that belongs to no layer; empty if there is none."""
+        return self._read(name)
 
     def frozen(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """The layer's tensors that never change, by its own names."""
@@ -361,9 +375,7 @@ def weights_sha256(checkpoint: Checkpoint, layers: Sequence[Layer], state: State
     return digest.hexdigest()
 
 
-def named_weights(
-    checkpoint: Checkpoint, layers: Sequence[Layer], state: State = ()
-) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(checkpoint: Mapped, layers: Sequence[Layer], state: State = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's `state_dict`, its tensors as they lie in the files. `state`: its names, and of each the tensor's first name;
     empty: layer by layer."""
     where = {

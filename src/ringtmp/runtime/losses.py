@@ -72,6 +72,11 @@ def is_of_bytes(name: str) -> bool:
     return name in LOSSES and LOSSES[name].of_bytes
 
 
+def class_dim_of(name: str) -> int | None:
+    """Where classes lie in what a model returns, samples first; None: this loss is of no classes, or a user's own."""
+    return LOSSES[name].class_dim if name in LOSSES else None
+
+
 def _class_dim(outputs: Any, targets: torch.Tensor, last: bool) -> int | None:
     """Along which dimension of the outputs the classes lie: the second, as for torch's losses, or the last, as for text;
     None where targets are no classes of these outputs."""

@@ -25,6 +25,7 @@ from ringtmp.strategies.base import About, Settings, Strategy
 from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
 from ringtmp.strategies.dpsgd import STRATEGY as DPSGD
 from ringtmp.strategies.easgd import STRATEGY as EASGD
+from ringtmp.strategies.ensemble import STRATEGY as ENSEMBLE
 from ringtmp.strategies.gadmm import STRATEGY as GADMM
 from ringtmp.strategies.gosgd import STRATEGY as GOSGD
 from ringtmp.strategies.gossip_learning import STRATEGY as GOSSIP_LEARNING
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 GROUP = "ringtmp.strategies"
 _OURS = (
     RING, PS, ALLREDUCE, HYBCOMM, LBFGS, AVERAGING, BLOCK_MOMENTUM, EASGD, TREE_EASGD, DPSGD, GOSGD, MPCA, GOSSIP_LEARNING,
-    GADMM, SCHEDULED, TENSOR,
+    GADMM, SCHEDULED, TENSOR, ENSEMBLE,
 )  # fmt: skip
 #: Stands for whichever of the others is chosen.
 AUTO: Strategy = CHOOSER

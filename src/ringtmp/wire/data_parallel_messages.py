@@ -49,6 +49,13 @@ class Work(NodeMessage, frozen=True, tag="work"):
     tensors: Specs = ()  # numbers of all samples, numbers of those that come along, inputs, targets
 
 
+class Enough(NodeMessage, frozen=True, tag="enough"):
+    """Work of steps before this one that a worker has not begun is given up."""
+
+    RULE: ClassVar = told(CONTROL, PLAN, WORKER)
+    step: int
+
+
 class WorkDone(NodeMessage, frozen=True, tag="did"):
     RULE: ClassVar = reported(CONTROL, PLAN, WORKER)
     step: int
@@ -74,6 +81,13 @@ class Scored(NodeMessage, frozen=True, tag="scored"):
     guesses: int
     token_loss_sum: float = 0.0
     tokens: int = 0
+
+
+class Predicted(NodeMessage, frozen=True, tag="predicted"):
+    """What a member of an ensemble says of samples to be evaluated: its model's one output, for all of them."""
+
+    RULE: ClassVar = reported(BULK, PLAN, WORKER)
+    tensors: Specs = ()
 
 
 class Store(NodeMessage, frozen=True, tag="store"):

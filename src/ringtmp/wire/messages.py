@@ -5,8 +5,8 @@ The ring's passes        Activations clockwise, Gradients anticlockwise, one per
                          GroupSum, GroupNorms, GroupWeights, GroupChange within a group
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
-Data-parallel ones       Work, Did, Lend, Scored; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares, Total; Lost
-                         GradientPart, PeerModel, Factors between workers
+Data-parallel ones       Work, Enough, Did, Lend, Scored, Predicted; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares,
+                         Total; Lost; GradientPart, PeerModel, Factors between workers
 A key-value store        ServeTables, FirstRows; PushRows, Tick, PullRows, PulledRows
 Besides                  Report, Detail, Inspect, Inspected, Accused, Failed; Renew: the next generation; Stop, Bye
 """
@@ -27,9 +27,10 @@ from ringtmp.wire.who_may_send import (  # isort: skip
     ALWAYS, ANYONE, BEFORE, BULK, CONTROL, END, MEETING, NODE, PLAN, NodeMessage, between, reported, told,
 )  # fmt: skip
 from ringtmp.wire.data_parallel_messages import (  # isort: skip
-    Enlist as Enlist, Work as Work, WorkDone as WorkDone, Lend as Lend, Scored as Scored, Store as Store, Kept as Kept, Push
-    as Push, Pull as Pull, Pulled as Pulled, Copy as Copy, Copied as Copied, Lost as Lost, Squares as Squares, Total as
-    Total, PeerModel as PeerModel, GradientPart as GradientPart, Factors as Factors,
+    Enlist as Enlist, Work as Work, Enough as Enough, WorkDone as WorkDone, Lend as Lend, Scored as Scored, Predicted as
+    Predicted, Store as Store, Kept as Kept, Push as Push, Pull as Pull, Pulled as Pulled, Copy as Copy, Copied as Copied,
+    Lost as Lost, Squares as Squares, Total as Total, PeerModel as PeerModel, GradientPart as GradientPart, Factors as
+    Factors,
 )  # fmt: skip
 from ringtmp.wire.key_value_messages import (  # isort: skip
     ServeTables as ServeTables, FirstRows as FirstRows, PushRows as PushRows, Tick as Tick, PullRows as PullRows, PulledRows
@@ -300,11 +301,12 @@ class Renew(NodeMessage, frozen=True, tag="renew"):
 
 
 Message = (
-    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect | Inspected
-    | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Detail | Sample | Timed
-    | Echo | Echoed | Meet | Try | Tried | Enlist | Work | WorkDone | Lend | Scored | Store | Kept | Push | Pull | Pulled | Copy
-    | Copied | Lost | Squares | Total | GradientPart | PeerModel | Factors | GroupSum | ServeTables | FirstRows | PushRows
-    | Tick | PullRows | PulledRows | GroupNorms | GroupWeights | GroupChange
+    Activations | Gradients | Norms | Scale | Hello | Setup | Place | Placed | Fetch | LayerState | Report | Inspect |
+    Inspected | Failed | Accused | Stop | Bye | Renew | Keep | Held | Whole | Void | Recall | Restore | Missing | Detail |
+    Sample | Timed | Echo | Echoed | Meet | Try | Tried | Enlist | Work | Enough | WorkDone | Lend | Scored | Predicted |
+    Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | GradientPart | PeerModel | Factors |
+    GroupSum | ServeTables | FirstRows | PushRows | Tick | PullRows | PulledRows | GroupNorms | GroupWeights |
+    GroupChange
 )  # fmt: skip
 
 #: Every class a message may be of.

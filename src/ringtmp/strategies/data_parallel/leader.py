@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import torch
 
 from ringtmp import untrusted
@@ -34,12 +35,14 @@ from ringtmp.strategies.data_parallel.collected_model import mean_loss, mean_of,
 from ringtmp.strategies.data_parallel.member import ParallelMember
 from ringtmp.strategies.data_parallel.message_checks import kept
 from ringtmp.strategies.data_parallel.one_key_per_layer import by_range, by_tensor, from_tensors
-from ringtmp.strategies.data_parallel.own_samples import joined
+from ringtmp.strategies.data_parallel.own_samples import Samples, joined
 from ringtmp.strategies.data_parallel.parameter_keys import Key, following
+from ringtmp.strategies.data_parallel.partial_epochs import Stretch
 from ringtmp.strategies.data_parallel.replica import layer_flat
 from ringtmp.strategies.data_parallel.samples_already_sent import Ledger
 from ringtmp.transport.base import Channel
 from ringtmp.wire.messages import (
+    Enough,
     Fetch,
     Kept,
     LayerState,
@@ -74,7 +77,9 @@ class DataParallelLeader(BaseLeader):
         self._laid_out = False
         self._pace = plan.pace
         self._tree = SumTree(plan.enlist.recipe.sum_tree)
+        self._stretch = Stretch(plan.pace.enough)
         self._ledgers = {worker: Ledger() for worker in self._workers}
+        self._pauses = False  # the run does, behind all that is dealt out
         self._done = plan.request.step
         self._dids: dict[int, list[tuple[int, WorkDone]]] = {}
         self._dealt: dict[int, dict[int, float]] = {worker: {} for worker in self._workers}  # step -> share, under way
@@ -173,6 +178,8 @@ class DataParallelLeader(BaseLeader):
             self._deal(step, batch, fresh)
         while self._may_deal(step) and (later := upcoming(self._committed)) is not None:
             self._deal(self._committed, later, False)
+        self._pauses = self._may_deal(step)
+        self._give_up_the_rest()
         self._until(lambda: self._complete(step), lambda: self._waiting_for(step), self._stall_limit())
         self._longest_step_s = max(self._longest_step_s, self.endpoint.clock() - started)
         return self._count(step)
@@ -181,6 +188,11 @@ class DataParallelLeader(BaseLeader):
         """Whether the next step may be dealt out while this one is under way: not the first after a warm start."""
         alone, next_alone = (each < self._pace.warm_start for each in (step, self._committed))
         return self._committed <= step + self._pace.ahead and alone == next_alone
+
+    def _give_up_the_rest(self) -> None:
+        if self._pauses and self._stretch.may_end():
+            for worker in self._workers:
+                self.endpoint.post(worker, Enough(self._committed))
 
     def _complete(self, step: int) -> bool:
         if step < self._plan.request.step:
@@ -221,7 +233,8 @@ class DataParallelLeader(BaseLeader):
 
     def _deal(self, step: int, batch: Batch, fresh: bool) -> None:
         for worker in self._workers:
-            self._dealt[worker][step] = self._send_work(worker, step, batch, True, fresh)
+            share = self._dealt[worker][step] = self._send_work(worker, step, batch, True, fresh)
+            self._stretch.dealt(share, fresh and worker == self._workers[0])
         self._committed = step + 1
 
     def _send_work(self, worker: int, step: int, batch: Batch, training: bool, fresh: bool) -> float:
@@ -237,15 +250,22 @@ class DataParallelLeader(BaseLeader):
         own = training and self._pace.own_samples
         if own:
             sizes = own_samples.sizes(batch, rank, n, stop - first)
-        table = ""
-        tensors: list[torch.Tensor | None] = []
+        samples = None
         if sizes:
-            inputs, targets, numbers = own_samples.taken(batch, rank, n) if own else joined(batch, first, stop)
-            table, tensors = self._ledgers[worker].to_send("train" if training else "test", numbers, inputs, targets)
-        self.endpoint.post(
-            worker, Work(step, training, fresh, batch.samples, first, sizes, table, microbatches=count), tensors
+            samples = own_samples.taken(batch, rank, n) if own else joined(batch, first, stop)
+        work = Work(
+            step, training, fresh, batch.samples, first, sizes, "train" if training else "test", microbatches=count
         )
-        return sum(sizes) / batch.samples
+        return self._post_work(worker, work, samples)
+
+    def _post_work(self, worker: int, work: Work, samples: Samples | None) -> float:
+        """The share of the batch that was sent. `work.table`: where the samples' numbers count."""
+        table, tensors = "", list[torch.Tensor | None]()
+        if samples is not None:
+            inputs, targets, numbers = samples
+            table, tensors = self._ledgers[worker].to_send(work.table, numbers, inputs, targets)
+        self.endpoint.post(worker, msgspec.structs.replace(work, table=table), tensors)
+        return sum(work.sizes) / work.samples
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
         score = Score(bytes_model=bytes_model)
@@ -295,14 +315,13 @@ class DataParallelLeader(BaseLeader):
             tensors, state = self._layer_state(index)
             writer.add(index, layer, tensors, state, frozen_names(layer))
 
-    def _layer_state(self, index: int) -> LayerTensors:
-        layer = self._layers[index]
-        wanted = [key for key in self._plan.table if key.layer == index]
+    def _collect(self, index: int, wanted: Sequence[Key], apart: bool) -> None:
+        """The layer from everyone; `apart`: all that each worker has of it."""
         self._states.clear()
         self._kept.clear()
         self._awaited = index
         self._fetch = Fetch(index, self._committed, False)
-        self._asked_whole = apart = not self._servers and not self._pace.alike
+        self._asked_whole = apart
         for node in dict.fromkeys((*(self._owner(key) for key in wanted), *self._workers)):
             whole = apart or (node == MASTER and not self._servers)
             self.endpoint.post(node, Fetch(index, self._committed, whole))
@@ -312,6 +331,11 @@ class DataParallelLeader(BaseLeader):
             self._stall_limit(),
         )
         self._fetch = None
+
+    def _layer_state(self, index: int) -> LayerTensors:
+        layer, apart = self._layers[index], not self._servers and not self._pace.alike
+        wanted = [key for key in self._plan.table if key.layer == index]
+        self._collect(index, wanted, apart)
         own = {worker: tensors for worker, (_, tensors) in self._states.items()}
         if apart:
             mean, count = mean_of([own[worker] for worker in self._workers]), len(layer.tensors)
@@ -350,6 +374,8 @@ class DataParallelLeader(BaseLeader):
                     f"the loss is {message.loss} in step {message.step} on node {mail.sender}: "
                     f"{what_to_try_when_not_finite(message.step)}"
                 )
+            self._stretch.done(0.0 if message.skipped else message.share)
+            self._give_up_the_rest()
             if self._pace.mixed:
                 self._pool.append(message)
             elif message.step >= self._done:  # later than its step was counted: a straggler beyond the quorum

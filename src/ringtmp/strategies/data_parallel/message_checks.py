@@ -62,11 +62,11 @@ class KeyScrutiny:
                 raise ProtocolError(f"sent sum {message.node}, which is not its to send")
             if message.rows:
                 self._factors(message)
-            elif message.tensors or not message.node:
+            elif message.tensors or (message.share and not message.node):
                 self._tensor(message.key, message.tensors, self._wire)
         elif isinstance(message, Copy):
             untrusted.whole(message.worker, "the number of a worker", -1)
-            if message.tensors or not self._by_tree:
+            if message.tensors or (message.share and not self._by_tree):
                 self._tensor(message.key, message.tensors, PLAIN)
         elif isinstance(message, Pulled):
             untrusted.whole(message.oldest, "the age of parameters", 0, self._step() + MOST_AHEAD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class Pace:
     mixed: bool = False  # steps overlap: one is a batch's worth of samples, whichever they are
     quorum: int | None = None  # gradients a step needs; None: those of all workers
     replicas: bool = False  # every key is kept by the next server too
+    enough: float = 1.0  # of the samples since the last pause: when so many are done, the rest is given up
     warm_start: int = 0  # steps that the first worker makes alone
     own_samples: bool = False  # a worker has the same part of the data in every epoch
     alike: bool = True  # every worker ends a step with the same parameters; else the model is the mean of theirs
@@ -67,12 +68,13 @@ class ParallelPlan:
     loss: tuple[Layer, list[torch.Tensor]] | None  # one of the user's own, which every worker needs
     lines: tuple[str, ...] = ()
     left_out: bool = False
+    leader: Callable[[Start, ParallelPlan], DataParallelLeader] = DataParallelLeader
 
     def balance(self, not_before: float) -> Balance | None:
         return None
 
     def lead(self, start: Start) -> DataParallelLeader:
-        return DataParallelLeader(start, self)
+        return self.leader(start, self)
 
 
 def refuse_unshared(layers: Sequence[Layer], strategy: str) -> None:
@@ -90,9 +92,11 @@ def plan(
     request: PlanRequest, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = STEADY,
     *, warnings: tuple[str, ...] = (), linear: tuple[tuple[int, ...], ...] = (), lines: tuple[str, ...] = (),
     facts: Mapping[str, Any] | None = None,
+    leader: Callable[[Start, ParallelPlan], DataParallelLeader] = DataParallelLeader,
 ) -> ParallelPlan:  # fmt: skip
     """`settings`: where they are not those of the run, which were given for more nodes. `linear`: layers whose gradients may
-    travel as factors, as `Enlist` has them. `lines` and `facts`: what there is to say besides."""
+    travel as factors, as `Enlist` has them. `lines` and `facts`: what there is to say besides. `leader`: where the
+    plain one does not do."""
     config, name, nodes = request.config, strategy.name, request.config.ring.nodes
     settings = config.ring.strategy_settings if settings is None else settings
     refuse_unshared(request.layers, name)
@@ -131,7 +135,7 @@ def plan(
     return ParallelPlan(
         request, strategy, pace, enlist,
         roles=roles, table=table, owners=owners, warnings=warnings, facts=told, shares=shares, loss=loss,
-        lines=lines,
+        lines=lines, leader=leader,
     )  # fmt: skip
 
 

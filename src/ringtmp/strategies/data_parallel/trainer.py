@@ -18,6 +18,7 @@ from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model import portable_layer
+from ringtmp.model.ensemble import one_tensor
 from ringtmp.model.output_tree import nest
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.sufficient_factors import Factors
@@ -31,7 +32,20 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.samples_already_sent import Rows
-from ringtmp.wire.messages import Enlist, Fetch, LayerState, Lend, Place, Placed, Restore, Scored, Work, WorkDone
+from ringtmp.wire.messages import (
+    Enlist,
+    Enough,
+    Fetch,
+    LayerState,
+    Lend,
+    Place,
+    Placed,
+    Predicted,
+    Restore,
+    Scored,
+    Work,
+    WorkDone,
+)
 
 
 class Exchange(Protocol):
@@ -43,6 +57,8 @@ class Exchange(Protocol):
     nodes: tuple[int, ...] = ()
     #: Whether a worker may go through its samples several times in a step.
     several_passes: bool = False
+    #: Whether the master is told what a worker's model predicts, where it asks for a score.
+    predicts: bool = False
 
     def begin(self, fresh: bool) -> None:
         """A training step begins; `fresh`: not directly after another."""
@@ -71,6 +87,10 @@ class Exchange(Protocol):
     def overtaken(self, step: int) -> bool:
         """Whether the others have finished this step without us."""
         return False
+
+    def give_up(self, step: int) -> None:
+        """The step is over without this worker's gradients."""
+        return
 
     def loss(self, value: float) -> None:
         """The mean loss of this worker's share of the batch, before its first gradient."""
@@ -143,6 +163,7 @@ class Trainer:
         self._rows = Rows()
         self._work: deque[_Task] = deque()
         self._task: _Task | None = None
+        self._given_up = plan.step  # work of steps before this one is not begun
         self._fetches: list[Fetch] = []
         self._inherited = endpoint.snapshots.claim()
 
@@ -169,6 +190,8 @@ class Trainer:
             self.replica.lend(message.layer, mail.tensors)
         elif isinstance(message, Fetch):
             self._fetches.append(message)
+        elif isinstance(message, Enough):
+            self._given_up = message.step
         else:
             return False
         return True
@@ -237,7 +260,10 @@ class Trainer:
     def _begin(self) -> bool:
         while self._work:
             task = self._work.popleft()
-            if task.work.training and self._exchange.overtaken(task.work.step):
+            given_up = task.work.step < self._given_up
+            if task.work.training and (given_up or self._exchange.overtaken(task.work.step)):
+                if given_up:
+                    self._exchange.give_up(task.work.step)
                 share = sum(task.work.sizes) / task.work.samples
                 self.endpoint.post(MASTER, WorkDone(task.work.step, 0.0, share, skipped=True))
                 self.step = task.work.step + 1
@@ -299,6 +325,12 @@ class Trainer:
             self._exchange.loss(task.loss)
 
     def _score(self, task: _Task) -> None:
+        if self._exchange.predicts:
+            with torch.no_grad():
+                predicted = [one_tensor(self._nested(task, position)) for position in range(len(task.microbatches))]
+            self.endpoint.post(MASTER, Predicted(), [torch.cat(predicted)])
+            self._task = None
+            return
         score = Score(bytes_model=is_of_bytes(self._plan.loss))
         with torch.no_grad(), compute_device.going_forward(self._plan.recipe.compute):
             for position in range(len(task.microbatches)):

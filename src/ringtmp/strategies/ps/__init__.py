@@ -11,6 +11,7 @@ from ringtmp.plan import exchange_bounds
 from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Runs, Sizes, Strategy, Task, Traffic
 from ringtmp.strategies.ps.settings import BOUNDS, PsSettings, fitted
+from ringtmp.strategies.ps.teams import heads, teams_of
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
@@ -49,21 +50,27 @@ class ParameterServer(Strategy):
             lacks="a model cut over several nodes within a worker",
         ),
         Runs("MXNet", "ps:async:servers=workers", lacks="servers in several stages"),
-        Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1", lacks="groups of workers behind one that pushes"),
+        Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1"),
         Runs("Petuum", "ps:ssp:3:servers=2:eager=true"),
         Runs(
             "Project Adam",
-            "ps:async:servers=2:replicas=1:factors=true",
-            lacks="epochs that end before the slowest is done",
+            "ps:async:servers=2:replicas=1:factors=true:enough=0.75",
         ),
         Runs("TensorFlow", "ps:bsp:quorum=2", lacks="placement of single operators"),
         Runs("DIANNE", "ps:async:servers=2:n_push=2:n_fetch=2"),
         Runs("DMTK (Multiverso)", "ps:async:servers=2"),
+        Runs("MXNet-MPI", "ps:async:teams=2", lacks="all-reduce inside a team, which adds up through its first worker"),
     )
 
     def sums_by_tree(self, settings: PsSettings) -> bool:
         plain = settings.n_push == settings.n_fetch == 1 and not settings.warm_start
-        return plain and not settings.factors and settings.deterministic and not settings.significant
+        return (
+            plain
+            and settings.teams is None
+            and not settings.factors
+            and settings.deterministic
+            and not settings.significant
+        )
 
     def parse_short(self, text: str) -> dict[str, Any]:
         """`ssp:3`, and behind it the servers: `ssp:3:2`, `bsp:workers`."""
@@ -119,7 +126,12 @@ class ParameterServer(Strategy):
         ways = _ways(request, linear, nodes - settings.dedicated(nodes)) if settings.factors else {}
         ahead = 1 if settings.gathered else int(min(settings.bound + 1, AHEAD_ASYNC))
         pace = Pace(
-            ahead, not settings.gathered, settings.quorum, bool(settings.replicas), warm_start=settings.warm_start
+            ahead,
+            not settings.gathered,
+            settings.quorum,
+            bool(settings.replicas),
+            warm_start=settings.warm_start,
+            enough=settings.enough,
         )
         return plan(
             request, self, fit, pace, warnings=warnings, linear=linear, facts={"layer_ways": ways} if ways else {}
@@ -131,9 +143,13 @@ class ParameterServer(Strategy):
         return PsMember(endpoint, plan, settings, roles)
 
     def can_lose(self, settings: PsSettings, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
-        """A worker that is not the last; a server with a replica."""
+        """A worker that is not the last, nor the head of a team; a server with a replica."""
         served = node not in roles.servers or (settings.replicas and node not in bare)
-        return bool(served) and roles.workers != (node,)
+        head = settings.teams is not None and node in self._heads(settings, nodes)
+        return bool(served) and roles.workers != (node,) and not head
+
+    def _heads(self, settings: PsSettings, nodes: int) -> tuple[int, ...]:
+        return heads(teams_of(self.roles(settings, nodes).workers, settings.teams))
 
     def simulate(self, settings: PsSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
@@ -145,7 +161,8 @@ class ParameterServer(Strategy):
         rows = load.batch_size / (len(task.devices) - servers)
         pushed = [_pushed_bytes(layer, rows if settings.factors else 0) for layer in task.layers]
         part = sum(pushed) / max(1, sum(layer.gradient_bytes for layer in task.layers))
-        chosen = ServerOptions(servers, mode, 0 if mode == "async" else int(settings.bound), pushed=part)
+        slack = 0 if mode == "async" else int(settings.bound)
+        chosen = ServerOptions(servers, mode, slack, pushed=part, teams=settings.teams)
         return OnPaper(simulate_ps(load, task.devices, chosen, task.paths), load.memory(task, servers))
 
     def traffic(self, settings: PsSettings, sizes: Sizes, nodes: int) -> Traffic:
@@ -157,6 +174,9 @@ class ParameterServer(Strategy):
         away = (workers if servers else workers - 1) * sizes.parameters  # one way
         pushed = self._pushed(settings, sizes, servers or nodes, workers) * away
         updates = (1 if settings.gathered else workers / settings.n_push) * sizes.parameters * settings.replicas
+        if settings.teams is not None:  # as much in all, but only heads talk to servers, and they serve their teams
+            largest, each = -(-workers // settings.teams), settings.teams * sizes.parameters / servers
+            return Traffic(pushed + away, max(each, largest * sizes.parameters))
         up, down = pushed / settings.n_push, away / settings.n_fetch * (2 if settings.fetch == "layerwise" else 1)
         each = (down + updates) / (servers or nodes)
         busiest = max(each, up / workers) if servers else each + up / nodes

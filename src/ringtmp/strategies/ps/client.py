@@ -56,6 +56,7 @@ class Client(Exchange):
         self._used: list[int] = []
         self._unconfirmed: dict[int, list[tuple[Push, list[torch.Tensor]]]] = {key.number: [] for key in table}
         self._fresh = False
+        self.given_up = 0  # steps
         self._held: list[tuple[int, int, float, torch.Tensor]] = []  # gradients waiting to be clipped
         self._to_push: deque[tuple[Key, Push, list[torch.Tensor]]] = deque()
         self._unanswered: dict[int, tuple[int, int]] = {}  # key -> owner, bytes pushed
@@ -118,6 +119,14 @@ class Client(Exchange):
 
     def overtaken(self, step: int) -> bool:
         return self._settings.quorum is not None and max(self._versions.values()) > step
+
+    def give_up(self, step: int) -> None:
+        """Servers know that nothing more comes of this step."""
+        self.rest()
+        self.given_up += 1
+        for key in self._table:
+            self._to_push.append((key, Push(key.number, step, 0.0, False), []))
+        self._send_pushes()
 
     def gradient(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         if self._plan.recipe.clip_norm is not None and not self._settings.gathered:

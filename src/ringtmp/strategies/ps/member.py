@@ -27,6 +27,10 @@ Symbols: n workers, S the bound (bsp 0, async infinite), Q the quorum, clock of 
 
     eager     E. Xing et al., Petuum, KDD 2015; J. Wei et al., Managed Communication and Consistency, SoCC 2015; on the server:
                 when min over workers of clock grows: send w to every worker, for step clock + S
+    enough    Project Adam ends an epoch when 75 % of it are done; on worker i, when told so before a pause of the run:
+                for every step t dealt out and not begun: tell every server that no gradient of t comes
+    teams     A. Mamidala et al., MXNet-MPI, 2018: workers of a team add up among themselves, and the first pushes and
+              pulls once for all (proxy.py); there by MPI, here through the first worker
     factors   T. Chilimbi et al., Project Adam, OSDI 2014: gradients of fully connected layers are made in the server
                 worker: X <- what entered the matrix (K rows), E <- errors behind it
                         K (inputs + outputs of the key) <= values of the key: push(key, X, E, t), else push(key, E^T X, t)
@@ -50,6 +54,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from ringtmp.errors import ProtocolError
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
@@ -65,8 +71,11 @@ from ringtmp.strategies.data_parallel.parameter_keys import following
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.trainer import Trainer
 from ringtmp.strategies.ps.client import Client
+from ringtmp.strategies.ps.proxy import Proxy
 from ringtmp.strategies.ps.server import Server
 from ringtmp.strategies.ps.settings import PsSettings
+from ringtmp.strategies.ps.teams import heads, team_of, teams_of
+from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Enlist, Lost, Pulled
 
 
@@ -93,15 +102,26 @@ class PsMember:
         table = parameter_keys.table(plan.sizes, plan.slots, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
+        teams, mine = teams_of(roles.workers, settings.teams), owners
+        pushing = Roles(roles.servers, heads(teams))
         self.server = (
-            Server(endpoint, plan, settings, roles, table=table, owners=owners, recorder=recorder) if serves else None
+            Server(endpoint, plan, settings, pushing, table=table, owners=owners, recorder=recorder) if serves else None
         )
         self.trainer: Trainer | None = None
         self._client: Client | None = None
+        self._proxy: Proxy | None = None
+        if works and settings.teams is not None:
+            team = team_of(endpoint.node, teams)
+            mine = [team[0]] * len(table)
+            if endpoint.node == team[0]:
+                self._proxy = Proxy(
+                    endpoint, team, owners, table,
+                    step=plan.step, lag=settings.lag, wire=wire_format(plan.wire), recorder=recorder,
+                )  # fmt: skip
         if works:
             factored = [layer for layer, each in enumerate(plan.linear) if each]
             replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise", factored)
-            self._client = Client(endpoint, plan, settings, replica, table=table, owners=owners, recorder=recorder)
+            self._client = Client(endpoint, plan, settings, replica, table=table, owners=mine, recorder=recorder)
             self._client.nodes = nodes_of(plan, roles, endpoint.node)
             self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
             self.trainer.emit = lambda event: self.emit(event)
@@ -112,7 +132,11 @@ class PsMember:
             parts=bool(settings.significant), nodes=lambda worker: nodes_of(plan, roles, worker), by_tree=bool(plan.slots),
             linear=known(plan.linear),
         )  # fmt: skip
-        endpoint.enter_plan(is_a(lambda: self._everyone), scrutiny)
+        # A head is a worker to servers and a server to its team.
+        known_as = is_a(lambda: self._everyone)
+        if settings.teams is not None:
+            known_as = is_a(lambda: Roles((*self._everyone.servers, *heads(teams)), self._everyone.workers))
+        endpoint.enter_plan(known_as, scrutiny)
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
         endpoint.connect_all(others)
 
@@ -127,6 +151,10 @@ class PsMember:
             return  # what it did and is not counted is done by others
         if isinstance(message, Lost):
             self.lose(message.node)
+        elif self._proxy is not None and isinstance(message, Pulled) and mail.sender in self._roles.servers:
+            self._proxy.pulled(message, mail)
+        elif self._proxy is not None and self._proxy.handle(mail):
+            pass
         elif isinstance(message, Pulled) and self._client is not None:
             self._client.pulled(message, mail)
         elif self.server is not None and self.server.handle(mail):
@@ -152,14 +180,18 @@ class PsMember:
             self.server.lose(node, heir)
         if self.server is not None and node in workers:
             self.server.lose_worker(node)
+        if self._proxy is not None:
+            self._proxy.lose(node)
         if self._client is not None and heir is not None:
             self._client.lose(node, heir)
 
     def leave(self) -> None:
         """Keys may be of different steps: a new generation begins with a checkpoint. Nothing waits for a garbage
         collection."""
-        self.server = self.trainer = self._client = None
+        self.server = self.trainer = self._client = self._proxy = None
 
     def farewell(self) -> events.NodeEnded:
         last = farewell(self.endpoint)
+        if self._client is not None and self._client.given_up:
+            last = msgspec.structs.replace(last, dropped=self._client.given_up)
         return last if self.server is None else self.server.counted(last)

@@ -75,6 +75,8 @@ class Server:
 
     def handle(self, mail: Mail) -> bool:
         message, started = mail.message, None
+        if isinstance(message, Push | Pull) and mail.sender not in self._answers:
+            raise ProtocolError(f"sent {type(message).__name__}, which only the head of its team may")
         if isinstance(message, Push) and message.key not in self._slots:
             self._early.append(mail)  # the sender has heard sooner that a server is lost whose keys lie here
             return True
@@ -128,6 +130,8 @@ class Server:
 
     def _pushed(self, worker: int, push: Push, gradient: edges.Gradient) -> None:
         slot = self._slots[push.key]
+        if gradient is None and self._settings.gathered and self._tree.parts == 1:
+            raise ProtocolError(f"sent no gradient of key {push.key} in step {push.step}, for which all wait")
         if self._settings.gathered:
             whose = push.node or worker
             if push.step < slot.updates or whose in slot.arrived.get(push.step, {}):
@@ -136,8 +140,10 @@ class Server:
                 return
             slot.arrived.setdefault(push.step, {})[whose] = (gradient, push.share)
             self._update_if_complete(slot)
+        elif gradient is None:  # given up
+            self._copy(slot, push.step, worker, 0.0, None)
+            slot.clocks[worker] = max(slot.clocks[worker], push.step + 1)
         elif push.step >= slot.clocks[worker]:
-            assert gradient is not None
             slot.used_by(worker)
             mean = gradient.div_(push.share) if push.share else gradient
             slot.held.append(Gradient(worker, push.step, push.share, mean))
@@ -398,4 +404,4 @@ class Server:
 
     def counted(self, last: events.NodeEnded) -> events.NodeEnded:
         applied = sum(slot.applied for slot in self._slots.values())
-        return msgspec.structs.replace(last, applied=applied, dropped=self._dropped)
+        return msgspec.structs.replace(last, applied=applied, dropped=last.dropped + self._dropped)

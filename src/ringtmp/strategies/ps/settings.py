@@ -41,9 +41,15 @@ class PsSettings(Settings, frozen=True):
         "Downpour SGD")] = 1  # fmt: skip
     warm_start: Annotated[int, described(
         "0..steps", "the first worker makes so many steps alone before the others begin", "DistBelief")] = 0  # fmt: skip
+    enough: Annotated[float, described(
+        "above 0, at most 1", "with async, an epoch ends when this part of its samples has been processed; what slower workers "
+        "have not begun is given up", "Project Adam: 0.75")] = 1.0  # fmt: skip
     factors: Annotated[bool, described(
         "false | true", "true: of a linear layer workers push activations and errors where that is less than the gradient, and "
         "the server computes it", "Project Adam")] = False  # fmt: skip
+    teams: Annotated[int | None, described(
+        "1..workers", "teams of workers: each adds up its gradients and pushes and pulls once, through its first worker",
+        "MXNet-MPI", "every worker by itself")] = None  # fmt: skip
     eager: Annotated[bool, described(
         "false | true", "true: with bsp and ssp:S, servers send parameters whenever the slowest worker has come a step "
         "further, unasked", "Petuum")] = False  # fmt: skip
@@ -128,6 +134,14 @@ class PsSettings(Settings, frozen=True):
                 f"eager=true needs consistency=bsp or ssp:S with fetch=all, not {self.consistency} with fetch={self.fetch}: "
                 "parameters are sent to everybody when the slowest worker has come a step further"
             )
+        if not 0 < self.enough <= 1:
+            raise UsageError(f"enough={self.enough:g} must be above 0 and at most 1")
+        if self.enough < 1 and self._kind != "async":
+            raise UsageError(
+                f"enough={self.enough:g} needs consistency=async: with {self.consistency} steps wait for each other"
+            )
+        if self.teams is not None:
+            self._check_teams()
         if self.warm_start < 0:
             raise UsageError(f"warm_start={self.warm_start} must be 0 or a number of steps")
         if self.quorum is not None and not self.gathered:
@@ -138,6 +152,23 @@ class PsSettings(Settings, frozen=True):
             raise UsageError(
                 "fetch=layerwise needs consistency=bsp without a quorum: a layer fetched again must still be the same"
             )
+
+    def _check_teams(self) -> None:
+        if self.teams is None or self.teams < 1:
+            raise UsageError(f"teams={self.teams} must be from 1 to the number of workers")
+        if self.on_workers:
+            raise UsageError("teams need servers that do nothing else: use servers=1 or more, not servers=workers")
+        if self._kind in ("value", "asp"):
+            raise UsageError(
+                f"teams need consistency=bsp, ssp:S or async: {self.consistency} keeps what each worker has read"
+            )
+        taken = {
+            "quorum": self.quorum is not None, "replicas": bool(self.replicas), "fetch": self.fetch != "all",
+            "n_push": self.n_push > 1, "n_fetch": self.n_fetch > 1, "factors": self.factors, "eager": self.eager,
+            "warm_start": self.warm_start > 0, "enough": self.enough < 1,
+        }  # fmt: skip
+        if found := [name for name, given in taken.items() if given]:
+            raise UsageError(f"teams={self.teams} and {' and '.join(found)} do not go together: leave one of them out")
 
     def check(self, nodes: int, wire: str) -> None:
         if not (self.on_workers or isinstance(self.servers, int)):
@@ -150,6 +181,13 @@ class PsSettings(Settings, frozen=True):
         workers = nodes - self.dedicated(nodes)
         if self.quorum is not None and not 1 <= self.quorum <= workers:
             raise UsageError(f"quorum={self.quorum} must be from 1 to {workers}, the number of workers")
+        if self.teams is not None and self.teams > workers:
+            raise UsageError(f"teams={self.teams} must be from 1 to {workers}, the number of workers")
+        if self.teams is not None and wire_format(wire).carries_error:
+            raise UsageError(
+                f"in a team sums would be rounded by {wire} twice, and what was lost be made up for once: use --wire float32, "
+                "bfloat16 or float16"
+            )
         if self.replicas and (nodes if self.on_workers else int(self.servers)) < 2:
             raise UsageError(
                 f"replicas=1 needs a second server to hold them: use servers=2 to servers={nodes - 1}, or servers=workers"
@@ -185,6 +223,8 @@ def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:
         fit["servers"] = servers
     if settings.replicas and servers < 2:
         fit["replicas"] = 0
+    if settings.teams is not None:
+        fit["teams"] = min(settings.teams, workers)
     if settings.quorum is not None:
         fit["quorum"] = min(settings.quorum, workers)
     return fit

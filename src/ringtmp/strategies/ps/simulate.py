@@ -5,6 +5,7 @@ With T_w to transmit a model, n equal workers and k dedicated servers, the busie
     bsp, one key per shard     2 n T_w / k     nothing comes back before everything is in
     bsp, many keys             about n T_w / k     keys come back while others still go in
     bsp, servers=workers       2 (n-1)/n T_w     every node serves 1/n of the model
+    teams                         a head's line carries a model each way and one for each other of its team
     asynchronous, one worker   2 T_w + U_w per round; n workers at most n T_w / k apart
 
 The model is cut into `keys` pieces per server; a server updates a key as soon as all workers (bsp) or one worker
@@ -22,6 +23,7 @@ from typing import Literal
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.simulated_step import Simulated, per_step
 from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
+from ringtmp.strategies.ps.teams import heads, teams_of
 
 Mode = Literal["bsp", "async", "ssp"]
 #: Steps of asynchronous training that are simulated; the first two only warm up.
@@ -35,6 +37,7 @@ class ServerOptions:
     slack: int = 3  # ssp
     keys: int = 8  # per server
     pushed: float = 1.0  # of a gradient: what a push of it takes
+    teams: int | None = None  # of workers, each behind its first one; None: every worker by itself
 
 
 def simulate_ps(
@@ -44,7 +47,7 @@ def simulate_ps(
     return _Servers(load, devices, options, paths).run()
 
 
-_DEPART, _AT_SERVER, _SUMMED, _AT_WORKER, _BEGIN = range(5)
+_DEPART, _AT_SERVER, _SUMMED, _AT_WORKER, _BEGIN, _AT_HEAD = range(6)
 
 
 class _Servers:
@@ -54,6 +57,10 @@ class _Servers:
         self._crew = SimulatedWorkers(devices, paths)
         self._workers = list(range(dedicated, len(devices)))
         self._servers = list(range(dedicated)) if dedicated else self._workers
+        teams = teams_of(self._workers, options.teams)
+        self._team = {worker: team for team in teams for worker in team}
+        self._heads = heads(teams)
+        self._gathered: dict[tuple[int, int], int] = {}  # (head, key): gradients of its team that are in
         self._keys = len(self._servers) * options.keys
         self._key_bytes = load.exchanged_bytes / self._keys
         self._add_s = load.add_s / self._keys
@@ -81,13 +88,15 @@ class _Servers:
                 self._begin(node, now)
             elif kind == _DEPART:
                 arrives = self._crew.lines.arrive(now, source, node, self._size(key, source))
-                self._push(arrives, _AT_WORKER if source == self._server(key) else _AT_SERVER, key, source, node)
+                self._push(arrives, self._at(key, source, node), key, source, node)
+            elif kind == _AT_HEAD:
+                self._gather(key, source, node, now)
             elif kind == _AT_SERVER:
                 self._add(key, source, node, now)
             elif kind == _SUMMED:
                 self._answer(key, source, node, now)
             else:
-                self._receive(node, now)
+                self._hand_on(key, source, node, now)
         steps = 1 if self._options.mode == "bsp" else ROUNDS - WARM_ROUNDS
         begin, before = self._warm
         memory = [self._table.stored[-1] if node in self._pulled else 0.0 for node in range(len(self._crew.devices))]
@@ -100,6 +109,13 @@ class _Servers:
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, kind, key, source, node))
 
+    def _at(self, key: int, source: int, node: int) -> int:
+        if source == self._server(key):
+            return _AT_WORKER
+        if node == self._server(key):
+            return _AT_SERVER
+        return _AT_HEAD if node == self._team[source][0] else _AT_WORKER
+
     def _size(self, key: int, source: int) -> float:
         return self._key_bytes if source == self._server(key) else self._key_bytes * self._options.pushed
 
@@ -111,7 +127,31 @@ class _Servers:
         for index in range(self._keys):
             # Each worker begins with another server, so that not all stand before the first.
             key = (index + worker) % self._keys
-            self._send(done, key, worker, self._server(key))
+            head = self._team[worker][0]
+            if len(self._team[worker]) == 1:
+                self._send(done, key, worker, self._server(key))
+            elif worker == head:
+                self._push(done, _AT_HEAD, key, worker, head)
+            else:
+                self._send(done, key, worker, head)
+
+    def _gather(self, key: int, worker: int, head: int, now: float) -> None:
+        """A head has one more gradient of its team; of all of them, it passes the sum on."""
+        count = self._gathered[head, key] = self._gathered.get((head, key), 0) + 1
+        own_s = self._crew.message_s(head, self._key_bytes) if worker != head else 0.0
+        done = self._crew.work(head, now, self._add_s if count > 1 else 0.0, own_s, "reduce")
+        if count == len(self._team[head]):
+            self._gathered[head, key] = 0
+            self._send(done, key, head, self._server(key))
+
+    def _hand_on(self, key: int, source: int, node: int, now: float) -> None:
+        """A key has come: to a head from the server, which gives it to its team, or to anyone else."""
+        if source == self._server(key):
+            for other in self._team[node][1:]:
+                ready = self._crew.work(node, now, 0.0, self._crew.message_s(node, self._key_bytes), "send")
+                leaves = self._crew.lines.depart(ready, node, other, self._key_bytes)
+                self._push(leaves, _DEPART, key, node, other)
+        self._receive(node, now)
 
     def _send(self, now: float, key: int, source: int, target: int) -> None:
         if source == target:  # its own shard
@@ -128,12 +168,12 @@ class _Servers:
             self._push(done, _SUMMED, key, server, worker)
             return
         self._summed[key] += 1
-        last = self._summed[key] == len(self._workers)
+        last = self._summed[key] == len(self._heads)
         add_s = self._add_s if self._summed[key] > 1 else 0.0
         done = self._crew.work(server, now, add_s + (self._update_s if last else 0.0), own_s, "reduce")
         if last:
-            for index in range(len(self._workers)):
-                self._push(done, _SUMMED, key, server, self._workers[(index + key) % len(self._workers)])
+            for index in range(len(self._heads)):
+                self._push(done, _SUMMED, key, server, self._heads[(index + key) % len(self._heads)])
 
     def _answer(self, key: int, server: int, worker: int, now: float) -> None:
         if server == worker:
