@@ -42,7 +42,7 @@ WAYS = (
     "ps:async", "ps:async:n_push=2:n_fetch=2",
     "allreduce:ring", "allreduce:tree", "allreduce:halving", "allreduce:ring:wire=1bit", "hybcomm", "tensor",
     "averaging:8", "block-momentum:8:momentum=0.5", "easgd:4", "tree-easgd:4", "dpsgd", "gosgd:0.25", "mpca:8",
-    "gossip-learning", "lbfgs", "gadmm:0.05:passes=10", "scheduled:6000:independence=1:rate=0.02",
+    "gossip-learning", "ensemble:stacking", "lbfgs", "gadmm:0.05:passes=10", "scheduled:6000:independence=1:rate=0.02",
 )  # fmt: skip
 #: One of each pattern, for the figure.
 DRAWN = (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 from torch._inductor import cpp_builder
 from torch.nn import functional as F
 
@@ -137,7 +138,7 @@ def test_a_stream_may_have_more_sizes_than_torch_compiles_by_itself(
     assert len(ran) == 11
 
 
-def test_what_cannot_be_compiled_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_refused_before_anything_starts() -> None:
     def given(schedule: Any = "auto", **training: Any) -> RunConfig:
         return resolve(RunConfig(training=TrainingPart(compile=True, **training), ring=RingPart(schedule=schedule)))
 
@@ -148,7 +149,7 @@ def test_what_cannot_be_compiled_is_refused_before_anything_starts(monkeypatch: 
         given("zero-bubble")
     with pytest.raises(UsageError, match="--frozen-as int8 converts weights"):
         given(frozen_as="int8")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
-    with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
+    without = inductor.patch({"cpp.cxx": ("no-such-compiler",)})  # set and taken back as an attribute it would be gone
+    with without, pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
         refuse_without_compiler()

@@ -14,7 +14,7 @@ from ringtmp.plan import planner
 from ringtmp.plan.device_order import shortest_orders
 from ringtmp.plan.devices import Device, Link, Path, latency_between, rate_between
 from ringtmp.plan.planner import PlanOptions
-from ringtmp.strategies.ring.plan import _slow_ways
+from ringtmp.strategies.ring.plan_warnings import slow_ways
 
 LINK = Link(1e7, 1e7)
 SLOW = Path(1e5, 0.0)
@@ -101,9 +101,9 @@ def test_neighbours_that_hardly_reach_each_other_are_named_once_unless_nobody_tr
         PlanOptions(16, 4, process_bytes=0.0, keep_all=True),
     )
     slow = both("ab", "ac", "mc", path=Path(2e5, 0.0))
-    (said,) = _slow_ways(planner.plan(made, there(4), options, slow))
+    (said,) = slow_ways(planner.plan(made, there(4), options, slow))
     assert said.startswith("the link between a and b carries only 195.3 KiB/s")
-    (said,) = _slow_ways(planner.plan(made, there(4), options, both("ab")))
+    (said,) = slow_ways(planner.plan(made, there(4), options, both("ab")))
     assert said == "a and b could not reach each other when their link was tested"
     guessed = both("ab", path=replace(SLOW, tried=False))
-    assert _slow_ways(planner.plan(made, there(4), options, guessed)) == ()
+    assert slow_ways(planner.plan(made, there(4), options, guessed)) == ()

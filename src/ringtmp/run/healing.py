@@ -256,7 +256,8 @@ class Healing:
             every = [index for index, layer in enumerate(run.layers) if layer.tensors]
             snapshot = in_hand(gathering.hellos, kept, every, Snapshot(reached, told=told), saved)
         else:
-            snapshot = self._left_by_all(gathering.hellos, reached, saved) if by_hand else None
+            grouped = config.ring.groups is not None
+            snapshot = self._left_by_all(gathering.hellos, reached, saved) if grouped and by_hand else None
             survivors = snapshot is not None
             if snapshot is None:
                 snapshot = protection.newest(gathering.hellos, kept, run.kept_in_snapshots, saved)
