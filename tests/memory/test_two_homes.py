@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -155,6 +156,17 @@ def test_homes_with_other_numbers_of_nodes_and_first_weights_end_with_the_bits_o
     one, two = digests(*found)
     assert one == two == oracle(settings, adamw)
     assert [each.kind for each in meetings(tmp_path / "b")] == ["adopted", "exchanged", "exchanged"]
+
+
+def test_homes_of_groups_end_with_the_bits_of_homes_without(tmp_path: Path) -> None:
+    """Their members have the weights of before the outer step in hand, of the same step: those must not come back."""
+    found = []
+    for name, more in (("plain", {}), ("groups", {"groups": "2"})):
+        settings, (first, second) = config(steps=4, local_steps=2, **more), pair()
+        settings = msgspec.structs.replace(settings, training=msgspec.structs.replace(settings.training, sum_tree=2))
+        homes = (home(tmp_path / name / str(line.home), line, settings) for line in (first, second))
+        found += digests(*together(*homes))
+    assert len(set(found)) == 1, found
 
 
 @pytest.mark.long

@@ -89,6 +89,7 @@ class Healing:
         self.record = run.record
         self.losses = Losses()
         self._apart: frozenset[frozenset[int]] = frozenset()  # nodes that cannot reach each other
+        self._replaced = -1  # up to this step the checkpoint is right, and not what nodes have in hand
 
     # -- the four reasons for a new generation ------------------------------------------------------------------------
 
@@ -138,6 +139,7 @@ class Healing:
         """The newest checkpoint holds other weights than the ring: it begins anew with those. A loss meanwhile is raised."""
         self.losses.begin()
         self._run.protection.spoil()
+        self._replaced = progress.step
         return self._revive(progress)[0]
 
     def rebalance(self, leader: Leader, progress: Progress, ready: Ready) -> Generation | None:
@@ -256,8 +258,8 @@ class Healing:
             every = [index for index, layer in enumerate(run.layers) if layer.tensors]
             snapshot = in_hand(gathering.hellos, kept, every, Snapshot(reached, told=told), saved)
         else:
-            grouped = config.ring.groups is not None
-            snapshot = self._left_by_all(gathering.hellos, reached, saved) if grouped and by_hand else None
+            by_hand = by_hand and config.ring.groups is not None and reached.step > self._replaced
+            snapshot = self._left_by_all(gathering.hellos, reached, saved) if by_hand else None
             survivors = snapshot is not None
             if snapshot is None:
                 snapshot = protection.newest(gathering.hellos, kept, run.kept_in_snapshots, saved)
