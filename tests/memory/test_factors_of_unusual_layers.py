@@ -58,3 +58,32 @@ def test_factors_end_where_one_process_does(
     monkeypatch.setattr(compute_device, "system_units", lambda: "here")
     alone, found = train("ring", 1, tmp_path, **training), train(strategy, 2, tmp_path, **training)
     assert float((found - alone).norm() / alone.norm()) < close
+
+
+class Asked(nn.Module):
+    """A linear layer with as many rows in every microbatch, however many samples it has."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.register_buffer("asked", torch.randn(rows, 12, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.asked).mean(0)
+
+
+@pytest.mark.parametrize("rows", [6, pytest.param(20, marks=pytest.mark.long)])
+def test_workers_whose_shares_make_other_numbers_of_rows_go_the_same_way(rows: int, tmp_path: Path) -> None:
+    """Each chose from its own: with three and two samples, one sent factors and the other its gradient."""
+
+    def ends(strategy: str, nodes: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        inputs = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
+        part = TrainingPart(batch_size=5, microbatches=2, steps=2, optimizer="sgd", optimizer_settings={"lr": 0.05})
+        config = RunConfig(training=part, ring=RingPart(strategy=strategy, nodes=nodes))
+        data = tensors("t", inputs, inputs[:, :3].argmax(1)), None
+        model = nn.Sequential(Asked(rows), nn.Linear(12, 3))
+        return weights(api.start(config, model, data, run_dir=tmp_path / strategy, pool=InMemoryPool(nodes, 0)))
+
+    alone, found = ends("ring", 1), ends("hybcomm", 2)
+    assert float((found - alone).norm() / alone.norm()) < 1e-6

@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ringtmp import api
-from ringtmp.errors import UsageError
+from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
+from ringtmp.runtime.mailbox import Mail
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import Sizes
+from ringtmp.strategies.ps.member import PsMember
 from ringtmp.strategies.ps.settings import fitted
 from ringtmp.strategies.ps.teams import heads, team_of, teams_of
+from ringtmp.wire.messages import Enlist, Push
 from test_healing import Death, Mortal
 from test_strategies import Case, sizes, train, weights
+from test_who_may_send_what import NEAR, RECIPE, at
 
 
 def team_case(teams: int | None, **settings: Any) -> Case:
@@ -85,3 +90,25 @@ def test_fewer_workers_than_teams_are_a_team_each() -> None:
 def test_bad_settings_are_refused_with_the_valid_range(settings: dict[str, Any], wire: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         registry.get("ps").read(settings).check(5, wire)
+
+
+def test_a_head_keeps_no_gradient_of_a_step_that_is_over_or_that_nobody_can_have_reached() -> None:
+    head = at(1, None)
+    settings = {"consistency": "async", "servers": 1, "teams": 1}
+    member = registry.member(head, Enlist("ps", settings, 3, RECIPE, "float32", "mse", (4,), 5, NEAR, 0))
+    assert isinstance(member, PsMember)
+
+    def pushed(worker: int, step: int) -> None:
+        member.handle(Mail(worker, Push(0, step, 0.5, False), [torch.ones(16)], 64, 0.0, 0.0))
+
+    for step in (4, 7, 9_000):
+        with pytest.raises(ProtocolError, match="out of turn"):
+            pushed(2, step)
+    pushed(2, 5)
+    pushed(1, 5)
+    with pytest.raises(ProtocolError, match="out of turn"):
+        pushed(2, 5)
+    pushed(2, 6)
+    pushed(2, 7)
+    with pytest.raises(ProtocolError, match="of step 7 twice"):
+        pushed(2, 7)

@@ -32,6 +32,7 @@ class Enlist(NodeMessage, frozen=True, tag="enlist"):
     #: Of layers whose gradients may travel as factors, others empty: the matrix's outputs and inputs, and where it and the
     #: bias begin in the layer's vector (-1: no bias).
     linear: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[float, ...] = ()  # that a sample makes of each of these layers; 0: of the others
 
 
 class Work(NodeMessage, frozen=True, tag="work"):

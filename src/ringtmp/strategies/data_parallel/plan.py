@@ -91,11 +91,11 @@ def refuse_unshared(layers: Sequence[Layer], strategy: str) -> None:
 def plan(
     request: PlanRequest, strategy: Strategy, settings: dict[str, Any] | None = None, pace: Pace = STEADY,
     *, warnings: tuple[str, ...] = (), linear: tuple[tuple[int, ...], ...] = (), lines: tuple[str, ...] = (),
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None, rows: tuple[float, ...] = (),
     leader: Callable[[Start, ParallelPlan], DataParallelLeader] = DataParallelLeader,
 ) -> ParallelPlan:  # fmt: skip
     """`settings`: where they are not those of the run, which were given for more nodes. `linear`: layers whose gradients may
-    travel as factors, as `Enlist` has them. `lines` and `facts`: what there is to say besides. `leader`: where the
+    travel as factors, and their `rows`, as `Enlist` has them. `lines` and `facts`: what there is to say besides. `leader`: where the
     plain one does not do."""
     config, name, nodes = request.config, strategy.name, request.config.ring.nodes
     settings = config.ring.strategy_settings if settings is None else settings
@@ -126,7 +126,7 @@ def plan(
         name, settings, nodes, request.recipe,
         wire=config.training.wire, loss=request.loss_name, sizes=sizes, step=request.step, addresses=request.addresses,
         detailed_steps=config.keep.detailed_steps, package=registry.package_of(name), slots=slots, order=order,
-        linear=linear,
+        linear=linear, rows=rows,
     )  # fmt: skip
     told = {"servers": len(roles.servers), "workers": len(roles.workers), **(facts or {})}
     shares = tuple(

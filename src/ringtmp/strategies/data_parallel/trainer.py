@@ -64,7 +64,7 @@ class Exchange(Protocol):
         """A training step begins; `fresh`: not directly after another."""
         return
 
-    def dealt(self, microbatches: int) -> None:
+    def dealt(self, microbatches: int, samples: int) -> None:
         """The step that begins has so many microbatches, over all workers."""
         return
 
@@ -273,7 +273,7 @@ class Trainer:
                 if self._exchange.several_passes:
                     task.entered = [dict(each) for each in task.values]
                 self.replica.take_back()
-                self._exchange.dealt(task.work.microbatches)
+                self._exchange.dealt(task.work.microbatches, task.work.samples)
                 self._exchange.begin(task.work.fresh)
                 if task.work.fresh:
                     self.recorder.fresh()

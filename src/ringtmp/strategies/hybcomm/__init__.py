@@ -28,6 +28,7 @@ from ringtmp.strategies.base import (
 from ringtmp.strategies.hybcomm.choose_way import by_factors, factor_values, with_samples
 
 if TYPE_CHECKING:
+    from ringtmp.plan.devices import LayerCost
     from ringtmp.runtime.mailbox import Endpoint
     from ringtmp.strategies.hybcomm.member import HybCommMember
     from ringtmp.wire.messages import Enlist
@@ -65,10 +66,11 @@ class HybComm(Strategy):
 
         settings = self.read(request.config.ring.strategy_settings)
         linear = tuple(() if settings.way == "server" else linear_of(each) for each in request.layers)
-        ways = _ways(settings, request, linear)
+        rows = tuple(map(_rows, request.index.costs, linear))
+        ways = _ways(settings, request, linear, rows)
         names = {way: [name for name, found in ways.items() if found == way] for way in dict.fromkeys(ways.values())}
         lines = tuple(f"{way}: {', '.join(found)}" for way, found in names.items())
-        return plan(request, self, linear=linear, lines=lines, facts={"layer_ways": ways})
+        return plan(request, self, linear=linear, rows=rows, lines=lines, facts={"layer_ways": ways})
 
     def worker(self, endpoint: Endpoint, plan: Enlist, settings: HybCommSettings, roles: Roles) -> HybCommMember:
         from ringtmp.strategies.hybcomm.member import HybCommMember
@@ -109,12 +111,22 @@ class HybComm(Strategy):
 VECTORS = 2
 
 
-def _ways(settings: HybCommSettings, request: PlanRequest, linear: Sequence[tuple[int, ...]]) -> dict[str, str]:
+def _rows(cost: LayerCost, linear: tuple[int, ...]) -> float:
+    """That a sample makes of such a layer, one where nobody measured it; 0: it is not plain linear."""
+    if not linear:
+        return 0.0
+    width = linear[0] + linear[1]
+    return (cost.factor_values or width) / width
+
+
+def _ways(
+    settings: HybCommSettings, request: PlanRequest, linear: Sequence[tuple[int, ...]], rows: Sequence[float]
+) -> dict[str, str]:
     """By layer with parameters: the way that its gradient of a whole batch takes, and why if that is no choice."""
     from ringtmp.strategies.data_parallel.replica import layer_flat
 
     workers, found = request.config.ring.nodes, dict[str, str]()
-    for layer, cost, known in zip(request.layers, request.index.costs, linear, strict=True):
+    for layer, known, of_sample in zip(request.layers, linear, rows, strict=True):
         size = layer_flat(layer).size
         if not size:
             continue
@@ -123,9 +135,8 @@ def _ways(settings: HybCommSettings, request: PlanRequest, linear: Sequence[tupl
         elif not known:
             found[layer.name] = "through the servers, no plain linear layer"
         else:
-            rows = round(request.batch_size * cost.factor_values / (known[0] + known[1]))
-            senders = with_samples(request.microbatches, workers)
-            factored = by_factors(settings.way, rows, known[0] + known[1], size, workers=workers, senders=senders)
+            senders, total = with_samples(request.microbatches, workers), round(request.batch_size * of_sample)
+            factored = by_factors(settings.way, total, known[0] + known[1], size, workers=workers, senders=senders)
             found[layer.name] = "as factors" if factored else "through the servers, which sends less"
     return found
 

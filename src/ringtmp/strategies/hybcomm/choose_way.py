@@ -41,6 +41,6 @@ def by_factors(way: str, rows: int, width: int, size: int, *, workers: int, send
     return factor_values(rows, width, workers) <= server_values(size, workers, senders)
 
 
-def most_rows(way: str, width: int, size: int) -> int:
-    """That one worker may send of such a layer."""
-    return min(MOST_VALUES, 2 * size if way == "auto" else MOST_VALUES) // width
+def most_rows(width: int) -> int:
+    """That one worker may send of such a layer: the choice goes by the rows that a sample makes in the mean."""
+    return MOST_VALUES // width

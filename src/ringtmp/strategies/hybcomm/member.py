@@ -37,7 +37,7 @@ class HybCommMember:
         self._exchange = TwoWays(
             plan, replica, self._recorder, self._send, me=endpoint.node, workers=roles.workers, way=way
         )
-        endpoint.enter_plan(is_a(lambda: roles), Scrutiny(self._exchange, roles.workers, endpoint.node, plan.wire, way))
+        endpoint.enter_plan(is_a(lambda: roles), Scrutiny(self._exchange, roles.workers, endpoint.node, plan.wire))
         self.trainer = Trainer(endpoint, plan, self._recorder, self._exchange, replica)
         self.trainer.emit = lambda event: self.emit(event)
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
@@ -81,12 +81,11 @@ class Scrutiny:
     """Every worker gives to every group of layers once in a step, as factors or as the chunk that this one serves, and may
     send the sum of its own chunk once. Workers are at most one step apart."""
 
-    def __init__(self, exchange: TwoWays, workers: Sequence[int], me: int, wire: str, way: str) -> None:
+    def __init__(self, exchange: TwoWays, workers: Sequence[int], me: int, wire: str) -> None:
         self._exchange = exchange
         self._workers = list(workers)
         self._rank = self._workers.index(me)
         self._wire = wire_format(wire)
-        self._way = way
         self._first = exchange.step
         self._given: dict[tuple[int, int], int] = {}  # by sender and group: the step it gave to last
         self._summed: dict[tuple[int, int], int] = {}
@@ -120,7 +119,7 @@ class Scrutiny:
         if message.layer not in linear:
             raise ProtocolError(f"sent factors of layer {message.layer}, which is no plain linear layer")
         known, group = linear[message.layer], self._exchange.groups.index((message.layer,))
-        most = most_rows(self._way, known.width, self._exchange.sizes[group])
+        most = most_rows(known.width)
         untrusted.whole(message.rows, "the number of rows", 0, most)
         shapes = ((message.rows, known.inputs), (message.rows, known.outputs)) if message.rows else ()
         wanted = [each for shape in shapes for each in self._wire.travels(PLAIN.name, shape)]

@@ -21,8 +21,9 @@
     M, N      outputs and inputs of the matrix
 
 Departures. A server sends back the sum instead of new parameters, as many values, and every worker makes the update: so each
-has all there is to go on with when another is lost. The choice is made for every step, from the rows that it has and the
-workers that have samples: the last batch of an epoch may go another way. In the paper it is made once. Sums have the same
+has all there is to go on with when another is lost. The choice is made for every step, from its samples, the rows that
+the master has found a sample to make, and the workers that have samples: so it is the same on all of them, and the last batch
+of an epoch may go another way. In the paper it is made once. Sums have the same
 order on every worker, so all end with the same bits. On a lossy wire factors are rounded, on their sender too, and what
 goes through servers makes up for rounding with the next step (error feedback). The optimizer of the run takes the place of
 plain descent.
@@ -86,11 +87,13 @@ class TwoWays(Exchange):
         self._wire = wire_format(plan.wire)
         self._feedback = ErrorFeedback(self._wire)
         self._senders: tuple[int, ...] = ()
+        self._samples = 0  # of the batch under way
         self._own: dict[int, torch.Tensor] = {}  # gradients of a group whose other layers are under way
         self._sums: dict[tuple[int, int], _Sum] = {}  # by step and group
         self._there = 0  # groups of this step whose sums are there
 
-    def dealt(self, microbatches: int) -> None:
+    def dealt(self, microbatches: int, samples: int) -> None:
+        self._samples = samples
         self._senders = with_samples(microbatches, len(self._workers))
 
     def ready(self, layer: int, step: int, training: bool) -> bool:
@@ -114,17 +117,17 @@ class TwoWays(Exchange):
 
     def factors(self, layer: int, step: int, share: float, factors: Sequence[Caught]) -> None:
         linear, number = self.linear[layer], self._group_of[layer]
-        if not share:
+        mine = together(linear, factors)
+        size, workers = self.sizes[number], len(self._workers)
+        rows = round(self._samples * self._plan.rows[layer])
+        factored = by_factors(self._way, rows, linear.width, size, workers=workers, senders=self._senders)
+        if share and not factored:
+            self._to_servers(step, number, linear.gradient(0, size, *mine))
+            return
+        if not len(mine.rows):
             for peer in self._others():
                 self._send(peer, Factors(step, layer, 0), [])
             self._take(step, number, self._rank, None)
-            return
-        mine = together(linear, factors)
-        size, workers = self.sizes[number], len(self._workers)
-        rows = round(len(mine.rows) / share)
-        # Without rows nothing comes back to the layer, on no worker: its gradient is zeros, as with every other way.
-        if not rows or not by_factors(self._way, rows, linear.width, size, workers=workers, senders=self._senders):
-            self._to_servers(step, number, linear.gradient(0, size, *mine))
             return
         sent = [*self._wire.encode(mine.rows), *self._wire.encode(mine.errors)]
         for peer in self._others():
@@ -184,7 +187,7 @@ class TwoWays(Exchange):
         factors = [each for each in found if isinstance(each, Caught)]
         if factors and len(factors) < len(found):
             raise ProtocolError(f"sent its gradient of step {step} another way than the others")
-        if factors:
+        if factors or not found:  # where nothing comes back to a layer, its gradient is zeros, as with every other way
             linear = self.linear[self.groups[number][0]]
             started = self._recorder.begin()
             vector = linear.gradient(0, self.sizes[number], *together(linear, factors))

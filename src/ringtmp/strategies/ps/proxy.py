@@ -90,7 +90,11 @@ class Proxy:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _pushed(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
-        of_step = self._keys[push.key].arrived.setdefault(push.step, {})
+        held = self._keys[push.key]
+        # Nobody in a team can be further ahead of it: the parameters of a step come when the team has pushed those before.
+        if not held.passed < push.step <= held.passed + 1 + self._lag:
+            raise ProtocolError(f"sent its gradient of key {push.key} of step {push.step} out of turn")
+        of_step = held.arrived.setdefault(push.step, {})
         if worker in of_step:
             raise ProtocolError(f"sent its gradient of key {push.key} of step {push.step} twice")
         of_step[worker] = (gradient, push.share, push.fresh)
