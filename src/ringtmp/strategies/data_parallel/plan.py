@@ -95,8 +95,8 @@ def plan(
     leader: Callable[[Start, ParallelPlan], DataParallelLeader] = DataParallelLeader,
 ) -> ParallelPlan:  # fmt: skip
     """`settings`: where they are not those of the run, which were given for more nodes. `linear`: layers whose gradients may
-    travel as factors, and their `rows`, as `Enlist` has them. `lines` and `facts`: what there is to say besides. `leader`: where the
-    plain one does not do."""
+    travel as factors, and their `rows`, as `Enlist` has them. `lines` and `facts`: what there is to say besides. `leader`:
+    where the plain one does not do."""
     config, name, nodes = request.config, strategy.name, request.config.ring.nodes
     settings = config.ring.strategy_settings if settings is None else settings
     refuse_unshared(request.layers, name)
