@@ -254,7 +254,7 @@ class Healing:
         gathering = BaseLeader(Start(endpoint, self._node_pool, self.record.log))
         gathering.gather(self._node_pool.addresses())
         kept, saved = endpoint.snapshots.contents(), checkpoint.progress.step
-        if survivors := run.strategy.state_from == "survivors":
+        if survivors := by_hand and run.strategy.state_from == "survivors":
             every = [index for index, layer in enumerate(run.layers) if layer.tensors]
             snapshot = in_hand(gathering.hellos, kept, every, Snapshot(reached, told=told), saved)
         else:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-PROTOCOL = 18
+PROTOCOL = 19
