@@ -131,3 +131,16 @@ def test_many_nodes_that_begin_together_are_one_entry() -> None:
     log.take(events.Warned(1.0, "slow"), 1.0)
     log.take(NodeStarted(0.0, 3, "worker", 1, 1, ("0-1",), 10), 0.0)
     assert log.entries[-1].text.startswith("Node 3 works")
+
+
+def test_a_loss_that_was_warned_of_in_the_same_words_is_one_entry() -> None:
+    log = Happenings()
+    log.take(started(), 0.0)
+    log.take(events.Warned(1.0, "node 2 was killed by SIGKILL in step 7; healing"), 1.0)
+    log.changed_from = len(log.entries)
+    log.take(events.NodeGone(1.0, 7, 2, "node 2 was killed by SIGKILL in step 7"), 1.0)
+    assert [each.kind for each in log.entries] == ["start", "lost"]
+    assert log.changed_from == 1, "the page forgets the warning, too"
+    log.take(events.Warned(2.0, "the disk is nearly full"), 2.0)
+    log.take(events.NodeGone(2.0, 8, 1, "node 1 went silent"), 2.0)
+    assert [each.kind for each in log.entries] == ["start", "lost", "warning", "lost"]
