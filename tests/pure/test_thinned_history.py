@@ -144,3 +144,12 @@ def test_a_loss_that_was_warned_of_in_the_same_words_is_one_entry() -> None:
     log.take(events.Warned(2.0, "the disk is nearly full"), 2.0)
     log.take(events.NodeGone(2.0, 8, 1, "node 1 went silent"), 2.0)
     assert [each.kind for each in log.entries] == ["start", "lost", "warning", "lost"]
+
+
+def test_an_end_says_its_outcome_once() -> None:
+    log = Happenings()
+    log.take(events.RunEnded(1.0, 7, "interrupted", None, "interrupted after step 7; the checkpoint is saved"), 1.0)
+    log.take(events.RunEnded(2.0, 8, "failed", None, "no room on the disk"), 2.0)
+    assert [each.text for each in log.entries] == [
+        "The run ended: interrupted after step 7; the checkpoint is saved", "The run ended: failed. no room on the disk",
+    ]  # fmt: skip

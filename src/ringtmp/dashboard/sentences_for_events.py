@@ -90,8 +90,15 @@ class Happenings(msgspec.Struct):
         if isinstance(event, events.StreamStrayed | events.Warned):
             return "warning", event.text
         if isinstance(event, events.RunEnded):
-            return "end", f"The run ended: {event.outcome}" + (f". {event.error}" if event.error else "")
+            return "end", f"The run ended: {_outcome(event)}"
         return None
+
+
+def _outcome(event: events.RunEnded) -> str:
+    if not event.error:
+        return event.outcome
+    # "interrupted after step 7; the checkpoint is saved" has the outcome in it.
+    return event.error if event.error.startswith(event.outcome) else f"{event.outcome}. {event.error}"
 
 
 def score(event: events.Evaluated) -> str:
