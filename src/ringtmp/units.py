@@ -37,6 +37,18 @@ def count_text(count: float) -> str:
     return f"{count:.0f}"
 
 
+def rate_text(per_s: float) -> str:
+    """0.254 -> '0.254', 43.21 -> '43.2', 2043 -> '2.04k'."""
+    return f"{per_s:.3g}" if abs(per_s) < 999.5 else count_text(per_s)
+
+
+def joules_text(joules: float) -> str:
+    """3.14159 -> '3.14 J', 6371 -> '6371 J', 45678 -> '45.7 kJ': as the live page writes them."""
+    if abs(joules) >= 1e4:
+        return f"{joules / 1e3:.1f} kJ"
+    return f"{joules:.0f} J" if abs(joules) >= 99.95 else f"{joules:.3g} J"
+
+
 def rows_text(titles: Sequence[str], rows: Sequence[Sequence[str]], most: int, first: int) -> list[str]:
     """A table as lines, columns to the right. Of more than `most` rows the first `first` and the last ones are kept;
     a column in which no row says anything is left out."""

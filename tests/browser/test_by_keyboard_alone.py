@@ -14,7 +14,7 @@ from typing import Any
 
 from browser import Browser, chromium
 from known_run import known_events
-from ringtmp.metrics.events import RunEnded
+from ringtmp.metrics.events import Regrouped, RunEnded
 from test_followed_events import write
 from watched import SERIOUS, axe, shown, until, watching
 
@@ -42,7 +42,9 @@ FOCUSED = """(() => { const has = document.activeElement;
 def page(folder: Path) -> Iterator[Browser]:
     """Of two runs, the first of which goes on, for one who may act: everything a page can have."""
     going = [each for each in known_events() if not isinstance(each, RunEnded)]
-    for name, found in (("goes-on", going), ("ended", known_events())):
+    *before, end = known_events()
+    moved = Regrouped(end.at, end.step, 2, "node 1 takes twice as long as planned", 2, 0.1, kind="rebalanced")
+    for name, found in (("goes-on", going), ("ended", [*before, moved, end])):
         (folder / name).mkdir()
         write(folder / name / "events.jsonl", found)
     with watching("goes-on", "ended", cwd=folder) as addresses, Browser(folder / "browser") as browser:
@@ -53,6 +55,11 @@ def page(folder: Path) -> Iterator[Browser]:
         until(browser, "document.querySelector('#gantt').getAttribute('aria-label').startsWith('Step ')")
         yield browser
         assert browser.problems == []
+
+
+def layers_that_were_moved_are_no_loss(browser: Browser) -> None:
+    rows = "[...document.querySelectorAll('tr')].map(each => each.textContent)"
+    assert "losses healed00" in browser.evaluate(rows)
 
 
 def press(browser: Browser, *keys: str) -> None:
@@ -171,6 +178,7 @@ def nothing_moves_for_who_wants_less_motion_and_axe_finds_nothing_serious_in_eit
 
 def test_the_page_can_be_used_by_keyboard_alone_and_read_out(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with page(tmp_path) as browser:
+        layers_that_were_moved_are_no_loss(browser)
         tab_reaches_every_control_and_leaves_it_and_it_is_seen(browser)
         everything_that_can_have_the_focus_has_a_name_and_a_role(browser)
         keys_do_what_a_click_does_and_the_focus_stays(browser)

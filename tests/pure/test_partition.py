@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import combinations, permutations
 
@@ -410,6 +411,8 @@ def test_a_plan_tells_itself_in_three_lines() -> None:
     assert lines[0].startswith("plan: 3 devices, 8 microbatches, 1f1b, about ")
     assert lines[1].startswith("layers by number: device0 0")
     assert "is tightest" in lines[2]
+    quick = plan(layers(8, forward_s=1e-6, backward_s=1e-6), devices(3), PlanOptions(64, 8)).summary()[0]
+    assert re.search(r"\((\d+\.\d\d[kM]|\d+) samples/s\)", quick), "numbers for humans: 2.04k, not 2.04e+03"
 
 
 def test_what_a_device_needs_besides_a_node_counts() -> None:

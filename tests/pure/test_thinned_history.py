@@ -131,3 +131,25 @@ def test_many_nodes_that_begin_together_are_one_entry() -> None:
     log.take(events.Warned(1.0, "slow"), 1.0)
     log.take(NodeStarted(0.0, 3, "worker", 1, 1, ("0-1",), 10), 0.0)
     assert log.entries[-1].text.startswith("Node 3 works")
+
+
+def test_a_loss_that_was_warned_of_in_the_same_words_is_one_entry() -> None:
+    log = Happenings()
+    log.take(started(), 0.0)
+    log.take(events.Warned(1.0, "node 2 was killed by SIGKILL in step 7; healing"), 1.0)
+    log.changed_from = len(log.entries)
+    log.take(events.NodeGone(1.0, 7, 2, "node 2 was killed by SIGKILL in step 7"), 1.0)
+    assert [each.kind for each in log.entries] == ["start", "lost"]
+    assert log.changed_from == 1, "the page forgets the warning, too"
+    log.take(events.Warned(2.0, "the disk is nearly full"), 2.0)
+    log.take(events.NodeGone(2.0, 8, 1, "node 1 went silent"), 2.0)
+    assert [each.kind for each in log.entries] == ["start", "lost", "warning", "lost"]
+
+
+def test_an_end_says_its_outcome_once() -> None:
+    log = Happenings()
+    log.take(events.RunEnded(1.0, 7, "interrupted", None, "interrupted after step 7; the checkpoint is saved"), 1.0)
+    log.take(events.RunEnded(2.0, 8, "failed", None, "no room on the disk"), 2.0)
+    assert [each.text for each in log.entries] == [
+        "The run ended: interrupted after step 7; the checkpoint is saved", "The run ended: failed. no room on the disk",
+    ]  # fmt: skip

@@ -19,7 +19,7 @@ from ringtmp.plan.objective import told
 from ringtmp.plan.planner import Plan
 from ringtmp.plan.simulated_step import Simulated
 from ringtmp.strategies.compare import Way
-from ringtmp.units import bytes_text, seconds_text
+from ringtmp.units import bytes_text, joules_text, seconds_text
 
 
 class NodePage(msgspec.Struct, frozen=True):
@@ -237,7 +237,7 @@ def _print_nodes(console: Console, made: Page) -> None:
             seconds_text(node.busy_s), f"{node.idle_fraction:.0%}", cause, bytes_text(node.bytes_sent),
         ]  # fmt: skip
         if watts:
-            cells.append(f"{node.energy_j:.3g} J" if node.energy_j is not None else "?")
+            cells.append(joules_text(node.energy_j) if node.energy_j is not None else "?")
         table.add_row(*cells)
     console.print(table)
 

@@ -16,7 +16,7 @@ from ringtmp.metrics.summary import USUAL_MODE, NodeSummary, Summary
 from ringtmp.metrics.test_then_train_error import Predicted
 from ringtmp.run.progress import Several, Telling, shown
 from ringtmp.run.what_to_train import Watcher
-from ringtmp.units import bytes_text, count_text, seconds_text
+from ringtmp.units import bytes_text, count_text, rate_text, seconds_text
 
 _EXACTNESS = {
     "bits": "exact to the bits",
@@ -49,7 +49,7 @@ def print_json(value: Any) -> None:
 
 def print_summary(summary: Summary, stream: IO[str]) -> None:
     console = Console(file=stream, width=None if stream.isatty() else 110)
-    speed = f", {summary.samples_per_s:.0f} samples/s within steps" if summary.samples_per_s else ""
+    speed = f", {rate_text(summary.samples_per_s)} samples/s within steps" if summary.samples_per_s else ""
     score = ""
     if summary.accuracy is not None:
         score = f", test accuracy {summary.accuracy:.1%}"

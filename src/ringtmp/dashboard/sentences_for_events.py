@@ -39,6 +39,8 @@ class Happenings(msgspec.Struct):
         if found is None:
             return
         kind, text = found
+        if isinstance(event, events.NodeGone):
+            self._forget_warning_of(event.reason)
         self.joined = self.joined + 1 if kind == "join" else 0
         if self.joined > MOST_JOINED:
             if self.joined == MOST_JOINED + 1:
@@ -53,6 +55,12 @@ class Happenings(msgspec.Struct):
             del self.entries[FIRST_ENTRIES]
             self.left_out += 1
             self.changed_from = min(self.changed_from, FIRST_ENTRIES)
+
+    def _forget_warning_of(self, reason: str) -> None:
+        """A loss is warned of in the same words before it is told: one entry is enough."""
+        if self.entries and self.entries[-1].kind == "warning" and self.entries[-1].text.startswith(reason):
+            self.entries.pop()
+            self.changed_from = min(self.changed_from, len(self.entries))
 
     def _told(self, event: events.Event) -> tuple[str, str] | None:
         if isinstance(event, events.RunStarted):
@@ -82,8 +90,15 @@ class Happenings(msgspec.Struct):
         if isinstance(event, events.StreamStrayed | events.Warned):
             return "warning", event.text
         if isinstance(event, events.RunEnded):
-            return "end", f"The run ended: {event.outcome}" + (f". {event.error}" if event.error else "")
+            return "end", f"The run ended: {_outcome(event)}"
         return None
+
+
+def _outcome(event: events.RunEnded) -> str:
+    if not event.error:
+        return event.outcome
+    # "interrupted after step 7; the checkpoint is saved" has the outcome in it.
+    return event.error if event.error.startswith(event.outcome) else f"{event.outcome}. {event.error}"
 
 
 def score(event: events.Evaluated) -> str:

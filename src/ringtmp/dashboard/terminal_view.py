@@ -19,7 +19,7 @@ from ringtmp.dashboard.decimated_history import IDLE
 from ringtmp.dashboard.messages_to_browser import Member, Membership, News
 from ringtmp.dashboard.run_view import RunView
 from ringtmp.plan.node_groups import shape_text
-from ringtmp.units import bytes_text, count_text, seconds_text
+from ringtmp.units import bytes_text, rate_text, seconds_text
 from ringtmp.untrusted import printable
 
 LOOK_S, LINE_S = 0.5, 10.0
@@ -79,7 +79,7 @@ def headline(news: News) -> str:
     if news.tests is not None and news.tests.rows and news.tests.rows[-1].accuracy is not None:
         parts.append(f"accuracy {news.tests.rows[-1].accuracy:.1%}")
     if news.summary is not None and news.summary.samples_per_s:
-        parts.append(f"{count_text(news.summary.samples_per_s)} samples/s")
+        parts.append(f"{rate_text(news.summary.samples_per_s)} samples/s")
     return "  ".join(parts)
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ringtmp.metrics.history import History
 from ringtmp.metrics.summary import UNFINISHED, Summary
-from ringtmp.units import bytes_text, count_text, seconds_text
+from ringtmp.units import bytes_text, count_text, joules_text, seconds_text
 
 #: Two numbers closer than this share are called equal: a run's times differ by more when it is done again.
 ALIKE = 0.02
@@ -59,7 +59,7 @@ def compare(runs: Sequence[tuple[str, Summary, History]]) -> Comparison:
         ("samples per second", "higher", [each.samples_per_s for each in summaries], count_text, "within steps"),
         ("idle", "lower", [_idle(each) for each in summaries], _percent, "share of all nodes' time in steps"),
         ("bytes", "lower", [float(each.bytes_total) for each in summaries], bytes_text, "tensors, sent by all nodes"),
-        ("energy", "lower", [each.energy_j for each in summaries], _joules, ", ".join(sources)),
+        ("energy", "lower", [each.energy_j for each in summaries], joules_text, ", ".join(sources)),
     ]  # fmt: skip
     if target is not None:
         reached = [_reached_s(each, target) for each in histories]
@@ -196,7 +196,3 @@ def _percent(share: float) -> str:
 
 def _loss(value: float) -> str:
     return f"{value:.4f}"
-
-
-def _joules(value: float) -> str:
-    return f"{value:.3g} J"

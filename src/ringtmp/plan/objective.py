@@ -9,7 +9,7 @@ from ringtmp.errors import UsageError
 from ringtmp.plan.devices import Device
 from ringtmp.plan.memory_forecast import MemoryForecast
 from ringtmp.plan.simulated_step import Simulated
-from ringtmp.units import bytes_text, seconds_text
+from ringtmp.units import bytes_text, joules_text, seconds_text
 
 Objective = Literal["time", "energy", "memory"]
 TIME: Objective = "time"
@@ -24,7 +24,7 @@ def cost_of(objective: Objective, step: Simulated, memory: Sequence[MemoryForeca
 
 def cost_text(objective: Objective, cost: float) -> str:
     if objective == "energy":
-        return f"{cost:.3g} J (modelled)"
+        return f"{joules_text(cost)} (modelled)"
     return seconds_text(cost) if objective == TIME else bytes_text(cost)
 
 

@@ -26,7 +26,7 @@ from ringtmp.plan.search_orders import Found, as_given, choices, named
 from ringtmp.plan.simulate_pipeline import RingOptions, simulate_ring
 from ringtmp.plan.simulated_step import Simulated
 from ringtmp.plan.sum_tree import SumTree
-from ringtmp.units import bytes_text, seconds_text
+from ringtmp.units import bytes_text, rate_text, seconds_text
 
 #: A device is left out only for a gain above this.
 LEAST_GAIN = 0.01
@@ -160,7 +160,7 @@ class Plan:
         return (
             f"plan: {_count(len(self.devices), 'device')}{shape}, {_count(self.options.ring.microbatches, 'microbatch')}"
             f"{' (auto)' if chosen else ''}, {self.options.schedule}, about {seconds_text(self.step_s)} a step "
-            f"({self.samples_per_s:.3g} samples/s), idle {self.simulated.idle_fraction:.0%}",
+            f"({rate_text(self.samples_per_s)} samples/s), idle {self.simulated.idle_fraction:.0%}",
             f"layers by number: {held}",
             f"memory: {tightest.device} is tightest, {bytes_text(tightest.total_bytes)} of "
             f"{bytes_text(tightest.free_bytes)}",

@@ -19,7 +19,7 @@ from ringtmp.report import learning_curves
 from ringtmp.report.page_content import Figure, Mark, Page, Section, Series, Span, Table
 from ringtmp.report.run_timeline import Run
 from ringtmp.report.theme import in_order
-from ringtmp.units import bytes_text, count_text, seconds_text
+from ringtmp.units import bytes_text, count_text, joules_text, seconds_text
 
 _SPEED_POINTS = 120
 _EXACTNESS = {
@@ -200,7 +200,7 @@ def _energy(run: Run) -> Iterable[Figure]:
 def _energy_text(summary: Summary) -> str:
     total = summary.energy_j
     devices = ", ".join(sorted({each.power.name for each in summary.per_node if each.power is not None}))
-    text = f"{total:.3g} J in training steps, all nodes together." if total is not None else ""
+    text = f"{joules_text(total)} in training steps, all nodes together." if total is not None else ""
     if any(each.energy_source == "modelled" for each in summary.per_node):
         text += (
             f" Modelled joules restate time and bytes in other units; no meter was read. Watts of: {devices}. With idle "
@@ -246,7 +246,7 @@ def _table(summary: Summary) -> Table:
     rows = []
     for each in summary.per_node:
         cause = max(each.idle_causes, key=lambda cause: each.idle_causes[cause]) if each.idle_causes else ""
-        energy = f"{each.energy_j:.3g} J {each.energy_source}" if each.energy_j is not None else "?"
+        energy = f"{joules_text(each.energy_j)} {each.energy_source}" if each.energy_j is not None else "?"
         rows.append((
             _title(each), ", ".join(each.segments), count_text(each.params), seconds_text(each.busy_s),
             f"{each.idle_fraction:.0%}", cause, bytes_text(each.bytes_sent), bytes_text(each.bytes_received),
@@ -300,7 +300,7 @@ def _highlights(summary: Summary) -> tuple[tuple[str, str], ...]:
     found += [("idle", f"{idle:.0%}"), ("bytes sent", bytes_text(summary.bytes_total))]
     if summary.energy_j is not None:
         sources = ", ".join(sorted({each.energy_source or "" for each in summary.per_node}))
-        found.append((f"{sources} energy", f"{summary.energy_j:.3g} J"))
+        found.append((f"{sources} energy", joules_text(summary.energy_j)))
     return tuple(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringtmp.metrics.events import Evaluated, StepDone
-from ringtmp.units import count_text
+from ringtmp.units import rate_text
 
 
 def smoothed(before: float, event: StepDone) -> float:
@@ -13,7 +13,7 @@ def smoothed(before: float, event: StepDone) -> float:
 
 
 def details(event: StepDone, samples_per_s: float, idle: float) -> str:
-    text = f"loss {event.loss:.4f}  {count_text(samples_per_s)} samples/s  idle {idle:.0%}"
+    text = f"loss {event.loss:.4f}  {rate_text(samples_per_s)} samples/s  idle {idle:.0%}"
     return f"{text}  unprotected" if event.unprotected else text
 
 

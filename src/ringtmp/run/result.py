@@ -30,7 +30,7 @@ from ringtmp.runtime.checkpoint import State, Weights, latest
 from ringtmp.runtime.ensemble_members import Member, weights_of
 from ringtmp.runtime.losses import class_dim_of
 from ringtmp.runtime.run_directory import LayerIndex, RunDirectory
-from ringtmp.units import bytes_text, count_text, seconds_text
+from ringtmp.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from ringtmp.run.export_run import Exported
@@ -202,7 +202,7 @@ def _loaded(own: nn.Module, layers: Sequence[Layer], checkpoint: Weights, run_di
 def _headline(summary: Summary) -> str:
     nodes = f"{summary.nodes} {'nodes' if summary.nodes != 1 else 'node'}"
     parts = f" in {len(summary.parts)} parts" if len(summary.parts) > 1 else ""
-    speed = f", {count_text(summary.samples_per_s)} samples/s" if summary.samples_per_s else ""
+    speed = f", {rate_text(summary.samples_per_s)} samples/s" if summary.samples_per_s else ""
     return (
         f"{summary.outcome}: {summary.model} on {summary.data}, {summary.strategy} of {nodes}, {summary.steps} steps in "
         f"{seconds_text(summary.wall_s)}{parts}{speed}, {bytes_text(summary.bytes_total)} sent"

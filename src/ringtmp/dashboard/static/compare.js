@@ -9,7 +9,7 @@ const ROWS = [
   ["strategy", (s) => s.strategy], ["nodes", (s) => s.nodes, String], ["steps", (s) => s.steps, count],
   ["time", (s) => s.wall_s, seconds, "low", "total"], ["samples per second", (s) => s.samples_per_s, count, "high"], ["a step (median)", (s) => s.step_s?.median, seconds, "low"],
   ["last loss", (s) => s.loss.last, loss, "low"], ["test accuracy", (s) => s.accuracy, (v) => percent(v, 1), "high"], ["idle", idle, percent, "low"],
-  ["bytes sent", (s) => s.bytes_total, bytes, "low", "total"], ["energy", (s) => sum(s.per_node.map((n) => n.energy_j)), joules, "low", "total"], ["losses healed", (s) => s.recoveries.length, String], ["outcome", (s) => s.outcome],
+  ["bytes sent", (s) => s.bytes_total, bytes, "low", "total"], ["energy", (s) => sum(s.per_node.map((n) => n.energy_j)), joules, "low", "total"], ["losses healed", (s) => s.recoveries.filter((r) => r.lost.length || r.kind === "restarted").length, String], ["outcome", (s) => s.outcome],
 ];
 const finished = (run) => run.summary && ["done", "stopped early"].includes(run.summary.outcome);
 const work = (s) => JSON.stringify([s.model, s.data, s.batch_size, s.steps]);
