@@ -167,7 +167,8 @@ def write(kept: Kept) -> None:
 
 def measure(ways: str, out: Path, quick: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "ringtmp", *words(ways, out, quick), "--quiet"], stdout=sys.stderr
+        [sys.executable, "-P", "-m", "ringtmp", *words(ways, out, quick), "--quiet"],
+        stdout=2,  # its tables; ours are printed here
     )
     if done.returncode:
         sys.exit(done.returncode)
