@@ -116,7 +116,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.mark.parametrize(
     ("optimizer", "settings", "late", "schedule"),
     [
-        # Failed once in many runs (copies 5e-3 apart) on a busy machine: docs/log.md. Until its cause is found it is not a quick one.
+        # Failed once in many runs, copies 5e-3 apart (docs/log.md); not a quick one until the cause is found.
         pytest.param("adamw", {"lr": 0.01}, 2, "zero-bubble", marks=pytest.mark.long),
         pytest.param("sgd", {"lr": 0.05, "momentum": 0.9}, 1, "1f1b", marks=pytest.mark.long),
         pytest.param("muon", {"lr": 0.01}, 4, "gpipe", marks=pytest.mark.long),
