@@ -29,7 +29,7 @@ from ringtmp.bench.measuring.measurement_files import Store
 from ringtmp.bench.training_runs import strategy_variants
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.report import figures
-from ringtmp.units import bytes_text, seconds_text
+from ringtmp.units import bytes_text, joules_text, seconds_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, KEPT, FIGURE = DOCS / "strategies.md", DOCS / "strategies.json", DOCS / "strategies.svg"
@@ -124,7 +124,7 @@ def _outcome(each: Outcome) -> tuple[str, ...]:
     whole, target = each.whole, each.to_target
     name = f"`{each.label}`" + (f", batch {each.batch_size}" if each.lr is None else "")
     costs = ("never", "", "", "") if target is None else (
-        f"{target.steps:.0f}", seconds_text(target.seconds), bytes_text(target.bytes), _joules(target.joules),
+        f"{target.steps:.0f}", seconds_text(target.seconds), bytes_text(target.bytes), joules_text(target.joules),
     )  # fmt: skip
     return (
         name.replace("`one device`", "one device"),
@@ -132,13 +132,9 @@ def _outcome(each: Outcome) -> tuple[str, ...]:
         f"{each.accuracy:.1%}" if each.accuracy is not None else "",
         seconds_text(each.step_s),
         bytes_text(each.step_bytes),
-        _joules(whole.joules / whole.steps),
+        joules_text(whole.joules / whole.steps),
         *costs,
     )
-
-
-def _joules(value: float) -> str:
-    return f"{value:.3g} J"
 
 
 def _bound(each: Row) -> tuple[str, ...]:
