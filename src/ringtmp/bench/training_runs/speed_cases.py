@@ -33,7 +33,9 @@ class Case(msgspec.Struct, frozen=True):
     schedule: str = ""  # of torch.distributed.pipelining
     layout: Literal["straight", "looped", "v"] = "straight"  # one stage per rank, or two: 0 1 0 1, or 0 1 1 0
     one_each: bool = False  # the schedule wants at least as many microbatches as there are stages
-    auto: bool = False  # the plan chooses the number of microbatches
+    microbatches: int | Literal["auto"] | None = (
+        None  # what the case itself says, "auto" leaves it to the plan; None: the bench chooses
+    )
     centre: Centre = "median"
 
     @property
@@ -51,12 +53,12 @@ CASES = (
     ONE,
     SIDE_BY_SIDE,
     Case("ring", "ring", ("--strategy", "ring")),
-    Case("ring:auto", "ring", ("--strategy", "ring"), auto=True),
-    Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), auto=True),
-    Case("ring:staleness=1", "ring", ("--strategy", "ring", "--staleness", "1"), auto=True, centre="mean"),
+    Case("ring:auto", "ring", ("--strategy", "ring"), microbatches="auto"),
+    Case("ring:zero-bubble", "ring", ("--strategy", "ring", "--schedule", "zero-bubble"), microbatches="auto"),
+    Case("ring:staleness=1", "ring", ("--strategy", "ring", "--staleness", "1"), microbatches="auto", centre="mean"),
     Case("ring:protected", "ring", ("--strategy", "ring", "--protect", "auto"), centre="mean"),
-    Case("ring:groups", "ring", ("--strategy", "ring", "--groups", "auto", "--sum-tree", "4"), auto=True),
-    Case("auto", "ring", ("--strategy", "auto", "--share-data", "--sum-tree", "4"), auto=True),
+    Case("ring:groups", "ring", ("--strategy", "ring", "--groups", "auto", "--sum-tree", "4"), microbatches="auto"),
+    Case("auto", "ring", ("--strategy", "auto", "--share-data", "--sum-tree", "4"), microbatches="auto"),
     Case("ps:bsp", "ps", ("--strategy", "ps:bsp", "--with", "servers=1"), "one"),
     Case("ps:bsp:workers", "ps", ("--strategy", "ps:bsp", "--with", "servers=workers"), "workers"),
     Case("ps:async", "ps", ("--strategy", "ps:async", "--with", "servers=1"), "one", centre="mean"),
@@ -85,7 +87,7 @@ def case_named(text: str) -> Case:
     dedicated = strategy.roles(strategy.read(choice.settings), 2).workers != (0, 1)
     servers: Literal["none", "one"] = "one" if dedicated else "none"
     return Case(
-        text, choice.name, ("--strategy", text), servers, auto=choice.run.get("microbatches") == "auto", centre="mean"
+        text, choice.name, ("--strategy", text), servers, microbatches=choice.run.get("microbatches"), centre="mean"
     )
 
 
@@ -137,7 +139,7 @@ def job(case: Case, work: Workload, setting: Setting, warm_up: int, microbatches
 
 def pipelined(case: Case) -> bool:
     """Whether its number of microbatches is the bench's to choose."""
-    return case.splits_layers and not case.auto
+    return case.splits_layers and case.microbatches is None
 
 
 def workers(case: Case, setting: Setting) -> int:
@@ -159,8 +161,8 @@ def stage_ranks(layout: Literal["straight", "looped", "v"], nodes: int) -> list[
 def _microbatches(case: Case, work: Workload, setting: Setting, wanted: int | None) -> int | str:
     if case.group == "base":
         return 1
-    if case.auto:
-        return "auto"
+    if case.microbatches is not None:
+        return case.microbatches
     if not pipelined(case):
         return min(workers(case, setting), work.batch_size)
     least = len(stage_ranks(case.layout, setting.nodes)) if case.one_each else 1
