@@ -46,6 +46,25 @@ def free_port() -> int:
             return int(port)
 
 
+def test_a_ring_that_another_process_changes_is_read_again_and_one_that_nobody_changes_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, elsewhere = Rings(tmp_path), Rings(tmp_path)
+    master.open("home", create=True)
+    for number in range(20):
+        elsewhere.set_address("home", f"{HOST}:{number}")
+        assert master.open("home").address == f"{HOST}:{number}"
+        elsewhere.admit("home", elsewhere.new_secret("home", 1), new_key_pair().public, f"n{number}")
+        assert len(master.open("home").nodes) == number + 1
+        elsewhere.release("home", f"n{number}")
+        assert len(master.open("home").released) == number + 1
+    monkeypatch.setattr("ringtmp.launch.key_store._read", lambda *_: pytest.fail("read again"))
+    assert master.open("home") is master.open("home")
+    (tmp_path / "rings" / "home.json").unlink()
+    with pytest.raises(UsageError, match="no ring"):
+        master.open("home")
+
+
 class Master:
     """A hub that is served in the background, as a waiting master does."""
 

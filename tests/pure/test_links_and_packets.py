@@ -277,9 +277,14 @@ def test_a_patient_link_lets_its_acknowledgement_ride_on_what_it_sends_anyway() 
     left.tick(0.01 + ACK_AFTER_S)
     assert pass_on(left, right, 0.1) == 1, "nothing to ride on for so long: it goes alone"
     assert right.idle
-    left.send(Gradients(1, 0, 0, 1), [torch.zeros(ACK_AFTER_BYTES // 4)], 0.2)
+    quarter = torch.zeros(ACK_AFTER_BYTES // 16)
+    for number in range(3):
+        left.send(Gradients(1, 0, 0, 1 + number), [quarter], 0.2)
+        pass_on(left, right, 0.2)
+        assert not right.outbox, "pieces of a pass do not cost a packet each in return"
+    left.send(Gradients(1, 0, 0, 4), [quarter], 0.2)
     pass_on(left, right, 0.2)
-    assert pass_on(right, left, 0.2) == 1, "a large message holds the sender's memory: at once"
+    assert pass_on(right, left, 0.2) == 1, "so much holds the sender's memory: at once"
     assert left.idle
 
 

@@ -79,15 +79,24 @@ class Rings:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (folder or config_dir()) / "rings"
+        self._seen: dict[Path, tuple[tuple[int, int, int], RingFile]] = {}
 
     def names(self) -> list[str]:
         return sorted(path.stem for path in self._folder.glob("*.json"))
 
     def open(self, name: str, create: bool = False) -> RingFile:
+        """A file that is still the one read last is not read again: masters ask several times a second. Every change makes a
+        new file, by renaming."""
         path = self._path(name)
+        seen = self._seen.get(path)
+        if seen is not None and seen[0] == _which(path):
+            return seen[1]
         with _locked(path):
             if path.exists():
-                return _read(path, RingFile)
+                which, ring = _which(path), _read(path, RingFile)
+                if which is not None:
+                    self._seen[path] = which, ring
+                return ring
             if not create:
                 known = ", ".join(self.names()) or "none yet"
                 raise UsageError(
@@ -164,6 +173,15 @@ class Rings:
                 raise UsageError(f"no ring {name!r} here")
             ring = _read(path, RingFile)
             yield ring, lambda **fields: _write(path, msgspec.structs.replace(ring, **fields))
+
+
+def _which(path: Path) -> tuple[int, int, int] | None:
+    """Tells one file at a path from the next."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _find(name: str, ring: RingFile, node: str) -> Admitted:

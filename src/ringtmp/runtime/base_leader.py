@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from ringtmp.runtime.member import Member
 from ringtmp.runtime.node_reports import Reports
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.runtime.worker import farewell
-from ringtmp.wire.messages import Accused, Bye, Detail, Failed, Hello, LayerState, Placed, Report, Stop
+from ringtmp.wire.messages import Accused, Bye, Detail, Failed, Hello, LayerState, Message, Placed, Report, Stop
 
 HELLO_LIMIT_S = 60.0
 STALL_LIMIT_S = 60.0
@@ -91,6 +91,9 @@ class Start:
 class BaseLeader:
     """The part of a master that knows no strategy. By itself it has no plan: it gathers the nodes. `_member` is what works on
     the master's own node."""
+
+    #: What nodes say to each other, of which a leader has nothing to know: it goes to the member at once.
+    members_own: ClassVar[frozenset[type[Message]]] = frozenset()
 
     def __init__(self, start: Start, committed: int = 0, detailed_steps: int = 0) -> None:
         self.endpoint = start.endpoint
@@ -264,7 +267,9 @@ class BaseLeader:
 
     def _heed(self, mail: Mail) -> None:
         message = mail.message
-        if isinstance(message, Hello):
+        if type(message) in self.members_own:
+            self._member.handle(mail)
+        elif isinstance(message, Hello):
             self.hellos[mail.sender] = check_node_replies.hello(message)
         elif isinstance(message, Report):
             for event in message.events:

@@ -5,9 +5,9 @@ receiver that sees a gap asks for the missing packet (Nack) and the sender goes 
 before a silence were lost nobody sees a gap, so a sender without news probes: a probe travels behind everything sent
 before it, hence an answer that lacks some of it proves the loss. No timer ever decides that something was lost.
 
-Every packet tells what has arrived from the other side. A patient link therefore keeps the acknowledgement of small
-packets for the next one it sends anyway (activations one way, gradients the other), and says it alone only when that
-takes long: a packet costs the same whatever it carries.
+Every packet tells what has arrived from the other side. A patient link therefore keeps an acknowledgement for the next
+packet it sends anyway (activations one way, gradients the other), and says it alone only when that takes long or when much
+has come: a packet costs the same whatever it carries.
 
 Pure: frames in, frames out; the clock comes in as an argument.
 """
@@ -46,7 +46,7 @@ from ringtmp.wire.tensors import Landing, check, payload
 PROBE_AFTER_S = 0.5
 #: A patient link acknowledges by itself after so long, or so many bytes: a sender's memory is held until then.
 ACK_AFTER_S = 0.05
-ACK_AFTER_BYTES = 32 * 1024
+ACK_AFTER_BYTES = 1024 * 1024
 DEFAULT_LIMIT_BYTES = 4 * 1024**3
 
 

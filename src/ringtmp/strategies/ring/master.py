@@ -45,6 +45,7 @@ from ringtmp.wire.messages import (
     Echoed,
     Failed,
     Fetch,
+    Gradients,
     Held,
     Inspected,
     LayerState,
@@ -93,6 +94,8 @@ class _Step:
 
 class Master(BaseLeader):
     """Leads a ring whose nodes have all said hello. `setup` has everyone's addresses; a node gets those of its neighbours."""
+
+    members_own = frozenset({Activations, Gradients})
 
     def __init__(self, start: Start, setup: Setup, layers: Sequence[Layer], loss: LossFunction) -> None:
         super().__init__(start, setup.step, setup.detailed_steps)
@@ -263,9 +266,7 @@ class Master(BaseLeader):
         self._run_through(batches, step, lambda batch, microbatch, outputs: found.append(outputs))
         return found
 
-    def _run_through(
-        self, batches: Iterable[Batch], step: int, came_out: Callable[[Batch, int, Any], None]
-    ) -> None:  # fmt: skip
+    def _run_through(self, batches: Iterable[Batch], step: int, came_out: Callable[[Batch, int, Any], None]) -> None:
         for batch in batches:
             self._came_out = partial(came_out, batch)
             self._finish_pass(self._begin_pass(step, batch, training=False, fresh=False), step)

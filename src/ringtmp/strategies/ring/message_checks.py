@@ -43,6 +43,8 @@ MOST_LABEL_BYTES = 2**20
 MOST_PARAMETERS = 10**7
 #: Evaluations that a member of a group may be ahead of another.
 MOST_PASSES_AHEAD = 64
+#: Answers kept; a peer that invents visits gets no more memory than this.
+MOST_NEIGHBOURS = 4096
 _labels = msgspec.msgpack.Decoder(Label)
 
 
@@ -71,6 +73,7 @@ class Scrutiny:
         #: Among groups, by visit and pass: what was said of it, and which microbatches have come.
         self._passes: dict[tuple[int, int], tuple[tuple[int, int, bool, bool], set[int]]] = {}
         self._next_step = dict.fromkeys(visits, setup.step)
+        self._neighbours: dict[tuple[Who, int, int, int], bool] = {}
 
     def is_a(self, who: Who, node: int, message: Any) -> bool:
         if who is Who.MEMBER:
@@ -78,6 +81,17 @@ class Scrutiny:
             return visit is not None and node in visit.visit.members
         if who not in (Who.BEFORE, Who.AFTER):
             return False
+        if self._route.grouped or isinstance(message, Keep):
+            return self._is_neighbour(who, node, message)
+        # Without groups nothing but this decides, and the same few come with every microbatch.
+        key = (who, node, message.visit, getattr(message, "source", -1))
+        if key not in self._neighbours:
+            if len(self._neighbours) > MOST_NEIGHBOURS:
+                return self._is_neighbour(who, node, message)
+            self._neighbours[key] = self._is_neighbour(who, node, message)
+        return self._neighbours[key]
+
+    def _is_neighbour(self, who: Who, node: int, message: Any) -> bool:
         if isinstance(message, Keep):
             return who is Who.BEFORE and node in self._route.nodes() and holder_of(self._route, node) == self._me
         visit = message.visit

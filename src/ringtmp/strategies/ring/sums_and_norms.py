@@ -90,7 +90,7 @@ class SumsAndNorms:
 
     def settled(self, visit: int | None = None) -> bool:
         """Whether all that other members have made of the steps done here is applied: at a visit, or all of them."""
-        return all(late.settled for index, late in self.late.items() if visit in (None, index))
+        return not self.late or all(late.settled for index, late in self.late.items() if visit in (None, index))
 
     @property
     def oldest(self) -> int | None:
