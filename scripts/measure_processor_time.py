@@ -62,6 +62,7 @@ def throttled():
 
 def wrap(Recorder):
     begin, sending, end, close = Recorder.begin, Recorder.sending, Recorder.end, Recorder.close_step
+    fresh = Recorder.fresh
     ran = time.thread_time
 
     def count(self, kind, now):
@@ -73,6 +74,10 @@ def wrap(Recorder):
         count(self, "mail", ran())
         self._handing = None
         return begin(self)
+
+    def fresh_(self):
+        self._ran_at = ran()  # what came before, an evaluation perhaps, belongs to no step
+        return fresh(self)
 
     def sending_(self):
         if self.__dict__.get("_handing") is None:
@@ -98,6 +103,7 @@ def wrap(Recorder):
         return record
 
     Recorder.begin, Recorder.sending, Recorder.end, Recorder.close_step = begin_, sending_, end_, close_
+    Recorder.fresh = fresh_
 
 class Finder:
     def find_spec(self, name, path=None, target=None):

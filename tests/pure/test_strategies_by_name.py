@@ -17,6 +17,7 @@ from installed import importable, install
 from ringtmp.bench.training_runs import strategy_variants as ways
 from ringtmp.bench.training_runs.speed_cases import case_named, chosen_cases
 from ringtmp.cli.strategies import command
+from ringtmp.cli.train import command as train
 from ringtmp.config import RingPart, RunConfig
 from ringtmp.errors import UsageError
 from ringtmp.run.check_settings import resolve
@@ -150,6 +151,16 @@ def test_train_compare_and_every_bench_read_the_same_names() -> None:
     assert [case.name for case in chosen_cases("ps:ssp:7,one,ps:b*")] == ["one", "ps:bsp", "ps:bsp:workers", "ps:ssp:7"]
     with pytest.raises(UsageError, match="contradict"):
         resolve(RunConfig(ring=RingPart(strategy="ring:staleness=0:laps=2", laps=3)))
+
+
+def test_every_setting_in_a_benchs_name_is_an_option_that_train_has() -> None:
+    way = ways.parse("ring:groups=auto:sum_tree=4:microbatches=auto:schedule=zero-bubble")
+    known = {option for each in train.params for option in each.opts}
+    assert {word for word in way.words() if word.startswith("--")} <= known
+    assert way.words()[2:] == ["--groups", "auto", "--sum-tree", "4", "--schedule", "zero-bubble"]
+    assert way.microbatches(8, 64, 8) == "auto"
+    config = resolve(RunConfig(ring=RingPart(strategy=way.label, nodes=8)))
+    assert (config.ring.groups, config.training.sum_tree) == ("auto", 4)
 
 
 def test_a_strategys_value_loads_no_torch() -> None:

@@ -55,7 +55,8 @@ OURS: dict[str, Strategy] = {each.name: each for each in _OURS}
 #: Settings of a run that may be part of a strategy's name, and where they lie.
 RUN_KEYS = {
     "staleness": "training", "wire": "training", "microbatches": "training", "sum_tree": "training",
-    "schedule": "ring", "window": "ring", "laps": "ring", "route": "ring", "recompute": "ring", "protect": "keep",
+    "schedule": "ring", "window": "ring", "laps": "ring", "route": "ring", "recompute": "ring", "groups": "ring",
+    "protect": "keep",
 }  # fmt: skip
 _NEEDED = ("name", "about", "simulate", "traffic")
 

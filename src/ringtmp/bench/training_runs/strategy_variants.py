@@ -5,7 +5,7 @@ Pure. Whether a way can run on so many nodes is asked of the strategies themselv
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -65,7 +65,7 @@ class Way(msgspec.Struct, frozen=True):
             found += ["--with", f"{key}={value}"]
         for key, value in self.flags.items():
             if key != "microbatches":
-                found += [f"--{key}", str(value)]
+                found += [f"--{key.replace('_', '-')}", str(value)]
         return found
 
     @property
@@ -98,10 +98,11 @@ class Way(msgspec.Struct, frozen=True):
         who = self.roles(nodes)
         return tuple(node for node in who.servers if node not in who.workers)
 
-    def microbatches(self, nodes: int, batch_size: int, pipeline: int) -> int:
-        """A pipeline takes what suits the work, data parallelism one per worker."""
-        if "microbatches" in self.flags:
-            return min(int(self.flags["microbatches"]), batch_size)
+    def microbatches(self, nodes: int, batch_size: int, pipeline: int) -> int | Literal["auto"]:
+        """A pipeline takes what suits the work, data parallelism one per worker. `auto`: what its plan chooses."""
+        asked = self.flags.get("microbatches")
+        if asked is not None:
+            return "auto" if asked == "auto" else min(int(asked), batch_size)
         return min(pipeline if self.splits_layers else self.workers(nodes), batch_size)
 
     def refusal(self, nodes: int, layers: int, batches: bool = False) -> str | None:
@@ -143,6 +144,8 @@ def _check_flags(text: str, flags: dict[str, int | str]) -> None:
     wire_format(str(flags.get("wire", PLAIN.name)))
     for key in ("staleness", "window", "laps", "microbatches"):
         value = flags.get(key, 1)
+        if (key, value) == ("microbatches", "auto"):
+            continue
         if not isinstance(value, int) or value < (0 if key == "staleness" else 1):
             raise UsageError(f"{text}: {key}={value} must be a whole number")
     if flags.get("staleness", 0) not in (0, 1):
