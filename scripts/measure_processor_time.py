@@ -26,6 +26,8 @@ from ringtmp.lab.devices_file import toml
 
 FOLDER = "RINGTMP_PROCESSOR_TIME"
 LAYERS = ("forward", "backward", "weights")
+#: All of a step. Evaluations are in what the process took, and in nothing here.
+COUNTED = (*LAYERS, "update", "serialise", "mail", "zeromq", "threads")
 #: What every process of a run loads first: the recorder of steps keeps processor time beside its own.
 PROBE = '''
 import importlib.util, json, os, sys, time
@@ -223,9 +225,15 @@ def table(ring: dict[int, dict[str, float]], alone: dict[int, dict[str, float]],
         first, base = (sum(each.get(kind, 0.0) for kind in kinds) for each in (master, share))
         wall = "(wall)" in name
         rows.append(f"| {name} | {ms(first)} | {ms(mean)} | {ms(most)} | {'' if wall else ms(base)} |")
-    outside = [1 - sum(each.get(kind, 0.0) for kind in LAYERS) / each["process"] for each in (master, *others)]
-    rows.append(f"| outside layers, of all | {outside[0]:.1%} | {fmean(outside[1:]):.1%} | {max(outside[1:]):.1%} | |")
+    outside = [1 - _sum(each, LAYERS) / _sum(each, COUNTED) for each in (master, *others)]
+    rows.append(
+        f"| outside layers, of all but evaluations | {outside[0]:.1%} | {fmean(outside[1:]):.1%} | {max(outside[1:]):.1%} | |"
+    )
     return "\n".join(rows)
+
+
+def _sum(found: dict[str, float], kinds: tuple[str, ...]) -> float:
+    return sum(found.get(kind, 0.0) for kind in kinds)
 
 
 def ms(seconds: float) -> str:
