@@ -78,6 +78,34 @@ ONCE = {
     "after an evaluation's forward": Point(2, f"{NODE}._forward", "after", 3, only=_evaluating),
 }
 
+SUMS, SHARED = "strategies.ring.group_sums:GroupSums", "strategies.ring.shared_state:SharedState"
+
+#: A member of a group dies: the first of the first group, who speaks for it, or the second of the second. M-2-2-M.
+MEMBERS = {
+    f"{name}, node {node}": Point(node, what, when)
+    for node in (1, 4)
+    for name, what, when in (
+        ("before a member's forward", f"{NODE}._forward", "before"),
+        ("after a member's activations were sent", f"{NODE}._send_on", "after"),
+        ("before a member's backward", f"{NODE}._backward", "before"),
+        ("before its group adds up", f"{SUMS}.begin", "before"),
+        ("before its first sum is sent", f"{SUMS}._send", "before"),
+        ("after a sum was sent", f"{SUMS}._send", "after"),
+        ("after it sent all of its own", f"{SUMS}.finish", "after"),
+        ("before it takes another's sum", f"{SUMS}._take", "before"),
+        ("after it took another's sum", f"{SUMS}._take", "after"),
+        ("before its sum is whole", f"{SUMS}._ended", "before"),
+        ("when its sum is whole", f"{ENDING}.summed", "before"),
+        ("after it said the norms", f"{ENDING}.summed", "after"),
+        ("before it hears the total norm", f"{ENDING}.scale", "before"),
+        ("after it passed the total norm on", f"{ENDING}.scale", "after"),
+        ("before a member's update", f"{NODE}._update", "before"),
+        ("after a member's update", f"{NODE}._update", "after"),
+        ("before a member's step is told", f"{NODE}._close_step", "before"),
+        ("after a member's step was told", f"{NODE}._close_step", "after"),
+    )
+}
+
 #: A second worker dies while the ring heals from the first; the first is named with it.
 WHILE_HEALING = {
     "before the new generation": ("after an update", Point(1, f"{WORKER}._renew", "before")),

@@ -2,7 +2,8 @@
 so nothing in the product knows of it.
 
 FAILPOINTS names the points (`points.py`), separated by '|'; FAILPOINT_MARKS is a folder in which each leaves a file with
-the time, so that it happens once in a run, however many processes it takes.
+the time, so that it happens once in a run, however many processes it takes. With FAILPOINT_NEXT, a file, only the point whose
+name is in there counts, from the moment it is.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class Arming:
         points = importlib.import_module("points")
         sys.path.pop(0)
         healing = {name: point for name, (_, point) in points.WHILE_HEALING.items()}
-        known = {**points.ONCE, **healing, **points.MASTERS}
+        known = {**points.ONCE, **healing, **points.MASTERS, **points.MEMBERS}
         self._marks = marks
+        self._next = os.environ.get("FAILPOINT_NEXT")
         self._points = {name: known[name] for name in named}
         self._home, self._kind = points.ENDPOINT.split(":")  # of the endpoint: one name for it, which a test looks at
         self._endpoint: Any = None  # of the node that lives in this process
@@ -74,7 +76,7 @@ class Arming:
             nonlocal seen
             here = self._endpoint
             counts = here is not None and here.node == point.node and here.generation >= point.generation
-            if counts and point.only(*args):
+            if counts and self._is_next(name) and point.only(*args):
                 seen += 1
             else:
                 counts = False
@@ -86,6 +88,15 @@ class Arming:
             return result
 
         setattr(owner, method, watched)
+
+    def _is_next(self, name: str) -> bool:
+        if self._next is None:
+            return True
+        try:
+            with open(self._next) as told:
+                return told.read() == name
+        except FileNotFoundError:
+            return False
 
     def _die(self, name: str) -> None:
         try:

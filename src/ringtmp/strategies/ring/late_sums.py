@@ -4,7 +4,7 @@ J. Dean et al., Large scale distributed deep networks (DistBelief), NIPS 2012. T
 E. Xing et al., Petuum: A new platform for distributed machine learning on big data, IEEE Trans. Big Data 2015.
 
     member i, step t    a_i(t) = f_i (Optimizer_i(w, g_i(t) / f_i) - w)
-                        w <- w + a_i(t) + every a_j(s) that has come         all of them with s <= t - B, or it waits
+                        w <- w + a_i(t) + every a_j(s), s <= t, that has come    all of them with s <= t - B, or it waits
 
     g_i(t)    the sum over its own microbatches, which are the share f_i of the step's
 
@@ -15,7 +15,9 @@ member keeps the optimizer state of its own gradients. Where all f_i are the sam
 step of one process, to rounding.
 
 Departures: there is no server. A member's forward and backward of a microbatch see the same weights, so changes are applied
-between two steps, and before an evaluation, a snapshot or a checkpoint all of them are.
+between two steps, and before an evaluation, a snapshot or a checkpoint all of them are. What a faster member made of a step
+that has not ended here is held back: a snapshot from before step t has every change of the steps before t and no other, so
+that going back to it applies nothing twice.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class LateSums:
         #: By member, the step and the bucket that come next: of what is said, and of what is here.
         self._said = dict.fromkeys(others, (step, 0))
         self._here = dict.fromkeys(others, (step, 0))
-        self._waiting: list[tuple[int, torch.Tensor]] = []  # changes that are here and not applied: bucket, values
+        self._waiting: list[tuple[int, int, torch.Tensor]] = []  # changes here and not applied: step, bucket, values
         self._applied = step  # of every step before this everything is
         self.oldest = step  # what that was when the newest update's step began
         self._buckets: list[Bucket] = []
@@ -99,20 +101,21 @@ class LateSums:
         self.apply()
 
     def apply(self) -> None:
-        """What is here, where no microbatch is between its forward and its backward."""
+        """What is here of the steps done, where no microbatch is between its forward and its backward."""
         parameters, known = self._stage.parameters[0], self._known()
+        due = [each for each in self._waiting if each[0] < self._done]
+        self._waiting = [each for each in self._waiting if each[0] >= self._done]
         with torch.no_grad():
-            for number, values in self._waiting:
+            for _, number, values in due:
                 bucket = known[number]
                 for (start, stop), each in zip(bucket.slots, _of(parameters, bucket), strict=True):
                     each.add_(values[start:stop].view(each.shape).to(each.device))
-        self._waiting.clear()
-        self._applied = self._whole_before
+        self._applied = min(self._whole_before, self._done)
 
     def take(self, mail: Mail) -> None:
         message = mail.message
         assert isinstance(message, GroupChange)
-        self._waiting += [(message.bucket, each) for each in mail.present()]
+        self._waiting += [(message.step, message.bucket, each) for each in mail.present()]
         self._here[mail.sender] = self._behind(self._here[mail.sender])
 
     def _behind(self, place: tuple[int, int]) -> tuple[int, int]:
