@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "ring": ("ring", {}, 3, 1, RING),
     "server": ("ps", {"servers": 3, "replicas": 1}, 5, 1, SERVERS),
     "worker": ("ps", {"servers": 2}, 4, 2, WORKERS),
+    "team": ("ps", {"teams": 1}, 4, 3, ("Push", "Pull")),
+    "team by all-reduce": ("ps", {"teams": 1, "team_sum": "all-reduce"}, 4, 3, ("GradientPart", "Pull")),
     "allreduce": ("allreduce", {}, 3, 1, REDUCERS),
     "tree": ("allreduce", {"algorithm": "tree"}, 4, 1, ("GradientPart",)),
 }

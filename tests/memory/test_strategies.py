@@ -64,6 +64,9 @@ CASES = [  # the plain ones are held to the contract of test_every_strategy
     Case("ps", 3, {"fetch": "layerwise"}),
     Case("ps", 5, {"teams": 2}, long=True),
     Case("ps", 5, {"teams": 2, "consistency": "ssp:1"}, long=True),
+    Case("ps", 6, {"teams": "3/2"}, long=True),
+    Case("ps", 6, {"teams": 2, "team_sum": "all-reduce"}, long=True),
+    Case("ps", 6, {"teams": "2/1", "team_sum": "all-reduce", "consistency": "async"}, long=True),
     Case("ps", 3, wire="bfloat16", long=True),
     Case("ps", 3, wire="int8", long=True),
     Case("ps", 4, {"consistency": "ssp:1"}, "int8"),
@@ -225,7 +228,7 @@ def check_counts(case: Case, result: api.Result) -> None:
         assert applied == updates
         assert bool(dropped) <= ("quorum" in case.settings)
     else:
-        assert applied == updates * case.settings.get("teams", workers)
+        assert applied == updates * int(str(case.settings.get("teams", workers)).split("/")[-1])
         assert not dropped
 
 
@@ -261,6 +264,10 @@ def check_bytes(case: Case, summary: Summary, result: api.Result, epochs: int) -
         _, workers, _ = layout(case, result)
         shared = case.settings.get("servers") == "workers"
         total = 2 * each * (workers - 1 if shared else workers) * steps
+        if (
+            case.settings.get("team_sum") == "all-reduce"
+        ):  # a team of m has sent 2 (m - 1) models around, and not m - 1 up
+            total += each * (workers - int(str(case.settings["teams"]).split("/")[0])) * steps
         if case.settings.get("fetch") == "layerwise":  # down twice
             total += each * workers * steps
         if case.settings.get("replicas"):

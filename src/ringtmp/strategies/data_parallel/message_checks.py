@@ -138,11 +138,18 @@ def kept(message: Kept, table: Sequence[Key]) -> None:
 
 class PartScrutiny:
     """Of an all-reduce: every part comes once in every step, step after step, from whom it must, and is as large as it must
-    be. Workers are at most one step apart. `due` says whether a part is this sender's, and how many values it has."""
+    be. Workers are at most `ahead` steps apart. `due` says whether a part is this sender's, and how many values it has."""
 
     def __init__(
-        self, due: Callable[[int, GradientPart], int], buckets: int, wire: str, step: Callable[[], int]
+        self,
+        due: Callable[[int, GradientPart], int],
+        buckets: int,
+        wire: str,
+        step: Callable[[], int],
+        *,
+        ahead: int = 1,
     ) -> None:
+        self._ahead = ahead
         self._due = due
         self._buckets = buckets
         self._wire = wire_format(wire)
@@ -154,7 +161,7 @@ class PartScrutiny:
         if not isinstance(message, GradientPart):
             return
         step = self._step()
-        untrusted.whole(message.step, "the step", step, step + 1)
+        untrusted.whole(message.step, "the step", step, step + self._ahead)
         untrusted.whole(message.bucket, "the number of a bucket", 0, self._buckets - 1)
         size = self._due(sender, message)
         if not message.there or any(message.there):

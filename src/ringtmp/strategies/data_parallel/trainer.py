@@ -29,6 +29,7 @@ from ringtmp.runtime.gradient_sums import Sums
 from ringtmp.runtime.gradients_at_segment_edges import detached
 from ringtmp.runtime.losses import LOSSES, LossFunction, Score, is_of_bytes
 from ringtmp.runtime.mailbox import Endpoint, Mail
+from ringtmp.strategies.data_parallel.dealt_shares import samples_before
 from ringtmp.strategies.data_parallel.loss import Criterion, not_there
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.samples_already_sent import Rows
@@ -142,12 +143,6 @@ class _Task:
         self.passes += 1
 
 
-def _samples_before(microbatch: int, work: Work) -> int:
-    """In its batch, which `tensor_split` has sliced."""
-    least, longer = divmod(work.samples, max(1, work.microbatches))
-    return microbatch * least + min(microbatch, longer)
-
-
 class Trainer:
     def __init__(
         self, endpoint: Endpoint, plan: Enlist, recorder: Recorder, exchange: Exchange, replica: Replica
@@ -214,7 +209,7 @@ class Trainer:
         inputs, targets = self._rows.take(work.table, tensors)
         pieces = [torch.split(each, list(work.sizes)) for each in inputs]
         numbers = tuple(range(work.first, work.first + len(work.sizes)))
-        starts = [_samples_before(number, work) for number in numbers]
+        starts = [samples_before(number, work) for number in numbers]
         values = [
             {(0, place): as_in_the_batch(column[position], start) for place, column in enumerate(pieces)}
             for position, start in enumerate(starts)

@@ -11,7 +11,7 @@ from ringtmp.plan import exchange_bounds
 from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.strategies.base import About, OnPaper, Plan, PlanRequest, Roles, Runs, Sizes, Strategy, Task, Traffic
 from ringtmp.strategies.ps.settings import BOUNDS, PsSettings, fitted
-from ringtmp.strategies.ps.teams import heads, teams_of
+from ringtmp.strategies.ps.teams import Teams
 
 if TYPE_CHECKING:
     from ringtmp.config import RunConfig
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Steps of work a worker may have before it where nobody waits for the others.
 AHEAD_ASYNC = 16
+#: Models that the head of a team keeps for those who ask late (proxy.py), and the sum.
+HELD_BY_HEADS = 4
 #: With which it takes part in a choice.
 CHOICES = tuple(
     {"consistency": consistency, "servers": servers}
@@ -49,7 +51,8 @@ class ParameterServer(Strategy):
             "ps:async:servers=2:n_push=2:n_fetch=2:warm_start=20 --optimizer adagrad",
             lacks="a model cut over several nodes within a worker",
         ),
-        Runs("MXNet", "ps:async:servers=workers", lacks="servers in several stages"),
+        Runs("MXNet", "ps:async:servers=workers"),
+        Runs("MXNet", "ps:async:teams=4/2"),
         Runs("Parameter Server", "ps:ssp:3:servers=2:replicas=1"),
         Runs("Petuum", "ps:ssp:3:servers=2:eager=true"),
         Runs(
@@ -59,7 +62,7 @@ class ParameterServer(Strategy):
         Runs("TensorFlow", "ps:bsp:quorum=2", lacks="placement of single operators"),
         Runs("DIANNE", "ps:async:servers=2:n_push=2:n_fetch=2"),
         Runs("DMTK (Multiverso)", "ps:async:servers=2"),
-        Runs("MXNet-MPI", "ps:async:teams=2", lacks="all-reduce inside a team, which adds up through its first worker"),
+        Runs("MXNet-MPI", "ps:async:teams=2:team_sum=all-reduce"),
     )
 
     def sums_by_tree(self, settings: PsSettings) -> bool:
@@ -143,13 +146,16 @@ class ParameterServer(Strategy):
         return PsMember(endpoint, plan, settings, roles)
 
     def can_lose(self, settings: PsSettings, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
-        """A worker that is not the last, nor the head of a team; a server with a replica."""
+        """A worker that is not the last, nor a head, nor in a team that sums by all-reduce; a server with a replica."""
         served = node not in roles.servers or (settings.replicas and node not in bare)
-        head = settings.teams is not None and node in self._heads(settings, nodes)
-        return bool(served) and roles.workers != (node,) and not head
+        teams = self._teams(settings, nodes)
+        needed = settings.teams is not None and (
+            node in teams.top or node in teams.heads or settings.ring_of(teams.team(node))
+        )
+        return bool(served) and roles.workers != (node,) and not needed
 
-    def _heads(self, settings: PsSettings, nodes: int) -> tuple[int, ...]:
-        return heads(teams_of(self.roles(settings, nodes).workers, settings.teams))
+    def _teams(self, settings: PsSettings, nodes: int) -> Teams:
+        return Teams.of(self.roles(settings, nodes).workers, settings.team_counts)
 
     def simulate(self, settings: PsSettings, task: Task) -> OnPaper:
         from ringtmp.strategies.data_parallel.simulated_workers import Workload
@@ -162,8 +168,13 @@ class ParameterServer(Strategy):
         pushed = [_pushed_bytes(layer, rows if settings.factors else 0) for layer in task.layers]
         part = sum(pushed) / max(1, sum(layer.gradient_bytes for layer in task.layers))
         slack = 0 if mode == "async" else int(settings.bound)
-        chosen = ServerOptions(servers, mode, slack, pushed=part, teams=settings.teams)
-        return OnPaper(simulate_ps(load, task.devices, chosen, task.paths), load.memory(task, servers))
+        teams = self._teams(settings, len(task.devices))
+        chosen = ServerOptions(servers, mode, slack, pushed=part, teams=teams, rings=settings.team_sum == "all-reduce")
+        memory = tuple(
+            each.with_more(HELD_BY_HEADS * (node in teams.heads), False)
+            for node, each in enumerate(load.memory(task, servers))
+        )
+        return OnPaper(simulate_ps(load, task.devices, chosen, task.paths), memory)
 
     def traffic(self, settings: PsSettings, sizes: Sizes, nodes: int) -> Traffic:
         """Every worker pushes and pulls the model once a step, or once in n_push and n_fetch steps, but for what it serves
@@ -174,13 +185,24 @@ class ParameterServer(Strategy):
         away = (workers if servers else workers - 1) * sizes.parameters  # one way
         pushed = self._pushed(settings, sizes, servers or nodes, workers) * away
         updates = (1 if settings.gathered else workers / settings.n_push) * sizes.parameters * settings.replicas
-        if settings.teams is not None:  # as much in all, but only heads talk to servers, and they serve their teams
-            largest, each = -(-workers // settings.teams), settings.teams * sizes.parameters / servers
-            return Traffic(pushed + away, max(each, largest * sizes.parameters))
+        if settings.teams is not None:
+            return self._of_teams(settings, sizes, nodes)
         up, down = pushed / settings.n_push, away / settings.n_fetch * (2 if settings.fetch == "layerwise" else 1)
         each = (down + updates) / (servers or nodes)
         busiest = max(each, up / workers) if servers else each + up / nodes
         return Traffic(up + down + updates, busiest, self._exchange(settings, nodes))
+
+    def _of_teams(self, settings: PsSettings, sizes: Sizes, nodes: int) -> Traffic:
+        """As much in all as without, but every worker talks to whoever is above and below it alone. All-reduce takes more:
+        in a ring of m each worker sends 2 (m - 1) / m models, and only the head pushes."""
+        teams = self._teams(settings, nodes)
+        models = []
+        for worker in teams.workers:
+            m = len(settings.ring_of(teams.team(worker)))
+            up = 2 * (m - 1) / m + (teams.team(worker)[0] == worker) if m else 1
+            models.append(up + len(teams.below(worker)))
+        each = len(teams.top) / settings.dedicated(nodes)
+        return Traffic((sum(models) + len(teams.top)) * sizes.parameters, max(each, *models) * sizes.parameters)
 
     def _exchange(self, settings: PsSettings, nodes: int) -> Exchange | None:
         """With a bound below which nothing is sent, and where factors are smaller, less than a model travels."""

@@ -18,6 +18,8 @@ from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.trainer import Exchange
 from ringtmp.strategies.ps.settings import PsSettings
+from ringtmp.strategies.ps.team_sums import TeamSums
+from ringtmp.strategies.ps.teams import Team
 from ringtmp.wire.formats import ErrorFeedback, wire_format
 from ringtmp.wire.messages import Enlist, Pull, Pulled, Push
 
@@ -32,8 +34,9 @@ class Client(Exchange):
 
     def __init__(
         self, endpoint: Endpoint, plan: Enlist, settings: PsSettings, replica: Replica,
-        *, table: Sequence[Key], owners: Sequence[int], recorder: Recorder,
+        *, table: Sequence[Key], owners: Sequence[int], recorder: Recorder, team: Team = (),
     ) -> None:  # fmt: skip
+        """`team`: workers that sum gradients among themselves before the first of them pushes them; none: it pushes its own."""
         self.endpoint = endpoint
         self._plan = plan
         self._settings = settings
@@ -65,6 +68,10 @@ class Client(Exchange):
         self._local = settings.n_push > 1 or settings.n_fetch > 1
         self._asks_early = not (settings.eager or self._layerwise or self._local or settings.change is not None)
         self._paced = settings.deterministic and not self._layerwise and plan.recipe.clip_norm is None
+        self._pushes = not team or team[0] == endpoint.node
+        self.team_sums = (
+            TeamSums(endpoint, plan, team, recorder, lag=settings.lag, finished=self._summed) if team else None
+        )
 
     def begin(self, fresh: bool) -> None:
         self._fresh = fresh
@@ -259,6 +266,19 @@ class Client(Exchange):
             self._push(layer, *self._accrued.pop(layer))
 
     def _push(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
+        if self.team_sums is None:
+            self._push_keys(layer, step, share, gradient)
+        elif self._layers[layer]:
+            self.team_sums.start(step, layer, gradient)
+
+    def _summed(self, step: int, layer: int, vector: torch.Tensor) -> None:
+        """Over the team. What share of the batch that is of, its head knows."""
+        if self._pushes:
+            self._push_keys(layer, step, 0.0, vector.clone())  # parts of it are still on their way to the others
+        else:
+            self._ask_for(self._layers[layer], step + 1 + self._settings.lag)
+
+    def _push_keys(self, layer: int, step: int, share: float, gradient: torch.Tensor) -> None:
         for key in self._layers[layer]:
             tensors = self._feedback.encode(key.number, gradient[key.start : key.stop])
             self._to_push.append((key, Push(key.number, step, share, self._fresh), tensors))

@@ -29,8 +29,9 @@ Symbols: n workers, S the bound (bsp 0, async infinite), Q the quorum, clock of 
                 when min over workers of clock grows: send w to every worker, for step clock + S
     enough    Project Adam ends an epoch when 75 % of it are done; on worker i, when told so before a pause of the run:
                 for every step t dealt out and not begun: tell every server that no gradient of t comes
-    teams     A. Mamidala et al., MXNet-MPI, 2018: workers of a team add up among themselves, and the first pushes and
-              pulls once for all (proxy.py); there by MPI, here through the first worker
+    teams     A. Mamidala et al., MXNet-MPI, 2018: workers of a team add up among themselves, and the first pushes and pulls
+              once for all (proxy.py); they add up by all-reduce (team_sums.py) or through the first. In stages (T. Chen et
+              al., MXNet, 2015: proxies between workers and servers) those first workers form teams again (teams.py)
     factors   T. Chilimbi et al., Project Adam, OSDI 2014: gradients of fully connected layers are made in the server
                 worker: X <- what entered the matrix (K rows), E <- errors behind it
                         K (inputs + outputs of the key) <= values of the key: push(key, X, E, t), else push(key, E^T X, t)
@@ -74,9 +75,9 @@ from ringtmp.strategies.ps.client import Client
 from ringtmp.strategies.ps.proxy import Proxy
 from ringtmp.strategies.ps.server import Server
 from ringtmp.strategies.ps.settings import PsSettings
-from ringtmp.strategies.ps.teams import heads, team_of, teams_of
+from ringtmp.strategies.ps.teams import Teams
 from ringtmp.wire.formats import wire_format
-from ringtmp.wire.messages import Enlist, Lost, Pulled
+from ringtmp.wire.messages import Enlist, GradientPart, Lost, Pulled, Work
 
 
 def nodes_of(plan: Enlist, roles: Roles, worker: int) -> tuple[int, ...]:
@@ -102,26 +103,28 @@ class PsMember:
         table = parameter_keys.table(plan.sizes, plan.slots, len(roles.servers))
         owners = [roles.servers[server] for server in parameter_keys.deal(table, len(roles.servers))]
         serves, works = endpoint.node in roles.servers, endpoint.node in roles.workers
-        teams, mine = teams_of(roles.workers, settings.teams), owners
-        pushing = Roles(roles.servers, heads(teams))
+        teams = Teams.of(roles.workers, settings.team_counts)
+        pushing = Roles(roles.servers, teams.top)
         self.server = (
             Server(endpoint, plan, settings, pushing, table=table, owners=owners, recorder=recorder) if serves else None
         )
         self.trainer: Trainer | None = None
         self._client: Client | None = None
         self._proxy: Proxy | None = None
-        if works and settings.teams is not None:
-            team = team_of(endpoint.node, teams)
-            mine = [team[0]] * len(table)
-            if endpoint.node == team[0]:
+        if works:
+            above, ring = teams.above(endpoint.node), settings.ring_of(teams.team(endpoint.node))
+            to = owners if above is None else [above] * len(table)
+            if teams.below(endpoint.node):
                 self._proxy = Proxy(
-                    endpoint, team, owners, table,
+                    endpoint, teams, ring, above=to, table=table,
                     step=plan.step, lag=settings.lag, wire=wire_format(plan.wire), recorder=recorder,
                 )  # fmt: skip
-        if works:
+                to = [endpoint.node] * len(table)
             factored = [layer for layer, each in enumerate(plan.linear) if each]
             replica = Replica(plan.recipe, endpoint.node, settings.fetch == "layerwise", factored)
-            self._client = Client(endpoint, plan, settings, replica, table=table, owners=mine, recorder=recorder)
+            self._client = Client(
+                endpoint, plan, settings, replica, table=table, owners=to, recorder=recorder, team=ring
+            )
             self._client.nodes = nodes_of(plan, roles, endpoint.node)
             self.trainer = Trainer(endpoint, plan, recorder, self._client, replica)
             self.trainer.emit = lambda event: self.emit(event)
@@ -132,11 +135,12 @@ class PsMember:
             parts=bool(settings.significant), nodes=lambda worker: nodes_of(plan, roles, worker), by_tree=bool(plan.slots),
             linear=known(plan.linear),
         )  # fmt: skip
-        # A head is a worker to servers and a server to its team.
-        known_as = is_a(lambda: self._everyone)
-        if settings.teams is not None:
-            known_as = is_a(lambda: Roles((*self._everyone.servers, *heads(teams)), self._everyone.workers))
-        endpoint.enter_plan(known_as, scrutiny)
+        # A head is a worker to whoever is above it and a server to those below.
+        endpoint.enter_plan(
+            is_a(lambda: Roles((*self._everyone.servers, *teams.heads), self._everyone.workers)), scrutiny
+        )
+        if self._client is not None and self._client.team_sums is not None:
+            endpoint.inspect_too(self._client.team_sums.scrutiny)
         others = {peer: address for peer, address in plan.addresses.items() if peer not in (endpoint.node, MASTER)}
         endpoint.connect_all(others)
 
@@ -151,7 +155,10 @@ class PsMember:
             return  # what it did and is not counted is done by others
         if isinstance(message, Lost):
             self.lose(message.node)
-        elif self._proxy is not None and isinstance(message, Pulled) and mail.sender in self._roles.servers:
+        elif isinstance(message, GradientPart) and self._client is not None and self._client.team_sums is not None:
+            self._recorder.received(message.bucket, message.chunk, mail.first_at, mail.arrived_at, mail.payload_bytes)
+            self._client.team_sums.part(mail)
+        elif self._proxy is not None and isinstance(message, Pulled) and self._proxy.takes_from(mail.sender):
             self._proxy.pulled(message, mail)
         elif self._proxy is not None and self._proxy.handle(mail):
             pass
@@ -159,8 +166,14 @@ class PsMember:
             self._client.pulled(message, mail)
         elif self.server is not None and self.server.handle(mail):
             pass
-        elif self.trainer is None or not self.trainer.handle(mail):
+        elif self.trainer is None or not self._worked(self.trainer, mail):
             raise ProtocolError(f"sent {type(message).__name__}, which nobody expects")
+
+    def _worked(self, trainer: Trainer, mail: Mail) -> bool:
+        message = mail.message
+        if self._proxy is not None and isinstance(message, Work) and message.training:
+            self._proxy.dealt(message, self._roles.workers)
+        return trainer.handle(mail)
 
     def act(self) -> bool:
         served = self.server.act() if self.server is not None else False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 from ringtmp.errors import UsageError, unknown
@@ -47,9 +48,13 @@ class PsSettings(Settings, frozen=True):
     factors: Annotated[bool, described(
         "false | true", "true: of a linear layer workers push activations and errors where that is less than the gradient, and "
         "the server computes it", "Project Adam")] = False  # fmt: skip
-    teams: Annotated[int | None, described(
-        "1..workers", "teams of workers: each adds up its gradients and pushes and pulls once, through its first worker",
-        "MXNet-MPI", "every worker by itself")] = None  # fmt: skip
+    teams: Annotated[int | str | None, described(
+        "1..workers, or in stages T/U/…", "teams of workers: each adds up its gradients and pushes and pulls once, through its "
+        "first worker. 4/2: the first workers of four teams form two teams again",
+        "MXNet-MPI; in stages: MXNet", "every worker by itself")] = None  # fmt: skip
+    team_sum: Annotated[str, described(
+        "head | all-reduce", "how a team adds up: its first worker, or all of them by all-reduce around a ring",
+        "all-reduce: MXNet-MPI")] = "head"  # fmt: skip
     eager: Annotated[bool, described(
         "false | true", "true: with bsp and ssp:S, servers send parameters whenever the slowest worker has come a step "
         "further, unasked", "Petuum")] = False  # fmt: skip
@@ -106,6 +111,17 @@ class PsSettings(Settings, frozen=True):
         """Every node serves and works."""
         return self.servers == "workers"
 
+    @property
+    def team_counts(self) -> tuple[int, ...]:
+        """Teams of workers, then of their heads, and so on; none: every worker is by itself."""
+        if self.teams is None:
+            return ()
+        return tuple(int(each) for each in str(self.teams).split("/"))
+
+    def ring_of(self, team: Sequence[int]) -> tuple[int, ...]:
+        """The team, where it sums by all-reduce and is one."""
+        return tuple(team) if self.team_sum == "all-reduce" and len(team) > 1 else ()
+
     def dedicated(self, nodes: int) -> int:
         """Nodes that serve and do not work."""
         return 0 if self.on_workers or nodes == 1 else int(self.servers)
@@ -140,8 +156,7 @@ class PsSettings(Settings, frozen=True):
             raise UsageError(
                 f"enough={self.enough:g} needs consistency=async: with {self.consistency} steps wait for each other"
             )
-        if self.teams is not None:
-            self._check_teams()
+        self._check_teams()
         if self.warm_start < 0:
             raise UsageError(f"warm_start={self.warm_start} must be 0 or a number of steps")
         if self.quorum is not None and not self.gathered:
@@ -154,8 +169,19 @@ class PsSettings(Settings, frozen=True):
             )
 
     def _check_teams(self) -> None:
-        if self.teams is None or self.teams < 1:
+        if self.team_sum not in ("head", "all-reduce"):
+            raise unknown("team_sum", self.team_sum, ("head", "all-reduce"))
+        if self.teams is None:
+            if self.team_sum != "head":
+                raise UsageError(f"team_sum={self.team_sum} needs teams=T, the number of teams")
+            return
+        if not re.fullmatch(r"-?\d+(/\d+)*", str(self.teams)):
+            raise UsageError(f"teams={self.teams} must be a number of teams, or one for each stage as in 4/2")
+        counts = self.team_counts
+        if min(counts) < 1:
             raise UsageError(f"teams={self.teams} must be from 1 to the number of workers")
+        if any(later > before for before, later in pairwise(counts)):
+            raise UsageError(f"teams={self.teams}: a stage has at most as many teams as the one before it, as in 4/2")
         if self.on_workers:
             raise UsageError("teams need servers that do nothing else: use servers=1 or more, not servers=workers")
         if self._kind in ("value", "asp"):
@@ -181,7 +207,7 @@ class PsSettings(Settings, frozen=True):
         workers = nodes - self.dedicated(nodes)
         if self.quorum is not None and not 1 <= self.quorum <= workers:
             raise UsageError(f"quorum={self.quorum} must be from 1 to {workers}, the number of workers")
-        if self.teams is not None and self.teams > workers:
+        if any(count > workers for count in self.team_counts[:1]):
             raise UsageError(f"teams={self.teams} must be from 1 to {workers}, the number of workers")
         if self.teams is not None and wire_format(wire).carries_error:
             raise UsageError(
@@ -224,7 +250,8 @@ def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:
     if settings.replicas and servers < 2:
         fit["replicas"] = 0
     if settings.teams is not None:
-        fit["teams"] = min(settings.teams, workers)
+        counts = [min(count, workers) for count in settings.team_counts]
+        fit["teams"] = counts[0] if len(counts) == 1 else "/".join(map(str, counts))
     if settings.quorum is not None:
         fit["quorum"] = min(settings.quorum, workers)
     return fit

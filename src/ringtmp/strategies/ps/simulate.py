@@ -5,7 +5,8 @@ With T_w to transmit a model, n equal workers and k dedicated servers, the busie
     bsp, one key per shard     2 n T_w / k     nothing comes back before everything is in
     bsp, many keys             about n T_w / k     keys come back while others still go in
     bsp, servers=workers       2 (n-1)/n T_w     every node serves 1/n of the model
-    teams                         a head's line carries a model each way and one for each other of its team
+    teams                         a head's line carries a model each way and one for each other below it
+    teams by all-reduce           in a ring of m each sends 2 (m-1)/m models; then the head pushes one
     asynchronous, one worker   2 T_w + U_w per round; n workers at most n T_w / k apart
 
 The model is cut into `keys` pieces per server; a server updates a key as soon as all workers (bsp) or one worker
@@ -23,7 +24,7 @@ from typing import Literal
 from ringtmp.plan.devices import Device, Paths
 from ringtmp.plan.simulated_step import Simulated, per_step
 from ringtmp.strategies.data_parallel.simulated_workers import SimulatedWorkers, Workload
-from ringtmp.strategies.ps.teams import heads, teams_of
+from ringtmp.strategies.ps.teams import Team, Teams
 
 Mode = Literal["bsp", "async", "ssp"]
 #: Steps of asynchronous training that are simulated; the first two only warm up.
@@ -37,7 +38,8 @@ class ServerOptions:
     slack: int = 3  # ssp
     keys: int = 8  # per server
     pushed: float = 1.0  # of a gradient: what a push of it takes
-    teams: int | None = None  # of workers, each behind its first one; None: every worker by itself
+    teams: Teams | None = None  # of workers, each behind its first one; None: every worker by itself
+    rings: bool = False  # teams sum by all-reduce
 
 
 def simulate_ps(
@@ -47,7 +49,7 @@ def simulate_ps(
     return _Servers(load, devices, options, paths).run()
 
 
-_DEPART, _AT_SERVER, _SUMMED, _AT_WORKER, _BEGIN, _AT_HEAD = range(6)
+_DEPART, _AT_SERVER, _SUMMED, _AT_WORKER, _BEGIN, _AT_HEAD, _IN_RING = range(7)
 
 
 class _Servers:
@@ -57,17 +59,23 @@ class _Servers:
         self._crew = SimulatedWorkers(devices, paths)
         self._workers = list(range(dedicated, len(devices)))
         self._servers = list(range(dedicated)) if dedicated else self._workers
-        teams = teams_of(self._workers, options.teams)
-        self._team = {worker: team for team in teams for worker in team}
-        self._heads = heads(teams)
-        self._gathered: dict[tuple[int, int], int] = {}  # (head, key): gradients of its team that are in
+        self._teams = teams = options.teams or Teams.of(self._workers, ())
+        self._rings = {
+            worker: ring for worker in self._workers if len(ring := teams.team(worker)) > 1 and options.rings
+        }
+        self._awaited = {  # by head: gradients that it adds up
+            head: 1 + sum(each not in self._rings.get(head, ()) for each in teams.below(head)) for head in self._workers
+        }
+        self._gathered: dict[tuple[int, int], int] = {}  # (head, key): gradients of those below it that are in
+        self._joined: dict[tuple[Team, int], int] = {}  # (ring, key): workers that have their own gradient
+        self._around: dict[tuple[Team, int], int] = {}  # (ring, key): chunks that have come to their end
         self._keys = len(self._servers) * options.keys
         self._key_bytes = load.exchanged_bytes / self._keys
         self._add_s = load.add_s / self._keys
         self._update_s = load.update_s / self._keys
         self._table, microbatches = load.share(len(self._workers))
         self._compute_s = microbatches * (self._table.forward_s[-1] + self._table.backward_s[-1])
-        self._heap: list[tuple[float, int, int, int, int, int]] = []  # time, number, kind, key, from, to
+        self._heap: list[tuple[float, int, int, int, int, int, int]] = []  # time, number, kind, key, from, to, hops
         self._number = 0
         self._summed = [0] * self._keys
         self._pulled = dict.fromkeys(self._workers, 0)
@@ -83,12 +91,14 @@ class _Servers:
             self._push(0.0, _BEGIN, 0, worker, worker)
         target = len(self._workers) * (1 if self._options.mode == "bsp" else ROUNDS)
         while self._heap and self._ended < target:
-            now, _, kind, key, source, node = heapq.heappop(self._heap)
+            now, _, kind, key, source, node, hops = heapq.heappop(self._heap)
             if kind == _BEGIN:
                 self._begin(node, now)
             elif kind == _DEPART:
-                arrives = self._crew.lines.arrive(now, source, node, self._size(key, source))
-                self._push(arrives, self._at(key, source, node), key, source, node)
+                arrives = self._crew.lines.arrive(now, source, node, self._size(key, source, hops))
+                self._push(arrives, self._at(key, source, node, hops), key, source, node, hops)
+            elif kind == _IN_RING:
+                self._pass_around(key, source, node, now, hops)
             elif kind == _AT_HEAD:
                 self._gather(key, source, node, now)
             elif kind == _AT_SERVER:
@@ -105,18 +115,22 @@ class _Servers:
             memory_bytes=memory, servers=self._options.servers, waits=self._waited,
         )  # fmt: skip
 
-    def _push(self, time: float, kind: int, key: int, source: int, node: int) -> None:
+    def _push(self, time: float, kind: int, key: int, source: int, node: int, hops: int = 0) -> None:
         self._number += 1
-        heapq.heappush(self._heap, (time, self._number, kind, key, source, node))
+        heapq.heappush(self._heap, (time, self._number, kind, key, source, node, hops))
 
-    def _at(self, key: int, source: int, node: int) -> int:
+    def _at(self, key: int, source: int, node: int, hops: int) -> int:
+        if hops:
+            return _IN_RING
         if source == self._server(key):
             return _AT_WORKER
         if node == self._server(key):
             return _AT_SERVER
-        return _AT_HEAD if node == self._team[source][0] else _AT_WORKER
+        return _AT_HEAD if node == self._teams.above(source) else _AT_WORKER
 
-    def _size(self, key: int, source: int) -> float:
+    def _size(self, key: int, source: int, hops: int = 0) -> float:
+        if hops:
+            return self._key_bytes / len(self._rings[source])
         return self._key_bytes if source == self._server(key) else self._key_bytes * self._options.pushed
 
     def _server(self, key: int) -> int:
@@ -127,30 +141,61 @@ class _Servers:
         for index in range(self._keys):
             # Each worker begins with another server, so that not all stand before the first.
             key = (index + worker) % self._keys
-            head = self._team[worker][0]
-            if len(self._team[worker]) == 1:
-                self._send(done, key, worker, self._server(key))
-            elif worker == head:
-                self._push(done, _AT_HEAD, key, worker, head)
+            if worker in self._rings:
+                self._join(key, self._rings[worker], done)
+            elif self._awaited[worker] > 1:
+                self._push(done, _AT_HEAD, key, worker, worker)
             else:
-                self._send(done, key, worker, head)
+                self._pass_up(key, worker, done)
+
+    def _join(self, key: int, ring: Team, now: float) -> None:
+        """One more of a ring has its gradient; when all have, its chunks go around, one from each worker."""
+        count = self._joined[ring, key] = self._joined.get((ring, key), 0) + 1
+        if count == len(ring):
+            self._joined[ring, key] = 0
+            for worker in ring:
+                self._hop(key, worker, now, 1)
+
+    def _hop(self, key: int, worker: int, now: float, hops: int) -> None:
+        ring = self._rings[worker]
+        following, size = ring[(ring.index(worker) + 1) % len(ring)], self._size(key, worker, hops)
+        ready = self._crew.work(worker, now, 0.0, self._crew.message_s(worker, size), "send")
+        self._push(self._crew.lines.depart(ready, worker, following, size), _DEPART, key, worker, following, hops)
+
+    def _pass_around(self, key: int, source: int, worker: int, now: float, hops: int) -> None:
+        """A chunk has come: half of the way it is added to, the other half it is a sum."""
+        ring = self._rings[worker]
+        add_s = self._add_s / len(ring) if hops < len(ring) else 0.0
+        done = self._crew.work(
+            worker, now, add_s, self._crew.message_s(worker, self._size(key, source, hops)), "reduce"
+        )
+        if hops < 2 * (len(ring) - 1):
+            self._hop(key, worker, done, hops + 1)
+            return
+        count = self._around[ring, key] = self._around.get((ring, key), 0) + 1
+        if count == len(ring):
+            self._around[ring, key] = 0
+            self._push(done, _AT_HEAD, key, ring[0], ring[0])
 
     def _gather(self, key: int, worker: int, head: int, now: float) -> None:
-        """A head has one more gradient of its team; of all of them, it passes the sum on."""
+        """A worker has one more gradient of those below it, or its own; of all of them, it passes the sum on."""
         count = self._gathered[head, key] = self._gathered.get((head, key), 0) + 1
         own_s = self._crew.message_s(head, self._key_bytes) if worker != head else 0.0
         done = self._crew.work(head, now, self._add_s if count > 1 else 0.0, own_s, "reduce")
-        if count == len(self._team[head]):
+        if count == self._awaited[head]:
             self._gathered[head, key] = 0
-            self._send(done, key, head, self._server(key))
+            self._pass_up(key, head, done)
+
+    def _pass_up(self, key: int, worker: int, now: float) -> None:
+        above = self._teams.above(worker)
+        self._send(now, key, worker, self._server(key) if above is None else above)
 
     def _hand_on(self, key: int, source: int, node: int, now: float) -> None:
-        """A key has come: to a head from the server, which gives it to its team, or to anyone else."""
-        if source == self._server(key):
-            for other in self._team[node][1:]:
-                ready = self._crew.work(node, now, 0.0, self._crew.message_s(node, self._key_bytes), "send")
-                leaves = self._crew.lines.depart(ready, node, other, self._key_bytes)
-                self._push(leaves, _DEPART, key, node, other)
+        """A key has come: to a head, which gives it to those below it, or to anyone else."""
+        for other in self._teams.below(node):
+            ready = self._crew.work(node, now, 0.0, self._crew.message_s(node, self._key_bytes), "send")
+            leaves = self._crew.lines.depart(ready, node, other, self._key_bytes)
+            self._push(leaves, _DEPART, key, node, other)
         self._receive(node, now)
 
     def _send(self, now: float, key: int, source: int, target: int) -> None:
@@ -168,12 +213,13 @@ class _Servers:
             self._push(done, _SUMMED, key, server, worker)
             return
         self._summed[key] += 1
-        last = self._summed[key] == len(self._heads)
+        top = self._teams.top
+        last = self._summed[key] == len(top)
         add_s = self._add_s if self._summed[key] > 1 else 0.0
         done = self._crew.work(server, now, add_s + (self._update_s if last else 0.0), own_s, "reduce")
         if last:
-            for index in range(len(self._heads)):
-                self._push(done, _SUMMED, key, server, self._heads[(index + key) % len(self._heads)])
+            for index in range(len(top)):
+                self._push(done, _SUMMED, key, server, top[(index + key) % len(top)])
 
     def _answer(self, key: int, server: int, worker: int, now: float) -> None:
         if server == worker:
