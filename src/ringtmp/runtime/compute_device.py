@@ -161,6 +161,11 @@ def taken_back(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu() if _current.type != "cpu" else tensor
 
 
+def count() -> int:
+    """Accelerators of this kind that this machine has."""
+    return torch.cuda.device_count() if _current.type == "cuda" else 1
+
+
 def free_bytes() -> int | None:
     """What the accelerator has left for this process, which keeps some that it does not use; None: stages use the processor's
     memory."""

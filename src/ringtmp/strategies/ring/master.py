@@ -242,7 +242,7 @@ class Master(BaseLeader):
         score = Score(bytes_model=bytes_model)
 
         def add(batch: Batch, microbatch: int, outputs: Any) -> None:
-            targets = batch.targets[microbatch]
+            (targets,) = compute_device.brought([batch.targets[microbatch]])
             score.add(float(self._loss(outputs, targets)), outputs, targets)
 
         self._run_through(batches, step, add)
@@ -251,7 +251,11 @@ class Master(BaseLeader):
     def predict(self, batches: Iterable[Batch], step: int) -> list[Any]:
         """The model's outputs, one entry per microbatch, in order."""
         found: list[Any] = []
-        self._run_through(batches, step, lambda batch, microbatch, outputs: found.append(outputs))
+
+        def keep(batch: Batch, microbatch: int, outputs: Any) -> None:
+            found.append(map_outputs(compute_device.taken_back, outputs))
+
+        self._run_through(batches, step, keep)
         return found
 
     def _run_through(self, batches: Iterable[Batch], step: int, came_out: Callable[[Batch, int, Any], None]) -> None:
@@ -264,7 +268,7 @@ class Master(BaseLeader):
         nested = nest(self._layers[-1].output, outputs, own=True)
         if not training:
             with torch.no_grad():
-                self._came_out(microbatch, map_outputs(compute_device.taken_back, nested))
+                self._came_out(microbatch, nested)
             return None
         current = self._steps[step]
         with torch.enable_grad():
