@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import gpu_profile
+
 RATE, SEED = 3e-4, 0
 
 
@@ -69,17 +71,22 @@ def one_process(asked: dict[str, Any]) -> None:
 
     compiled: Callable[..., torch.Tensor] = torch.compile(loss_of, dynamic=False) if asked["compile"] else loss_of
     steps_s, count, total = [], asked["microbatches"], 0.0
-    for inputs, targets in batches(asked):
+    for number, (inputs, targets) in enumerate(batches(asked)):
+        if number == asked.get("profiled"):
+            watch = gpu_profile.Watch().start()
         began = time.perf_counter()
         losses = []
+        inputs, targets = inputs.to(asked["device"]), targets.to(asked["device"])
         for piece, wanted in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-            loss = compiled(piece.to(asked["device"]), wanted.to(asked["device"])) / count
+            loss = compiled(piece, wanted) / count
             loss.backward()
             losses.append(loss.detach())
         adamw.step()
         adamw.zero_grad()
         total = float(torch.stack(losses).sum())
         steps_s.append(time.perf_counter() - began)
+        if number == asked.get("profiled"):
+            print(json.dumps(watch.stop(1)), file=sys.stderr)
     parameters = sum(each.numel() for each in model.parameters())
     print(json.dumps({"steps_s": steps_s, "loss": total, "parameters": parameters}))
 
@@ -157,4 +164,6 @@ def first_shapes(module: Any, rank: int) -> Iterator[None]:
     yield
 
 
-PEERS: dict[str, Callable[[dict[str, Any]], None]] = {"_base": one_process, "_pipelining": pipelining}
+PEERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "_base": one_process, "_pipelining": pipelining, "_profiled": gpu_profile.ring,
+}  # fmt: skip

@@ -6,7 +6,8 @@
 A `gpt` of 124M parameters (12 blocks, width 768, context 1024, bfloat16). `base`: one plain PyTorch process with torch.compile;
 `ring`: two stages in one process, with deterministic kernels and any; `loss`: 50 float32 steps beside the processor's; `mixed`:
 a GPU master and two joined devices that have processors alone; `pipelining`: torch.distributed.pipelining, two Gloo ranks that
-share the GPU; `more`: what there is time for. Every part has a limit of its own; what went wrong is a row, too.
+share the GPU; `more`: what there is time for; `bits`: digests of one and of several nodes; `profile`, which nobody runs unless
+asked: where the time of a step goes, for base and ring. Every part has a limit of its own; what went wrong is a row, too.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Size:
         return f"0-{self.depth // 2},{self.depth // 2 + 1}-{self.depth},{self.depth + 1}"
 
     def write(self, folder: Path) -> None:
-        names = {**asdict(self), "samples": 4 * self.batch}
+        names = {**asdict(self), "samples": (self.steps + 1) * self.batch}  # no epoch ends
         (folder / "mine.py").write_text(MODEL.format(**names))
 
 
@@ -102,6 +103,7 @@ class Given:
     until: float  # by time.monotonic
     rows: list[dict[str, Any]] = field(default_factory=list)
     folder: Path = Path()
+    out: Path | None = None
 
     def left(self, most_s: float) -> float:
         return max(5.0, min(most_s, self.until - time.monotonic()))
@@ -109,12 +111,14 @@ class Given:
     def note(self, part: str, what: str, **found: Any) -> None:
         row = {"part": part, "what": what, **found}
         self.rows.append(row)
+        if self.out is not None:
+            self.out.write_text(json.dumps({"size": asdict(self.size), "rows": self.rows}, indent=1))
         print(json.dumps(row), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--parts", default="base,ring,loss,mixed,pipelining,more")
+    parser.add_argument("--parts", default="base,ring,loss,mixed,pipelining,more,bits")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script itself")
     parser.add_argument("--no-compile", action="store_true")
@@ -127,6 +131,7 @@ def main() -> None:
     until = time.monotonic() + options.seconds
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started ends, too
     given = Given(options.device, *sizes, not options.no_compile, options.compute, options.threads, until)
+    given.out = options.out
     given.note("machine", **facts(options.device))
     for name in options.parts.split(","):
         began = time.monotonic()
@@ -134,7 +139,6 @@ def main() -> None:
             given.folder = Path(folder)
             PARTS[name](given)
         given.note("time", name, seconds=round(time.monotonic() - began, 1))
-        options.out.write_text(json.dumps({"size": asdict(given.size), "rows": given.rows}, indent=1))
     print(table(given.rows))
 
 
@@ -163,8 +167,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 # -- running things -------------------------------------------------------------------------------------------------
 
 
-def run(words: list[str], cwd: Path, limit_s: float, **environment: str) -> tuple[str, str]:
-    """Its output, or why there is none. What it has started ends with it."""
+def run(words: list[str], cwd: Path, limit_s: float, **environment: str) -> tuple[str, str, str]:
+    """Its output, why there is none, and what it said beside it. What it has started ends with it."""
     process = subprocess.Popen(
         words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, **environment},
@@ -174,10 +178,12 @@ def run(words: list[str], cwd: Path, limit_s: float, **environment: str) -> tupl
     except subprocess.TimeoutExpired:
         end(process)
         out, err = process.communicate()
-        return "", f"no end within {limit_s:.0f} s: {err[-600:]}"
+        return "", f"no end within {limit_s:.0f} s: {err[-600:]}", err
     finally:
         end(process)
-    return (out, "") if process.returncode == 0 else ("", err[-800:] or f"exit status {process.returncode}")
+    if process.returncode == 0:
+        return out, "", err
+    return "", err[-800:] or f"exit status {process.returncode}", err
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -209,7 +215,7 @@ def ring(given: Given, part: str, what: str, *more: str, limit_s: float = 150) -
     given.size.write(given.folder)
     name = re.sub(r"\W+", "-", what)
     words = ring_words(given, given.size, given.size.steps, "--device", given.device, "--run-dir", name, *more)
-    out, why = run(words, given.folder, given.left(limit_s))
+    out, why, _ = run(words, given.folder, given.left(limit_s))
     if why:
         given.note(part, what, error=why)
         return
@@ -218,7 +224,7 @@ def ring(given: Given, part: str, what: str, *more: str, limit_s: float = 150) -
     given.note(
         part, what, tokens_s=given.size.tokens / median(steps_s[len(steps_s) // 3 :]), first_step_s=round(steps_s[0], 1),
         loss=round(told["loss"]["last"], 4), weights=told["weights_sha256"][:12], mode=told["numeric_mode"],
-        exactness=told["exactness"],
+        exactness=told["exactness"], forecast_s=(told.get("forecast") or {}).get("step_s"),
     )  # fmt: skip
 
 
@@ -241,16 +247,95 @@ def base_part(given: Given) -> None:
     peer(given, "base", "one process, torch.compile, the same microbatches", given.size.microbatches, True)
 
 
-def peer(given: Given, part: str, what: str, microbatches: int, same: bool, limit_s: float = 120) -> None:
+def profile_part(given: Given) -> None:
+    """Of one step of the base, and of two of the ring with kernels that repeat and with any."""
+    peer(given, "profile", "one process, torch.compile", given.size.microbatches, True, profiled=given.size.steps - 2)
+    two = ["--nodes", "1", "--laps", "2", "--cuts", given.size.cuts, "--threads", str(given.threads), *fast(given)]
+    for number, more in enumerate(([], ["--no-deterministic"])):
+        words = ring_words(
+            given, given.size, given.size.steps, "--device", given.device, "--run-dir", f"p{number}", *two, *more
+        )
+        asked = {"words": words[words.index("train") :], "profiled": given.size.steps - 4, "steps": 2}
+        _, why, err = run([sys.executable, __file__, "_profiled", json.dumps(asked)], given.folder, given.left(150))
+        given.note(
+            "profile",
+            " ".join(["two stages in one process", *more]),
+            **found_in(err),
+            **({"error": why} if why else {}),
+        )
+
+
+def found_in(err: str) -> dict[str, Any]:
+    """What a watch has written among other things."""
+    return next((json.loads(line) for line in reversed(err.splitlines()) if line.startswith('{"wall_ms"')), {})
+
+
+def bits_part(given: Given) -> None:
+    """Small models with dropout and clipping: the same digests for one node and for three?"""
+    given.mixed.write(given.folder)
+    small = [
+        "--model",
+        "mlp",
+        "--set",
+        "dropout=0.2",
+        "--set",
+        "depth=6",
+        "--optimizer",
+        "adamw",
+        "--clip-norm",
+        "1",
+        "--steps",
+        "12",
+    ]
+    ways = {"float32": [], "as measured": fast(given)}
+    for way, more in ways.items():
+        digests = {}
+        for nodes in ("1", "3"):
+            words = [
+                sys.executable,
+                "-m",
+                "ringtmp",
+                "train",
+                *small,
+                "--device",
+                given.device,
+                "--nodes",
+                nodes,
+                "--json",
+                "--quiet",
+            ]
+            out, why, _ = run([*words, *more, "--run-dir", f"{way[0]}{nodes}"], given.folder, given.left(100))
+            if why:
+                given.note("bits", way, error=why)
+                return
+            told = json.loads(out)
+            digests[nodes] = told["weights_sha256"][:12]
+        given.note(
+            "bits",
+            way,
+            **{f"nodes_{nodes}": each for nodes, each in digests.items()},
+            same=len(set(digests.values())) == 1,
+        )
+
+
+def peer(
+    given: Given, part: str, what: str, microbatches: int, same: bool, limit_s: float = 150, profiled: int = -1
+) -> None:
     given.size.write(given.folder)
-    asked = {"device": given.device, "compute": given.compute, "compile": given.compile, "microbatches": microbatches}
+    asked = {
+        "profiled": profiled,
+        "device": given.device,
+        "compute": given.compute,
+        "compile": given.compile,
+        "microbatches": microbatches,
+    }
     words = [
         sys.executable,
         __file__,
         "_base",
         json.dumps({**asked, "steps": given.size.steps, "batch": given.size.batch}),
     ]
-    out, why = run(words, given.folder, given.left(limit_s))
+    out, why, err = run(words, given.folder, given.left(limit_s))
     if why:
         given.note(part, what, error=why)
         return
@@ -259,7 +344,7 @@ def peer(given: Given, part: str, what: str, microbatches: int, same: bool, limi
     rate = given.size.tokens / median(steps_s[len(steps_s) // 3 :])
     given.note(
         part, what, tokens_s=rate, same_microbatches=same, first_step_s=round(steps_s[0], 1), loss=round(told["loss"], 4),
-        parameters=told["parameters"],
+        parameters=told["parameters"], **found_in(err),
     )  # fmt: skip
 
 
@@ -285,7 +370,7 @@ def loss_part(given: Given) -> None:
     for device in dict.fromkeys((given.device, "cpu")):
         words = ring_words(given, given.loss, given.loss.steps, "--device", device, "--run-dir", device)
         words += ["--nodes", "1", "--threads", str(given.threads)]
-        _, why = run(words, given.folder, given.left(120))
+        _, why, _ = run(words, given.folder, given.left(120))
         if why:
             given.note("loss", device, error=why)
             return
@@ -298,38 +383,45 @@ def loss_part(given: Given) -> None:
 
 
 def mixed_part(given: Given) -> None:
-    given.mixed.write(given.folder)
+    joined(given, "mixed", given.device, "cpu", 2)
+    joined(given, "the other way round", "cpu", given.device, 1)
+
+
+def joined(given: Given, name: str, of_master: str, of_others: str, others: int) -> None:
+    """A master, and devices that join over encrypted links, and where each computes."""
+    home = given.folder / name.replace(" ", "-")
+    home.mkdir()
+    given.mixed.write(home)
+    what = f"master on {of_master}, {others} joined on {of_others}"
     words = ring_words(
-        given, given.mixed, given.mixed.steps, "--device", given.device, "--nodes", "3",
+        given, given.mixed, given.mixed.steps, "--device", of_master, "--nodes", str(others + 1),
         "--listen", f"127.0.0.1:{free_port()}", "--all-devices", "--threads", "1", "--run-dir", "mixed",
     )  # fmt: skip
     words.remove("--quiet")
-    said = given.folder / "said"
+    said = home / "said"
     with (
-        said.open("w") as err, (given.folder / "told").open("w") as out,
-        started(words, given.folder, given.folder / "master", stdout=out, stderr=err) as master,
+        said.open("w") as err, (home / "told").open("w") as out, (home / "nodes").open("w") as log,
+        started(words, home, home / "master", stdout=out, stderr=err) as master, contextlib.ExitStack() as nodes,
     ):  # fmt: skip
         token = awaited(said, master, given.left(60))
         if token is None:
-            given.note("mixed", "a ring of three", error=f"no token: {said.read_text()[-600:]}")
+            given.note("mixed", what, error=f"no token: {said.read_text()[-600:]}")
             return
-        node = [sys.executable, "-m", "ringtmp", "node", "--join", token]
-        with (
-            (given.folder / "nodes").open("w") as log,
-            started([*node, "--name", "first"], given.folder, given.folder / "first", stdout=log, stderr=log),
-            started([*node, "--name", "second"], given.folder, given.folder / "second", stdout=log, stderr=log),
-            contextlib.suppress(subprocess.TimeoutExpired),
-        ):
+        node = [sys.executable, "-m", "ringtmp", "node", "--device", of_others, "--join", token]
+        for number in range(others):
+            each = f"node-{number}"
+            nodes.enter_context(started([*node, "--name", each], home, home / each, stdout=log, stderr=log))
+        with contextlib.suppress(subprocess.TimeoutExpired):
             master.wait(given.left(120))
     if master.returncode != 0:
-        why = said.read_text()[-500:] + (given.folder / "nodes").read_text()[-300:]
-        given.note("mixed", "a ring of three", error=why)
+        given.note("mixed", what, error=said.read_text()[-500:] + (home / "nodes").read_text()[-300:])
         return
-    told = json.loads((given.folder / "told").read_text())
+    told = json.loads((home / "told").read_text())
     given.note(
-        "mixed", f"master on {given.device}, two joined devices on cpu", steps=told["steps"], nodes=told["nodes"],
-        first=round(told["loss"]["first"], 4), last=round(told["loss"]["last"], 4), outcome=told["outcome"],
-        exactness=told["exactness"], bytes=told["bytes_total"],
+        "mixed", what, steps=told["steps"], nodes=told["nodes"], first=round(told["loss"]["first"], 4),
+        last=round(told["loss"]["last"], 4), outcome=told["outcome"], exactness=told["exactness"], bytes=told["bytes_total"],
+        step_s=round(told["step_s"]["median"], 4), plan=[each["segments"] for each in told["per_node"]],
+        forecast_s=(told.get("forecast") or {}).get("step_s"),
     )  # fmt: skip
 
 
@@ -376,7 +468,7 @@ def pipelining_part(given: Given) -> None:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "_pipelining",
         json.dumps(asked),
     ]  # fmt: skip
-    out, why = run(words, given.folder, given.left(120), OMP_NUM_THREADS="4")
+    out, why, _ = run(words, given.folder, given.left(120), OMP_NUM_THREADS="4")
     if why:
         given.note("pipelining", what, error=why)
         return
@@ -390,12 +482,12 @@ def pipelining_part(given: Given) -> None:
 
 PARTS: dict[str, Callable[[Given], None]] = {
     "base": base_part, "ring": ring_part, "loss": loss_part, "mixed": mixed_part, "pipelining": pipelining_part,
-    "more": more_part,
+    "more": more_part, "bits": bits_part, "profile": profile_part,
 }  # fmt: skip
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] in ("_base", "_pipelining"):
+    if len(sys.argv) > 1 and sys.argv[1] in ("_base", "_pipelining", "_profiled"):
         import gpu_peers
 
         gpu_peers.PEERS[sys.argv[1]](json.loads(sys.argv[2]))

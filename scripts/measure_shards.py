@@ -1,7 +1,7 @@
 """Train on shards larger than memory should hold, and watch it: python scripts/measure_shards.py parquet|arrow|tar [GIB]
 
-Writes eight shards of random samples, trains one epoch on them, then half of one, and resumes that half. Prints one line of
-JSON: the most that the processes hold in memory in every tenth of the epoch (it goes up and down with the parts of a file), and
+Writes eight shards of random samples, trains three epochs on them, then half of that, and resumes that half. Prints one line of
+JSON: the most that the processes hold in memory in every tenth of the time (it goes up and down with the parts of a file), and
 whether the resumed run ended with the same weights, as it does only if it had the same batches. Parquet and Arrow need pyarrow.
 """
 
@@ -24,6 +24,7 @@ from measure_stream import memory
 SHARDS = 8
 VALUES = 4096  # of a sample: 16 KiB
 BATCH = 256
+EPOCHS = 3  # the first takes seconds, in which the processes start
 MODEL = f"""from torch import nn
 def model():
     return nn.Sequential(nn.Linear({VALUES}, 8), nn.Tanh(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -48,7 +49,7 @@ def measure(kind: str, gib: float) -> dict[str, Any]:
             inputs = generator.standard_normal((a_shard, VALUES), dtype=np.float32)
             WRITERS[kind](folder / f"shards/train-{number}.{kind}", inputs, generator.integers(0, 4, a_shard))
         samples = SHARDS * a_shard
-        steps = samples // BATCH
+        steps = EPOCHS * samples // BATCH
         given = ["--data", f"{kind}:{folder}/shards", "--model", f"{folder}/small.py:model", "--batch-size", str(BATCH)]
         given += [] if kind == "tar" else ["--columns", "x,label"]
         whole, rows = _train(*given, "--steps", str(steps), "--run-dir", f"{folder}/whole")

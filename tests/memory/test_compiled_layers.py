@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from torch.nn import functional as F
 from harness import Built, recipe, ring_in_memory
 from oracle import plain_loop, state_sha256
 from ringtmp.config import RingPart, RunConfig, TrainingPart
-from ringtmp.errors import UsageError
-from ringtmp.model import compiled_graph
+from ringtmp.errors import ProtocolError, UsageError
+from ringtmp.model import compiled_graph, operator_contracts
 from ringtmp.model.compiled_graph import Piece, compilable, refuse_without_compiler
 from ringtmp.model.export import Exporter
 from ringtmp.model.run_graph import Program
@@ -153,3 +154,48 @@ def test_what_cannot_be_compiled_is_refused_before_anything_starts() -> None:
     without = inductor.patch({"cpp.cxx": ("no-such-compiler",)})  # set and taken back as an attribute it would be gone
     with without, pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
         refuse_without_compiler()
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x * 2).view(-1, 3, 2, 2).unbind(1)
+        return x + F.scaled_dot_product_attention(q, k, v).flatten(1).repeat(1, 3)
+
+
+def test_attention_is_compiled_and_its_arguments_are_looked_at_once_for_every_size(
+    monkeypatch: pytest.MonkeyPatch, ran: list[int]
+) -> None:
+    monkeypatch.setattr(compiled_graph, "BACKEND", "aot_eager")
+    looked: list[tuple[int, ...]] = []
+    name = "aten.scaled_dot_product_attention.default"
+    contract = operator_contracts.CONTRACTS[name]
+
+    def counted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> None:
+        looked.append(tuple(query.shape))
+        contract(query, key, value, *rest, **named)
+
+    monkeypatch.setitem(operator_contracts.CONTRACTS, name, counted)
+    layer, _ = Exporter().export("attention", Attention(), rows(3))
+    program = Program(layer.train, compiled=True)
+    for count in (4, 4, 5):
+        (found,) = program.run([rows(count)], {})
+        assert torch.equal(found, Attention()(rows(count)))
+    assert len(ran) == 3
+    assert looked == [(4, 2, 2), (5, 2, 2)]
+
+
+def test_arguments_that_break_a_contract_are_refused_before_compiled_code_sees_them(
+    monkeypatch: pytest.MonkeyPatch, ran: list[int]
+) -> None:
+    monkeypatch.setattr(compiled_graph, "BACKEND", "aot_eager")
+    layer, _ = Exporter().export("attention", Attention(), rows(3))
+    ops = [
+        msgspec.structs.replace(op, args=(op.args[0], op.args[1], layer.train.ops[0].args[0], *op.args[3:]))
+        if op.target == "aten.scaled_dot_product_attention.default"
+        else op
+        for op in layer.train.ops
+    ]
+    program = Program(msgspec.structs.replace(layer.train, ops=tuple(ops)), compiled=True)
+    assert program._pieces
+    with pytest.raises(ProtocolError, match="attention: query"):
+        program.run([rows(4)], {})

@@ -145,7 +145,7 @@ def test_auto_recomputes_where_memory_is_short_and_leaves_out_what_cannot_be(
     monkeypatch.setattr(Stage, "_with_graph", counted)
     for free, repeats in ((1 << 40, False), (0, True)):
         runs.clear()
-        monkeypatch.setattr("ringtmp.strategies.ring.node.free_memory_bytes", lambda free=free: free)
+        monkeypatch.setattr("ringtmp.runtime.compute_device.free_memory_bytes", lambda free=free: free)
         assert ring_in_memory(built, recipe(), batches, 4, loss, 2, recompute="auto") == (state_sha256(plain), losses)
         assert any(runs) is repeats
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ringtmp.model import profile
 from ringtmp.model.build import build_layers
-from ringtmp.model.profile import ProfileCache, Profiler
+from ringtmp.model.profile import PROCESSOR, ProfileCache, Profiler, Where
 from ringtmp.plan.devices import LayerCost
 from ringtmp.runtime.optimizers import Optimizer, make_optimizer
 
@@ -41,6 +41,31 @@ def test_bytes_are_those_of_the_layer_and_of_what_autograd_keeps() -> None:
     assert second.weight_bytes == 0
     assert not second.has_parameters
     assert third.weight_bytes == 4 * (32 * 10 + 10)
+
+
+def test_on_an_accelerator_everything_is_brought_there_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought: list[torch.Tensor] = []
+    waited: list[None] = []
+
+    def bring(tensor: torch.Tensor) -> torch.Tensor:
+        brought.append(tensor.clone())
+        return brought[-1]
+
+    monkeypatch.setattr("time.perf_counter", lambda: float(len(waited)))  # time passes while one waits, and only then
+    (built,) = build_layers([nn.Linear(16, 4)], 0, lambda count: torch.ones(count, 16), [8])
+    # Another name of the processor stands for the accelerator.
+    there = Where("cpu:0", "an invented accelerator", bring, lambda: waited.append(None))
+    cache, found = ProfileCache(tmp_path), {}
+    for where in (there, PROCESSOR):
+        profiler = Profiler(torch.ones(8, 16), [8], 1, adam, optimizer_name="adam", cache=cache, where=where)
+        cost = profiler.with_loss(profiler.cost(built), nn.functional.mse_loss, "mse", torch.ones(8, 4))
+        found[where] = cost.measured[0].forward_s
+    assert {tuple(each.shape) for each in brought} == {(8, 16), (4, 16), (4,), (8, 4)}
+    assert found[there] == 2.0, "the layer, and the loss"
+    assert 0 < found[PROCESSOR] < 1
+    assert cache.hits == 0, "what was measured on one device says nothing of another"
 
 
 def test_a_layer_that_keeps_more_than_its_output_says_so() -> None:

@@ -61,6 +61,7 @@ def command(
     from ringtmp.run import measure_model
     from ringtmp.run.check_settings import resolve
     from ringtmp.run.text_settings import check_text, named_data
+    from ringtmp.runtime.compute_device import computing_on
     from ringtmp.strategies import registry
     from ringtmp.system.resources import rss_bytes
 
@@ -72,12 +73,13 @@ def command(
     keep_all = settings.ring.all_devices or file is None
     enough = partial(registry.get(settings.ring.strategy).refuse_too_few, settings, len(devices), keep_all)
     choices = [registry.parse(word) for word in (compare or "").split(",") if word.strip()]
-    with show_results.watcher(quiet) as watcher:
+    with computing_on(settings.ring.device), show_results.watcher(quiet) as watcher:
         settings, (train, _) = named_data(settings, phase=watcher.phase)
         model = check_text(train, settings.model.name, api.named_model(settings.model, train))
         work = measure_model.work_of(settings, model, train, watcher.phase, known=enough)
         watcher.phase("planning")
         devices = planned_devices.with_master_here(devices, counted_bytes)
+        devices = planned_devices.on_accelerator(devices) if file is None else devices
         auto = _chosen(settings, work, devices, file is not None)
         settings, devices = _to_draw(auto, settings, devices)
         made = measure_model.plan(settings, work, devices, keep_all)

@@ -69,11 +69,18 @@ def as_this_process(device: Device) -> Device:
 
 
 def on_accelerator(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Nodes of this machine: where they compute on an accelerator, they share what it has left."""
+    """Nodes of this machine: where they compute on accelerators, they share those, and what this process's has left tells what
+    every one has. No quota of the processor slows them down."""
     free = compute_device.free_bytes()
     if free is None:
         return tuple(devices)
-    return tuple(replace(each, memory_bytes=free / len(devices), extra_bytes=0.0) for each in devices)
+    sharing = -(-len(devices) // compute_device.count())
+    return tuple(
+        replace(
+            each, speed=1 / sharing, quota=None, takes_turns=sharing > 1, memory_bytes=free / sharing, extra_bytes=0.0
+        )
+        for each in devices
+    )
 
 
 def with_master_here(devices: Sequence[Device], counted_bytes: int) -> tuple[Device, ...]:

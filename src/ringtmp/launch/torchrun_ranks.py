@@ -210,11 +210,11 @@ class RankPool:
             master, *others = planned_devices.local_processes(
                 self.nodes, self.threads, usable_cores(), machine_free_bytes(), group_limits()
             )
-        else:
-            master, *others = (
-                Device("master" if node == MASTER else f"rank {node} ({each.host})", memory_bytes=each.memory_bytes)
-                for node, each in enumerate(self._facts)
-            )
+            return planned_devices.on_accelerator((planned_devices.as_this_process(master), *others))
+        master, *others = (
+            Device("master" if node == MASTER else f"rank {node} ({each.host})", memory_bytes=each.memory_bytes)
+            for node, each in enumerate(self._facts)
+        )
         return planned_devices.as_this_process(master), *others
 
     def alone(self) -> None:

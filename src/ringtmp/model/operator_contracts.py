@@ -19,6 +19,10 @@ from ringtmp.errors import ProtocolError
 Tensor = torch.Tensor
 
 
+#: Whose contracts ask for shapes and types alone: what holds once holds for every call with the same ones.
+OF_SHAPES_ALONE = frozenset({"aten.scaled_dot_product_attention.default", "aten.native_group_norm.default"})
+
+
 def under_contract(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, behind its contract if it has one."""
     contract = CONTRACTS.get(target)

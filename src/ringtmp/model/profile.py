@@ -2,8 +2,8 @@
 
 A layer runs as a node runs it (the same program, gradients added up in place), several times at each microbatch size;
 the median counts, because a ring meets the usual case. With one thread its processor time is taken, which neither a
-quota nor a busy machine lengthens; with more the time on the wall, for want of a better. What autograd keeps is seen
-through its saved-tensor hooks.
+quota nor a busy machine lengthens; with more, or on an accelerator, the time on the wall, for want of a better. What
+autograd keeps is seen through its saved-tensor hooks.
 Measurements are kept on disk under the layer's signature (graph, shapes, what wants gradients), the device's fingerprint,
 thread count and this version, for every size that was ever asked for; anything else is measured again.
 """
@@ -16,6 +16,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,6 +88,30 @@ class Profile(msgspec.Struct, frozen=True):
 NOTHING = Profile(())
 
 
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """The device on which layers are measured; as it stands, the processor."""
+
+    device: str = "cpu"
+    name: str = ""  # of the accelerator
+    bring: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    finish: Callable[[], None] = lambda: None  # wait until all that was to be computed is
+    computing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # in the run's numbers
+
+    def clock(self, threads: int) -> Clock:
+        if self.device == "cpu":
+            return time.thread_time if threads == 1 else time.perf_counter
+
+        def finished() -> float:
+            self.finish()
+            return time.perf_counter()
+
+        return finished
+
+
+PROCESSOR = Where()
+
+
 class ProfileCache:
     """One small file per layer signature. A file that cannot be read or written is no cache, never an error."""
 
@@ -121,13 +146,14 @@ class Profiler:
 
     def __init__(
         self, inputs: Any, sizes: Sequence[int], threads: int, make_optimizer: MakeOptimizer, *, optimizer_name: str,
-        cache: ProfileCache,
+        cache: ProfileCache, where: Where = PROCESSOR,
     ) -> None:  # fmt: skip
         self._inputs = inputs
         self._sizes = sizes
         self._make_optimizer = make_optimizer
-        self._here = f"{_device(threads)} {optimizer_name}"
-        self._clock = _clock(threads)
+        self._where = where
+        self._here = f"{_device(threads)} {optimizer_name}" + (f" on {where.name}" if where.name else "")
+        self._clock = where.clock(threads)
         self._cache = cache
         self._seen: dict[str, Profile] = {}
         self._hides_inputs = HidesInputs()
@@ -145,7 +171,10 @@ class Profiler:
         found = self._seen.get(key) or self._cache.get(key, self._sizes)
         if missing := found.missing(self._sizes):
             _refuse_what_cannot_be_tried(each, self._make_optimizer((), ()).state_tensors)
-            fresh = _measure(each, leaves, wants, missing, make_optimizer=self._make_optimizer, clock=self._clock)
+            with self._where.computing():
+                fresh = _measure(
+                    each, leaves, wants, missing, make_optimizer=self._make_optimizer, clock=self._clock, where=self._where
+                )  # fmt: skip
             # An update has no size: the first one measured stays.
             found = msgspec.structs.replace(found if found.points else fresh, points=(*found.points, *fresh.points))
             self._cache.put(key, found)
@@ -170,7 +199,9 @@ class Profiler:
         key = signature((name, _shape(targets)), leaves, (), self._here)
         found = self._cache.get(key, self._sizes) if name is not None else NOTHING
         if missing := found.missing(self._sizes):
-            fresh = (_measure_loss(loss, self._inputs, targets, size, self._clock) for size in missing)
+            with self._where.computing():
+                given = map_outputs(self._where.bring, self._inputs), self._where.bring(targets)
+                fresh = [_measure_loss(loss, *given, size, self._clock) for size in missing]
             found = Profile((*found.points, *fresh))
             if name is not None:
                 self._cache.put(key, found)
@@ -220,7 +251,7 @@ def _measure_loss(loss: LossFunction, outputs: Any, targets: torch.Tensor, size:
         value = loss(given, targets[:size])
         middle = clock()
         if value.requires_grad:
-            with as_written():
+            with as_written(value.device.type):
                 torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
         forward.append(middle - began)
         backward.append(clock() - middle)
@@ -237,10 +268,6 @@ def _shape(leaf: torch.Tensor) -> tuple[str, list[int]]:
     return str(leaf.dtype), list(leaf.shape[1:])
 
 
-def _clock(threads: int) -> Clock:
-    return time.thread_time if threads == 1 else time.perf_counter
-
-
 def _device(threads: int) -> str:
     known = fingerprint(threads)
     # Several threads are measured on the wall, where a quota shows.
@@ -251,15 +278,17 @@ def _device(threads: int) -> str:
 
 def _measure(
     built: BuiltLayer, leaves: Sequence[torch.Tensor], wants: Sequence[bool], sizes: Sequence[int], *,
-    make_optimizer: MakeOptimizer, clock: Clock,
+    make_optimizer: MakeOptimizer, clock: Clock, where: Where,
 ) -> Profile:  # fmt: skip
     layer = built.layer
-    program = Program(layer.train)
+    program = Program(layer.train, where.device)
     changed = changed_buffers(layer.train)
     owned = {
-        each.name: _own(built.tensors[each.name], each.trainable or each.name in changed).requires_grad_(each.trainable)
+        each.name: _own(where.bring(built.tensors[each.name].detach()), each.trainable or each.name in changed)
         for each in layer.tensors
     }
+    for each in layer.tensors:
+        owned[each.name].requires_grad_(each.trainable)
     points = []
     largest = max((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
     with torch.random.fork_rng(devices=[]):
@@ -268,6 +297,7 @@ def _measure(
             if built.cell is not None:
                 facts, there = built.cell.described, built.cell.samples
                 given = [fact.of_samples(leaf, size, there) for fact, leaf in zip(facts, leaves, strict=True)]
+            given = [where.bring(leaf) for leaf in given]
             runner = _Runner(program, owned, given, wants, changed)
             stored = runner.stored_bytes()
             forward_s, backward_s = runner.times(clock)
@@ -334,7 +364,7 @@ class _Runner:
     def times(self, clock: Clock) -> tuple[float, float]:
         forward: list[float] = []
         backward: list[float] = []
-        others = torch.ones(OTHERS_BYTES // 4)
+        others = torch.ones(OTHERS_BYTES // 4)  # on an accelerator nothing stays in a cache from one layer to the next
         generator = torch.default_generator
         spent, runs, later = 0.0, 0, at_once(self._owned.values())
         while runs <= LEAST_RUNS or (spent < MEASURE_S and runs < MOST_RUNS):
@@ -350,7 +380,7 @@ class _Runner:
             others.add_(1.0)
             ready = clock()
             if wanted:
-                with as_written():
+                with as_written(wanted[0].device.type):
                     torch.autograd.backward(wanted, seeds)
             ended = clock()
             if runs:  # the first warms up
@@ -375,7 +405,7 @@ class _Runner:
                 return 0.0
             seeds = [torch.ones_like(each) for each in roots]
             began = clock()
-            with as_written():
+            with as_written(roots[0].device.type):
                 torch.autograd.grad(roots, entered, seeds, allow_unused=True)
             took.append(clock() - began)
         return statistics.median(took[1:])

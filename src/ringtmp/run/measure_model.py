@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ringtmp.config import RunConfig, TrainingPart, usual_microbatches
 from ringtmp.data.batches import TrainingBatches
@@ -29,12 +32,13 @@ from ringtmp.model.matrices_for_muon import hidden_matrices
 from ringtmp.model.output_tree import leaves_of
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.prepare_weights import Preparation
-from ringtmp.model.profile import ProfileCache, Profiler
+from ringtmp.model.profile import PROCESSOR, ProfileCache, Profiler, Where
 from ringtmp.model.running_statistics import changes_statistics
 from ringtmp.plan import microbatches as counts
 from ringtmp.plan.choose_schedule import plan_with_schedule
 from ringtmp.plan.devices import Device, LayerCost
 from ringtmp.plan.planner import Plan
+from ringtmp.runtime import compute_device
 from ringtmp.runtime.losses import LOSSES, LossFunction, check_loss, loss_named
 from ringtmp.runtime.optimizers import ELSEWHERE, OPTIMIZERS, make_optimizer
 from ringtmp.strategies.data_parallel.plan import refuse_unshared
@@ -125,6 +129,7 @@ def _measured(
         sample(sizes[-1]), sorted({*how.measured, *how.others}), training.threads or 1,
         lambda parameters, matrices: make_optimizer(optimizer, settings, parameters, matrices),
         optimizer_name=f"{optimizer} {sorted(settings.items())} {training.compute}", cache=ProfileCache(),
+        where=_where(training.compute),
     )  # fmt: skip
     costs: list[LayerCost] = []
     leaving: list[tuple[Crossing, ...]] = []
@@ -160,6 +165,19 @@ def _measured(
         input_names=names(sample(1)), evaluated=tuple(evaluated), state=state, in_order=in_order,
         unshared=unshared,
     )  # fmt: skip
+
+
+def _where(compute: str) -> Where:
+    """Layers are measured where this process computes."""
+    here = compute_device.here()
+    if here.type == "cpu":
+        return PROCESSOR
+
+    def bring(tensor: torch.Tensor) -> torch.Tensor:
+        return compute_device.brought([tensor])[0]
+
+    computing = partial(compute_device.going_forward, compute)
+    return Where(str(here), compute_device.name(), bring, compute_device.finish, computing)
 
 
 def why_unshared(layers: Sequence[Layer]) -> str:

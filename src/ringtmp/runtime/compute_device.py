@@ -2,6 +2,9 @@
 
 Only stages know of it: what enters one is brought there, and what leaves a node comes back into the processor's memory,
 because messages, snapshots and checkpoints are made of that.
+
+An accelerator works behind the process that tells it what to do. Whatever waits for it (a number read, a copy from ordinary
+memory) leaves it with nothing to do until it has been told more: so a stage waits for it once a step, not per microbatch.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from ringtmp.errors import UsageError
 from ringtmp.model import compute_formats
 from ringtmp.model.compute_formats import COMPUTE_IN
 from ringtmp.system.bfloat16_units import bfloat16_units as system_units
+from ringtmp.system.resources import free_memory_bytes
 
 PROCESSOR = torch.device("cpu")
+#: Up to so much is copied to an accelerator by way of page-locked memory, which is used again and never given back.
+PAGE_LOCKED_UP_TO_BYTES = 64 * 2**20
 _current = PROCESSOR
 
 
@@ -51,6 +57,8 @@ def use(device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
+        # Where kernels must repeat, torch fills all memory that it takes, with a kernel each time. Nothing reads that.
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
         torch.cuda.set_device(device)
 
 
@@ -92,8 +100,29 @@ def brought(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in the memory of this process's device; one that comes several times is still one."""
     if _current.type == "cpu":
         return list(tensors)
-    moved = {id(tensor): tensor.to(_current) for tensor in tensors}
+    moved = {id(tensor): _moved(tensor) for tensor in tensors}
     return [moved[id(tensor)] for tensor in tensors]
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Without waiting for the accelerator, if it can be: a copy from ordinary memory would."""
+    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
+    if _current.type == "cuda" and plain and tensor.nbytes <= PAGE_LOCKED_UP_TO_BYTES:
+        return tensor.pin_memory().to(_current, non_blocking=True)
+    return tensor.to(_current)
+
+
+def works_behind() -> bool:
+    """Whether to read a number is to wait for all that was to be computed before it."""
+    return _current.type != "cpu"
+
+
+def finish() -> None:
+    """Wait until all that was to be computed here is."""
+    if _current.type == "cuda":
+        torch.cuda.synchronize(_current)
+    elif _current.type == "mps":
+        torch.mps.synchronize()
 
 
 def bfloat16_units() -> str:
@@ -132,6 +161,30 @@ def taken_back(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu() if _current.type != "cpu" else tensor
 
 
+def count() -> int:
+    """Accelerators of this kind that this machine has."""
+    return torch.cuda.device_count() if _current.type == "cuda" else 1
+
+
 def free_bytes() -> int | None:
-    """What the accelerator has left; None: stages use the processor's memory."""
-    return int(torch.cuda.mem_get_info(_current)[0]) if _current.type == "cuda" else None
+    """What the accelerator has left for this process, which keeps some that it does not use; None: stages use the processor's
+    memory."""
+    if _current.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(_current) - torch.cuda.memory_allocated(_current)
+    return int(torch.cuda.mem_get_info(_current)[0]) + unused
+
+
+def free_for_stages() -> int:
+    """What stages here may still take."""
+    free = free_bytes()
+    return free_memory_bytes() if free is None else free
+
+
+def compiled_loss(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss that torch.compile has made faster, where that has been seen to pay: on an accelerator, whose memory a loss over a
+    large vocabulary goes through several times."""
+    if _current.type == "cpu":
+        return loss
+    compiled: Callable[..., torch.Tensor] = torch.compile(loss, dynamic=False)
+    return compiled

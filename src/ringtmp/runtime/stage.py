@@ -26,6 +26,7 @@ from ringtmp.runtime.clipping import Norms, norms_of
 from ringtmp.runtime.gradient_sums import GradientSums
 from ringtmp.runtime.gradients_at_segment_edges import (
     Gradient,
+    add_together,
     copied_alike,
     detached,
     enter,
@@ -351,7 +352,9 @@ class Stage:
             if microbatch == self._tree.microbatches(range(part, part + 1), microbatches)[-1]:
                 sums.last_of(part)
         self._last_backward = last
-        if roots:
+        if roots and compute_device.works_behind() and not (self._sums or held.later):
+            add_together(self.parameters[self._side(step)], partial(run_backward, roots, seeds))
+        elif roots:
             run_backward(roots, seeds)
         if held.later and self._catch:
             self.caught += held.later  # type: ignore[arg-type]  # Catching leaves these

@@ -15,14 +15,14 @@ import torch
 
 from ringtmp.metrics.events import LineTried
 from ringtmp.model import portable_layer
-from ringtmp.model.compute_formats import going_forward
 from ringtmp.model.deferred_gradients import ROOM, at_once
 from ringtmp.model.frozen_formats import FLOAT32
 from ringtmp.model.portable_layer import Layer, Value
 from ringtmp.model.run_graph import Program, dtype_of
 from ringtmp.plan.devices import LayerCost
+from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.route import MASTER
-from ringtmp.runtime import check_node_replies
+from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.base_leader import HELLO_LIMIT_S, BaseLeader, Start
 from ringtmp.runtime.gradients_at_segment_edges import run_backward
 from ringtmp.runtime.mailbox import Endpoint, Mail
@@ -88,12 +88,15 @@ class Trial:
 
     def __init__(self, sample: Sample) -> None:
         layer = portable_layer.decode(sample.graph)
-        self._program = Program(layer.train)
+        where = compute_device.here()
+        self._program = Program(layer.train, str(where))
         self._compute = sample.compute
         # Not zeros: pages never written to are all one page, which no cache ever loses.
         self._copies = [
             {
-                each.name: torch.full(each.shape, FILL, dtype=dtype_of(each.dtype)).requires_grad_(each.trainable)
+                each.name: torch.full(each.shape, FILL, dtype=dtype_of(each.dtype), device=where).requires_grad_(
+                    each.trainable
+                )
                 for each in layer.tensors
             }
             for _ in range(sample.copies)
@@ -106,20 +109,21 @@ class Trial:
         for _, _, outputs in gone:
             if outputs:
                 run_backward(outputs, [torch.ones_like(each) for each in outputs])
+        compute_device.finish()
         return len(gone)
 
     def _forward(self, entering: Sequence[torch.Tensor], owned: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         values = [each.clone() for each in entering] if self._program.changes_inputs else list(entering)
-        with going_forward(self._compute):
+        with compute_device.going_forward(self._compute):
             return [each for each in self._program.run(values, owned, at_once(owned.values())) if each.requires_grad]
 
 
 def _made_up(crossing: Crossing, samples: int) -> torch.Tensor:
     shape = (samples, *crossing.rest) if crossing.per_sample else crossing.rest
-    dtype = dtype_of(crossing.dtype)
+    dtype, where = dtype_of(crossing.dtype), compute_device.here()
     if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype)
-    return torch.full(shape, FILL, dtype=dtype).requires_grad_()
+        return torch.zeros(shape, dtype=dtype, device=where)
+    return torch.full(shape, FILL, dtype=dtype, device=where).requires_grad_()
 
 
 def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
@@ -138,11 +142,14 @@ def run_sample(sample: Sample, clock_s: float = MEASURE_S) -> float:
 def timed(sample: Sample, frozen_bytes: int = 0) -> Timed:
     """`frozen_bytes`: what is kept of layers that stay here or go when the next plan is laid out, which counts them itself."""
     limits, memory = group_limits(), own_memory_bytes()
+    on_accelerator = compute_device.free_bytes()
     small = msgspec.structs.replace(sample, copies=1, held=1)
     Trial(small).round()
     rss = rss_bytes()  # libraries loaded, and what a process keeps in any case; not what the trial itself takes
     roomy = memory - rss > 3 * WORKING_BYTES
     taken = max(0, rss - frozen_bytes)
+    if on_accelerator is not None:  # layers lie there, and no quota slows them down
+        return Timed(run_sample(sample), PROCESS_BYTES, on_accelerator + PROCESS_BYTES)
     return Timed(run_sample(sample if roomy else small), taken, memory, limits.cores, limits.period_s)
 
 

@@ -6,10 +6,8 @@ The whole model never lies here: layers pass through one at a time, on their way
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,7 +29,7 @@ from ringtmp.runtime import check_node_replies, compute_device
 from ringtmp.runtime.base_leader import WAIT_S, BaseLeader, Start
 from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
-from ringtmp.runtime.losses import LossFunction, Score
+from ringtmp.runtime.losses import Loss, LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import places
@@ -39,6 +37,7 @@ from ringtmp.strategies.ring.diagnose_failure import NotFinite, WhatIsWrong
 from ringtmp.strategies.ring.gradient_buckets import owned_by
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
+from ringtmp.strategies.ring.step_under_way import StepUnderWay
 from ringtmp.strategies.ring.tensor_routes import flow_of, neighbours, ways_of
 from ringtmp.wire.messages import (
     Activations,
@@ -78,20 +77,6 @@ def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
     return max(4 * (layer.parameters + 2 * state(layer)) for layer in layers)
 
 
-@dataclass
-class _Step:
-    """A training step under way."""
-
-    batch: Batch
-    turn: int
-    losses: dict[int, float] = field(default_factory=dict)  # by microbatch, times its share of the batch
-
-    @property
-    def loss(self) -> float:
-        """Added up in the order of microbatches, whichever came first."""
-        return sum(self.losses[each] for each in sorted(self.losses))
-
-
 class Master(BaseLeader):
     """Leads a ring whose nodes have all said hello. `setup` has everyone's addresses; a node gets those of its neighbours."""
 
@@ -108,10 +93,13 @@ class Master(BaseLeader):
         self._frozen = [frozen_names(each, setup.aside) for each in layers]
         self._checkpoint: Weights | None = None  # what is frozen comes from there
         self._loss = compute_device.in_these_numbers(loss, setup.recipe.compute)
+        compiled = setup.recipe.compiled and isinstance(loss, Loss)
+        learned_by = compute_device.compiled_loss(loss) if compiled else loss
+        self._learned_by = compute_device.in_these_numbers(learned_by, setup.recipe.compute)
         self._turn = 0
         self._lines = Lines(endpoint, self._until_node)
         self._missing: dict[tuple[int, int], str] = {}  # node and layer -> why it has none
-        self._steps: dict[int, _Step] = {}  # training steps under way
+        self._steps: dict[int, StepUnderWay] = {}  # training steps under way
         self._question: Fetch | Recall | None = None  # which layer was asked for last
         self._sizes: dict[int, tuple[int, bool, list[int]]] = {}  # by pass: step, training, samples of its microbatches
         self._came_out: Callable[[int, Any], None] = lambda microbatch, outputs: None  # in a pass without training
@@ -247,14 +235,14 @@ class Master(BaseLeader):
         if keep:
             frozen = zip(self._layers, self._frozen, strict=True)
             self._protection.begin([index for index, each in enumerate(frozen) if without_frozen(*each)])
-        self._steps[step] = _Step(batch, self._begin_pass(step, batch, True, fresh, keep))
+        self._steps[step] = StepUnderWay(batch, self._begin_pass(step, batch, True, fresh, keep))
         self._committed = step + 1
 
     def evaluate(self, batches: Iterable[Batch], step: int, bytes_model: bool) -> Score:
         score = Score(bytes_model=bytes_model)
 
         def add(batch: Batch, microbatch: int, outputs: Any) -> None:
-            targets = batch.targets[microbatch]
+            (targets,) = compute_device.brought([batch.targets[microbatch]])
             score.add(float(self._loss(outputs, targets)), outputs, targets)
 
         self._run_through(batches, step, add)
@@ -263,7 +251,11 @@ class Master(BaseLeader):
     def predict(self, batches: Iterable[Batch], step: int) -> list[Any]:
         """The model's outputs, one entry per microbatch, in order."""
         found: list[Any] = []
-        self._run_through(batches, step, lambda batch, microbatch, outputs: found.append(outputs))
+
+        def keep(batch: Batch, microbatch: int, outputs: Any) -> None:
+            found.append(map_outputs(compute_device.taken_back, outputs))
+
+        self._run_through(batches, step, keep)
         return found
 
     def _run_through(self, batches: Iterable[Batch], step: int, came_out: Callable[[Batch, int, Any], None]) -> None:
@@ -276,18 +268,12 @@ class Master(BaseLeader):
         nested = nest(self._layers[-1].output, outputs, own=True)
         if not training:
             with torch.no_grad():
-                self._came_out(microbatch, map_outputs(compute_device.taken_back, nested))
+                self._came_out(microbatch, nested)
             return None
         current = self._steps[step]
         with torch.enable_grad():
             (targets,) = compute_device.brought([current.batch.targets[microbatch]])
-            loss = self._loss(nested, targets)
-            weight = current.batch.weights[microbatch]
-            value = float(loss.detach())
-            if not math.isfinite(value):
-                raise NotFinite(step, microbatch, value)
-            current.losses[microbatch] = value * weight
-            return loss * weight
+            return current.came(step, microbatch, self._learned_by(nested, targets))
 
     def _begin_pass(self, step: int, batch: Batch, training: bool, fresh: bool, keep: bool = False) -> int:
         """Put a batch at the front. The number of its pass."""

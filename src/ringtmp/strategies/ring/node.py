@@ -21,6 +21,7 @@ from ringtmp.plan.next_action import Action, next_action
 from ringtmp.plan.node_groups import share_of, who_has, without_any
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
+from ringtmp.runtime import compute_device
 from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage, WrongGradient
@@ -32,7 +33,7 @@ from ringtmp.strategies.ring.node_layers import NodeLayers
 from ringtmp.strategies.ring.segment_queue import Pass, Share, VisitState
 from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
 from ringtmp.strategies.ring.tensor_routes import crossings_of, neighbours, ways_of
-from ringtmp.system.resources import free_memory_bytes, mind_memory
+from ringtmp.system.resources import mind_memory
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import (
     Activations,
@@ -393,7 +394,7 @@ class Node:
             return self.setup.recompute == "all"
         parameters = sum(state.stage.parameter_bytes for state in self.visits.values())
         state = sum(each.stage.state_bytes for each in self.visits.values())
-        room = free_memory_bytes() - parameters - state  # gradients and optimizer state are still to come
+        room = compute_device.free_for_stages() - parameters - state  # gradients and optimizer state are still to come
         return saved_bytes * (self._places - 1) * len(self.visits) > room // 2
 
     # -- small things -------------------------------------------------------------------------------------------------
