@@ -20,17 +20,22 @@ from ringtmp.bench.analysis.step_time_bounds import busiest_values
 from ringtmp.bench.training_runs import strategy_variants as ways
 from ringtmp.bench.training_runs.speed_cases import case_named, pipelined
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.errors import NodeLost, RingError, UsageError
+from ringtmp.errors import Interrupted, NodeLost, RingError, UsageError
 from ringtmp.launch.authenticate_devices import Device, Hub
 from ringtmp.launch.device_facts import device_facts
 from ringtmp.launch.key_store import Rings
 from ringtmp.launch.ring_in_one_process import InMemoryPool
+from ringtmp.metrics import events
 from ringtmp.plan.planner import PlanOptions
+from ringtmp.runtime import stop_and_checkpoint_requests
+from ringtmp.runtime.checkpoint import latest
+from ringtmp.runtime.stop_and_checkpoint_requests import STOP
 from ringtmp.strategies import registry
 from ringtmp.strategies.base import About, Sizes, Strategy, Task
 from ringtmp.strategies.compare import compare
 from ringtmp.strategies.registry import Choice
 from ringtmp.wire.messages import Enlist
+from test_asked_of_a_run import Asking
 from test_healing import Death, Mortal
 from test_join_security import free_port
 from test_strategies import CUTS, model, sizes, weights
@@ -86,6 +91,7 @@ def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None,
     strategy = registry.get(text.partition(":")[0])
     split = strategy.splits_layers
     keep = {key: given.pop(key) for key in ("protect", "checkpoint_every") if key in given}
+    watcher = given.pop("watcher", None)
     part = {
         "batch_size": 1438 if strategy.full_batch else BATCH,
         "microbatches": 6,
@@ -99,7 +105,8 @@ def train(text: str, folder: Path, steps: int, pool: InMemoryPool | None = None,
         keep=KeepPart(**keep),
     )
     torch.manual_seed(0)
-    return api.start(config, model(), run_dir=folder / "run", pool=pool or InMemoryPool(NODES, seed=steps))
+    pool = pool or InMemoryPool(NODES, seed=steps)
+    return api.start(config, model(), run_dir=folder / "run", pool=pool, watcher=watcher or api.Watcher())
 
 
 @pytest.mark.parametrize("text", CHOICES)
@@ -180,6 +187,22 @@ def test_it_heals_after_a_loss_and_without_protection_says_who_was_lost(text: st
         assert source in ("checkpoint", strategy.state_from)
         with pytest.raises(NodeLost, match="node 2"):
             train(text, tmp_path / "lost", 10, Mortal(NODES, Death(2, 4)), protect="off")
+
+
+@pytest.mark.long  # quick, for the ring: test_asked_of_a_run
+@pytest.mark.parametrize("text", CHOICES)
+def test_it_stops_when_asked_saves_and_goes_on(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_and_checkpoint_requests, "PAUSE_S", 0.0)
+    run, pool = tmp_path / "run", InMemoryPool(NODES, seed=2)
+    with pytest.raises(Interrupted, match="interrupted after step"):
+        train(text, tmp_path, 100, pool, watcher=Asking(run, {6: STOP}))
+    assert not pool._workers, "somebody was not told to stop"
+    assert [each.outcome for each in events.of_run(run) if isinstance(each, events.RunEnded)] == ["interrupted"]
+    done = latest(run / "checkpoints")[0].progress.step
+    assert 6 <= done < 100
+    rest = api.resume(run, {"steps": done + 20}, None, None, watcher=api.Watcher(), pool=InMemoryPool(NODES))
+    assert rest.summary.steps == done + 20
+    assert rest.summary.loss.last < rest.summary.loss.first
 
 
 @pytest.mark.parametrize("text", CHOICES)

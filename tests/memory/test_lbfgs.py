@@ -16,6 +16,8 @@ from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.tables_and_streams import tensors
 from ringtmp.errors import UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import Sizes
 from test_healing import Death, Mortal
 
 SAMPLES, INPUTS = 96, 8
@@ -84,6 +86,9 @@ def test_a_regression_ends_where_a_reference_solver_ends(loss: str, steps: int, 
     result = run(tmp_path, loss, 4, steps)
     best = reference(loss)
     assert objective(loss, result.model) == pytest.approx(best, rel=1e-4)
+    strategy = registry.get("lbfgs")
+    a_step = strategy.traffic(strategy.read({}), Sizes(3 * (INPUTS + 1), (), SAMPLES), 4).total
+    assert result.summary.bytes_total == pytest.approx(4 * a_step * steps, rel=0.02)
 
 
 def test_a_quadratic_takes_no_more_steps_than_the_textbook_says(tmp_path: Path) -> None:

@@ -68,6 +68,39 @@ def test_its_mean_model_moves_by_the_rate_times_the_mean_gradient(tmp_path: Path
     assert float((mean - summed).norm() / summed.norm()) < 1e-6
 
 
+def test_every_worker_follows_the_published_rule_of_dpsgd_with_weights_of_a_path(tmp_path: Path) -> None:
+    """w_i <- sum over j of W_ij w_j - rate g(w_i), as a plain loop; so the mean moves by the rate times the mean gradient,
+    where workers differ too."""
+    plain: dict[str, Any] = {"optimizer": "sgd", "optimizer_settings": {"lr": 0.05}, "batch_size": 60}
+    pool = Watched(3)
+    mean = weights(train("dpsgd:0-1+1-2", tmp_path, 6, pool, **plain))
+    torch.manual_seed(0)
+    each = torch.cat([one.detach().flatten() for one in model().parameters()])
+    models, mixing = [each.clone() for _ in range(3)], torch.tensor([[2, 1, 0], [1, 1, 1], [0, 1, 2]]) / 3
+    source, _ = source_registry.load("digits", 0, {})
+    batches = TrainingBatches(source, 60, 6, 0)
+    for step in range(6):
+        batch = batches.batch(step)
+        assert batch is not None
+        gradients = []
+        for rank, flat in enumerate(models):
+            mine, own = slice(2 * rank, 2 * rank + 2), model()
+            nn.utils.vector_to_parameters(flat, own.parameters())
+            inputs, targets = torch.cat(batch.inputs[mine]), torch.cat(batch.targets[mine])
+            nn.functional.cross_entropy(own(inputs), targets).backward()
+            gradients.append(torch.cat([one.grad.flatten() for one in own.parameters() if one.grad is not None]))
+        before = torch.stack(models)
+        models = list(mixing @ before - 0.05 * torch.stack(gradients))
+    assert spread(models) > 1e-3
+    assert float((mean - torch.stack(models).mean(0)).norm() / mean.norm()) < 1e-5
+    for member in pool.members:
+        wanted, own = models[member.endpoint.node], model()
+        nn.utils.vector_to_parameters(wanted, own.parameters())
+        for index, layout in enumerate(member.trainer.replica.layouts):
+            vector = replica.flatten(layout, list(own[index].parameters()))
+            assert torch.allclose(member.trainer.replica.values[index], vector, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -157,6 +190,10 @@ def alone(rank: int, steps: int) -> nn.Sequential:
         "easgd:2",
         "dpsgd",
         *(pytest.param(each, marks=pytest.mark.long) for each in ("gosgd:0.5", "tree-easgd:2", "gossip-learning")),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ("ps:async", "ps:ssp:2", "ps:async:n_push=2:n_fetch=2")
+        ),
     ],
 )
 def test_a_seeded_order_of_delivery_replays_exactly(name: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def model():
 #: Ways of the server that send other messages, or at other moments.
 MORE = (
     "ps:ssp:1:eager=true", "ps:bsp:factors=true", "ps:asp:0.01", "ps:value:0.05", "ps:async:n_push=2:n_fetch=2",
-    "allreduce:tree", "allreduce:halving",
+    "ps:bsp:teams=1", "ps:bsp:teams=1:team_sum=all-reduce", "allreduce:tree", "allreduce:halving", "ensemble:stacking",
 )  # fmt: skip
 #: What needs no messages of its own kind is in the quick suite (test_joining.py: the ring), a few are long, the others nightly.
 LONG = {"tensor", "allreduce", "gadmm"}

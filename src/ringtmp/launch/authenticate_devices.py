@@ -6,6 +6,7 @@ the ring is full. The table is open to admitted keys alone, and a device there i
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,8 @@ JOINS_PER_S = 10
 #: Messages that are read in one go, at the door and at the table: the rest waits, and training does not.
 MOST_AT_ONCE = 100
 DOOR_HANDSHAKE_MS = 2000
+#: For devices, after the master could not listen.
+TIME_TO_SPEAK_S = 4 * messages.BEAT_S
 #: A port that somebody else has is tried again after this.
 REOPEN_S = 5.0
 
@@ -68,6 +71,7 @@ class Hub:
         self._host = host
         self._port = port
         self.devices: dict[str, Device] = {}  # by key, in order of arrival
+        self._listened_at, self._woke_at = time.monotonic(), -math.inf
         file = rings.open(ring)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context)
@@ -91,8 +95,17 @@ class Hub:
                 f"master running? Choose other ports with --listen {host}:PORT"
             ) from error
 
+    def silent_s(self, device: Device) -> float:
+        """For how long it could have spoken and did not. A master that could not listen for long (the machine slept, its
+        process was stopped) first gives others time for a sign of life."""
+        return 0.0 if time.monotonic() - self._woke_at < TIME_TO_SPEAK_S else device.silent_s
+
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take what has come in, at the door and at the table."""
+        now = time.monotonic()
+        if now - self._listened_at > messages.SILENCE_LIMIT_S:
+            self._woke_at = now
+        self._listened_at = now
         if timeout_s:
             poller = zmq.Poller()
             for each in (self._table, self._door.socket) if self._door is not None else (self._table,):

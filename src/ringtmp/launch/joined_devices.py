@@ -196,7 +196,7 @@ class DevicePool:
                 or bool(device.broke)
                 or self._dies_on(device)
             )
-            if gone or device.silent_s > self._notice_s or device.key in (self._revoked | self._released):
+            if gone or self._hub.silent_s(device) > self._notice_s or device.key in (self._revoked | self._released):
                 self._end(device)
                 self._places.pop(device.key, None)
                 del self._devices[node]
@@ -357,7 +357,7 @@ class DevicePool:
                 yield NodeLost(f"{who} left in step {step}", node)
             elif self._hub.devices.get(device.key) is not device:
                 yield NodeLost(f"{who} was restarted in step {step}", node)
-            elif (silent := device.silent_s) > self._notice_s:
+            elif (silent := self._hub.silent_s(device)) > self._notice_s:
                 text = f"{who} has been silent for {silent:.1f} s in step {step}: check power, cable and Wi-Fi"
                 yield NodeLost(text, node, silent)
 

@@ -40,7 +40,7 @@ def start_on(
                 del waiting[node]
                 yield node
             else:
-                _refuse_lost(node, device, generation, max(notice_s, SILENCE_WHILE_STARTING_S))
+                _refuse_lost(hub, node, device, generation, max(notice_s, SILENCE_WHILE_STARTING_S))
         if time.monotonic() > limit:
             node, device = next(iter(waiting.items()))
             device.died = Died(hub.run, generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")
@@ -48,7 +48,7 @@ def start_on(
             raise NodeLost(text, node, START_LIMIT_S)
 
 
-def _refuse_lost(node: int, device: Device, generation: int, notice_s: float) -> None:
+def _refuse_lost(hub: Hub, node: int, device: Device, generation: int, notice_s: float) -> None:
     who = f"node {node} ({device.facts.name})"
     if device.broke:
         raise NodeLost(f"{who} broke the protocol: {device.broke}", node)
@@ -57,5 +57,5 @@ def _refuse_lost(node: int, device: Device, generation: int, notice_s: float) ->
         said = device.died.last_words if device.died is not None else "it left"
         text = f"{who} could not start its compute process (code {code}): "
         raise NodeLost(text + (said or "it said nothing"), node)
-    if device.silent_s > notice_s:
+    if hub.silent_s(device) > notice_s:
         raise NodeLost(f"{who} fell silent before its compute process had started", node)

@@ -26,6 +26,8 @@ STALL_LIMIT_S = 60.0
 STALL_FACTOR = 20
 WATCH_EVERY_S = 0.2
 WAIT_S = 0.05
+#: What a look for signs of life lasts beyond this was no silence of others: the machine slept, or this process was stopped.
+LONGEST_LOOK_S = 1.0
 STOP_LIMIT_S = 2.0
 LAST_WORDS_S = 0.2
 
@@ -188,11 +190,12 @@ class BaseLeader:
 
     def _until(self, condition: Callable[[], bool], waiting_for: Callable[[], str], limit_s: float) -> None:
         """Work until the condition holds; at most `limit_s` without any sign of life."""
-        quiet_since = self.endpoint.clock()
+        quiet_s, looked_at = 0.0, self.endpoint.clock()
         while not condition():
-            if self._pump():
-                quiet_since = self.endpoint.clock()
-            elif self.endpoint.clock() - quiet_since > limit_s:
+            worked, now = self._pump(), self.endpoint.clock()
+            quiet_s = 0.0 if worked else quiet_s + min(now - looked_at, LONGEST_LOOK_S)
+            looked_at = now
+            if quiet_s > limit_s:
                 raise WaitTimeout(f"waited {limit_s:.0f} s for {waiting_for()} without a sign of life")
 
     def _until_node(self, node: int, condition: Callable[[], bool], what: str, limit_s: float) -> None:

@@ -29,7 +29,7 @@ class Ring(Strategy):
     state_from = "snapshot"
     tree_name = "ring"
     runs = (
-        Runs("PyTorch", "ring", lacks="layers that are split and replicated at once"),
+        Runs("PyTorch", "ring --groups auto --sum-tree 4"),
         Runs("DIANNE", "ring", lacks="copies of the pipeline beside each other"),
     )
 
