@@ -37,7 +37,7 @@ class Watch:
         return self
 
     def _sample(self) -> None:
-        """Quickly: whoever takes names here holds up a thread that tells the GPU what to do (seen: twice the time of a step)."""
+        """Quickly: whoever takes names here holds up the thread that tells the GPU what to do."""
         while not self._done.wait(SAMPLE_S):
             frame, stack = sys._current_frames().get(self._own), []
             while frame is not None:
