@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-SAMPLE_S = 0.0005
+SAMPLE_S = 0.002
 MOST_NAMES = 14
 #: Calls in which the processor waits for the GPU, or may.
 WAITS = ("Synchronize", "cudaMemcpyAsync", "cudaMalloc", "cudaHostAlloc")
 
 
 class Watch:
-    """Between `start` and `stop`: the GPU's own record, and every half millisecond where this thread's Python is."""
+    """Between `start` and `stop`: the GPU's own record, and every two milliseconds where this thread's Python is."""
 
     def start(self) -> Watch:
         self._cuda = torch.cuda.is_available()
@@ -29,23 +29,21 @@ class Watch:
             torch.cuda.synchronize()
         self._profile: Any = torch.profiler.profile(activities=kinds)
         self._profile.start()
-        self._own, self._seen, self._done = threading.get_ident(), collections.Counter[str](), threading.Event()
-        self._inside = collections.Counter[str]()
+        self._own, self._done = threading.get_ident(), threading.Event()
+        self._stacks: list[list[Any]] = []
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._began = time.perf_counter()
         self._sampler.start()
         return self
 
     def _sample(self) -> None:
+        """Quickly: whoever takes names here holds up the thread that tells the GPU what to do."""
         while not self._done.wait(SAMPLE_S):
-            frame = sys._current_frames().get(self._own)
-            names: list[str] = []
+            frame, stack = sys._current_frames().get(self._own), []
             while frame is not None:
-                names.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+                stack.append(frame.f_code)
                 frame = frame.f_back
-            if names:
-                self._seen[names[0]] += 1
-                self._inside.update(set(names))
+            self._stacks.append(stack)
 
     def stop(self, steps: int) -> dict[str, Any]:
         if self._cuda:
@@ -96,12 +94,17 @@ class Watch:
         }
 
     def _of_python(self) -> dict[str, Any]:
-        total = sum(self._seen.values()) or 1
+        seen, inside = collections.Counter[str](), collections.Counter[str]()
+        for stack in self._stacks:
+            names = [f"{Path(each.co_filename).stem}.{each.co_name}" for each in stack]
+            seen.update(names[:1])
+            inside.update(set(names))
+        total = sum(seen.values()) or 1
 
         def shares(found: collections.Counter[str], most: int) -> dict[str, float]:
             return {name: round(count / total, 3) for name, count in found.most_common(most)}
 
-        return {"python": shares(self._seen, MOST_NAMES), "python_inside": shares(self._inside, 45)}
+        return {"python": shares(seen, MOST_NAMES), "python_inside": shares(inside, 45)}
 
 
 def ring(asked: dict[str, Any]) -> None:

@@ -19,19 +19,18 @@ import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
+from gpu_runs import awaited, free_port, run, started
 
 MODEL = """
 import torch
@@ -52,7 +51,6 @@ def data():
     return (inputs, targets), (inputs[:2], targets[:2])
 """
 RATE, SEED = 3e-4, 0
-_TOKEN = re.compile(r"ringtmp node --join (rt1\.\S+)")
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Size:
     depth: int = 12
     width: int = 768
     heads: int = 12
-    batch: int = 32
+    batch: int = 128
     microbatches: int = 8
     steps: int = 14
 
@@ -165,37 +163,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 # -- running things -------------------------------------------------------------------------------------------------
-
-
-def run(words: list[str], cwd: Path, limit_s: float, **environment: str) -> tuple[str, str, str]:
-    """Its output, why there is none, and what it said beside it. What it has started ends with it."""
-    process = subprocess.Popen(
-        words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, **environment},
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        end(process)
-        out, err = process.communicate()
-        return "", f"no end within {limit_s:.0f} s: {err[-600:]}", err
-    finally:
-        end(process)
-    if process.returncode == 0:
-        return out, "", err
-    return "", err[-800:] or f"exit status {process.returncode}", err
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """With all it has started: torchrun's ranks have sessions of their own."""
-    found = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(process.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for each in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
 
 
 def ring_words(given: Given, size: Size, steps: int, *more: str) -> list[str]:
@@ -355,12 +322,16 @@ def ring_part(given: Given) -> None:
 
 
 def more_part(given: Given) -> None:
-    """What there is time for."""
+    """What there is time for. With few samples in a microbatch the GPU is told less quickly than it computes."""
     many = ["--threads", str(given.threads), *fast(given)]
     shared = ["--nodes", "2", "--cuts", given.size.cuts_for_two, *many]
-    ring(given, "more", "one stage", "--nodes", "1", *many, limit_s=80)
-    ring(given, "more", "two processes share the device", *shared, limit_s=100)
-    peer(given, "more", "one process, torch.compile, the whole batch at once", 1, False)
+    two = ["--nodes", "1", "--laps", "2", "--cuts", given.size.cuts, *many, "--no-deterministic"]
+    few = replace(given, size=replace(given.size, batch=max(given.size.microbatches, given.size.batch // 4)))
+    peer(few, "more", "few samples: one process, torch.compile", few.size.microbatches, False)
+    ring(few, "more", "few samples: two stages in one process, any kernels", *two)
+    ring(given, "more", "two processes share the device, any kernels", *shared, "--no-deterministic", limit_s=100)
+    ring(given, "more", "one stage, any kernels", "--nodes", "1", *many, "--no-deterministic", limit_s=80)
+    ring(given, "more", "two stages in one process, float32, not compiled", *two[:8], *two[-1:], limit_s=100)
 
 
 def loss_part(given: Given) -> None:
@@ -423,37 +394,6 @@ def joined(given: Given, name: str, of_master: str, of_others: str, others: int)
         step_s=round(told["step_s"]["median"], 4), plan=[each["segments"] for each in told["per_node"]],
         forecast_s=(told.get("forecast") or {}).get("step_s"),
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def started(words: list[str], cwd: Path, home: Path, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
-    """With a home of its own, as on a device of its own; ended with what it has started."""
-    home.mkdir()
-    process = subprocess.Popen(words, cwd=cwd, start_new_session=True, env={**os.environ, "HOME": str(home)}, **streams)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        end(process)
-        process.wait()
-
-
-def free_port() -> int:
-    """The next one is taken, too."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def awaited(said: Path, master: subprocess.Popen[Any], limit_s: float) -> str | None:
-    limit = time.monotonic() + limit_s
-    while time.monotonic() < limit and master.poll() is None:
-        if found := _TOKEN.search(said.read_text()):
-            return found[1]
-        time.sleep(0.2)
-    return None
 
 
 def pipelining_part(given: Given) -> None:

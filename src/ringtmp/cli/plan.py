@@ -52,7 +52,7 @@ def command(
     chosen = flags(given)
     settings = build(config, chosen)
 
-    from ringtmp.system.resources import loading
+    from ringtmp.system.resources import loading, rss_bytes
 
     with loading(nothing_started=True):
         from ringtmp import api
@@ -63,7 +63,6 @@ def command(
     from ringtmp.run.text_settings import check_text, named_data
     from ringtmp.runtime.compute_device import computing_on
     from ringtmp.strategies import registry
-    from ringtmp.system.resources import rss_bytes
 
     settings = resolve(settings)
     _refuse_other_strategies(settings)
@@ -78,8 +77,7 @@ def command(
         model = check_text(train, settings.model.name, api.named_model(settings.model, train))
         work = measure_model.work_of(settings, model, train, watcher.phase, known=enough)
         watcher.phase("planning")
-        devices = planned_devices.with_master_here(devices, counted_bytes)
-        devices = planned_devices.on_accelerator(devices) if file is None else devices
+        devices = planned_devices.with_master_here(devices, counted_bytes, described=file is not None)
         auto = _chosen(settings, work, devices, file is not None)
         settings, devices = _to_draw(auto, settings, devices)
         made = measure_model.plan(settings, work, devices, keep_all)

@@ -83,13 +83,14 @@ def on_accelerator(devices: Sequence[Device]) -> tuple[Device, ...]:
     )
 
 
-def with_master_here(devices: Sequence[Device], counted_bytes: int) -> tuple[Device, ...]:
+def with_master_here(devices: Sequence[Device], counted_bytes: int, described: bool = False) -> tuple[Device, ...]:
     """For a plan on paper: what this process holds by now (data, the model's builder) the master will hold then.
     `counted_bytes`: what it held when the memory beside it was measured; of a described device, whose memory is all there
     is, none."""
     memory = devices[0].memory_bytes + counted_bytes
     extra = max(0.0, float(peak_rss_bytes() - PROCESS_BYTES))
-    return (replace(devices[0], memory_bytes=memory, extra_bytes=extra), *devices[1:])
+    found = (replace(devices[0], memory_bytes=memory, extra_bytes=extra), *devices[1:])
+    return found if described else on_accelerator(found)
 
 
 def local_processes(
