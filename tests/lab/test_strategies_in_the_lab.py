@@ -26,7 +26,7 @@ def test_it_trains_in_the_lab(text: str, tmp_path: Path) -> None:
     strategy = registry.get(registry.parse(text).name)
     nodes = 5 if text in LARGER else 4
     (tmp_path / "linear.py").write_text(LINEAR)
-    file = devices_file(tmp_path, *(device(name, 1.9 / nodes, memory_mb=1500) for name in NAMES[:nodes]))
+    file = devices_file(tmp_path, *(device(name, 1.6 / nodes, memory_mb=1500) for name in NAMES[:nodes]))
     exact = strategy.exactness(strategy.read(registry.parse(text).settings)) != "steps"
     steps = 8 if exact else 60  # where nobody waits, a loss is of whichever samples came first
     lab = begin(
