@@ -26,13 +26,13 @@ def test_it_trains_in_the_lab(text: str, tmp_path: Path) -> None:
     strategy = registry.get(registry.parse(text).name)
     nodes = 5 if text in LARGER else 4
     (tmp_path / "linear.py").write_text(LINEAR)
-    file = devices_file(tmp_path, *(device(name, 1.9 / nodes, memory_mb=1500) for name in NAMES[:nodes]))
+    file = devices_file(tmp_path, *(device(name, 1.6 / nodes, memory_mb=1500) for name in NAMES[:nodes]))
     exact = strategy.exactness(strategy.read(registry.parse(text).settings)) != "steps"
-    steps = 8 if exact else 60  # where nobody waits, a loss is of whichever samples came first
+    steps = 20 if exact else 60  # where nobody waits, a loss is of whichever samples came first
     lab = begin(
         "lab", "--devices", file, "--", "train", "--all-devices", "--strategy", text, "--steps", steps, "--json", "--quiet",
         "--batch-size", 1438 if strategy.full_batch else 48, "--microbatches", 8, "--run-dir", "run",
-        *(["--model", "linear.py:model"] if strategy.full_batch else ["--set", "width=96", "--set", "depth=3"]), cwd=tmp_path,
+        *(["--model", "linear.py:model"] if strategy.full_batch else ["--set", "width=96", "--set", "depth=4"]), cwd=tmp_path,
     )  # fmt: skip
     try:
         out, err = lab.communicate(timeout=300)
