@@ -41,7 +41,9 @@ class OneWaits(Mortal):
     def addresses(self) -> dict[int, Address]:
         return {node: NOWHERE for node in range(5) if node not in self._missing}
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+    ) -> Collection[int]:
         living = {worker.endpoint.node for worker in self._workers}
         self.found_lost = [NodeLost(f"node {node} was killed", node) for node in sorted(self._dead)]
         self._dead.clear()

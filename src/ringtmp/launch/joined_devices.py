@@ -165,7 +165,9 @@ class DevicePool:
         self._devices = {index + 1: device for index, device in enumerate(everyone)}
         return self._begin(ring)
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+    ) -> Collection[int]:
         """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
         numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""
         self._hub.poll()

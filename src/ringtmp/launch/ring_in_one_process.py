@@ -77,7 +77,9 @@ class InMemoryPool:
     def all_anew(self) -> bool:
         return True
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+    ) -> Collection[int]:
         living = {worker.endpoint.node for worker in self._workers}
         self.found_lost = [NodeLost(f"node {node} was killed", node) for node in sorted(self._dead)]
         for node in set(range(1, self.nodes)) - living:

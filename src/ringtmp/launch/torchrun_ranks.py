@@ -249,7 +249,9 @@ class RankPool:
     def all_anew(self) -> bool:
         return False
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+    ) -> Collection[int]:
         lost = set(self._transport.gone() if self._transport is not None else ()) | self._dropped
         if lost:
             ranks = ", ".join(f"rank {node} ({self._facts[node].host})" for node in sorted(lost))
