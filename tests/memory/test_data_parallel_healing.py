@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ class Scarce(Mortal):
     """Nobody takes the place of a lost node; numbers stay without holes, so the last one may get another."""
 
     def replace_lost(
-        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
     ) -> Collection[int]:
         assert compact
         for hole in sorted(set(range(1, self.nodes)) & self._dead):
@@ -322,7 +322,7 @@ class Returning(Mortal):
         return False
 
     def replace_lost(
-        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
     ) -> Collection[int]:
         self._away = None
         return super().replace_lost(ring, generation, compact, need_bytes, spared)

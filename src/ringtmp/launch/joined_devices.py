@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 
 import zmq
 
@@ -166,7 +166,7 @@ class DevicePool:
         return self._begin(ring)
 
     def replace_lost(
-        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
     ) -> Collection[int]:
         """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
         numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""

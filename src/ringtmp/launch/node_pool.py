@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Protocol
 
 from ringtmp.config import RingPart
@@ -44,7 +44,7 @@ class NodePool(base_leader.NodePool, Protocol):
         ...
 
     def replace_lost(
-        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
     ) -> Collection[int]:
         """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
         they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.

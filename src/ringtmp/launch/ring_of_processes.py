@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class LocalPool:
         self._device = device
         self.nodes = nodes
         self._numbers = range(1, nodes)
-        self._absent: int | None = None  # the ring goes on without it until a fresh process has loaded what it needs
+        self._absent = set[int]()  # the ring goes on without them until a fresh process has loaded what it needs
         self.threads = threads
         self._logs = logs
         self._keeps = keeps
@@ -67,7 +67,7 @@ class LocalPool:
         self._folder = PrivateFolder()
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
-        self.nodes, self._absent = 1 + len(self._numbers), None
+        self.nodes, self._absent = 1 + len(self._numbers), set()
         for node in self._numbers:
             self._spawn(node, ring, generation)
         return Endpoint(self._transport, ring, generation, snapshots=SnapshotStore(self._snapshots(0)))
@@ -82,7 +82,7 @@ class LocalPool:
 
     @property
     def _present(self) -> list[int]:
-        return [node for node in self._numbers if node != self._absent]
+        return [node for node in self._numbers if node not in self._absent]
 
     def devices(self) -> tuple[Device, ...]:
         master, *others = planned_devices.local_processes(
@@ -110,7 +110,7 @@ class LocalPool:
         for child in self._children.values():
             end(child)
         self._children.clear()
-        self.nodes, self._numbers, self._absent = 1, range(0), None
+        self.nodes, self._numbers, self._absent = 1, range(0), set()
         if self._spare is not None:
             self._spare.end()
             self._spare = None
@@ -126,8 +126,8 @@ class LocalPool:
 
     def changed(self) -> str | None:
         """A run that went on without a node gets a fresh process for it at the next step boundary."""
-        if self._absent is not None and self._spare is not None and self._spare.loaded:
-            return f"a fresh process for node {self._absent}"
+        if self._absent and self._spare is not None and self._spare.loaded:
+            return f"a fresh process for node {min(self._absent)}"
         missing = [f"node {node}" for node in self._present if node not in self._children]
         return f"a fresh process for {' and '.join(missing)}" if missing else None
 
@@ -139,7 +139,7 @@ class LocalPool:
         return False
 
     def replace_lost(
-        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
     ) -> Collection[int]:
         """A fresh process takes the place of each that has died, at its number. For one of the `spared` nobody waits until it
         has loaded torch."""
@@ -150,25 +150,24 @@ class LocalPool:
         for node in gone:
             if node in self._children:
                 self.drop(node)
-        back, self._absent = self._places_to_fill(gone, spared), None
-        for node in back:
-            self._spawn(node, ring, generation)
-        left = [node for node in self._numbers if node not in self._children]
-        self._absent = left[0] if left else None
+        filled = self._places_to_fill(gone, spared)
+        self._absent = (self._absent | set(gone)) - set(filled)
         self.nodes = 1 + len(self._present)
+        for node in filled:
+            self._spawn(node, ring, generation)
+        if self._absent and self._spare is not None:
+            self._spare.hurry()
         self._stopped.clear()
         self._stopped_at.clear()
         self._at = (self._at[0], 0)
         return living
 
-    def _places_to_fill(self, gone: Sequence[int], spared: Collection[int]) -> list[int]:
-        spare, before = self._spare, [] if self._absent is None else [self._absent]
-        if spare is None or spare.loaded:
-            return sorted([*gone, *before])
-        if len(gone) == 1 and not before and gone[0] in spared:
-            spare.hurry()
-            return []
-        return sorted([*gone, *before]) if gone else []
+    def _places_to_fill(self, gone: Sequence[int], spared: Set[int]) -> list[int]:
+        """All, if somebody is lost whom the ring needs; or else those for whom a process is ready: one."""
+        places = sorted({*gone, *self._absent})
+        if self._spare is None or len(gone) > 1 or not spared >= set(gone):
+            return places
+        return places[:1] if self._spare.loaded else []
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
         return False  # all there will ever be are on this machine

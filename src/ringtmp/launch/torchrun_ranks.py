@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from datetime import timedelta
 
 import msgspec
@@ -250,7 +250,7 @@ class RankPool:
         return False
 
     def replace_lost(
-        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Collection[int] = ()
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
     ) -> Collection[int]:
         lost = set(self._transport.gone() if self._transport is not None else ()) | self._dropped
         if lost:

@@ -7,7 +7,7 @@ place, the steps since are done again.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -237,12 +237,12 @@ class Healing:
         found = in_hand(hellos, kept, wanted, Snapshot(reached), saved)
         return found if found is not None and found.step == reached.step else None
 
-    def _spared(self) -> Collection[int]:
+    def _spared(self) -> Set[int]:
         """Members of groups whose siblings have all that they have."""
         generations, ring = self._generations, self._generations.config.ring
         route = None if generations.newest is None else getattr(generations.newest.plan, "route", None)
         if route is None or ring.share_optimizer or parse_sums(ring.group_sums):
-            return ()
+            return set()
         return {node for visit in route.visits if visit.others for node in visit.members}
 
     def _revived(self, reached: Progress, by_hand: bool = True) -> tuple[Generation, str]:
