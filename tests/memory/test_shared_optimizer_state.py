@@ -20,6 +20,7 @@ from ringtmp.strategies.ring.shared_state import SharedState
 from ringtmp.transport.faults import Faults, Shaped
 from test_group_members_lost import MOMENTS, OTHER, Moment, Mortal, Ticking, arm, expected, run
 from test_groups import SMALL
+from test_groups_in_place import OneWaits
 from test_rings_sum_tree import plain
 from test_same_bits_as_one_process import MICROBATCHES
 from test_schedules import CLIP, SEED, SETTINGS, Case
@@ -88,33 +89,51 @@ def test_every_state_is_kept_by_one_member(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("name", "node"),
+    ("name", "node", "protect"),
     [
-        pytest.param(name, node, marks=[] if (name, node) in QUICK else pytest.mark.long)
+        pytest.param(name, node, protect, marks=[] if (name, node) in QUICK else pytest.mark.long)
         for name, moment in LOST.items()
         for node in moment.nodes
+        for protect in ("memory", "checkpoint")
     ],
 )
-def test_a_lost_member_is_replaced_from_the_newest_checkpoint(
-    name: str, node: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its optimizer state is nowhere else; a checkpoint has it, gathered from all members."""
+def test_a_lost_member_is_replaced_from_what_its_group_kept(
+    name: str, node: int, protect: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A snapshot has the state of all members, gathered by the first; and so has a checkpoint."""
     monkeypatch.setitem(MOMENTS, name, LOST[name])
     calm = expected(tmp_path_factory.getbasetemp())
     seen = arm(name, node, monkeypatch)
     next(seen)
-    hit = run(tmp_path / "hit", Mortal(5, clock=Ticking()), "2,2", share_optimizer=True)
+    every = 5 if protect == "checkpoint" else 1000
+    keep = KeepPart(checkpoint_every=every, protect=protect)
+    hit = run(tmp_path / "hit", Mortal(5, clock=Ticking()), "2,2", keep=keep, share_optimizer=True)
     assert next(seen) > LOST[name].times, "it never came to its moment"
-    assert [(each.lost, each.source) for each in hit.summary.recoveries] == [((node,), "checkpoint")]
+    source = "checkpoint" if protect == "checkpoint" else "snapshot"
+    assert [(each.lost, each.source) for each in hit.summary.recoveries] == [((node,), source)]
     assert hit.summary.weights_sha256 == calm
+
+
+@pytest.mark.parametrize("groups", ["4", "2,2"])
+def test_a_member_that_nobody_replaces_leaves_its_state_to_those_who_are_left(
+    groups: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other owners than when the snapshot was taken."""
+    calm = expected(tmp_path_factory.getbasetemp())
+    seen = arm("after its update", 1, monkeypatch)
+    next(seen)
+    keep = KeepPart(checkpoint_every=1000, protect="memory")
+    result = run(tmp_path / "hit", OneWaits(), groups, keep=keep, share_optimizer=True)
+    assert result.summary.weights_sha256 == calm
+    lost, joined = result.summary.recoveries
+    assert (lost.source, lost.nodes, joined.nodes) == ("snapshot", 4, 5)
 
 
 @pytest.mark.parametrize(
     ("ring", "protect", "says"),
     [
         ({"nodes": 5}, "auto", "--share-optimizer is for stages that several nodes hold: use it with --groups 2,2"),
-        ({"nodes": 5, "groups": "2,2"}, "memory", "--protect memory cannot be combined with --share-optimizer yet"),
-        ({"nodes": 5, "groups": "2,2"}, "disk", "Use --protect checkpoint with --checkpoint-every"),
         ({"nodes": 4, "strategy": "ps"}, "auto", "--share-optimizer works with --strategy ring only"),
     ],
 )
@@ -123,8 +142,3 @@ def test_sharing_what_cannot_be_shared_is_refused(ring: dict[str, Any], protect:
     config = RunConfig(training=training, ring=RingPart(**ring, share_optimizer=True), keep=KeepPart(protect=protect))
     with pytest.raises(UsageError, match=says):
         resolve(config)
-
-
-def test_a_group_that_shares_keeps_no_snapshots_unasked() -> None:
-    config = RunConfig(ring=RingPart(nodes=5, groups="2,2", share_optimizer=True))
-    assert (config.protect, RunConfig().protect) == ("checkpoint", "auto")

@@ -230,8 +230,3 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     training: TrainingPart = TrainingPart()
     ring: RingPart = RingPart()
     keep: KeepPart = KeepPart()
-
-    @property
-    def protect(self) -> Protect:
-        """Where snapshots are kept. Where members of a group share the optimizer state, nobody has a whole stage to copy."""
-        return "checkpoint" if self.ring.share_optimizer and self.keep.protect == "auto" else self.keep.protect

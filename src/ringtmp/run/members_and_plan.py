@@ -117,7 +117,7 @@ def settled(config: RunConfig, pool: NodePool) -> RunConfig:
 
 def protection_of(config: RunConfig, leave: Callable[[Snapshot], None] | None) -> Protection:
     by_snapshot = registry.get(config.ring.strategy).state_from == "snapshot"
-    return Protection(config.protect if by_snapshot else "checkpoint", config.training.staleness, leave)
+    return Protection(config.keep.protect if by_snapshot else "checkpoint", config.training.staleness, leave)
 
 
 class Generations:

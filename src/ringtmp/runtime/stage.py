@@ -428,6 +428,9 @@ class Stage:
         kept = [own[each.name].detach() for each in layer.layer.tensors if each.name not in without]
         return [compute_device.taken_back(each) for each in kept], state
 
+    def layer_of(self, index: int) -> Layer:
+        return self._layers[index].layer
+
     def frozen(self, index: int) -> dict[str, torch.Tensor]:
         """The layer's parameters that nothing changes."""
         layer = self._layers[index]
