@@ -192,12 +192,8 @@ class DevicePool:
     def _drop_the_gone(self) -> None:
         for node, device in list(self._devices.items()):
             self._rekey = self._rekey or not self._hub.admits(device.key)
-            gone = (
-                self._hub.devices.get(device.key) is not device
-                or device.left
-                or bool(device.broke)
-                or self._dies_on(device)
-            )
+            gone = self._hub.devices.get(device.key) is not device or device.left or bool(device.broke)
+            gone = gone or self._dies_on(device)
             if gone or device.silent_s > self._notice_s or device.key in (self._revoked | self._released):
                 self._end(device)
                 self._places.pop(device.key, None)

@@ -45,11 +45,6 @@ class SnapshotStore:
         if taken_up:
             self._take_up()
 
-    @property
-    def room_bytes(self) -> int:
-        """Memory that may be taken for snapshots."""
-        return self._free_bytes() - self.reserve_bytes
-
     def put(self, label: Label, views: Sequence[memoryview], mode: str) -> str | None:
         """Why it could not be kept; None if it is. The label that is kept has the digest."""
         trouble = self.begin(label, mode)
@@ -62,7 +57,7 @@ class SnapshotStore:
         in memory. Returns why it cannot be kept."""
         key = (label.step, label.layer)
         self._abandon(key)
-        spare = self.room_bytes
+        spare = room_bytes(self)
         in_memory = mode == "memory" or (mode == "auto" and spare > ROOM_FACTOR * label.size)
         if not in_memory and self._folder is not None:
             try:
@@ -235,3 +230,8 @@ class SnapshotStore:
     def _path(self, step: int, layer: int) -> Path:
         assert self._folder is not None
         return self._folder / f"{step}-{layer}"
+
+
+def room_bytes(store: SnapshotStore) -> int:
+    """Memory that may be taken for snapshots."""
+    return store._free_bytes() - store.reserve_bytes

@@ -428,9 +428,6 @@ class Stage:
         kept = [own[each.name].detach() for each in layer.layer.tensors if each.name not in without]
         return [compute_device.taken_back(each) for each in kept], state
 
-    def layer_of(self, index: int) -> Layer:
-        return self._layers[index].layer
-
     def frozen(self, index: int) -> dict[str, torch.Tensor]:
         """The layer's parameters that nothing changes."""
         layer = self._layers[index]
@@ -447,3 +444,7 @@ class Stage:
                 if not all(bool(torch.isfinite(each).all()) for each in outputs if each.is_floating_point()):
                     return False
         return True
+
+
+def layer_of(stage: Stage, index: int) -> Layer:
+    return stage._layers[index].layer

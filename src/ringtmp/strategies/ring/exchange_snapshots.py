@@ -23,6 +23,7 @@ from ringtmp.runtime.checkpoint import LayerTensors
 from ringtmp.runtime.layer_snapshot import Label, laid_out
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.optimizers import state_values
+from ringtmp.runtime.snapshot_store import room_bytes
 from ringtmp.runtime.stage import Stage
 from ringtmp.strategies.ring.gather_state import GatheredState
 from ringtmp.transport.base import Channel
@@ -119,7 +120,7 @@ class NodeSnapshots:
     def gather(self, step: int, stage: Stage, gathered: GatheredState) -> None:
         """The same, where other members of the group keep some of it, which is still on its way."""
         self._going = deque(each for each in self._going if each.label.step == step)
-        needed, room = 2 * (stage.parameter_bytes + stage.state_bytes), self._endpoint.snapshots.room_bytes
+        needed, room = 2 * (stage.parameter_bytes + stage.state_bytes), room_bytes(self._endpoint.snapshots)
         if needed > room:
             why = f"{bytes_text(max(0, room))} of memory are left, and to gather a shared optimizer state takes "
             gathered.drop(step)

@@ -5,12 +5,14 @@ each other's gradients, each makes its own update and tells the others what that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.mailbox import Mail
+from ringtmp.runtime.stage import layer_of
 from ringtmp.strategies.ring.gather_state import GatheredState
 from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.late_sums import LateSums
@@ -48,7 +50,7 @@ class SumsAndNorms:
         }
         #: On the first of a group, whose members each keep some of the optimizer state.
         self.gathered = {
-            index: GatheredState(visits[index].visit, visits[index].stage.layer_of)
+            index: GatheredState(visits[index].visit, partial(layer_of, visits[index].stage))
             for index in self.sharing
             if visits[index].visit.node == node
         }
