@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from test_lab import needs_isolation
-from test_lab_failures import CPU, Lab
+from test_lab_failures import Lab
 
 from commands import ringtmp
 from ringtmp.launch.supervise import SUPERVISED
@@ -32,7 +32,7 @@ GPT = (
 
 
 class GroupLab(Lab):
-    flags = GPT
+    flags, cpu = GPT, 0.3
 
     def assert_bits_of_one_process(self) -> None:
         self.stop()
@@ -73,7 +73,7 @@ def test_a_silent_member_of_a_group_is_done_without_soon_after_it_is_noticed(lab
     done = next(each for each in told if isinstance(each, events.StepDone) and each.at > lost.at)
     print(
         f"trained again {done.at - stopped:.2f} s after the device fell silent: noticed within {lost.notice_s:.2f} s, "
-        f"healed in {lost.seconds:.2f} s from {lost.source}, {lost.repeated} steps repeated, {CPU} core a device"
+        f"healed in {lost.seconds:.2f} s from {lost.source}, {lost.repeated} steps repeated, {lab.cpu} core a device"
     )
     assert (lost.lost, lost.nodes, lost.source in ("survivors", "snapshot")) == ((2,), 4, True)
     assert done.at - stopped < AGAIN_S

@@ -36,12 +36,13 @@ WAIT_S = 90.0
 class Lab:
     model: str = MODEL
     flags: tuple[object, ...] = FLAGS
+    cpu = CPU  # of every device
 
     def __init__(self, folder: Path, devices: int, *more: object, everyone: bool = True) -> None:
         self.folder, self.names = folder, NAMES[:devices]
         self._everyone = ("--all-devices",) if everyone else ()
         (folder / "mine.py").write_text(self.model)
-        self._file = devices_file(folder, *(device(name, CPU) for name in self.names))
+        self._file = devices_file(folder, *(device(name, self.cpu) for name in self.names))
         self.log = folder / "run" / "events.jsonl"
         self._said = folder / "said"
         self.begin(*self.flags, "--steps", 10**6, "--run-dir", "run", *more)
