@@ -26,7 +26,7 @@ from test_killed_at_named_moments import MODEL
 
 pytestmark = [needs_isolation, pytest.mark.alone, pytest.mark.timeout(400)]
 
-NAMES = ("desk", "shelf", "attic", "shed")  # the first is the master
+NAMES = ("desk", "shelf", "attic", "shed", "barn")  # the first is the master
 ADDRESSES = {name: f"10.77.0.{number + 1}" for number, name in enumerate(NAMES)}
 FLAGS = ("--model", "mine.py:model", "--optimizer", "adamw", "--clip-norm", 1)
 CPU = 0.5
@@ -34,14 +34,18 @@ WAIT_S = 90.0
 
 
 class Lab:
+    model: str = MODEL
+    flags: tuple[object, ...] = FLAGS
+    cpu = CPU  # of every device
+
     def __init__(self, folder: Path, devices: int, *more: object, everyone: bool = True) -> None:
         self.folder, self.names = folder, NAMES[:devices]
         self._everyone = ("--all-devices",) if everyone else ()
-        (folder / "mine.py").write_text(MODEL)
-        self._file = devices_file(folder, *(device(name, CPU) for name in self.names))
+        (folder / "mine.py").write_text(self.model)
+        self._file = devices_file(folder, *(device(name, self.cpu) for name in self.names))
         self.log = folder / "run" / "events.jsonl"
         self._said = folder / "said"
-        self.begin(*FLAGS, "--steps", 10**6, "--run-dir", "run", *more)
+        self.begin(*self.flags, "--steps", 10**6, "--run-dir", "run", *more)
 
     def begin(self, *flags: object) -> None:
         with self._said.open("a") as said:

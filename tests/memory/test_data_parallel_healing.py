@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +131,16 @@ def counted(result: api.Result) -> Counter[int]:
 class Scarce(Mortal):
     """Nobody takes the place of a lost node; numbers stay without holes, so the last one may get another."""
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         assert compact
         for hole in sorted(set(range(1, self.nodes)) & self._dead):
             last = max((worker.endpoint.node for worker in self._workers), default=0)
             if last > hole:
                 self._workers = [worker for worker in self._workers if worker.endpoint.node != last]
         self.nodes -= len(self._dead)
-        return super().replace_lost(ring, generation, compact, need_bytes)
+        return super().replace_lost(ring, generation, compact, need_bytes, spared)
 
 
 # -- all-reduce -------------------------------------------------------------------------------------------------------
@@ -319,9 +321,11 @@ class Returning(Mortal):
     def all_anew(self) -> bool:
         return False
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         self._away = None
-        return super().replace_lost(ring, generation, compact, need_bytes)
+        return super().replace_lost(ring, generation, compact, need_bytes, spared)
 
 
 def test_a_worker_that_comes_back_is_taken_in_at_a_step_boundary(base: Base) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ringtmp.config import KeepPart
 from ringtmp.errors import NodeLost
 from ringtmp.metrics.events import Regrouped, read
 from ringtmp.plan.node_groups import kept_in_place
+from ringtmp.runtime.run_directory import RunDirectory
 from ringtmp.strategies.ring.master import Master
 from ringtmp.wire.address import NOWHERE, Address
 from test_group_members_lost import STEPS, Mortal, Ticking, arm, expected, run
@@ -41,7 +42,9 @@ class OneWaits(Mortal):
     def addresses(self) -> dict[int, Address]:
         return {node: NOWHERE for node in range(5) if node not in self._missing}
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         living = {worker.endpoint.node for worker in self._workers}
         self.found_lost = [NodeLost(f"node {node} was killed", node) for node in sorted(self._dead)]
         self._dead.clear()
@@ -56,7 +59,12 @@ def test_one_goes_and_another_comes_and_no_layer_moves(tmp_path: Path, monkeypat
     calm = expected(tmp_path)
     routes: list[Any] = []
     sent: list[tuple[int, int]] = []  # which plan, and who got a layer from somebody else
-    lay_out, place = Master.lay_out, Master._place
+    lay_out, place, write = Master.lay_out, Master._place, RunDirectory.write_config
+    kept: list[int] = []
+
+    def written(this: RunDirectory, saved: Any) -> None:
+        kept.append(saved.config.ring.nodes)
+        write(this, saved)
 
     def laid_out(this: Master, checkpoint: Any) -> None:
         routes.append(this._setup.route)
@@ -67,6 +75,7 @@ def test_one_goes_and_another_comes_and_no_layer_moves(tmp_path: Path, monkeypat
             sent.append((len(routes), holder))
         place(this, index, holder, given)
 
+    monkeypatch.setattr(RunDirectory, "write_config", written)
     monkeypatch.setattr(Master, "lay_out", laid_out)
     monkeypatch.setattr(Master, "_place", placed)
     seen = arm("after a sum was sent", 1, monkeypatch)
@@ -80,6 +89,7 @@ def test_one_goes_and_another_comes_and_no_layer_moves(tmp_path: Path, monkeypat
     assert cuts[0] == cuts[1] == cuts[2]
     assert {holder for plan, holder in sent if plan == 2} == set()
     assert {holder for plan, holder in sent if plan == 3} == {1}, "of a sibling, through the master"
+    assert set(kept) == {5}, "who resumes it while one is missing would be told that the groups need five"
     lost, joined = (each for each in read(result.run_dir / "events.jsonl") if isinstance(each, Regrouped))
     assert (lost.source, lost.repeated, lost.nodes) == ("survivors", 0, 4)
     assert (joined.step, joined.nodes, joined.lost) == (FAR, 5, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,12 @@ class Short(Mortal):
         self._comes = comes
         self.paused: list[str] = []
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         if not self.paused:
             raise DoesNotFit("the remaining devices are 5.0 MiB of memory short")
-        return super().replace_lost(ring, generation, compact, need_bytes)
+        return super().replace_lost(ring, generation, compact, need_bytes, spared)
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
         self.paused.append(why)

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness import Built, recipe, ring_in_memory
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.errors import UsageError
+from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.plan.node_groups import members_of
+from ringtmp.plan.route import Visit
 from ringtmp.run.check_settings import resolve
+from ringtmp.runtime.mailbox import Mail
 from ringtmp.strategies.ring import gradient_buckets
+from ringtmp.strategies.ring.gather_state import GatheredState
 from ringtmp.strategies.ring.shared_state import SharedState
+from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
+from ringtmp.transport.base import Channel, Frame
 from ringtmp.transport.faults import Faults, Shaped
-from test_group_members_lost import MOMENTS, OTHER, Moment, Mortal, Ticking, arm, expected, run
+from ringtmp.wire.messages import GroupState
+from ringtmp.wire.tensors import TensorSpec
+from test_group_members_lost import MOMENTS, NODE, OTHER, Moment, Mortal, Ticking, arm, expected, run
 from test_groups import SMALL
+from test_groups_in_place import OneWaits
+from test_late_sums import Slow
 from test_rings_sum_tree import plain
 from test_same_bits_as_one_process import MICROBATCHES
 from test_schedules import CLIP, SEED, SETTINGS, Case
@@ -88,33 +98,121 @@ def test_every_state_is_kept_by_one_member(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("name", "node"),
+    ("name", "node", "protect"),
     [
-        pytest.param(name, node, marks=[] if (name, node) in QUICK else pytest.mark.long)
+        pytest.param(name, node, protect, marks=[] if (name, node) in QUICK else pytest.mark.long)
         for name, moment in LOST.items()
         for node in moment.nodes
+        for protect in ("memory", "checkpoint")
     ],
 )
-def test_a_lost_member_is_replaced_from_the_newest_checkpoint(
-    name: str, node: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its optimizer state is nowhere else; a checkpoint has it, gathered from all members."""
+def test_a_lost_member_is_replaced_from_what_its_group_kept(
+    name: str, node: int, protect: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A snapshot has the state of all members, gathered by the first; and so has a checkpoint."""
     monkeypatch.setitem(MOMENTS, name, LOST[name])
     calm = expected(tmp_path_factory.getbasetemp())
     seen = arm(name, node, monkeypatch)
     next(seen)
-    hit = run(tmp_path / "hit", Mortal(5, clock=Ticking()), "2,2", share_optimizer=True)
+    every = 5 if protect == "checkpoint" else 1000
+    keep = KeepPart(checkpoint_every=every, protect=protect)
+    hit = run(tmp_path / "hit", Mortal(5, clock=Ticking()), "2,2", keep=keep, share_optimizer=True)
     assert next(seen) > LOST[name].times, "it never came to its moment"
-    assert [(each.lost, each.source) for each in hit.summary.recoveries] == [((node,), "checkpoint")]
+    source = "checkpoint" if protect == "checkpoint" else "snapshot"
+    assert [(each.lost, each.source) for each in hit.summary.recoveries] == [((node,), source)]
     assert hit.summary.weights_sha256 == calm
+
+
+@pytest.mark.parametrize("groups", ["4", "2,2"])
+def test_a_member_that_nobody_replaces_leaves_its_state_to_those_who_are_left(
+    groups: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other owners than when the snapshot was taken."""
+    calm = expected(tmp_path_factory.getbasetemp())
+    seen = arm("after its update", 1, monkeypatch)
+    next(seen)
+    keep = KeepPart(checkpoint_every=1000, protect="memory")
+    result = run(tmp_path / "hit", OneWaits(), groups, keep=keep, share_optimizer=True)
+    assert result.summary.weights_sha256 == calm
+    lost, joined = result.summary.recoveries
+    assert (lost.source, lost.nodes, joined.nodes) == ("snapshot", 4, 5)
+
+
+class Lagging(Slow):
+    """What members send of a snapshot comes when the first is steps ahead."""
+
+    def send(self, peer: int, channel: Channel, frames: Sequence[Frame]) -> None:
+        if channel is Channel.BULK:
+            super().send(peer, channel, frames)
+        else:
+            self._inner.send(peer, channel, frames)
+
+
+def test_state_that_comes_steps_later_is_still_of_its_snapshot(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = expected(tmp_path_factory.getbasetemp())
+    monkeypatch.setitem(MOMENTS, "late", Moment(f"{NODE}._update", "after", 10))
+    put, behind = GatheredState.put, list[int]()
+
+    def watched(this: GatheredState, mail: Mail) -> None:
+        behind.append(done[-1] - mail.message.step if done else 0)  # type: ignore[attr-defined]
+        put(this, mail)
+
+    update, done = SumsAndNorms.update, list[int]()
+
+    def updated(this: SumsAndNorms, state: Any, current: Any) -> None:
+        if this._me == 1:
+            done.append(current.step)
+        update(this, state, current)
+
+    monkeypatch.setattr(GatheredState, "put", watched)
+    monkeypatch.setattr(SumsAndNorms, "update", updated)
+    seen = arm("late", OTHER, monkeypatch)
+    next(seen)
+    keep = KeepPart(checkpoint_every=1000, protect="memory")
+    pool = Mortal(5, wrap=lambda transport: Lagging(transport, 150), clock=Ticking())
+    hit = run(tmp_path / "hit", pool, "2,2", keep=keep, share_optimizer=True)
+    assert [(each.lost, each.source) for each in hit.summary.recoveries] == [((OTHER,), "snapshot")]
+    assert hit.summary.weights_sha256 == calm
+    assert max(behind) >= 1, "nothing ever came late"
+
+
+def test_state_that_is_not_a_layers_or_comes_twice_is_refused(built_of: Callable[[str], Built]) -> None:
+    given = built_of("mlp").layers
+    index = next(at for at, each in enumerate(given) if each.trained)
+    weight = next(each for each in given[index].tensors if each.trainable)
+    gathered = GatheredState(Visit(1, 1, index, index + 1, (2, 3)), given.__getitem__)
+    spec = TensorSpec("float32", tuple(weight.shape), tuple(torch.empty(weight.shape).stride()))
+    name = (weight.name, "exp_avg")
+
+    def said(step: int = 5, layer: int = index, state: Any = (name,), specs: Any = (spec,), sender: int = 2) -> None:
+        gathered.check(sender, GroupState(step, 1, layer, state, specs), 5)
+
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"layer": index + 1}, "its group does not hold"),
+        ({"step": 7}, "of step 7 in step 5"),
+        ({"state": (name, name), "specs": (spec, spec)}, "with 2 tensors"),
+        ({"state": (("nobody", "exp_avg"),)}, "sent optimizer state nobody"),
+        ({"specs": (TensorSpec("float32", (1,), (1,)),)}, "as exp_avg"),
+        ({"specs": ()}, "with 0 tensors"),
+    ]
+    for what, why in wrong:
+        with pytest.raises(ProtocolError, match=why):
+            said(**what)
+    said()
+    said(sender=3)
+    said(step=3)  # of a snapshot that was given up, and late
+    with pytest.raises(ProtocolError, match="twice"):
+        said()
+    said(step=6)  # the next
 
 
 @pytest.mark.parametrize(
     ("ring", "protect", "says"),
     [
         ({"nodes": 5}, "auto", "--share-optimizer is for stages that several nodes hold: use it with --groups 2,2"),
-        ({"nodes": 5, "groups": "2,2"}, "memory", "--protect memory cannot be combined with --share-optimizer yet"),
-        ({"nodes": 5, "groups": "2,2"}, "disk", "Use --protect checkpoint with --checkpoint-every"),
         ({"nodes": 4, "strategy": "ps"}, "auto", "--share-optimizer works with --strategy ring only"),
     ],
 )
@@ -123,8 +221,3 @@ def test_sharing_what_cannot_be_shared_is_refused(ring: dict[str, Any], protect:
     config = RunConfig(training=training, ring=RingPart(**ring, share_optimizer=True), keep=KeepPart(protect=protect))
     with pytest.raises(UsageError, match=says):
         resolve(config)
-
-
-def test_a_group_that_shares_keeps_no_snapshots_unasked() -> None:
-    config = RunConfig(ring=RingPart(nodes=5, groups="2,2", share_optimizer=True))
-    assert (config.protect, RunConfig().protect) == ("checkpoint", "auto")

@@ -334,7 +334,8 @@ def test_homes_with_other_models_are_told_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ring", "training", "word"),
     [
-        ({"local_steps": 0}, {}, "--local-steps 0 must be at least 1"),
+        ({"local_steps": 0}, {}, "--local-steps 0 must be from 1 to 1000000000"),
+        ({"local_steps": 2**70}, {}, "must be from 1 to 1000000000"),
         ({"local_steps": 3, "outer_lr": 0.0}, {}, "--outer-lr 0.0 must be above 0"),
         ({"local_steps": 3, "outer_momentum": 1.0}, {}, "--outer-momentum 1.0 must be from 0 to 0.999"),
         ({"local_steps": 3, "home_wait_s": 0.5}, {}, "--home-wait 0.5 must be from 1 to 604800"),

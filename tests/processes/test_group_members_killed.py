@@ -137,8 +137,8 @@ def test_a_member_killed_at_a_named_moment_changes_no_bit_and_the_ring_trains_ag
         run.end()
     for name, again_s, healed in told:
         print(
-            f"{again_s:6.2f} s  noticed {healed.notice_s:.2f}, healed {healed.seconds:.2f}, {healed.nodes} nodes, {healed.source},"
-            f" {healed.repeated} repeated  {name}"
+            f"{again_s:6.2f} s  noticed {healed.notice_s:.2f}, healed {healed.seconds:.2f}, {healed.nodes} nodes, "
+            f"{healed.source}, {healed.repeated} repeated  {name}  {healed.reason}"
         )
     print(f"median {statistics.median(each[1] for each in told):.2f} s, longest {max(each[1] for each in told):.2f} s")
     assert [healed.lost for name, _, healed in told] == [(MEMBERS[name].node,) for name in names]

@@ -47,7 +47,7 @@ AGAIN_S = 20.0
     ("more", "sources"),
     [
         (("--checkpoint-every", "1000"), ("survivors", "snapshot")),  # the latter if some had ended the step
-        (("--checkpoint-every", "5", "--share-optimizer"), ("checkpoint",)),
+        (("--checkpoint-every", "1000", "--share-optimizer"), ("snapshot",)),
     ],
 )
 def test_a_killed_member_of_a_group_is_replaced_soon(

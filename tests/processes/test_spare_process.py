@@ -175,3 +175,17 @@ def test_a_spare_process_ends_with_its_parent_however_that_went() -> None:
         parent.kill()
         parent.wait()
         parent.stdout.close()
+
+
+def test_one_that_is_needed_at_once_says_when_it_has_loaded(world: World, spare: Spare, tmp_path: Path) -> None:
+    assert not spare.loaded
+    spare.hurry()
+    (waiting,) = processes()
+    spare.hurry()
+    assert processes() == [waiting]
+    limit = time.monotonic() + 60
+    while not spare.loaded:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    hit(waiting, signal.SIGSTOP)
+    assert not spare.loaded, "it could take no orders"

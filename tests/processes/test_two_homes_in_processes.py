@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,44 @@ def test_a_token_of_another_ring_is_no_way_in_and_what_is_said_without_a_key_is_
             friend.close()
     finally:
         listens.close()
+
+
+def test_a_listening_home_that_is_resumed_knows_of_one_that_is_at_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is at its steps says nothing, and was taken for gone: the exchange was given up after --home-wait."""
+    monkeypatch.setenv("RINGTMP_CONFIG", str(tmp_path / "a"))
+    told: list[str] = []
+    port = free_port()
+    listens = ListeningHome(Rings(), "homes", "127.0.0.1", port, told.append)
+    monkeypatch.setenv("RINGTMP_CONFIG", str(tmp_path / "b"))
+    joins = JoiningHome(decode(told[0].split()[-1]), told.append)
+    try:
+        assert not listens.connected
+        for _ in range(400):
+            listens.receive(0.01)
+            joins.receive(0.01)
+            if joins.connected and joins.send(encode(Differ("hello"))):
+                break
+        assert _until(listens, True)
+        listens.close()
+        monkeypatch.setenv("RINGTMP_CONFIG", str(tmp_path / "a"))
+        listens = ListeningHome(Rings(), "homes", "127.0.0.1", port, told.append)
+        assert _until(listens, True), "it waits for nobody"
+    finally:
+        joins.close()
+    try:
+        assert _until(listens, False), "it waits for one that is gone"
+    finally:
+        listens.close()
+
+
+def _until(listens: ListeningHome, connected: bool, limit_s: float = 30.0) -> bool:
+    until = time.monotonic() + limit_s
+    while listens.connected is not connected and time.monotonic() < until:
+        listens.receive(0.02)
+        listens.send(encode(Differ("are you there?")))
+    return listens.connected is connected
 
 
 def _talk(listens: ListeningHome, joins: JoiningHome) -> None:

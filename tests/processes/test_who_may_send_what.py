@@ -49,7 +49,8 @@ EXAMPLES: dict[type, Message] = {
     for each in (
         messages.Activations(1, 0, 1, 0, 2, True, True, ()), messages.Gradients(1, 0, 1, 0), messages.Norms(1, 1),
         messages.Scale(1, 1), messages.GroupSum(1, 1, 0, 2, 0),
-        messages.GroupNorms(1, 1), messages.GroupWeights(1, 1, 0), messages.GroupChange(0, 1, 0),
+        messages.GroupNorms(1, 1), messages.GroupWeights(1, 1, 0), messages.GroupState(0, 1, 0, ()),
+        messages.GroupChange(0, 1, 0),
         messages.Hello(1, "2", "x"), SETUP, messages.Place(1, b"", ()), messages.Placed(1),
         messages.Fetch(1, 0), messages.LayerState(1, ()), messages.Report(()), messages.Inspect(0),
         messages.Inspected(()), messages.Failed(0, "", ""), messages.Accused(2, ""), messages.Stop(""), messages.Bye(b""),

@@ -26,7 +26,7 @@ from ringtmp.runtime.optimizers import (
     make_optimizer,
     state_tensors,
 )
-from ringtmp.strategies.ring.master import checkpoint_bytes
+from ringtmp.strategies.ring.exchange_snapshots import checkpoint_bytes
 from ringtmp.wire.messages import Recipe
 
 CASES: list[tuple[str, dict[str, Any], Any]] = [

@@ -29,10 +29,6 @@ class MemoryLine:
     def connected(self) -> bool:
         return self.other is not None and self.other.open and self.open
 
-    @connected.setter
-    def connected(self, value: bool) -> None:
-        raise AssertionError("a line knows by itself")
-
     def send(self, message: bytes, payload: bytes | memoryview = b"") -> bool:
         if not self.connected:
             return False

@@ -191,8 +191,8 @@ class RingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Which activations to compute again instead of storing them: {choices}.", PIPELINE, split=True)] = "none"
     rebalance: Annotated[bool, Is("Move layers when devices turn out slower or faster than planned.", NODES)] = True
     local_steps: Annotated[int | None, Is(
-        "Steps that each home makes by itself between two exchanges; DiLoCo: 500.", HOMES, least=1, split=True, bits=True,
-        metavar="STEPS", usual="none: there is one home")] = None
+        "Steps that each home makes by itself between two exchanges; DiLoCo: 500.", HOMES, least=1, most=10**9, split=True,
+        bits=True, metavar="STEPS", usual="none: there is one home")] = None
     outer_lr: Annotated[float, Is(
         "Learning rate of the outer step; 1 without momentum is the mean of both.", HOMES, above=0, split=True,
         bits=True)] = 0.7
@@ -230,8 +230,3 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     training: TrainingPart = TrainingPart()
     ring: RingPart = RingPart()
     keep: KeepPart = KeepPart()
-
-    @property
-    def protect(self) -> Protect:
-        """Where snapshots are kept. Where members of a group share the optimizer state, nobody has a whole stage to copy."""
-        return "checkpoint" if self.ring.share_optimizer and self.keep.protect == "auto" else self.keep.protect

@@ -47,6 +47,8 @@ class Bound(msgspec.Struct, frozen=True):
 LEAVE = b"leave\n"
 #: On the command line: load everything before orders come.
 SPARE = "spare"
+#: What a spare one says when it has only to be told its orders.
+LOADED = b"loaded\n"
 GRACE_S = 1.0
 
 
@@ -54,6 +56,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if SPARE in sys.argv[1:]:
         _load()
+        with contextlib.suppress(OSError):  # its orders may be there already: nobody listens
+            os.write(sys.stdout.fileno(), LOADED)
     line = sys.stdin.buffer.readline()
     if not line:
         return 0  # a spare one that was not needed: its parent is gone
@@ -108,8 +112,8 @@ def _load() -> None:
 def _write_to(log: str) -> None:
     try:
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    except OSError:
-        return  # costs the log, not the run
+    except OSError:  # costs the log, not the run
+        file = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 
 import zmq
 
@@ -165,7 +165,9 @@ class DevicePool:
         self._devices = {index + 1: device for index, device in enumerate(everyone)}
         return self._begin(ring)
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         """A compute process that ended is started again where its agent lives; a device that is gone leaves a hole in the
         numbers, unless a spare one waits. Those who live on keep their processes and their link keys."""
         self._hub.poll()
@@ -190,12 +192,8 @@ class DevicePool:
     def _drop_the_gone(self) -> None:
         for node, device in list(self._devices.items()):
             self._rekey = self._rekey or not self._hub.admits(device.key)
-            gone = (
-                self._hub.devices.get(device.key) is not device
-                or device.left
-                or bool(device.broke)
-                or self._dies_on(device)
-            )
+            gone = self._hub.devices.get(device.key) is not device or device.left or bool(device.broke)
+            gone = gone or self._dies_on(device)
             if gone or self._hub.silent_s(device) > self._notice_s or device.key in (self._revoked | self._released):
                 self._end(device)
                 self._places.pop(device.key, None)

@@ -48,7 +48,7 @@ class ListeningHome:
     home = 0
 
     def __init__(self, rings: Rings, name: str, host: str, port: int, tell: Told) -> None:
-        self.connected = False
+        self._heard = False  # since it was last seen to be gone
         self._rings, self._name, self._tell = rings, name, tell
         keys = rings.open(name, create=True).keys
         self._route: bytes | None = None
@@ -76,6 +76,11 @@ class ListeningHome:
             token = Token(name, f"{host}:{port}", keys.public, rings.new_secret(name, 1))
             tell(f"the other home joins within the hour with --home-join {tokens.encode(token)}")
 
+    @property
+    def connected(self) -> bool:
+        """Whoever is at its steps says nothing, but its connection stands."""
+        return self._heard or any(each.someone_is_in for each in self._gatekeeper.listeners[:1])
+
     def _refresh(self) -> None:
         """Newly admitted, newly revoked."""
         admitted = {each.key for each in self._rings.open(self._name).nodes}
@@ -93,9 +98,9 @@ class ListeningHome:
         except zmq.Again:
             return False
         except zmq.ZMQError:  # the way to it is gone
-            self.connected = False
+            self._heard = False
             return False
-        self.connected = True
+        self._heard = True
         return True
 
     def receive(self, timeout_s: float) -> Mail:
@@ -105,7 +110,7 @@ class ListeningHome:
         found: Mail = []
         for parts in mail(self._socket, MOST_IN_HAND):
             if len(parts) == 3 and self._is_the_other(str(parts[0].get("User-Id"))):
-                self._route, self.connected = parts[0].bytes, True
+                self._route, self._heard = parts[0].bytes, True
                 found += _read(parts[1:])
         return found
 
@@ -113,7 +118,7 @@ class ListeningHome:
         """The first that is heard is the other home, until it is gone: a run has two."""
         if key not in self._admitted:
             return False
-        if key != self._key and self._key and self.connected:
+        if key != self._key and self._key and self._heard:
             return False
         self._key = key
         return True

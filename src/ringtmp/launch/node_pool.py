@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Protocol
 
 from ringtmp.config import RingPart
@@ -43,10 +43,13 @@ class NodePool(base_leader.NodePool, Protocol):
         """The master goes on alone; asked only where it can."""
         ...
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         """Put whoever there is into the places of the lost, for the next generation. Returns the nodes that live on as
         they are, still to be told of it; the others know it from their start. `compact`: no holes in the numbers.
-        DoesNotFit where all together have less memory than `need_bytes`."""
+        DoesNotFit where all together have less memory than `need_bytes`. `spared`: if one of these is lost, others have all
+        of its layers, so that the ring may go on without it until somebody is there."""
         ...
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 
 from ringtmp.errors import NodeLost
 from ringtmp.launch.planned_devices import as_this_process, on_accelerator
@@ -77,7 +77,9 @@ class InMemoryPool:
     def all_anew(self) -> bool:
         return True
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         living = {worker.endpoint.node for worker in self._workers}
         self.found_lost = [NodeLost(f"node {node} was killed", node) for node in sorted(self._dead)]
         for node in set(range(1, self.nodes)) - living:

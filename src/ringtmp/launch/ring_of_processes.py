@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,8 @@ class LocalPool:
         one pool that trains and any number that look; `device`: where they compute."""
         self._device = device
         self.nodes = nodes
+        self._numbers = range(1, nodes)
+        self._absent = set[int]()  # the ring goes on without them until a fresh process has loaded what it needs
         self.threads = threads
         self._logs = logs
         self._keeps = keeps
@@ -65,7 +67,8 @@ class LocalPool:
         self._folder = PrivateFolder()
         addresses = self.addresses()
         self._transport = ZeroMQTransport(0, addresses[0].endpoints)
-        for node in range(1, self.nodes):
+        self.nodes, self._absent = 1 + len(self._numbers), set()
+        for node in self._numbers:
             self._spawn(node, ring, generation)
         return Endpoint(self._transport, ring, generation, snapshots=SnapshotStore(self._snapshots(0)))
 
@@ -75,7 +78,11 @@ class LocalPool:
         return self._folder
 
     def addresses(self) -> dict[int, Address]:
-        return {node: ipc_address(str(self._private.path), node) for node in range(self.nodes)}
+        return {node: ipc_address(str(self._private.path), node) for node in (0, *self._present)}
+
+    @property
+    def _present(self) -> list[int]:
+        return [node for node in self._numbers if node not in self._absent]
 
     def devices(self) -> tuple[Device, ...]:
         master, *others = planned_devices.local_processes(
@@ -83,10 +90,10 @@ class LocalPool:
         )
         limit = own_memory_bytes()  # of this process, which those it starts inherit
         # What the processes have taken already is theirs, and not free any more.
-        taken = [_rss_bytes(self._children.get(node)) for node in range(1, self.nodes)]
+        taken = {node: _rss_bytes(self._children.get(node)) for node in self._present}
         each = (
-            replace(other, memory_bytes=min(other.memory_bytes + has, limit))
-            for other, has in zip(others, taken, strict=True)
+            replace(other, name=f"node {node}", memory_bytes=min(other.memory_bytes + has, limit))
+            for other, (node, has) in zip(others, taken.items(), strict=True)
         )
         return planned_devices.on_accelerator((planned_devices.as_this_process(master), *each))
 
@@ -103,7 +110,7 @@ class LocalPool:
         for child in self._children.values():
             end(child)
         self._children.clear()
-        self.nodes = 1
+        self.nodes, self._numbers, self._absent = 1, range(0), set()
         if self._spare is not None:
             self._spare.end()
             self._spare = None
@@ -119,7 +126,9 @@ class LocalPool:
 
     def changed(self) -> str | None:
         """A run that went on without a node gets a fresh process for it at the next step boundary."""
-        missing = [f"node {node}" for node in range(1, self.nodes) if node not in self._children]
+        if self._absent and self._spare is not None and self._spare.loaded:
+            return f"a fresh process for node {min(self._absent)}"
+        missing = [f"node {node}" for node in self._present if node not in self._children]
         return f"a fresh process for {' and '.join(missing)}" if missing else None
 
     def regroup(self, ring: str, generation: int) -> Endpoint:
@@ -129,21 +138,36 @@ class LocalPool:
     def all_anew(self) -> bool:
         return False
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
-        """A fresh process takes the place of each that has died, at its number."""
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
+        """A fresh process takes the place of each that has died, at its number. For one of the `spared` nobody waits until it
+        has loaded torch."""
         self._private.remake()  # a cleaner of temporary files may have come by; nodes make their sockets again themselves
         self.found_lost = list(self._lost(self._at[0]))
         living = set(self._children) - {each.node for each in self.found_lost} - self._stopped
-        for node in range(1, self.nodes):
-            if node not in living:
-                if node in self._children:
-                    self._children[node].kill()
-                    end(self._children[node])
-                self._spawn(node, ring, generation)
+        gone = [node for node in self._present if node not in living]
+        for node in gone:
+            if node in self._children:
+                self.drop(node)
+        filled = self._places_to_fill(gone, spared)
+        self._absent = (self._absent | set(gone)) - set(filled)
+        self.nodes = 1 + len(self._present)
+        for node in filled:
+            self._spawn(node, ring, generation)
+        if self._absent and self._spare is not None:
+            self._spare.hurry()
         self._stopped.clear()
         self._stopped_at.clear()
         self._at = (self._at[0], 0)
         return living
+
+    def _places_to_fill(self, gone: Sequence[int], spared: Set[int]) -> list[int]:
+        """All, if somebody is lost whom the ring needs; or else those for whom a process is ready: one."""
+        places = sorted({*gone, *self._absent})
+        if self._spare is None or len(gone) > 1 or not spared >= set(gone):
+            return places
+        return places[:1] if self._spare.loaded else []
 
     def await_another(self, why: str, leaving: Callable[[], bool]) -> bool:
         return False  # all there will ever be are on this machine

@@ -7,7 +7,9 @@ and it ends when memory becomes short. Its parent's end is its own: what it wait
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.compute_process import SPARE, Orders
+from ringtmp.launch.compute_process import LOADED, SPARE, Orders
 from ringtmp.launch.start_process import give, is_stopped, let_go, make_room_for, start
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.system.resources import machine_free_bytes
@@ -44,6 +46,35 @@ class Spare:
         self._child: subprocess.Popen[bytes] | None = None
         self._due: float | None = None  # nobody has minded it yet
         self._pause_s = AGAIN_S
+        self._loaded = False
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is one that only has to be told its orders."""
+        if self._child is None or not _fit(self._child):
+            return False
+        if not self._loaded:
+            assert self._child.stdout is not None
+            with contextlib.suppress(BlockingIOError):
+                self._loaded = bool(os.read(self._child.stdout.fileno(), len(LOADED)))
+        return self._loaded
+
+    def hurry(self) -> None:
+        """One is needed, as soon as it has loaded."""
+        if self._child is not None and not _fit(self._child):
+            self.end()
+        if self._child is None:
+            self._start()
+
+    def _start(self) -> None:
+        self._due = self._clock() + LOOK_EVERY_S
+        try:
+            self._child, self._loaded = start(None, self._threads, False, SPARE), False
+        except UsageError:  # the run does not depend on it
+            self._due = math.inf
+            return
+        assert self._child.stdout is not None
+        os.set_blocking(self._child.stdout.fileno(), False)
 
     def mind(self) -> None:
         """Start one when it is time and there is room; let it go when there is not. The first call begins the wait."""
@@ -55,10 +86,7 @@ class Spare:
         self._due = now + LOOK_EVERY_S
         if self._child is None:
             if self._free_bytes() >= ROOM * PROCESS_BYTES:
-                try:
-                    self._child = start(None, self._threads, False, SPARE)
-                except UsageError:  # the run does not depend on it
-                    self._due = math.inf
+                self._start()
         elif not _fit(self._child):  # something ended or stopped it, and may again
             self.end()
             self._due, self._pause_s = now + self._pause_s, 2 * self._pause_s
@@ -72,6 +100,8 @@ class Spare:
             self.end()
             return None
         child, self._child = self._child, None
+        assert child.stdout is not None
+        child.stdout.close()
         make_room_for(log)
         give(child, msgspec.structs.replace(orders, log=str(log)))
         return child
@@ -83,6 +113,8 @@ class Spare:
             child.kill()
             child.wait()
             let_go(child)
+            assert child.stdout is not None
+            child.stdout.close()
 
 
 def _fit(child: subprocess.Popen[bytes]) -> bool:

@@ -15,7 +15,7 @@ import psutil
 
 from ringtmp import untrusted
 from ringtmp.errors import UsageError
-from ringtmp.launch.compute_process import LEAVE, Orders
+from ringtmp.launch.compute_process import LEAVE, SPARE, Orders
 
 STOP_LIMIT_S = 3.0
 
@@ -37,7 +37,7 @@ def start(log: Path | None, threads: int, secure: bool, *words: str) -> subproce
                 # -P: the user's folder is not on the path, so no file of theirs can be imported by accident.
                 [sys.executable, "-P", "-m", "ringtmp.launch.compute_process", *words],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if secure else file,
+                stdout=subprocess.PIPE if secure or SPARE in words else file,
                 stderr=file,
                 env=environment,
                 start_new_session=True,

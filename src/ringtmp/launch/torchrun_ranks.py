@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from datetime import timedelta
 
 import msgspec
@@ -249,7 +249,9 @@ class RankPool:
     def all_anew(self) -> bool:
         return False
 
-    def replace_lost(self, ring: str, generation: int, compact: bool, need_bytes: int) -> Collection[int]:
+    def replace_lost(
+        self, ring: str, generation: int, compact: bool, need_bytes: int, spared: Set[int] = frozenset()
+    ) -> Collection[int]:
         lost = set(self._transport.gone() if self._transport is not None else ()) | self._dropped
         if lost:
             ranks = ", ".join(f"rank {node} ({self._facts[node].host})" for node in sorted(lost))

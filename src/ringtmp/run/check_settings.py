@@ -221,11 +221,6 @@ def _check_shared_state(config: RunConfig) -> None:
         raise UsageError(
             "--share-optimizer is for stages that several nodes hold: use it with --groups 2,2, say, or leave it out"
         )
-    if config.keep.protect in ("memory", "disk"):
-        raise UsageError(
-            f"--protect {config.keep.protect} cannot be combined with --share-optimizer yet: no node has a whole stage to "
-            "copy. Use --protect checkpoint with --checkpoint-every, to which a ring goes back when it loses a node"
-        )
 
 
 def _check_tree(strategy: Strategy, settings: Any, training: TrainingPart, ring: RingPart, workers: int) -> None:

@@ -7,7 +7,7 @@ place, the steps since are done again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ringtmp.errors import DoesNotFit, Interrupted, LinkLost, NodeLost, Snapshot
 from ringtmp.launch.supervise import Restarted
 from ringtmp.metrics.events import NodeGone, Regrouped
 from ringtmp.model.portable_layer import Layer
+from ringtmp.plan.node_groups import parse_sums
 from ringtmp.plan.route import MASTER
 from ringtmp.run.members_and_plan import Generation, Generations, Origin, Run
 from ringtmp.run.rebalancing import Ready
@@ -236,6 +237,14 @@ class Healing:
         found = in_hand(hellos, kept, wanted, Snapshot(reached), saved)
         return found if found is not None and found.step == reached.step else None
 
+    def _spared(self) -> Set[int]:
+        """Members of groups whose siblings have all that they have."""
+        generations, ring = self._generations, self._generations.config.ring
+        route = None if generations.newest is None else getattr(generations.newest.plan, "route", None)
+        if route is None or ring.share_optimizer or parse_sums(ring.group_sums):
+            return set()
+        return {node for visit in route.visits if visit.others for node in visit.members}
+
     def _revived(self, reached: Progress, by_hand: bool = True) -> tuple[Generation, str]:
         """`by_hand`: from what those who are left have in hand, if it is whole."""
         run, generations, protection = self._run, self._generations, self._run.protection
@@ -246,7 +255,9 @@ class Healing:
         need_bytes = memory_need(
             run.layers, config.training.optimizer, config.training.optimizer_settings, self._node_pool.nodes
         )
-        living = self._node_pool.replace_lost(run.name, generations.number, not run.strategy.splits_layers, need_bytes)
+        living = self._node_pool.replace_lost(
+            run.name, generations.number, not run.strategy.splits_layers, need_bytes, self._spared()
+        )
         for other in self.losses.found(self._node_pool.found_lost):
             self.record.warn(f"{other}; healing")
         endpoint.renew(generations.number, Renew(generations.number), living)

@@ -57,7 +57,11 @@ class Line(Protocol):
     """A home's end of the connection to the other."""
 
     home: int
-    connected: bool
+
+    @property
+    def connected(self) -> bool:
+        """Whether the other is there, though it may say nothing while it is at its steps."""
+        ...
 
     def send(self, message: bytes, payload: bytes | memoryview = b"") -> bool:
         """Whether it is on its way. Never blocks."""

@@ -117,7 +117,7 @@ def settled(config: RunConfig, pool: NodePool) -> RunConfig:
 
 def protection_of(config: RunConfig, leave: Callable[[Snapshot], None] | None) -> Protection:
     by_snapshot = registry.get(config.ring.strategy).state_from == "snapshot"
-    return Protection(config.protect if by_snapshot else "checkpoint", config.training.staleness, leave)
+    return Protection(config.keep.protect if by_snapshot else "checkpoint", config.training.staleness, leave)
 
 
 class Generations:
@@ -250,7 +250,11 @@ class Generations:
     def _write_settings(self) -> None:
         job = self._run.job
         training = msgspec.structs.replace(self.config.training, lr_schedule=self._run.lr_schedule)
-        kept = msgspec.structs.replace(self.config, training=training)
+        ring, asked = self.config.ring, job.config.ring
+        if self._run.pool.same_machine and ring.groups is not None and ring.groups == asked.groups:
+            # Without one for a moment: whoever resumes it meanwhile has places for all, for which the groups were given.
+            ring = msgspec.structs.replace(ring, nodes=asked.nodes, cuts=asked.cuts, window=asked.window)
+        kept = msgspec.structs.replace(self.config, training=training, ring=ring)
         try:
             job.run.write_config(SavedConfig(__version__, kept, job.loss_name))
         except OSError as error:

@@ -16,8 +16,10 @@ from ringtmp.metrics.energy import Power
 from ringtmp.metrics.events import NodeEnded, NodeStep, Reading
 from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER, Route, holder_of
+from ringtmp.runtime.checkpoint import StateName
 from ringtmp.runtime.optimizers import NUMBERS, STATE_KEYS
 from ringtmp.runtime.staged_layer import PREVIOUS
+from ringtmp.wire.message_parts import Specs
 from ringtmp.wire.messages import Held, Hello, Inspected, LayerState, Missing, Timed
 from ringtmp.wire.tensors import TensorSpec, check
 
@@ -177,10 +179,17 @@ def layer_state(
             raise ProtocolError(f"sent {spec} as {layer.full_name(each)}")
         elif each.trainable:
             _one_by_one(spec)
-    shapes = {each.name: each.shape for each in layer.tensors if each.trainable}
     if message.state and not whole:
         raise ProtocolError(f"sent optimizer state of {layer.name}, which nobody asked for")
-    for (name, key), spec in zip(message.state, message.tensors[own:], strict=True):
+    optimizer_state(layer, message.state, message.tensors[own:])
+
+
+def optimizer_state(layer: Layer, state: Sequence[StateName], tensors: Specs) -> None:
+    """Each of what a layer's parameters may have, once."""
+    if len(state) != len(tensors) or len(set(state)) != len(state):
+        raise ProtocolError(f"sent optimizer state of {layer.name} with {len(tensors)} tensors")
+    shapes = {each.name: each.shape for each in layer.tensors if each.trainable}
+    for (name, key), spec in zip(state, tensors, strict=True):
         if name not in shapes or key not in (*STATE_KEYS, PREVIOUS):
             raise ProtocolError(f"sent optimizer state {untrusted.line(f'{name}.{key}')} of {layer.name}")
         state_tensor(key, spec, shapes[name])

@@ -57,7 +57,7 @@ class SnapshotStore:
         in memory. Returns why it cannot be kept."""
         key = (label.step, label.layer)
         self._abandon(key)
-        spare = self._free_bytes() - self.reserve_bytes
+        spare = room_bytes(self)
         in_memory = mode == "memory" or (mode == "auto" and spare > ROOM_FACTOR * label.size)
         if not in_memory and self._folder is not None:
             try:
@@ -230,3 +230,8 @@ class SnapshotStore:
     def _path(self, step: int, layer: int) -> Path:
         assert self._folder is not None
         return self._folder / f"{step}-{layer}"
+
+
+def room_bytes(store: SnapshotStore) -> int:
+    """Memory that may be taken for snapshots."""
+    return store._free_bytes() - store.reserve_bytes

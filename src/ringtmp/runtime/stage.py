@@ -447,3 +447,7 @@ class Stage:
                 if not all(bool(torch.isfinite(each).all()) for each in outputs if each.is_floating_point()):
                     return False
         return True
+
+
+def layer_of(stage: Stage, index: int) -> Layer:
+    return stage._layers[index].layer

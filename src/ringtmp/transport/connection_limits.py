@@ -68,7 +68,9 @@ class Listener:
         self.connections: set[int] = set()
         self.is_shut = False
         self.times_shut = 0
-        self.monitor = zmq_socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.someone_is_in = False  # a connection has done its handshake, and not all have gone since
+        wanted = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self.monitor = zmq_socket.get_monitor_socket(wanted)
 
     def look(self) -> None:
         """Take note of who came and went."""
@@ -78,6 +80,9 @@ class Listener:
                 self.connections.add(event["value"])
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self.connections.discard(event["value"])
+                self.someone_is_in &= bool(self.connections)
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.someone_is_in = True
             if not self.is_shut and len(self.connections) >= self._most:
                 self._filter(True)
                 self.times_shut += 1

@@ -2,7 +2,7 @@
 PROTOCOL number. Here are those of every run; a ring's passes and the data-parallel strategies have files of their own.
 
 The ring's passes        Activations clockwise, Gradients anticlockwise, one per training Activations; Norms, Scale;
-                         GroupSum, GroupNorms, GroupWeights, GroupChange within a group
+                         GroupSum, GroupNorms, GroupWeights, GroupState, GroupChange within a group
 Before there is a plan   Hello; Sample, Timed, Meet, Try, Tried; Echo, Echoed between any two; then Setup, or Enlist
 Layers come and go       Place, Placed, Fetch, LayerState; snapshots: Keep, Held, Whole, Void, Recall, Restore, Missing
 Data-parallel ones       Work, Enough, Did, Lend, Scored, Predicted; Store, Kept; Push, Pull, Pulled; Copy, Copied; Squares,
@@ -38,7 +38,8 @@ from ringtmp.wire.key_value_messages import (  # isort: skip
 )  # fmt: skip
 from ringtmp.wire.ring_messages import (  # isort: skip
     Activations as Activations, Gradients as Gradients, Norms as Norms, Scale as Scale, GroupSum as GroupSum,
-    GroupNorms as GroupNorms, GroupWeights as GroupWeights, GroupChange as GroupChange,
+    GroupNorms as GroupNorms, GroupWeights as GroupWeights, GroupState as GroupState, GroupChange as
+    GroupChange,
 )  # fmt: skip
 from ringtmp.wire.message_parts import Crossing as Crossing
 from ringtmp.wire.message_parts import Edge as Edge
@@ -306,7 +307,7 @@ Message = (
     Sample | Timed | Echo | Echoed | Meet | Try | Tried | Enlist | Work | Enough | WorkDone | Lend | Scored | Predicted |
     Store | Kept | Push | Pull | Pulled | Copy | Copied | Lost | Squares | Total | GradientPart | PeerModel | Factors |
     GroupSum | ServeTables | FirstRows | PushRows | Tick | PullRows | PulledRows | GroupNorms | GroupWeights |
-    GroupChange
+    GroupState | GroupChange
 )  # fmt: skip
 
 #: Every class a message may be of.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ringtmp.wire.message_parts import Specs
-from ringtmp.wire.who_may_send import AFTER, BEFORE, MEMBER, TENSOR, NodeMessage, between
+from ringtmp.wire.who_may_send import AFTER, BEFORE, BULK, MEMBER, TENSOR, NodeMessage, between
 
 
 class Activations(NodeMessage, frozen=True, tag="activations"):
@@ -66,6 +66,17 @@ class GroupWeights(NodeMessage, frozen=True, tag="group weights"):
     turn: int
     visit: int
     bucket: int
+    tensors: Specs = ()
+
+
+class GroupState(NodeMessage, frozen=True, tag="group state"):
+    """Where a group shares the optimizer state: what the sender keeps of a layer, for the snapshot that the first takes."""
+
+    RULE: ClassVar = between(BULK, MEMBER)
+    step: int
+    visit: int
+    layer: int
+    state: tuple[tuple[str, str], ...]  # parameter and key, as in LayerState
     tensors: Specs = ()
 
 

@@ -11,18 +11,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ringtmp.errors import ProtocolError, SnapshotUnusable
+from ringtmp.model.portable_layer import Layer
 from ringtmp.plan.route import MASTER, Route, holder_of
 from ringtmp.runtime.checkpoint import LayerTensors
 from ringtmp.runtime.layer_snapshot import Label, laid_out
 from ringtmp.runtime.mailbox import Endpoint, Mail
+from ringtmp.runtime.optimizers import state_values
+from ringtmp.runtime.snapshot_store import room_bytes
 from ringtmp.runtime.stage import Stage
+from ringtmp.strategies.ring.gather_state import GatheredState
 from ringtmp.transport.base import Channel
-from ringtmp.wire.messages import Held, Keep, LayerState, Missing, Recall, Void, Whole
+from ringtmp.units import bytes_text
+from ringtmp.wire.messages import Held, Keep, LayerState, Missing, Recall, Recipe, Void, Whole
 from ringtmp.wire.tensors import raw_bytes
 
 #: A piece takes a line about PIECE_S, so that activations behind it wait no longer.
@@ -33,6 +39,17 @@ MOST_PIECE_BYTES = 256 * 1024
 LINE_SHARE = 0.25
 #: A node that is never idle still sends a large piece this often, and a smaller one more often.
 BUSY_PIECE_S = 0.05
+
+
+def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
+    """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
+    weights, and the latter two once more as the bytes of a file."""
+
+    def state(layer: Layer) -> int:
+        kept = state_values(recipe.optimizer, recipe.optimizer_settings, layer)
+        return kept + recipe.staleness * layer.trained
+
+    return max(4 * (layer.parameters + 2 * state(layer)) for layer in layers)
 
 
 @dataclass
@@ -88,6 +105,7 @@ class NodeSnapshots:
         self.holder = holder_of(route, endpoint.node)
         self._going: deque[_Going] = deque()
         self._coming: dict[tuple[int, int], _Coming] = {}
+        self._gathered: dict[int, GatheredState] = {}  # by visit
         self._last_at = self._last_share = 0.0
         self._pace = Pace(rate)
 
@@ -96,24 +114,53 @@ class NodeSnapshots:
         self._going = deque(each for each in self._going if each.label.step == step)
         for layer in stage.visit.layers:
             began = self._endpoint.clock()
-            frozen = stage.frozen_of(layer) if self._aside else ()
-            label, views = laid_out(step, layer, *stage.layer_state(layer, frozen))
-            if not label.size:
-                continue
-            trouble = self._endpoint.snapshots.put(label, views, self._mode)
-            del views
-            seconds = self._endpoint.clock() - began
-            if trouble is not None:
-                self._endpoint.snapshots.discard(step)
-                self._going.clear()
-            if trouble is not None or self.holder is None:
-                self._endpoint.post(MASTER, Held(step, layer, self._endpoint.node, seconds, 0.0, trouble or ""))
-            else:
-                kept = self._endpoint.snapshots.label(step, layer)
-                assert kept is not None
-                self._going.append(_Going(kept, seconds))
-            if trouble is not None:
+            if not self._put(step, layer, stage.layer_state(layer, self.left_out(stage, layer)), began):
                 return
+
+    def gather(self, step: int, stage: Stage, gathered: GatheredState) -> None:
+        """The same, where other members of the group keep some of it, which is still on its way."""
+        self._going = deque(each for each in self._going if each.label.step == step)
+        needed, room = 2 * (stage.parameter_bytes + stage.state_bytes), room_bytes(self._endpoint.snapshots)
+        if needed > room:
+            why = f"{bytes_text(max(0, room))} of memory are left, and to gather a shared optimizer state takes "
+            gathered.drop(step)
+            self._give_up(step, stage.visit.first, 0.0, why + bytes_text(needed))
+            return
+        self._gathered[stage.visit.index] = gathered
+        gathered.take(step, stage, lambda layer: self.left_out(stage, layer))
+        self.put_gathered(gathered)
+
+    def put_gathered(self, gathered: GatheredState) -> None:
+        """What has come in of a snapshot, layer by layer."""
+        for step, layer, given in gathered.whole():
+            if not self._put(step, layer, given, self._endpoint.clock()):
+                gathered.drop(step)
+
+    def left_out(self, stage: Stage, layer: int) -> frozenset[str]:
+        return stage.frozen_of(layer) if self._aside else frozenset()
+
+    def _put(self, step: int, layer: int, given: LayerTensors, began: float) -> bool:
+        """False: it could not be kept, and the snapshot is given up."""
+        label, views = laid_out(step, layer, *given)
+        if not label.size:
+            return True
+        trouble = self._endpoint.snapshots.put(label, views, self._mode)
+        del views
+        seconds = self._endpoint.clock() - began
+        if trouble is not None:
+            self._give_up(step, layer, seconds, trouble)
+        elif self.holder is None:
+            self._endpoint.post(MASTER, Held(step, layer, self._endpoint.node, seconds, 0.0, ""))
+        else:
+            kept = self._endpoint.snapshots.label(step, layer)
+            assert kept is not None
+            self._going.append(_Going(kept, seconds))
+        return trouble is None
+
+    def _give_up(self, step: int, layer: int, seconds: float, trouble: str) -> None:
+        self._endpoint.snapshots.discard(step)
+        self._going.clear()
+        self._endpoint.post(MASTER, Held(step, layer, self._endpoint.node, seconds, 0.0, trouble))
 
     def send_some(self, idle: bool) -> bool:
         """The next piece, if the one before has arrived and training has a gap. True if one went out."""
@@ -154,6 +201,8 @@ class NodeSnapshots:
         elif isinstance(message, Void):
             self._going.clear()
             self._endpoint.snapshots.discard(message.step)
+            for each in self._gathered.values():
+                each.drop(message.step)
         elif isinstance(message, Recall):
             try:
                 tensors, state = self.recalled(message.step, message.layer)

@@ -1,7 +1,7 @@
 """The master: a node like the others that also owns data, labels and loss, and leads the run.
 
-It puts batches at the front and takes losses at the tail; between the two it does nothing but its share of the work.
-The whole model never lies here: layers pass through one at a time, on their way to a node or to the disk.
+It puts batches at the front and takes losses at the tail; between the two it does its share of the work. The whole model
+never lies here: layers pass through one at a time, on their way to a node or to the disk.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ringtmp.runtime.checkpoint import CheckpointWriter, LayerTensors, Weights
 from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.losses import Loss, LossFunction, Score
 from ringtmp.runtime.mailbox import Mail
-from ringtmp.runtime.optimizers import state_values
 from ringtmp.runtime.snapshot_schedule import places
 from ringtmp.strategies.ring.diagnose_failure import NotFinite, WhatIsWrong
+from ringtmp.strategies.ring.exchange_snapshots import checkpoint_bytes
 from ringtmp.strategies.ring.gradient_buckets import owned_by
 from ringtmp.strategies.ring.link_trials import MOST_BYTES, Lines
 from ringtmp.strategies.ring.node import Node
@@ -53,7 +53,6 @@ from ringtmp.wire.messages import (
     Missing,
     Place,
     Recall,
-    Recipe,
     Restore,
     Setup,
     Void,
@@ -64,17 +63,6 @@ from ringtmp.wire.messages import (
 ASK_AFTER_S = 15.0
 #: Passes that may be under way at once, and one.
 REMEMBERED_PASSES = 3
-
-
-def checkpoint_bytes(layers: Sequence[Layer], recipe: Recipe) -> int:
-    """What the largest layer takes while it passes through on its way to a checkpoint: parameters, optimizer state and delayed
-    weights, and the latter two once more as the bytes of a file."""
-
-    def state(layer: Layer) -> int:
-        kept = state_values(recipe.optimizer, recipe.optimizer_settings, layer)
-        return kept + recipe.staleness * layer.trained
-
-    return max(4 * (layer.parameters + 2 * state(layer)) for layer in layers)
 
 
 class Master(BaseLeader):
@@ -140,12 +128,16 @@ class Master(BaseLeader):
         """Whoever has its layers of the snapshot brings them back while others do so, too. Which layer is coming to whom."""
         found = set[tuple[int, int]]()
         for index, layer in enumerate(self._layers):
-            if without_frozen(layer, self._frozen[index]):
+            if without_frozen(layer, self._frozen[index]) and self._all_have_all(index):
                 for holder in self._setup.route.holder(index).members:
                     if holder in here.get(index, ()):
                         self.endpoint.post(holder, Restore(step, index, portable_layer.encode(layer)))
                         found.add((index, holder))
         return found
+
+    def _all_have_all(self, index: int) -> bool:
+        """Whether every holder of a layer keeps all of its state."""
+        return not (self._setup.shares_state and self._setup.route.holder(index).others)
 
     def _has_taken(self, index: int, holder: int) -> bool:
         """False: its own copy was not sound, and it needs another."""
@@ -162,7 +154,8 @@ class Master(BaseLeader):
 
     def _place(self, index: int, holder: int, given: LayerTensors) -> None:
         tensors, state = given
-        if self._setup.shares_state and (visit := self._setup.route.holder(index)).others:
+        if not self._all_have_all(index):
+            visit = self._setup.route.holder(index)
             owned = owned_by([self._layers[at] for at in visit.layers], len(visit.members))[index - visit.first]
             state = {key: value for key, value in state.items() if visit.members[owned[key[0]]] == holder}
         place = Place(index, portable_layer.encode(self._layers[index]), tuple(state))
@@ -178,10 +171,11 @@ class Master(BaseLeader):
             self._place(index, holder, checkpoint.layer(index, self._layers[index]))
 
     def _bring_back(self, step: int, index: int, holder: int, sources: Sequence[int]) -> None:
-        """A layer of the snapshot to its holder: its own copy, or else that of the next who has one that is sound. One that
-        held it for another has no frozen parameters of it: its copy comes here, and goes back with them."""
+        """A layer of the snapshot to its holder: its own copy, if it keeps the whole state, or else that of the next who has a
+        sound one. Who held it for another has no frozen parameters of it: its copy comes here, and goes back with them."""
         problems = []
-        ways = [(source, source == holder) for source in sorted(sources, key=lambda node: node != holder)]
+        mine = holder if self._all_have_all(index) else None
+        ways = [(source, source == mine) for source in sorted(sources, key=lambda node: node != mine)]
         for source, alone in [*ways, *((holder, False) for _, alone in ways[:1] if alone and self._frozen[index])]:
             try:
                 if alone:

@@ -26,6 +26,7 @@ from ringtmp.wire.messages import (
     Gradients,
     GroupChange,
     GroupNorms,
+    GroupState,
     GroupSum,
     GroupWeights,
     Keep,
@@ -127,7 +128,7 @@ class Scrutiny:
             self._activations(message)
         elif isinstance(message, Gradients):
             self._gradients(message)
-        elif isinstance(message, GroupSum | GroupChange | GroupNorms | GroupWeights):
+        elif isinstance(message, GroupSum | GroupChange | GroupNorms | GroupWeights | GroupState):
             self._within_group(sender, message)
         elif isinstance(message, Norms):
             current = self._pass(message)
@@ -153,7 +154,9 @@ class Scrutiny:
         elif isinstance(message, Keep):
             self._keep(sender, message)
 
-    def _within_group(self, sender: int, message: GroupSum | GroupChange | GroupNorms | GroupWeights) -> None:
+    def _within_group(
+        self, sender: int, message: GroupSum | GroupChange | GroupNorms | GroupWeights | GroupState
+    ) -> None:
         visit, done_turn, ending = message.visit, self._visits[message.visit].done_turn, self._ending
         if isinstance(message, GroupSum) and visit in ending.groups:
             ending.groups[visit].check(sender, message, done_turn)
@@ -161,6 +164,9 @@ class Scrutiny:
             ending.late[visit].check(sender, message)
         elif isinstance(message, GroupNorms | GroupWeights) and visit in ending.sharing:
             ending.sharing[visit].check(sender, message, done_turn)
+        elif isinstance(message, GroupState) and visit in ending.gathered:
+            done = self._setup.step + self._visits[visit].updates
+            ending.gathered[visit].check(sender, message, done)
         else:
             raise ProtocolError(f"sent {type(message).__name__}, which is not how this group agrees")
 

@@ -27,6 +27,7 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.runtime.stage import Stage, WrongGradient
 from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
+from ringtmp.strategies.ring.gather_state import copied
 from ringtmp.strategies.ring.link_trials import echo
 from ringtmp.strategies.ring.message_checks import Scrutiny
 from ringtmp.strategies.ring.node_layers import NodeLayers
@@ -43,6 +44,7 @@ from ringtmp.wire.messages import (
     Gradients,
     GroupChange,
     GroupNorms,
+    GroupState,
     GroupSum,
     GroupWeights,
     Inspect,
@@ -185,6 +187,10 @@ class Node:
                 )
         elif isinstance(message, Norms | Scale | GroupSum | GroupNorms | GroupWeights | GroupChange):
             self._ending.hear(self._expect(message.visit, mail), mail)
+        elif isinstance(message, GroupState):
+            gathered = self._ending.gathered[message.visit]
+            gathered.put(mail)
+            self.keeping.put_gathered(gathered)
         elif isinstance(message, Place):
             self._layers.place(message, mail.tensors)
         elif isinstance(message, Restore):
@@ -270,8 +276,8 @@ class Node:
 
     def _forward(self, state: VisitState) -> None:
         message, mail = state.take()
-        if message.keep and state.begins(message) and state.visit.node == self.me:
-            self.keeping.take(message.step, state.stage)
+        if message.keep and state.begins(message):
+            self._keep(state, message.step)
         current = state.begin(message)
         if message.microbatch < 0:  # a member of a group that has none
             self._without_any(state, current)
@@ -294,6 +300,19 @@ class Node:
             self._send_on(state, message, outputs)
         if not current.training and current.forwarded == current.microbatches:
             state.end()
+
+    def _keep(self, state: VisitState, step: int) -> None:
+        """A snapshot of a stage at rest. Of a group the first keeps what all of them have."""
+        first, gathered = state.visit.node == self.me, self._ending.gathered.get(state.visit.index)
+        if gathered is not None:
+            self.keeping.gather(step, state.stage, gathered)
+        elif first:
+            self.keeping.take(step, state.stage)
+        elif self.setup.shares_state:
+            for layer in state.stage.visit.layers:
+                part = copied(state.stage.layer_state(layer, self.keeping.left_out(state.stage, layer))[1])
+                message = GroupState(step, state.visit.index, layer, tuple(part))
+                self.endpoint.post(state.visit.node, message, list(part.values()))
 
     def _without_any(self, state: VisitState, current: Pass) -> None:
         if not current.training:

@@ -220,7 +220,7 @@ def _laid_out(
     setup = Setup(
         route, recipe, planned.window, planned.options.schedule, request.step, request.addresses, config.keep.detailed_steps,
         {visit.index: index.outputs[visit.first - 1] for visit in route.visits[1:]}, config.ring.recompute,
-        config.training.wire, config.protect, rates,
+        config.training.wire, config.keep.protect, rates,
         flow, config.ring.share_optimizer, index.aside, late,
         shared_parts(recipe.sum_tree, late, min(request.microbatches, request.batch_size)),
     )  # fmt: skip
@@ -334,7 +334,7 @@ def plan_options(
         laps=ring.laps,
         shape=ring.route,
         recompute=ring.recompute,
-        protect=config.protect,
+        protect=config.keep.protect,
         shares_state=config.ring.share_optimizer,
         late=parse_sums(config.ring.group_sums),
         sum_tree=training.sum_tree,

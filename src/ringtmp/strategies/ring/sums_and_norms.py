@@ -5,12 +5,15 @@ each other's gradients, each makes its own update and tells the others what that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.mailbox import Mail
+from ringtmp.runtime.stage import layer_of
+from ringtmp.strategies.ring.gather_state import GatheredState
 from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.late_sums import LateSums
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
@@ -44,6 +47,12 @@ class SumsAndNorms:
             index: SharedState(visits[index].visit, node, visits[index].stage, sums, post_sum)
             for index, sums in self.groups.items()
             if shares
+        }
+        #: On the first of a group, whose members each keep some of the optimizer state.
+        self.gathered = {
+            index: GatheredState(visits[index].visit, partial(layer_of, visits[index].stage))
+            for index in self.sharing
+            if visits[index].visit.node == node
         }
         self.late = {
             index: LateSums(state.visit, node, state.stage, bound=setup.late, step=setup.step, post=post_sum)
@@ -103,6 +112,7 @@ class SumsAndNorms:
         self.late.clear()
         self.groups.clear()
         self.sharing.clear()
+        self.gathered.clear()
 
     def last_backward(self, state: VisitState, current: Pass) -> None:
         """The last microbatch here is about to go backward, or there is none: a group begins to add up."""
