@@ -68,8 +68,9 @@ def test_a_killed_member_of_a_group_is_replaced_soon(
     assert process.returncode == 0, said
     summary = json.loads(out)
     assert summary["weights_sha256"] == calm["weights_sha256"]
-    (recovery,) = summary["recoveries"]
+    recovery, *joined = summary["recoveries"]
     assert recovery["lost"] == [2]
+    assert [each["lost"] for each in joined] in ([], [[]]), "a fresh process that its siblings did not wait for"
     assert recovery["source"] in sources
     told = list(events.read(run / "events.jsonl"))
     gone = next(each for each in told if isinstance(each, events.NodeGone))
