@@ -14,6 +14,14 @@ from ringtmp.wire.tensors import ALIGNMENT
 Gradient = torch.Tensor | None
 
 
+class WrongGradient(ProtocolError):  # noqa: N818
+    """A gradient does not have the shape of what it belongs to: the tensor at `position` among those that left."""
+
+    def __init__(self, position: int, given: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        super().__init__(f"a gradient of shape {given} for an output of {wanted}")
+        self.position = position
+
+
 class _Entering(torch.autograd.Function):
     """A tensor enters. Its gradient is caught here as it comes: a leaf's `grad` would be copied to the layout of the leaf, and
     the layer before the cut, which must compute with what it would have got in one process, would give other bits."""
@@ -140,6 +148,20 @@ def nothing_saved() -> Iterator[None]:
     nothing is stored: there will be no backward."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
         yield
+
+
+def roots_and_seeds(
+    outputs: Sequence[torch.Tensor], arriving: Sequence[Gradient]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where backward begins, and with what: of outputs that want a gradient those that get one."""
+    roots, seeds = [], []
+    for position, (output, gradient) in enumerate(zip(outputs, arriving, strict=True)):
+        if output.requires_grad and gradient is not None:
+            if gradient.shape != output.shape:
+                raise WrongGradient(position, tuple(gradient.shape), tuple(output.shape))
+            roots.append(output)
+            seeds.append(gradient.to(output.device))
+    return roots, seeds
 
 
 def run_backward(roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> None:

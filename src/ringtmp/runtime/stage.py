@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from ringtmp.errors import ProtocolError
 from ringtmp.model.compiled_graph import refuse_without_compiler
 from ringtmp.model.deferred_gradients import ROOM, Job, at_once
 from ringtmp.model.matrices_for_muon import hidden_matrices
@@ -31,6 +30,7 @@ from ringtmp.runtime.gradients_at_segment_edges import (
     detached,
     enter,
     nothing_saved,
+    roots_and_seeds,
     run_backward,
     saved_bytes,
 )  # fmt: skip
@@ -58,14 +58,6 @@ class _Held:
     caught: list[Gradient] = field(default_factory=list)
     later: list[Job] | None = None  # work backward leaves for later
     seeds: list[Gradient] | None = None  # at the tail: where backward begins
-
-
-class WrongGradient(ProtocolError):  # noqa: N818
-    """A gradient does not have the shape of what it belongs to: the tensor at `position` among those that left."""
-
-    def __init__(self, position: int, given: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-        super().__init__(f"a gradient of shape {given} for an output of {wanted}")
-        self.position = position
 
 
 class Stage:
@@ -335,14 +327,7 @@ class Stage:
         assert held.outputs is not None
         arriving = held.seeds if gradients is None else gradients
         assert arriving is not None, "the segment does not end in a loss"
-        roots: list[torch.Tensor] = []
-        seeds: list[torch.Tensor] = []
-        for position, (output, gradient) in enumerate(zip(held.outputs, arriving, strict=True)):
-            if output.requires_grad and gradient is not None:
-                if gradient.shape != output.shape:
-                    raise WrongGradient(position, tuple(gradient.shape), tuple(output.shape))
-                roots.append(output)
-                seeds.append(gradient.to(output.device))
+        roots, seeds = roots_and_seeds(held.outputs, arriving)
         # Nothing but the graph holds on to activations now, and the graph lets go of each as it is used.
         held.entered, held.outputs = [], None
         part = self._tree.part_of(microbatch, microbatches) if self._sums else 0

@@ -22,9 +22,9 @@ from ringtmp.plan.node_groups import share_of, who_has, without_any
 from ringtmp.plan.pipeline_schedules import schedule_named
 from ringtmp.plan.route import MASTER, Visit
 from ringtmp.runtime import compute_device
-from ringtmp.runtime.gradients_at_segment_edges import detached, once_each, whole
+from ringtmp.runtime.gradients_at_segment_edges import WrongGradient, detached, once_each, whole
 from ringtmp.runtime.mailbox import Endpoint, Mail
-from ringtmp.runtime.stage import Stage, WrongGradient
+from ringtmp.runtime.stage import Stage
 from ringtmp.runtime.worker import farewell, reading_of, report
 from ringtmp.strategies.ring.exchange_snapshots import NodeSnapshots
 from ringtmp.strategies.ring.gather_state import copied
