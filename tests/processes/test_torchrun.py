@@ -126,7 +126,7 @@ def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     code = (
         "from ringtmp.launch.rank_environment import this_rank\nfrom ringtmp.launch.torchrun_ranks import RankPool\n"
-        "RankPool(this_rank(), 1.0).start('ring', 1)"
+        "from ringtmp.launch.meeting_of_ranks import Meeting\nRankPool(Meeting(this_rank(), 1.0)).start('ring', 1)"
     )
     environment = dict(os.environ, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     done = subprocess.run(
